@@ -1,0 +1,173 @@
+"""Saving and loading of the stacked parameter tree with Orbax.
+
+A saved directory holds ``model_config.json`` and ``params/``, an Orbax checkpoint. Loading it
+needs no transposition or stacking, and reads only what each device holds.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sketchwalk_jax.models.config import DTYPES, SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
+from sketchwalk_jax.models.placement import ParamsSharding, shardings_by_path
+
+PARAMS_FOLDER = "params"
+FORMAT_VERSION = 1
+
+
+def save(
+    directory: str | Path, params: Params, model_config: ModelConfig, *, overwrite: bool = False
+) -> None:
+    """Writes parameters and configuration into a directory that `load` opens.
+
+    The directory appears complete or not at all: everything is written beside it under another
+    name, then renamed. In a multi-process program every process must call this.
+
+    Args:
+        directory: Where to write; parents are created.
+        params: The parameter tree, in any of float32, float16 and bfloat16, with any sharding.
+        model_config: The model's configuration.
+        overwrite: Whether to replace a directory that is not empty.
+
+    Raises:
+        FileExistsError: If the directory is not empty and `overwrite` is False.
+        ValueError: If the parameters do not fit the configuration.
+
+    Example:
+        >>> save("model", params, model_config)  # doctest: +SKIP
+        >>> params, model_config = load("model")  # doctest: +SKIP
+    """
+    import orbax.checkpoint as ocp
+
+    dtypes = _check_params(params, model_config)
+    target = Path(directory).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"must be a directory, got the file {str(target)!r}")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"must be a new or empty directory, got {str(target)!r}; pass overwrite=True to "
+            f"replace it"
+        )
+    with _written_beside(target) as partial:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / PARAMS_FOLDER, params)
+            checkpointer.wait_until_finished()
+        if jax.process_index() == 0:
+            saved = {
+                "format_version": FORMAT_VERSION,
+                "model_config": dataclasses.asdict(model_config),
+                "dtypes": dtypes,
+            }
+            (partial / SAVED_CONFIG_FILE).write_text(json.dumps(saved, indent=2) + "\n")
+
+
+def load_saved(
+    directory: Path, *, dtype: np.dtype | None = None, sharding: ParamsSharding = None
+) -> tuple[Params, ModelConfig]:
+    """Loads a directory written by `save`; `sketchwalk_jax.models.load` calls it.
+
+    Args:
+        directory: The directory.
+        dtype: Dtype of the parameters; None keeps that in which each was saved.
+        sharding: Where the parameters go, as in `sketchwalk_jax.models.load`.
+
+    Returns:
+        The parameters and the model's configuration.
+
+    Raises:
+        ValueError: If the directory is of a newer version, damaged, or incomplete.
+    """
+    import orbax.checkpoint as ocp
+
+    saved = read_json(directory / SAVED_CONFIG_FILE)
+    if saved.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"format_version of {directory / SAVED_CONFIG_FILE} must be {FORMAT_VERSION}, "
+            f"got {saved.get('format_version')!r}; a newer sketchwalk_jax may read it"
+        )
+    model_config = ModelConfig.from_pretrained(directory)
+    shapes = param_shapes(model_config)
+    shardings = shardings_by_path(sharding, shapes)
+    default = jnp.zeros(()).sharding
+    dtypes = saved.get("dtypes", {})
+    wanted = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape,
+            dtype or jnp.dtype(dtypes.get("/".join(path), model_config.dtype)),
+            sharding=shardings[path] or default,
+        )
+        for path, leaf in flatten_params(shapes).items()
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(
+                directory.resolve() / PARAMS_FOLDER, unflatten_params(wanted)
+            )
+    # Orbax and tensorstore raise many types for files that are missing or damaged.
+    except Exception as error:
+        raise ValueError(
+            f"{directory / PARAMS_FOLDER} must be a complete checkpoint written by "
+            f"sketchwalk_jax.models.save, got {type(error).__name__}: {error}"
+        ) from error
+    return params, model_config
+
+
+def _check_params(params: Params, model_config: ModelConfig) -> dict[str, str]:
+    expected = flatten_params(param_shapes(model_config))
+    found = flatten_params(params)
+    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
+    problems += [f"{'/'.join(path)} is unknown" for path in found if path not in expected]
+    problems += [
+        f"{'/'.join(path)} must be {leaf.shape}, got {found[path].shape}"
+        for path, leaf in expected.items()
+        if path in found and found[path].shape != leaf.shape
+    ]
+    problems += [
+        f"{'/'.join(path)} must be one of {DTYPES}, got {leaf.dtype}"
+        for path, leaf in found.items()
+        if jnp.dtype(leaf.dtype).name not in DTYPES
+    ]
+    if problems:
+        raise ValueError("params must fit model_config:\n  " + "\n  ".join(problems))
+    return {"/".join(path): jnp.dtype(leaf.dtype).name for path, leaf in found.items()}
+
+
+@contextlib.contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """Gives a folder beside `target` that takes its place when the block ends well."""
+    partial = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f".{target.name}.replaced")
+    is_first = jax.process_index() == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _wait_for_processes("created")
+    try:
+        yield partial
+        _wait_for_processes("written")
+        if is_first:
+            shutil.rmtree(replaced, ignore_errors=True)
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(partial, target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        _wait_for_processes("renamed")
+    finally:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _wait_for_processes(step: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"sketchwalk_jax save {step}")

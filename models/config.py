@@ -1,0 +1,316 @@
+"""Model configurations: what a checkpoint's ``config.json`` says, in one hashable value."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = ("float32", "float16", "bfloat16")
+
+SAVED_CONFIG_FILE = "model_config.json"
+"""The file that marks a directory written by `sketchwalk_jax.models.save`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of a model.
+
+    The frequencies are ``theta ** (-2 i / H)`` for ``i`` in ``0..H/2-1``, rescaled according to
+    `rope_type` so that a model trained on a short context serves a longer one.
+
+    Attributes:
+        rope_type: "default", "linear", "llama3" or "yarn".
+        theta: Base wavelength, larger than 1.
+        factor: How many times the context is stretched (linear, llama3, yarn).
+        low_freq_factor: llama3: wavelengths above ``original / low_freq_factor`` are stretched.
+        high_freq_factor: llama3: wavelengths below ``original / high_freq_factor`` are kept.
+        original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
+        attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
+        beta_fast: yarn: turns over the original context above which a frequency is kept.
+        beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
+        mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
+        mscale_all_dim: yarn: denominator scale of the derived attention factor.
+        truncate: yarn: whether the bounds of the ramp are rounded to whole dimensions.
+
+    Raises:
+        ValueError: For a value outside its range or a missing original context.
+
+    Example:
+        >>> RopeConfig(theta=500000.0).rope_type
+        'default'
+    """
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every field once."""
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type must be one of {ROPE_TYPES}, got {self.rope_type!r}")
+        if not self.theta > 1:
+            raise ValueError(f"theta must be larger than 1, got {self.theta}")
+        if not self.factor > 0:
+            raise ValueError(f"factor must be positive, got {self.factor}")
+        original = self.original_max_position_embeddings
+        if self.rope_type in ("llama3", "yarn") and (original is None or original < 1):
+            raise ValueError(
+                f"original_max_position_embeddings must be a positive number of tokens for "
+                f"rope_type {self.rope_type!r}, got {original}"
+            )
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "high_freq_factor must be larger than a positive low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+        if not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(
+                f"beta_fast and beta_slow must be positive, got {self.beta_fast}, {self.beta_slow}"
+            )
+
+    def stretched_context(self, max_position_embeddings: int) -> int:
+        """Returns the context after scaling, in tokens.
+
+        Args:
+            max_position_embeddings: Context that the checkpoint declares, in tokens.
+
+        Returns:
+            The declared context, or what linear or yarn scaling stretches it to if that is more.
+
+        Example:
+            >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
+            ...                   original_max_position_embeddings=32768)
+            >>> rope.stretched_context(32768)
+            131072
+        """
+        stretched = {
+            "linear": max_position_embeddings * self.factor,
+            "yarn": (self.original_max_position_embeddings or 0) * self.factor,
+        }.get(self.rope_type, 0)
+        return max(max_position_embeddings, int(stretched))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and switches of a Llama, Qwen2 or Qwen3 decoder; hashable, so static under jit.
+
+    One transformer serves the three families: they differ by the switches below and by the names
+    of their weights.
+
+    Attributes:
+        model_type: "llama", "qwen2" or "qwen3".
+        vocab_size: Rows of the embedding, V.
+        num_layers: Decoder layers, L.
+        hidden_size: Model width, D.
+        intermediate_size: Width of the gated mlp, F.
+        num_heads: Query heads, N.
+        num_kv_heads: Key and value heads, K; divides `num_heads`.
+        head_dim: Width of one head, H; even. ``num_heads * head_dim`` may differ from D.
+        max_position_embeddings: Context the checkpoint declares, in tokens.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        rope: Rotary position embedding.
+        tie_word_embeddings: Whether the logits reuse the embedding (then there is no lm_head).
+        qkv_bias: Whether the query, key and value projections have a bias.
+        o_bias: Whether the attention output projection has a bias.
+        mlp_bias: Whether the gate, up and down projections have a bias.
+        qk_norm: Whether query and key pass an RMSNorm over head_dim before RoPE.
+        bos_token_id: Token that starts a text, if there is one.
+        eos_token_ids: Tokens that end a generation; may be several or none.
+        dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
+
+    Raises:
+        ValueError: For a value outside its range.
+
+    Example:
+        >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+        ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+        ...                      max_position_embeddings=512)
+        >>> config.group_size
+        2
+    """
+
+    model_type: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Checks every field once."""
+        if self.model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {self.model_type!r}")
+        for name in (
+            "vocab_size",
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise ValueError(f"rms_norm_eps must be finite and >= 0, got {self.rms_norm_eps}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if not isinstance(self.eos_token_ids, tuple):
+            raise ValueError(f"eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key and value head, G = N / K."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence the model is meant for, in tokens.
+
+        This is `max_position_embeddings`, except that linear and yarn scaling added by hand
+        stretch it by their factor: the Qwen model cards add `rope_scaling` and leave
+        `max_position_embeddings` as it was.
+        """
+        return self.rope.stretched_context(self.max_position_embeddings)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> "ModelConfig":
+        """Reads the configuration of a checkpoint directory.
+
+        Args:
+            directory: A Hugging Face checkpoint directory (``config.json``, and for the end
+                tokens ``generation_config.json`` where there is one) or a directory written by
+                `sketchwalk_jax.models.save`.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            FileNotFoundError: If the directory or its ``config.json`` does not exist.
+            ValueError: If a file is not valid JSON, or the contents are not a supported model.
+            NotImplementedError: If the checkpoint uses a feature that is not implemented.
+
+        Example:
+            >>> ModelConfig.from_pretrained("Llama-3.2-1B").num_layers  # doctest: +SKIP
+            16
+        """
+        directory = check_directory(directory)
+        if (directory / SAVED_CONFIG_FILE).exists():
+            return cls._from_saved(read_json(directory / SAVED_CONFIG_FILE))
+        generation = directory / "generation_config.json"
+        return cls.from_dict(
+            read_json(directory / "config.json"),
+            read_json(generation) if generation.exists() else None,
+        )
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
+        """Translates the contents of a Hugging Face ``config.json``.
+
+        What an absent attribute means is what transformers' own class takes it to mean. See
+        `sketchwalk_jax.models.hf_config` for which attributes are refused and which ignored.
+
+        Args:
+            raw: The parsed ``config.json``, in any spelling since 2023.
+            generation_config: The parsed ``generation_config.json``; only its end tokens are
+                used, and they come before those of `raw`.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If the model type is not supported or an attribute is missing or invalid.
+            NotImplementedError: If the checkpoint uses a feature that is not implemented; all of
+                them are listed.
+
+        Example:
+            >>> raw = dict(model_type="qwen2", vocab_size=64, hidden_size=32,
+            ...            intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            ...            num_key_value_heads=2)
+            >>> ModelConfig.from_dict(raw).qkv_bias
+            True
+        """
+        # hf_config needs the two classes above.
+        from sketchwalk_jax.models.hf_config import translate
+
+        return cls(**translate(raw, generation_config))
+
+    @classmethod
+    def _from_saved(cls, saved: Mapping[str, Any]) -> "ModelConfig":
+        fields = dict(saved.get("model_config", {}))
+        try:
+            rope = RopeConfig(**fields.pop("rope"))
+            eos_token_ids = tuple(fields.pop("eos_token_ids"))
+            return cls(**fields, rope=rope, eos_token_ids=eos_token_ids)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{SAVED_CONFIG_FILE} must hold every field of ModelConfig as written by "
+                f"sketchwalk_jax.models.save, got {sorted(fields)} ({error})"
+            ) from error
+
+
+def check_directory(directory: str | Path) -> Path:
+    """Returns `directory` as a path, or says what to do when it is not a local directory."""
+    path = Path(directory).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"must be a checkpoint directory, got the file {str(path)!r}")
+    raise FileNotFoundError(
+        f"must be an existing checkpoint directory, got {str(directory)!r}. A model of the "
+        f"Hugging Face hub has to be downloaded first: `hf download ORG/NAME --local-dir DIR`, "
+        f"then pass DIR"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object, with an error that names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} does not exist: {str(path.parent)!r} must be a checkpoint directory with "
+            f"{path.name} and its safetensors files"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be a JSON file, got {error}; download it again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw

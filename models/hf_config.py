@@ -1,0 +1,275 @@
+"""Translation of a Hugging Face ``config.json`` into the fields of `ModelConfig`.
+
+The raw JSON is read, never ``AutoConfig``: transformers 5 renames attributes while it loads, and
+files of every year are around. The yardstick is what the transformers class of that `model_type`
+computes from the same file:
+
+* Attributes that class reads are translated. Absent ones take that class's default.
+* Attributes that change the computation in a way that is not implemented raise
+  NotImplementedError, all of them in one message. This includes attributes that only related
+  architectures know (multipliers, soft caps, experts, ...): a file that sets them was not meant
+  for the plain model, whoever would ignore them. The list is `RESULT_CHANGING`.
+* Everything else changes nothing and is ignored: dropout, initialisation, training and export
+  leftovers, keys invented later.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sketchwalk_jax.models import llama, qwen
+from sketchwalk_jax.models.config import DTYPES, MODEL_TYPES, ROPE_TYPES, RopeConfig
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "llama": llama.family_fields,
+    "qwen2": qwen.qwen2_fields,
+    "qwen3": qwen.qwen3_fields,
+}
+"""What differs by family: defaults and switches."""
+
+RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attention_sink": (False,),
+    "alibi": (False,),
+    "bidirectional": (False,),
+    "clip_qkv": (),
+    "cross_attention": (False,),
+    "expert": (0, False),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "logit_scal": (1,),
+    "logits_scal": (1,),
+    "moe": (0, False),
+    "mrope": (False,),
+    "multiplier": (1,),
+    "no_rope_layer": (),
+    "parallel_residual": (False,),
+    "partial_rotary_factor": (1,),
+    "per_layer_config": (),
+    "pretraining_tp": (1,),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "quantiz": (False,),
+    "residual_scal": (1,),
+    "rope_interleaved": (False,),
+    "rotary_dim": (),
+    "rotary_pct": (1,),
+    "scale_depth": (1,),
+    "scale_emb": (False, 1),
+    "softcap": (0,),
+}
+"""Parts of attribute names that announce another computation, and the values that do not.
+
+The first part that occurs in a name decides. None and empty containers are harmless everywhere.
+"""
+
+REQUIRED = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+}
+
+
+def translate(
+    raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Translates a parsed ``config.json`` into keyword arguments of `ModelConfig`.
+
+    Args:
+        raw: The parsed ``config.json``.
+        generation_config: The parsed ``generation_config.json``, for its end tokens only.
+
+    Returns:
+        One value for each field of `ModelConfig`.
+
+    Raises:
+        ValueError: If the model type is not supported or attributes are missing.
+        NotImplementedError: If attributes ask for what is not implemented.
+
+    Example:
+        >>> raw = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8,
+        ...            num_hidden_layers=1, num_attention_heads=2)
+        >>> translate(raw)["head_dim"]
+        4
+    """
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {model_type!r}")
+    missing = [key for key in REQUIRED.values() if raw.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json must have {', '.join(REQUIRED.values())}; missing {missing}")
+
+    fields: dict[str, Any] = {name: raw[key] for name, key in REQUIRED.items()}
+    fields |= FAMILIES[model_type](raw)
+    fields |= {
+        "model_type": model_type,
+        "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "rope": rope_config(raw, fields["max_position_embeddings"]),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "eos_token_ids": eos_token_ids(raw, generation_config),
+        "dtype": checkpoint_dtype(raw) or "float32",
+    }
+    problems = _unsupported_attributes(raw)
+    context = fields["rope"].stretched_context(fields["max_position_embeddings"])
+    problems += _sliding_layers(raw, fields["num_layers"], context=context)
+    if problems:
+        raise NotImplementedError(
+            "config.json asks for what is not implemented:\n  " + "\n  ".join(problems)
+        )
+    return fields
+
+
+def eos_token_ids(
+    raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """Returns the end tokens: an int or a list, those of the generation config first.
+
+    Example:
+        >>> eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 8]})
+        (7, 8)
+    """
+    for source in (generation_config or {}, raw):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list | tuple) else (value,)
+    return ()
+
+
+def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
+    """Returns the dtype that ``config.json`` declares, None where it declares none.
+
+    Raises:
+        NotImplementedError: If it is not float32, float16 or bfloat16.
+
+    Example:
+        >>> checkpoint_dtype({"torch_dtype": "bfloat16"})
+        'bfloat16'
+    """
+    declared = raw.get("dtype") or raw.get("torch_dtype")
+    if declared in (None, "auto"):
+        return None
+    dtype = str(declared).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise NotImplementedError(f"dtype {declared!r} is not supported; supported are {DTYPES}")
+    return dtype
+
+
+def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """Reads the rotary embedding in every spelling.
+
+    Files up to 2025 have ``rope_theta`` and perhaps ``rope_scaling`` with ``type`` or
+    ``rope_type``; transformers 5 writes all of it into ``rope_parameters``. Where both are given,
+    ``rope_scaling`` comes first, and a ``rope_theta`` inside before one outside.
+
+    Args:
+        raw: The parsed ``config.json``.
+        max_position_embeddings: Stands in for a missing original context, in tokens.
+
+    Returns:
+        The rotary embedding.
+
+    Raises:
+        ValueError: If a parameter is missing or invalid.
+        NotImplementedError: If the type is not default, linear, llama3 or yarn.
+
+    Example:
+        >>> rope_config({"rope_theta": 1e6}, 4096).theta
+        1000000.0
+    """
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise NotImplementedError(
+            f"a rotary embedding for each kind of layer ({sorted(parameters)}) is not supported; "
+            f"supported is one for all layers"
+        )
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise NotImplementedError(
+            f"rope_type {rope_type!r} is not supported; supported are {ROPE_TYPES}"
+        )
+    needed = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor",),
+    }.get(rope_type, ())
+    missing = [name for name in needed if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"rope_type {rope_type!r} must have {', '.join(needed)}; missing {missing}"
+        )
+
+    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    fields: dict[str, Any] = {name: parameters[name] for name in needed}
+    if rope_type in ("llama3", "yarn"):
+        original = (
+            raw.get("original_max_position_embeddings")
+            or parameters.get("original_max_position_embeddings")
+            or max_position_embeddings
+        )
+        fields["original_max_position_embeddings"] = original
+    if rope_type == "yarn":
+        if fields["factor"] is None:
+            fields["factor"] = max_position_embeddings / original
+        fields |= {
+            "attention_factor": parameters.get("attention_factor"),
+            "beta_fast": float(parameters.get("beta_fast") or 32),
+            "beta_slow": float(parameters.get("beta_slow") or 1),
+            "mscale": parameters.get("mscale"),
+            "mscale_all_dim": parameters.get("mscale_all_dim"),
+            "truncate": parameters.get("truncate", True),
+        }
+    return RopeConfig(rope_type=rope_type, theta=float(theta), **fields)
+
+
+def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
+    problems = []
+    # "swish" is torch's other name of silu.
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        problems.append(f"hidden_act={raw['hidden_act']!r} (supported: 'silu')")
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    nested = {key: parameters[key] for key in ("partial_rotary_factor",) if key in parameters}
+    for name, value in (*raw.items(), *nested.items()):
+        part = next((part for part in RESULT_CHANGING if part in name), None)
+        if part is None or value is None or value in ([], {}, ""):
+            continue
+        harmless = RESULT_CHANGING[part]
+        # True == 1 in Python, but `use_mrope: true` is a switch, not a factor of one.
+        if not any(
+            value == other and isinstance(value, bool) == isinstance(other, bool)
+            for other in harmless
+        ):
+            supported = " or ".join(repr(other) for other in harmless) or "absent"
+            problems.append(f"{name}={value!r} (supported: {supported})")
+    return problems
+
+
+def _sliding_layers(raw: Mapping[str, Any], num_layers: int, *, context: int) -> list[str]:
+    """Lists layers whose attention is not over the whole context, in transformers' terms."""
+    is_used = raw.get("use_sliding_window", raw["model_type"] == "llama")
+    window = raw.get("sliding_window", None if raw["model_type"] == "llama" else 4096)
+    window = window if is_used else None
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        first = 0 if raw["model_type"] == "llama" else raw.get("max_window_layers", 28)
+        layer_types = [
+            "sliding_attention" if window is not None and layer >= first else "full_attention"
+            for layer in range(num_layers)
+        ]
+    if len(layer_types) != num_layers:
+        raise ValueError(
+            f"layer_types must name num_hidden_layers = {num_layers} layers, got {len(layer_types)}"
+        )
+    # "attention" is an older name of full attention.
+    others = {
+        kind: [layer for layer, other in enumerate(layer_types) if other == kind]
+        for kind in sorted(set(layer_types) - {"full_attention", "attention"})
+    }
+    if window is not None and window >= context:
+        others.pop("sliding_attention", None)
+    return [
+        f"{kind} (window {window}) in layers {layers} (supported: full_attention in every layer, "
+        f"or a window of at least the context of {context} tokens)"
+        for kind, layers in others.items()
+    ]

@@ -1,0 +1,57 @@
+"""Llama: what its ``config.json`` means and how its weights are called."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LAYER = "model.layers.{layer}."
+
+KEYS: dict[tuple[str, ...], str] = {
+    ("embed", "embedding"): "model.embed_tokens.weight",
+    ("layers", "attn_norm", "scale"): LAYER + "input_layernorm.weight",
+    ("layers", "query", "kernel"): LAYER + "self_attn.q_proj.weight",
+    ("layers", "query", "bias"): LAYER + "self_attn.q_proj.bias",
+    ("layers", "key", "kernel"): LAYER + "self_attn.k_proj.weight",
+    ("layers", "key", "bias"): LAYER + "self_attn.k_proj.bias",
+    ("layers", "value", "kernel"): LAYER + "self_attn.v_proj.weight",
+    ("layers", "value", "bias"): LAYER + "self_attn.v_proj.bias",
+    ("layers", "out", "kernel"): LAYER + "self_attn.o_proj.weight",
+    ("layers", "out", "bias"): LAYER + "self_attn.o_proj.bias",
+    ("layers", "mlp_norm", "scale"): LAYER + "post_attention_layernorm.weight",
+    ("layers", "gate", "kernel"): LAYER + "mlp.gate_proj.weight",
+    ("layers", "gate", "bias"): LAYER + "mlp.gate_proj.bias",
+    ("layers", "up", "kernel"): LAYER + "mlp.up_proj.weight",
+    ("layers", "up", "bias"): LAYER + "mlp.up_proj.bias",
+    ("layers", "down", "kernel"): LAYER + "mlp.down_proj.weight",
+    ("layers", "down", "bias"): LAYER + "mlp.down_proj.bias",
+    ("final_norm", "scale"): "model.norm.weight",
+    ("lm_head", "kernel"): "lm_head.weight",
+}
+"""Hugging Face name of each parameter; ``{layer}`` counts the layers that are stacked here."""
+
+
+def family_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that Llama reads in its own way.
+
+    ``attention_bias`` covers q, k, v and o; head_dim and num_key_value_heads may be absent.
+
+    Args:
+        raw: The parsed ``config.json``.
+
+    Returns:
+        Keyword arguments of `ModelConfig`.
+
+    Example:
+        >>> family_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
+        2
+    """
+    num_heads = raw["num_attention_heads"]
+    attention_bias = bool(raw.get("attention_bias", False))
+    return {
+        "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "bos_token_id": raw.get("bos_token_id", 1),
+    }

@@ -1,0 +1,70 @@
+"""Qwen2 and Qwen3: what their ``config.json`` means and how their weights are called."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sketchwalk_jax.models.llama import KEYS as LLAMA_KEYS
+from sketchwalk_jax.models.llama import LAYER
+
+KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
+    ("layers", "query_norm", "scale"): LAYER + "self_attn.q_norm.weight",
+    ("layers", "key_norm", "scale"): LAYER + "self_attn.k_norm.weight",
+}
+"""Hugging Face name of each parameter: Llama's, and Qwen3's norms of query and key."""
+
+
+def qwen2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that Qwen2 reads in its own way.
+
+    The biases of q, k and v are always there and that of o never, whatever the file says.
+
+    Args:
+        raw: The parsed ``config.json``.
+
+    Returns:
+        Keyword arguments of `ModelConfig`.
+
+    Example:
+        >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+        >>> fields = qwen2_fields(raw)
+        >>> fields["qkv_bias"], fields["o_bias"]
+        (True, False)
+    """
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    return _common_fields(raw) | {"head_dim": head_dim, "qkv_bias": True}
+
+
+def qwen3_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that Qwen3 reads in its own way.
+
+    ``attention_bias`` covers q, k, v and o, query and key are normalised over head_dim, and
+    head_dim is 128 where the file does not say, whatever the width.
+
+    Args:
+        raw: The parsed ``config.json``.
+
+    Returns:
+        Keyword arguments of `ModelConfig`.
+
+    Example:
+        >>> raw = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
+        >>> fields = qwen3_fields(raw)
+        >>> fields["qk_norm"], fields["head_dim"]
+        (True, 128)
+    """
+    attention_bias = bool(raw.get("attention_bias", False))
+    head_dim = raw.get("head_dim", 128) or raw["hidden_size"] // raw["num_attention_heads"]
+    return _common_fields(raw) | {
+        "head_dim": head_dim,
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "qk_norm": True,
+    }
+
+
+def _common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_kv_heads": raw.get("num_key_value_heads", 32) or raw["num_attention_heads"],
+        "max_position_embeddings": raw.get("max_position_embeddings", 32768),
+        "bos_token_id": raw.get("bos_token_id"),
+    }

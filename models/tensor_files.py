@@ -1,0 +1,167 @@
+"""The safetensors files of a Hugging Face checkpoint directory, read lazily.
+
+Opening reads headers only: names, shapes and dtypes of every tensor are known, and checked by the
+caller, before the first byte of a weight is read. No pickle, no code from the checkpoint.
+"""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sketchwalk_jax.models.config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The safetensors dtypes that can be loaded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """What a file says about one tensor.
+
+    Attributes:
+        file: Name of the file that holds it.
+        shape: Its shape, as stored.
+        dtype: Its safetensors dtype, such as "BF16".
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFiles(contextlib.AbstractContextManager):
+    """All tensors of a checkpoint directory by name; a context manager that closes the files.
+
+    Attributes:
+        directory: The checkpoint directory.
+        headers: What is known about each tensor, by name.
+
+    Example:
+        >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
+        ...     files.headers["model.norm.weight"].shape
+        (2048,)
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Opens every file and reads its header.
+
+        Args:
+            directory: An existing checkpoint directory.
+
+        Raises:
+            FileNotFoundError: If there are no weights, or files of the index are missing.
+            ValueError: If the weights are not safetensors, a file is truncated or corrupt, or
+                the index is invalid.
+        """
+        self.directory = directory
+        self.headers: dict[str, TensorHeader] = {}
+        self._handles: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+        try:
+            for file in weight_files(directory):
+                self._open(file)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, file: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.directory / file
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="np"))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} must be a complete safetensors file, got {error}; it is truncated or "
+                f"corrupt, download it again"
+            ) from error
+        self._handles[file] = handle
+        for name in handle.keys():
+            tensor = handle.get_slice(name)
+            self.headers[name] = TensorHeader(
+                file=file, shape=tuple(tensor.get_shape()), dtype=tensor.get_dtype()
+            )
+
+    def read(self, name: str, *bounds: slice) -> np.ndarray:
+        """Reads a part of a tensor.
+
+        Args:
+            name: Name of the tensor.
+            *bounds: A slice with start and stop for each axis.
+
+        Returns:
+            That part, in the stored dtype.
+        """
+        tensor = self._handles[self.headers[name].file].get_slice(name)
+        # A single slice must not arrive as a tuple of one.
+        return tensor[bounds if len(bounds) > 1 else bounds[0]]
+
+    def __enter__(self) -> "TensorFiles":
+        """Returns the open files."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes every file."""
+        self._handles.clear()
+        self._stack.close()
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Finds the names of the safetensors files: the single one, or those of the index.
+
+    Args:
+        directory: An existing checkpoint directory.
+
+    Returns:
+        File names inside `directory`.
+
+    Raises:
+        FileNotFoundError: If there are no weights, or files of the index are missing.
+        ValueError: If there are only weights of another format, or the index is invalid.
+
+    Example:
+        >>> weight_files(Path("Llama-3.2-1B"))  # doctest: +SKIP
+        ['model.safetensors']
+    """
+    if (directory / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    if (directory / INDEX_FILE).exists():
+        return _indexed_files(directory)
+    others = sorted(file.name for file in directory.iterdir() if file.suffix in OTHER_FORMATS)
+    if others:
+        raise ValueError(
+            f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got {others}; download the "
+            f"safetensors version, or convert it with transformers' save_pretrained"
+        )
+    raise FileNotFoundError(
+        f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; download the "
+        f"checkpoint again"
+    )
+
+
+def _indexed_files(directory: Path) -> list[str]:
+    path = directory / INDEX_FILE
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} must have a weight_map of tensor names to file names")
+    files = sorted({str(file) for file in weight_map.values()})
+    # Names only: links of a download cache may lead anywhere, the index may not.
+    outside = [file for file in files if Path(file).name != file or "\\" in file]
+    if outside:
+        raise ValueError(f"{path} must name files beside it, got {outside}")
+    wrong = [file for file in files if not file.endswith(".safetensors")]
+    if wrong:
+        raise ValueError(f"{path} must name safetensors files, got {wrong}")
+    missing = [file for file in files if not (directory / file).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} must hold the {len(files)} files of its index, {missing} are missing; "
+            f"download them again"
+        )
+    return files

@@ -1,0 +1,35 @@
+"""How attention and selection run: sizes of tiles. Nothing here changes a result beyond rounding."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Tile sizes of the implementations; hashable, passed to `jax.jit` as a static argument.
+
+    Attributes:
+      row_tile: Query blocks that the XLA implementation processes together. More rows make larger
+        matrix products; the shorter lists of a tile wait for its longest.
+      block_step: Key blocks that one step of the XLA implementation gathers.
+      decode_block_step: Key blocks that one step of decoding gathers.
+      dense_rows: Query tokens in a tile of dense attention.
+      dense_keys: Keys in a step of dense attention.
+      dense_decode_keys: Keys in a step of dense decoding.
+
+    Raises:
+      ValueError: If a size is not a positive integer.
+    """
+
+    row_tile: int = 4
+    block_step: int = 8
+    decode_block_step: int = 32
+    dense_rows: int = 128
+    dense_keys: int = 512
+    dense_decode_keys: int = 4096
+
+    def __post_init__(self) -> None:
+        """Checks that every size is a positive integer."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} must be a positive integer, got {value!r}")

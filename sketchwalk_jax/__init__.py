@@ -1,0 +1,58 @@
+"""Sketch-and-Walk sparse attention (arXiv:2602.07397) for JAX.
+
+    params, model_config = load("Llama-3.2-1B")
+    generate = make_generate(model_config, SketchWalkConfig.paper(density=0.2), max_new_tokens=64)
+    generation = generate(params, tokens)
+
+Importing this package imports neither Flax nor transformers nor Orbax; what needs them imports
+them.
+"""
+
+from pathlib import Path as _Path
+
+# In a checkout the packages `models` and `pallas_kernels` lie beside this folder, not in it.
+_root = _Path(__file__).parent.parent
+if all((_root / _name / "__init__.py").exists() for _name in ("models", "pallas_kernels")):
+    __path__.append(str(_root))
+
+from sketchwalk_jax._version import __version__  # noqa: E402
+from sketchwalk_jax.attention import (  # noqa: E402
+    block_sparse_attention,
+    block_sparse_decode,
+    dense_attention,
+)
+from sketchwalk_jax.cache import Cache, init_cache  # noqa: E402
+from sketchwalk_jax.config import SketchWalkConfig  # noqa: E402
+from sketchwalk_jax.density import Density  # noqa: E402
+from sketchwalk_jax.generation import Generation, generate, make_generate  # noqa: E402
+from sketchwalk_jax.inference import decode_step, forward, prefill  # noqa: E402
+from sketchwalk_jax.models.weights import load, save  # noqa: E402
+from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
+from sketchwalk_jax.policies.dense import Dense  # noqa: E402
+from sketchwalk_jax.sampling import Sampling  # noqa: E402
+from sketchwalk_jax.selection import BlockSelection  # noqa: E402
+from sketchwalk_jax.walk import WalkState  # noqa: E402
+
+__all__ = [
+    "BlockSelection",
+    "Cache",
+    "Dense",
+    "Density",
+    "Generation",
+    "KernelConfig",
+    "Sampling",
+    "SketchWalkConfig",
+    "WalkState",
+    "__version__",
+    "block_sparse_attention",
+    "block_sparse_decode",
+    "decode_step",
+    "dense_attention",
+    "forward",
+    "generate",
+    "init_cache",
+    "load",
+    "make_generate",
+    "prefill",
+    "save",
+]

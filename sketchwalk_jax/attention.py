@@ -1,0 +1,352 @@
+"""Exact attention over block lists and over everything: the public entry points.
+
+Argument order, meaning and shapes follow `jax.nn.dot_product_attention` (BTNH queries, BSKH keys).
+A stacked cache `[L, B, S, K, H]` with a layer index is taken as it is, without slicing a copy.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax import xla_attention
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
+from sketchwalk_jax.selection import BlockSelection
+
+
+def _check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
+    """Checks shapes and dtypes; returns the batch size and the number of query tokens."""
+    if query.ndim != 4:
+        raise ValueError(f"query must have shape [B, T, N, H], got {query.shape}")
+    expected = 4 if layer is None else 5
+    axes = "[B, S, K, H]" if layer is None else "[L, B, S, K, H] when layer is given"
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != expected:
+            raise ValueError(f"{name} must have shape {axes}, got {x.shape}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(f"query must be floating point, got {query.dtype}")
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape, got {key.shape} and {value.shape}")
+    batch, _, num_heads, head_dim = query.shape
+    if key.shape[-4] != batch:
+        raise ValueError(f"key must have query's batch size {batch}, got {key.shape[-4]}")
+    if key.shape[-1] != head_dim:
+        raise ValueError(f"key must have query's head_dim {head_dim}, got {key.shape[-1]}")
+    if num_heads % key.shape[-2]:
+        raise ValueError(
+            f"the number of query heads must be a multiple of the key/value heads {key.shape[-2]}, "
+            f"got {num_heads}"
+        )
+    return batch, query.shape[1]
+
+
+def _check_per_sequence(name: str, x: Any, batch: int) -> None:
+    if x is not None and jnp.shape(x) != (batch,):
+        raise ValueError(f"{name} must have shape [B] = ({batch},), got {jnp.shape(x)}")
+
+
+def _check_selection(selection: BlockSelection, query: Any, key: Any, num_rows: int) -> None:
+    ids, counts, size = selection.ids, selection.counts, selection.block_size
+    batch, num_heads = query.shape[0], query.shape[2]
+    if ids.ndim != 4 or counts.shape != ids.shape[:3]:
+        raise ValueError(
+            "selection must have ids [B, M, I, P] and counts [B, M, I], "
+            f"got {ids.shape} and {counts.shape}"
+        )
+    if ids.shape[0] != batch or ids.shape[2] != num_rows:
+        raise ValueError(
+            f"selection must hold lists for {batch} sequences and {num_rows} query blocks, "
+            f"got ids of shape {ids.shape}"
+        )
+    if ids.shape[1] not in (1, key.shape[-2], num_heads):
+        raise ValueError(
+            f"selection must have 1, {key.shape[-2]} or {num_heads} lists per row, "
+            f"got {ids.shape[1]}"
+        )
+    if ids.shape[3] == 0:
+        raise ValueError("selection must have room for at least one block, got P = 0")
+    if ids.dtype != jnp.int32 or counts.dtype != jnp.int32:
+        raise ValueError(
+            f"selection must hold int32 ids and counts, got {ids.dtype} and {counts.dtype}"
+        )
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"selection.block_size must be a power of two, got {size}")
+
+
+def _stack(x: Array, layer: Any) -> Array:
+    return x[None] if layer is None else x
+
+
+def _pad_keys(x: Float[Array, "L B S K H"], multiple: int) -> Float[Array, "L B S2 K H"]:
+    padding = -x.shape[2] % multiple
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
+
+
+def _finish(
+    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], return_lse: bool
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    return (out, lse) if return_lse else out
+
+
+def _per_sequence(x: Any, default: int, batch: int) -> Int[Array, "B"]:
+    return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
+
+
+def _layer_index(layer: Any) -> Int[Array, ""]:
+    return jnp.asarray(0 if layer is None else layer, jnp.int32)
+
+
+def num_query_blocks(num_tokens: int, block_size: int, *, has_offset: bool) -> int:
+    """Rows that a selection must have for `num_tokens` query tokens.
+
+    Rows lie on absolute block boundaries. Queries that start at an arbitrary `query_offset` may
+    straddle one block more than as many queries from position 0.
+
+    Args:
+      num_tokens: Query tokens `T`.
+      block_size: Tokens per block.
+      has_offset: Whether a `query_offset` is given.
+
+    Returns:
+      The number of rows `I`.
+    """
+    return (num_tokens + (block_size - 1 if has_offset else 0) + block_size - 1) // block_size
+
+
+def block_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    query_offset: Int[Array, "B"] | None = None,
+    kv_lengths: Int[Array, "B"] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Exact causal attention over the selected key blocks (Algorithm 1 step 8).
+
+    For the query at position `p` of block `i`: `softmax(scale · q kᵀ) v` over the keys at
+    positions `<= p` of the blocks in list `i`. Grouped-query attention is native: keys and values
+    are not repeated. Rows whose list is empty give 0 (and a log-sum-exp of -inf).
+
+    Args:
+      query: Queries; row `i` of the selection covers the positions of block
+        `query_offset // block_size + i`.
+      key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
+      value: Values, shaped like `key`.
+      selection: Lists of key blocks, with `num_query_blocks(T, ...)` rows.
+      layer: Layer of the stacked cache.
+      query_offset: Position of each sequence's first query token, any integer. Default 0.
+      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
+      scale: Factor of the scores. Default `1 / sqrt(H)`.
+      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
+      implementation: `"xla"`, `"mosaic_gpu"`, or `None` to choose by device and shape.
+      kernel_config: Tile sizes; the result does not depend on them beyond rounding.
+
+    Returns:
+      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
+
+    Raises:
+      ValueError: If shapes or dtypes do not fit together. Values (list entries, lengths) are not
+        checked: they are unknown under `jit`.
+      NotImplementedError: If `implementation` cannot run here.
+    """
+    batch, num_tokens = _check_qkv(query, key, value, layer)
+    size = selection.block_size
+    num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
+    _check_selection(selection, query, key, num_rows)
+    _check_per_sequence("query_offset", query_offset, batch)
+    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    query = jnp.pad(query, ((0, 0), (0, num_rows * size - num_tokens), (0, 0), (0, 0)))
+    offset = _per_sequence(query_offset, 0, batch)
+    shift = offset % size
+    column = jnp.arange(num_rows * size, dtype=jnp.int32)[None, :]
+    if query_offset is not None:  # rows lie on block boundaries, the first may be partly empty
+        query = _take_columns(query, (column - shift[:, None]) % (num_rows * size))
+    out, lse = attend_rows(
+        query,
+        key,
+        value,
+        selection,
+        first_block=offset // size,
+        layer=layer,
+        kv_lengths=kv_lengths,
+        scale=scale,
+        implementation=implementation,
+        kernel_config=kernel_config,
+    )
+    if query_offset is not None:
+        back = column[:, :num_tokens] + shift[:, None]
+        out, lse = _take_columns(out, back), _take_columns(lse, back)
+    return _finish(out[:, :num_tokens], lse[:, :num_tokens], return_lse)
+
+
+def attend_rows(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    *,
+    first_block: Int[Array, "B"],
+    layer: Int[Array, ""] | int | None,
+    kv_lengths: Int[Array, "B"] | None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`block_sparse_attention` for queries that already lie on block boundaries.
+
+    `T` is a multiple of the block size and the first column stands at block `first_block`; this is
+    what inference calls. Returns the output and its log-sum-exp.
+    """
+    batch, num_tokens, num_heads, head_dim = query.shape
+    size = selection.block_size
+    num_rows = num_tokens // size
+    choose_implementation(implementation, query, block_size=size)
+    key, value = _pad_keys(_stack(key, layer), size), _pad_keys(_stack(value, layer), size)
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    positions = (first_block * size)[:, None] + column
+    out, lse = xla_attention.attend_lists(
+        query.reshape(batch, num_rows, size, num_heads, head_dim),
+        key,
+        value,
+        selection,
+        positions.reshape(batch, num_rows, size),
+        layer=_layer_index(layer),
+        kv_lengths=_per_sequence(kv_lengths, key.shape[2], batch),
+        scale=xla_attention.default_scale(head_dim) if scale is None else scale,
+        row_tile=(kernel_config or KernelConfig()).row_tile,
+        block_step=(kernel_config or KernelConfig()).block_step,
+    )
+    out = out.reshape(batch, num_tokens, num_heads, head_dim)
+    return out, lse.reshape(batch, num_tokens, num_heads)
+
+
+def _take_columns(x: Float[Array, "B T *rest"], columns: Int[Array, "B U"]) -> Array:
+    index = columns.reshape(*columns.shape, *([1] * (x.ndim - 2)))
+    return jnp.take_along_axis(x, index, axis=1)
+
+
+def block_sparse_decode(
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    *,
+    kv_lengths: Int[Array, "B"],
+    layer: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B 1 N H"] | tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """Exact attention of one token per sequence over its selected blocks (Algorithm 2 step 7).
+
+    Args:
+      query: The current token's queries.
+      key: Keys, the current token's included, or a stacked cache with `layer`.
+      value: Values, shaped like `key`.
+      selection: One list per sequence (`I = 1`).
+      kv_lengths: Keys present in each sequence, the current token included: the query stands at
+        position `kv_lengths - 1`.
+      layer: Layer of the stacked cache.
+      scale: Factor of the scores. Default `1 / sqrt(H)`.
+      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
+      implementation: `"xla"`, `"mosaic_gpu"`, or `None` to choose by device and shape.
+      kernel_config: Tile sizes.
+
+    Returns:
+      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`.
+
+    Raises:
+      ValueError: If shapes or dtypes do not fit together.
+      NotImplementedError: If `implementation` cannot run here.
+    """
+    batch, num_tokens = _check_qkv(query, key, value, layer)
+    if num_tokens != 1:
+        raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
+    _check_selection(selection, query, key, 1)
+    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    choose_implementation(implementation, query, block_size=selection.block_size)
+    size = selection.block_size
+    lengths = jnp.asarray(kv_lengths, jnp.int32)
+    out, lse = xla_attention.attend_lists(
+        query[:, None],
+        _pad_keys(_stack(key, layer), size),
+        _pad_keys(_stack(value, layer), size),
+        selection,
+        (lengths - 1)[:, None, None],
+        layer=_layer_index(layer),
+        kv_lengths=lengths,
+        scale=xla_attention.default_scale(query.shape[-1]) if scale is None else scale,
+        row_tile=1,
+        block_step=(kernel_config or KernelConfig()).decode_block_step,
+    )
+    return _finish(out[:, 0], lse[:, 0], return_lse)
+
+
+def dense_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    query_offset: Int[Array, "B"] | None = None,
+    kv_lengths: Int[Array, "B"] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Exact causal attention over all keys, in tiles: no tokens × tokens array is formed.
+
+    The reference for accuracy and the denominator of every speed figure where cuDNN is absent.
+
+    Args:
+      query: Queries at positions `query_offset + 0 .. T - 1`.
+      key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
+      value: Values, shaped like `key`.
+      layer: Layer of the stacked cache.
+      query_offset: Position of each sequence's first query token. Default 0.
+      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
+      scale: Factor of the scores. Default `1 / sqrt(H)`.
+      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
+      kernel_config: Tile sizes.
+
+    Returns:
+      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
+
+    Raises:
+      ValueError: If shapes or dtypes do not fit together.
+    """
+    batch, num_tokens = _check_qkv(query, key, value, layer)
+    num_heads, head_dim = query.shape[2:]
+    _check_per_sequence("query_offset", query_offset, batch)
+    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    config = kernel_config or KernelConfig()
+    key, value = _stack(key, layer), _stack(value, layer)
+    tile = min(config.dense_rows, num_tokens)
+    num_tiles = (num_tokens + tile - 1) // tile
+    padded = num_tiles * tile
+    query = jnp.pad(query, ((0, 0), (0, padded - num_tokens), (0, 0), (0, 0)))
+    column = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    positions = _per_sequence(query_offset, 0, batch)[:, None] + column
+    out, lse = xla_attention.attend_dense(
+        query.reshape(batch, num_tiles, tile, num_heads, head_dim),
+        key,
+        value,
+        positions.reshape(batch, num_tiles, tile),
+        layer=_layer_index(layer),
+        kv_lengths=_per_sequence(kv_lengths, key.shape[2], batch),
+        scale=xla_attention.default_scale(head_dim) if scale is None else scale,
+        keys_per_step=config.dense_keys if num_tokens > 1 else config.dense_decode_keys,
+    )
+    out = out.reshape(batch, padded, num_heads, head_dim)[:, :num_tokens]
+    return _finish(out, lse.reshape(batch, padded, num_heads)[:, :num_tokens], return_lse)

@@ -1,0 +1,145 @@
+"""The state of a batch of sequences: keys, values, a policy's statistics and lengths."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from sketchwalk_jax.density import Density
+from sketchwalk_jax.policies.base import LayerShape, Policy
+
+if TYPE_CHECKING:
+    from sketchwalk_jax.models.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What decoding needs of the tokens seen so far. Layers are stacked on the leading axis.
+
+    Attributes:
+      key: Keys after rotary embedding, `[L, B, S, K, H]`; `S` is the capacity in tokens.
+      value: Values, `[L, B, S, K, H]`.
+      statistics: The policy's statistics, one leading axis of sparse layers on every leaf.
+      lengths: Tokens of each sequence, int32 `[B]`.
+      density: Pairs attended to so far.
+    """
+
+    key: Float[Array, "L B S K H"]
+    value: Float[Array, "L B S K H"]
+    statistics: Any
+    lengths: Int[Array, "B"]
+    density: Density
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each sequence can hold."""
+        return self.key.shape[2]
+
+
+def num_dense_layers(model_config: "ModelConfig", config: Policy) -> int:
+    """Leading layers that stay dense; all of them if the policy never selects."""
+    if not config.phases:
+        return model_config.num_layers
+    return min(config.dense_layers, model_config.num_layers)
+
+
+def init_cache(
+    model_config: "ModelConfig",
+    config: Policy,
+    *,
+    batch: int,
+    max_tokens: int,
+    dtype: DTypeLike = None,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Cache:
+    """An empty cache.
+
+    Args:
+      model_config: The model.
+      config: The policy that will select; it decides which statistics are kept.
+      batch: Sequences.
+      max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks.
+      dtype: Type of keys and values, the model's own by default.
+      sharding: Placement of keys and values.
+
+    Returns:
+      A `Cache` with lengths of zero.
+
+    Raises:
+      ValueError: If a size is not positive, or the model's context is shorter than `max_tokens`.
+    """
+    if batch < 1 or max_tokens < 1:
+        raise ValueError(f"batch and max_tokens must be positive, got {batch} and {max_tokens}")
+    if max_tokens > model_config.max_position_embeddings:
+        raise ValueError(
+            f"max_tokens must not exceed the model's context of "
+            f"{model_config.max_position_embeddings} tokens, got {max_tokens}"
+        )
+    num_blocks = -(-max_tokens // config.block_size)
+    dtype = jnp.dtype(model_config.dtype if dtype is None else dtype)
+    heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    size = (model_config.num_layers, batch, num_blocks * config.block_size, heads, head_dim)
+    one_layer = config.init_statistics(
+        LayerShape(model_config.num_heads, heads, head_dim), batch=batch, num_blocks=num_blocks
+    )
+    num_sparse = model_config.num_layers - num_dense_layers(model_config, config)
+    return Cache(
+        key=jnp.zeros(size, dtype, device=sharding),
+        value=jnp.zeros(size, dtype, device=sharding),
+        statistics=jax.tree.map(
+            lambda x: jnp.broadcast_to(x[None], (num_sparse, *x.shape)), one_layer
+        ),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        density=Density.zeros(model_config.num_layers, batch),
+    )
+
+
+def write_prompt(
+    buffer: Float[Array, "L B S K H"],
+    new: Float[Array, "B T K H"],
+    *,
+    layer: Int[Array, ""],
+    start: Int[Array, "B"] | None,
+    valid: Bool[Array, "B T"],
+) -> Float[Array, "L B S K H"]:
+    """Writes the valid columns of `new` at positions `start + t`, in place under `jit`.
+
+    `start=None` means 0 for every sequence, whose padding is written too: it lies beyond the
+    sequence's length, where anything may stand.
+    """
+    if start is None:
+        return jax.lax.dynamic_update_slice(buffer, new[None], (layer, 0, 0, 0, 0))
+    capacity = buffer.shape[2]
+    width = min(new.shape[1], capacity)
+    extent = (1, 1, width, *buffer.shape[3:])
+
+    def write_one(index: Int[Array, ""], buffer: Array) -> Array:
+        # A window that would reach beyond the end is moved back, and its content moved forward.
+        begin = jnp.minimum(start[index], capacity - width)
+        ahead = start[index] - begin
+        place = (layer, index, begin, 0, 0)
+        inside = jnp.arange(width, dtype=jnp.int32) >= ahead
+        fresh = jnp.roll(valid[index, :width], ahead) & inside
+        update = jnp.roll(new[index, :width], ahead, axis=0)
+        kept = jax.lax.dynamic_slice(buffer, place, extent)
+        merged = jnp.where(fresh[None, None, :, None, None], update[None, None], kept)
+        return jax.lax.dynamic_update_slice(buffer, merged, place)
+
+    return jax.lax.fori_loop(0, buffer.shape[1], write_one, buffer)
+
+
+def write_token(
+    buffer: Float[Array, "L B S K H"],
+    new: Float[Array, "B 1 K H"],
+    *,
+    layer: Int[Array, ""],
+    positions: Int[Array, "B"],
+    active: Bool[Array, "B"],
+) -> Float[Array, "L B S K H"]:
+    """Writes one token per active sequence; positions beyond the capacity are dropped."""
+    position = jnp.where(active, positions, buffer.shape[2])
+    sequence = jnp.arange(buffer.shape[1], dtype=jnp.int32)
+    return buffer.at[layer, sequence, position].set(new[:, 0], mode="drop")

@@ -1,0 +1,387 @@
+"""Text generation as one pure, jitted function: prefill, then a `while_loop` of decode steps."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from sketchwalk_jax.cache import Cache, init_cache
+from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.density import Density
+from sketchwalk_jax.inference import decode_token, prefill_step
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.padding import bucket_length, left_to_right_padding
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_generation, check_prompt, check_settings
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+      tokens: New tokens, int32 `[B, max_new_tokens]`; after a sequence's end, the pad token.
+      lengths: New tokens of each sequence, its end-of-sequence token included, int32 `[B]`.
+      measured_density: Attended over causal pairs of this call, by phase and layer.
+      cache: Holds prompt and new tokens; pass it to the next call to continue.
+      selection: Blocks that the prompt's rows attended to, arrays with a leading axis of sparse
+        layers; `None` unless asked for.
+    """
+
+    tokens: Int[Array, "B U"]
+    lengths: Int[Array, "B"]
+    measured_density: Density
+    cache: Cache
+    selection: BlockSelection | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The state between two decode steps.
+
+    Attributes:
+      logits: Logits of the next token, float32 `[B, V]`.
+      cache: Everything before it.
+      seen: Tokens that stand in the prompt or were generated, bool `[B, V]`.
+      keys: One random key per sequence.
+      lengths: New tokens so far, int32 `[B]`.
+      is_done: Sequences that have ended, bool `[B]`.
+    """
+
+    logits: Float[Array, "B V"]
+    cache: Cache
+    seen: Bool[Array, "B V"]
+    keys: Key[Array, "B"]
+    lengths: Int[Array, "B"]
+    is_done: Bool[Array, "B"]
+
+
+def start_decoding(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    key: Key[Array, "..."],
+    cache: Cache | None,
+    *,
+    capacity: int,
+    settings: Settings,
+) -> tuple[DecodeState, BlockSelection | None]:
+    """Reads the prompts; a new cache of `capacity` tokens is made where none is given."""
+    batch = tokens.shape[0]
+    model_config, is_fresh = settings.model_config, cache is None
+    if cache is None:
+        dtype = params["embed"]["embedding"].dtype
+        cache = init_cache(
+            model_config, settings.config, batch=batch, max_tokens=capacity, dtype=dtype
+        )
+    cache = dataclasses.replace(cache, density=Density.zeros(model_config.num_layers, batch))
+    logits, cache, selection = prefill_step(
+        params, tokens, lengths, cache, is_fresh=is_fresh, settings=settings
+    )
+    state = DecodeState(
+        logits=logits,
+        cache=cache,
+        seen=seen_tokens(tokens, lengths, vocab_size=logits.shape[-1]),
+        keys=sequence_keys(key, batch=batch),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        is_done=jnp.zeros((batch,), bool),
+    )
+    return state, selection
+
+
+def decode_tokens(
+    params: PyTree,
+    state: DecodeState,
+    sampling: Sampling,
+    *,
+    num_tokens: int,
+    eos_token_ids: tuple[int, ...],
+    pad_token_id: int,
+    settings: Settings,
+) -> tuple[Int[Array, "B U"], DecodeState]:
+    """Up to `num_tokens` more tokens of every sequence that has not ended.
+
+    Every token that is returned is also in the returned cache, the last one included.
+    """
+    batch = state.lengths.shape[0]
+    settings = dataclasses.replace(settings, return_selection=False)
+
+    def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
+        step, _, state = carry
+        return (step < num_tokens) & ~jnp.all(state.is_done)
+
+    def one_token(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+        step, tokens, state = carry
+        keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
+        token = sample(state.logits, sampling, state.seen, keys)
+        active = ~state.is_done
+        token = jnp.where(active, token, pad_token_id)
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        logits, cache, _ = decode_token(
+            params, token, state.cache, active=active, settings=settings
+        )
+        eos = jnp.asarray(eos_token_ids, jnp.int32)
+        is_end = jnp.any(token[:, None] == eos[None, :], axis=1)
+        state = DecodeState(
+            logits=logits,
+            cache=cache,
+            seen=mark_seen(state.seen, jnp.where(active, token, -1)),
+            keys=state.keys,
+            lengths=state.lengths + active.astype(jnp.int32),
+            is_done=state.is_done | is_end,
+        )
+        return step + 1, tokens, state
+
+    tokens = jnp.full((batch, num_tokens), pad_token_id, jnp.int32)
+    carry = (jnp.zeros((), jnp.int32), tokens, state)
+    _, tokens, state = jax.lax.while_loop(is_unfinished, one_token, carry)
+    return tokens, state
+
+
+def _generate(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    sampling: Sampling,
+    key: Key[Array, "..."],
+    cache: Cache | None,
+    *,
+    capacity: int,
+    max_new_tokens: int,
+    eos_token_ids: tuple[int, ...],
+    pad_token_id: int,
+    settings: Settings,
+) -> Generation:
+    state, selection = start_decoding(
+        params, tokens, lengths, key, cache, capacity=capacity, settings=settings
+    )
+    tokens, state = decode_tokens(
+        params,
+        state,
+        sampling,
+        num_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        settings=settings,
+    )
+    return Generation(tokens, state.lengths, state.cache.density, state.cache, selection)
+
+
+_STATIC_OPTIONS = (
+    "eos_token_ids",
+    "pad_token_id",
+    "phase",
+    "chunk_size",
+    "implementation",
+    "kernel_config",
+    "max_tokens",
+    "return_selection",
+)
+_STATIC = ("capacity", "max_new_tokens", "eos_token_ids", "pad_token_id", "settings")
+_generate_jit = jax.jit(_generate, static_argnames=_STATIC, donate_argnames="cache")
+_start_jit = jax.jit(
+    start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache"
+)
+_decode_jit = jax.jit(
+    decode_tokens,
+    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
+    donate_argnames="state",
+)
+
+
+def generate(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    *,
+    model_config: ModelConfig,
+    config: Policy,
+    max_new_tokens: int,
+    lengths: Int[Array, "B"] | None = None,
+    sampling: Sampling | None = None,
+    key: Key[Array, "..."] | None = None,
+    eos_token_ids: tuple[int, ...] | None = None,
+    pad_token_id: int = 0,
+    phase: str = "both",
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+    cache: Cache | None = None,
+    max_tokens: int | None = None,
+    return_selection: bool = False,
+) -> Generation:
+    """Continues every prompt by up to `max_new_tokens` tokens, in one compiled program.
+
+    Pure, and jitted itself; it may be called under a `jit` of the caller's. A batch gives what its
+    sequences give one by one.
+
+    Args:
+      params: Parameter tree from `load`.
+      tokens: Prompts, right-padded.
+      model_config: The model.
+      config: The policy, such as a `SketchWalkConfig`, or `Dense()`.
+      max_new_tokens: Most tokens to generate for a sequence.
+      lengths: Prompt tokens of each sequence; all `T` by default.
+      sampling: How tokens are drawn; greedy by default. New values do not recompile.
+      key: Random key, one or one per sequence; `jax.random.key(0)` by default.
+      eos_token_ids: Tokens that end a sequence; the model's own by default.
+      pad_token_id: Fills `tokens` after a sequence's end.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
+      implementation: Attention implementation, or `None` to choose.
+      kernel_config: Tile sizes.
+      cache: Continues the sequences of an earlier call; donated. The repetition penalty then
+        counts the tokens of this call only.
+      max_tokens: Tokens that a new cache can hold, to leave room for later calls; just enough for
+        this one by default.
+      return_selection: Whether to return the blocks that the prompt's rows attended to.
+
+    Returns:
+      A `Generation`; only the new tokens.
+
+    Raises:
+      ValueError: For arguments that do not fit, prompts longer than the model's context, or a
+        cache without room. Token values are not checked.
+
+    Example:
+      >>> out = generate(params, tokens, model_config=cfg,
+      ...                config=SketchWalkConfig.paper(), max_new_tokens=32)  # doctest: +SKIP
+    """
+    settings = Settings(
+        model_config=model_config,
+        config=config,
+        phase=phase,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        kernel_config=kernel_config,
+        return_selection=return_selection,
+    )
+    check_settings(settings)
+    lengths = check_prompt(tokens, lengths, cache, config)
+    capacity = check_generation(
+        tokens, lengths, cache, max_new_tokens, max_tokens, pad_token_id, settings
+    )
+    if eos_token_ids is None:
+        eos_token_ids = model_config.eos_token_ids
+    return _generate_jit(
+        params,
+        tokens,
+        lengths,
+        Sampling.greedy() if sampling is None else sampling,
+        jax.random.key(0) if key is None else key,
+        cache,
+        capacity=capacity,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=tuple(eos_token_ids),
+        pad_token_id=pad_token_id,
+        settings=settings,
+    )
+
+
+class Generate:
+    """The callable that `make_generate` returns."""
+
+    def __init__(self, model_config: ModelConfig, config: Policy, **static: Any) -> None:
+        """Keeps the static options; see `make_generate`."""
+        self.model_config, self.config, self.static = model_config, config, static
+
+    def __call__(
+        self,
+        params: PyTree,
+        tokens: Int[Array | np.ndarray, "B T"],
+        *,
+        lengths: Int[Array | np.ndarray, "B"] | None = None,
+        attention_mask: Int[Array | np.ndarray, "B T"] | None = None,
+        sampling: Sampling | None = None,
+        key: Key[Array, "..."] | None = None,
+        cache: Cache | None = None,
+    ) -> Generation:
+        """Continues the prompts; see `generate`.
+
+        Args:
+          params: Parameter tree from `load`.
+          tokens: Prompts, right-padded; padded on either side if `attention_mask` is given.
+          lengths: Prompt tokens of each sequence.
+          attention_mask: Instead of `lengths`: 1 at real tokens, as tokenizers return it.
+          sampling: How tokens are drawn; greedy by default.
+          key: Random key, one or one per sequence.
+          cache: Continues the sequences of an earlier call; donated.
+
+        Returns:
+          A `Generation`.
+
+        Raises:
+          ValueError: As `generate`.
+        """
+        if attention_mask is not None:
+            if lengths is not None:
+                raise ValueError("lengths must be None when attention_mask is given, got both")
+            tokens, lengths = left_to_right_padding(tokens, attention_mask)
+        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.config)
+        return generate(
+            params,
+            tokens,
+            model_config=self.model_config,
+            config=self.config,
+            lengths=lengths,
+            sampling=sampling,
+            key=key,
+            cache=cache,
+            **self.static,
+        )
+
+
+def pad_to_bucket(
+    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy
+) -> tuple[Array, Any]:
+    """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
+    if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
+        return tokens, lengths  # `generate` says what is wrong
+    batch, width = np.shape(tokens)
+    if lengths is None:
+        lengths = np.full((batch,), width, np.int32)
+    bucket = bucket_length(width, multiple=config.block_size)
+    bucket = max(width, min(bucket, model_config.max_position_embeddings))
+    return jnp.pad(jnp.asarray(tokens), ((0, 0), (0, bucket - width))), lengths
+
+
+def make_generate(
+    model_config: ModelConfig, config: Policy, *, max_new_tokens: int, **static: Any
+) -> Generate:
+    """The jitted `generate(params, tokens)` for one model and policy.
+
+    Prompts are padded to buckets of lengths, so that a new length seldom compiles anew.
+
+    Args:
+      model_config: The model.
+      config: The policy.
+      max_new_tokens: Most tokens to generate for a sequence.
+      **static: Any other option of `generate` that is not an array: `eos_token_ids`,
+        `pad_token_id`, `phase`, `chunk_size`, `implementation`, `kernel_config`, `max_tokens`,
+        `return_selection`.
+
+    Returns:
+      A callable `generate(params, tokens, *, lengths=None, attention_mask=None, sampling=None,
+      key=None, cache=None)`.
+
+    Raises:
+      ValueError: If an option is unknown.
+
+    Example:
+      >>> generate = make_generate(cfg, SketchWalkConfig.paper(), max_new_tokens=32)
+      ... # doctest: +SKIP
+      >>> generate(params, tokens).tokens  # doctest: +SKIP
+    """
+    unknown = sorted(set(static) - set(_STATIC_OPTIONS))
+    if unknown:
+        raise ValueError(f"make_generate's options must be among {_STATIC_OPTIONS}, got {unknown}")
+    return Generate(model_config, config, max_new_tokens=max_new_tokens, **static)

@@ -1,0 +1,180 @@
+"""Sketch-and-Walk as a policy: Algorithms 1 and 2 (arXiv:2602.07397) up to the attention itself.
+
+The functions here take the configuration; `SketchWalkConfig` exposes them as its methods.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
+from sketchwalk_jax.sketch import (
+    block_means,
+    block_scores,
+    block_sums,
+    group_heads,
+    project,
+    sketch_size,
+    srht_matrix,
+)
+from sketchwalk_jax.walk import WalkState, walk_step
+
+if TYPE_CHECKING:
+    from sketchwalk_jax.config import SketchWalkConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SketchSums:
+    """Running sums of head-combined queries and keys in sketch space.
+
+    Attributes:
+      query: Sums over the tokens of each block, float32 `[B, J, C, R]`.
+      key: Likewise for keys. `C` is 1 for `head_combination="mean"` and `K` for `"sum"`.
+    """
+
+    query: Float[Array, "B J C R"]
+    key: Float[Array, "B J C R"]
+
+
+def init_sums(
+    config: "SketchWalkConfig", shape: LayerShape, *, batch: int, num_blocks: int
+) -> SketchSums:
+    """Zero sums for one layer."""
+    groups = 1 if config.head_combination == "mean" else shape.num_kv_heads
+    size = (batch, num_blocks, groups, sketch_size(shape.head_dim, config.sketch_dim))
+    return SketchSums(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.float32))
+
+
+def _combined(
+    config: "SketchWalkConfig", x: Float[Array, "B T Heads H"], num_kv_heads: int
+) -> Float[Array, "B T C H"]:
+    groups = 1 if config.head_combination == "mean" else num_kv_heads
+    return group_heads(x, groups, combine=config.head_combination)
+
+
+def observe(
+    config: "SketchWalkConfig",
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    sums: SketchSums,
+    *,
+    span: Span,
+) -> SketchSums:
+    """Adds the span's tokens to the sums (Algorithm 1 steps 1-4; Algorithm 2 steps 2, 3).
+
+    A span of one token (decode) may start anywhere in its block; longer ones start at a block
+    boundary.
+    """
+    omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
+    batch, tokens = span.valid.shape
+    size = min(config.block_size, tokens)
+    blocks = span.first_block[:, None] + jnp.arange(tokens // size, dtype=jnp.int32)[None, :]
+    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
+
+    def add(total: Float[Array, "B J C R"], x: Array) -> Float[Array, "B J C R"]:
+        new = project(block_sums(_combined(config, x, key.shape[2]), span.valid, size), omega)
+        return total.at[sequence, blocks].add(new, mode="drop")
+
+    return SketchSums(add(sums.query, query), add(sums.key, key))
+
+
+def _select(
+    config: "SketchWalkConfig",
+    query_rows: Float[Array, "B J C R"],
+    sums: SketchSums,
+    walk: WalkState,
+    *,
+    rows: Int[Array, "B I"],
+    lengths: Int[Array, "B"],
+    tail_start: Int[Array, "B"] | None,
+    head_dim: int,
+) -> tuple[BlockSelection, WalkState]:
+    """Scores, walk and top-τ (Algorithm 1 steps 5-7)."""
+    num_blocks = sums.key.shape[1]
+    keys = block_means(sums.key, lengths, config.block_size)
+    scores = block_scores(query_rows, keys, head_dim)
+    selecting, walk = walk_step(
+        walk,
+        scores,
+        rows,
+        transition=config.transition,
+        exponent=config.exponent,
+        walk_degree=config.walk_degree,
+        beta=config.beta,
+    )
+    budget = block_budget(
+        num_blocks,
+        density=config.density,
+        top_blocks=config.top_blocks,
+        sink_blocks=config.sink_blocks,
+        local_blocks=config.local_blocks,
+    )
+    max_count = int(budget[-1])
+    counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
+    if config.dense_tail and tail_start is not None:
+        in_tail = (rows + 1) * config.block_size > tail_start[:, None]
+        counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
+        max_count = num_blocks
+    selection = select_blocks(
+        selecting,
+        rows,
+        counts,
+        sink_blocks=config.sink_blocks,
+        local_blocks=config.local_blocks,
+        max_count=max_count,
+        block_size=config.block_size,
+    )
+    return selection, walk
+
+
+def select_prefill(
+    config: "SketchWalkConfig",
+    query: Float[Array, "B T N H"],
+    sums: SketchSums,
+    walk: WalkState,
+    *,
+    span: Span,
+) -> tuple[BlockSelection, WalkState]:
+    """Blocks for every query block of the span."""
+    return _select(
+        config,
+        block_means(sums.query, span.end, config.block_size),
+        sums,
+        walk,
+        rows=span.rows(config.block_size),
+        lengths=span.end,
+        tail_start=span.prompt_end - config.dense_tail,
+        head_dim=query.shape[-1],
+    )
+
+
+def select_decode(
+    config: "SketchWalkConfig",
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "Ls B S K H"],
+    sums: SketchSums,
+    walk: WalkState,
+    *,
+    positions: Int[Array, "B"],
+) -> tuple[BlockSelection, WalkState]:
+    """Blocks for one token: its own head-combined query stands for the row of its block."""
+    omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
+    token = project(_combined(config, query, key.shape[3]), omega)
+    rows = (positions // config.block_size)[:, None]
+    is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
+    means = block_means(sums.query, positions + 1, config.block_size)
+    return _select(
+        config,
+        jnp.where(is_row[:, :, None, None], token, means),
+        sums,
+        walk,
+        rows=rows,
+        lengths=positions + 1,
+        tail_start=None,
+        head_dim=query.shape[-1],
+    )

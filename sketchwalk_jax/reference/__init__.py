@@ -1,0 +1,56 @@
+"""Sketch-and-Walk straight from the equations: slow, readable, shared with nothing.
+
+Every fast path of the library is tested against this package, which imports none of them: only
+the frozen configuration that says what is computed. Arithmetic on tensors is float32 at
+`jax.lax.Precision.HIGHEST`; the walk is float64 on the host. One sequence at a time, any length.
+
+The files follow the paper: `sketch` (section 2.2), `walk` (2.3), `selection` and `attention`
+(Algorithm 1, steps 7 and 8), `layers` (Algorithms 1 and 2), `released` (the rule of the authors'
+published code).
+"""
+
+from sketchwalk_jax.reference.attention import masked_attention
+from sketchwalk_jax.reference.layers import (
+    ReferenceLayer,
+    decode_layer,
+    prefill_layer,
+    sketchwalk_decode,
+    sketchwalk_prefill,
+)
+from sketchwalk_jax.reference.selection import (
+    budget,
+    measured_density,
+    select,
+    select_rows,
+    token_mask,
+)
+from sketchwalk_jax.reference.sketch import (
+    block_means,
+    block_scores,
+    hadamard,
+    srht_matrix,
+    subsampled_hadamard,
+)
+from sketchwalk_jax.reference.walk import transition, walk_layers, walk_step
+
+__all__ = [
+    "ReferenceLayer",
+    "block_means",
+    "block_scores",
+    "budget",
+    "decode_layer",
+    "hadamard",
+    "masked_attention",
+    "measured_density",
+    "prefill_layer",
+    "select",
+    "select_rows",
+    "sketchwalk_decode",
+    "sketchwalk_prefill",
+    "srht_matrix",
+    "subsampled_hadamard",
+    "token_mask",
+    "transition",
+    "walk_layers",
+    "walk_step",
+]

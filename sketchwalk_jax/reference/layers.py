@@ -1,0 +1,179 @@
+"""Algorithms 1 and 2 over a stack of layers, one sequence at a time."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.reference.attention import masked_attention
+from sketchwalk_jax.reference.selection import budget, select, select_rows, token_mask
+from sketchwalk_jax.reference.sketch import AnyArray, block_scores
+from sketchwalk_jax.reference.walk import walk_step
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceLayer:
+    """What one layer computed.
+
+    Attributes:
+      output: Attention output, `[T, N, H]` float32 (`T` is 1 in decode).
+      lse: Log-sum-exp, `[T, N]` float32.
+      rows: Selected block ids of each query block, ascending; one row in decode; None where
+        the layer is dense.
+      walk: `R_k`, `[J, J]` float64, or None where the layer is dense.
+      scores: `A_k`, `[J, J]` float32, or None where the layer is dense.
+      mask: Attended pairs, `[T, S]` bool.
+    """
+
+    output: Float[AnyArray, "T N H"]
+    lse: Float[AnyArray, "T N"]
+    rows: list[list[int]] | None
+    walk: np.ndarray | None
+    scores: np.ndarray | None
+    mask: np.ndarray
+
+
+def prefill_layer(
+    query: Float[AnyArray, "T N H"],
+    key: Float[AnyArray, "T K H"],
+    value: Float[AnyArray, "T K H"],
+    previous: np.ndarray | None,
+    config: SketchWalkConfig,
+    *,
+    is_dense: bool = False,
+    scale: float | None = None,
+) -> ReferenceLayer:
+    """Computes one layer of Algorithm 1 over a whole prompt.
+
+    Args:
+      query: Queries after RoPE.
+      key: Keys after RoPE.
+      value: Values.
+      previous: `R_{k-1}`, None at the first sparse layer.
+      config: What is computed.
+      is_dense: Attends to everything, and neither reads nor writes the walk.
+      scale: Factor of the attention logits.
+
+    Returns:
+      The layer's output and selection.
+
+    Example:
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> prefill_layer(x, x, x, None, SketchWalkConfig.paper()).rows
+      [[0], [0, 1]]
+    """
+    num_tokens = len(query)
+    rows = state = scores = None
+    if not is_dense:
+        scores = block_scores(query, key, config)
+        state = walk_step(previous, scores, config)
+        last_row = (num_tokens - 1) // config.block_size
+        first_tail_token = max(0, num_tokens - config.dense_tail)
+        num_dense = last_row - first_tail_token // config.block_size + 1 if config.dense_tail else 0
+        rows = select_rows(state, scores, config, num_dense_rows=num_dense)
+    mask = token_mask(rows, num_tokens, config.block_size)
+    output, lse = masked_attention(query, key, value, mask, scale)
+    return ReferenceLayer(output, lse, rows, state, scores, mask)
+
+
+def decode_layer(
+    query: Float[AnyArray, "T N H"],
+    key: Float[AnyArray, "T K H"],
+    value: Float[AnyArray, "T K H"],
+    previous: np.ndarray | None,
+    config: SketchWalkConfig,
+    *,
+    is_dense: bool = False,
+    scale: float | None = None,
+) -> ReferenceLayer:
+    """Computes one layer of Algorithm 2 for the last of `T` tokens.
+
+    The block matrices run over tokens `0 .. T - 1`, with the last row's query replaced by the
+    last token's head mean; its row of the walk selects.
+
+    Args:
+      query: Queries of all tokens so far, after RoPE.
+      key: Keys of all tokens so far, after RoPE.
+      value: Values of all tokens so far.
+      previous: `R_{k-1}` of this same token, None at the first sparse layer.
+      config: What is computed.
+      is_dense: Attends to everything, and neither reads nor writes the walk.
+      scale: Factor of the attention logits.
+
+    Returns:
+      The last token's output and selection.
+
+    Example:
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> decode_layer(x, x, x, None, SketchWalkConfig.paper()).rows
+      [[0, 1]]
+    """
+    num_tokens = len(query)
+    mask = np.ones((1, num_tokens), bool)
+    rows = state = scores = None
+    if not is_dense:
+        scores = block_scores(query, key, config, is_decode=True)
+        state = walk_step(previous, scores, config)
+        current = len(state) - 1
+        count = int(budget(config, current + 1)[current])
+        rows = [select(state[current], scores[current], count, config)]
+        mask = np.isin(np.arange(num_tokens) // config.block_size, rows[0])[None]
+    output, lse = masked_attention(query[-1:], key, value, mask, scale)
+    return ReferenceLayer(output, lse, rows, state, scores, mask)
+
+
+def sketchwalk_prefill(
+    queries: Sequence[Float[AnyArray, "T N H"]],
+    keys: Sequence[Float[AnyArray, "T K H"]],
+    values: Sequence[Float[AnyArray, "T K H"]],
+    config: SketchWalkConfig,
+) -> list[ReferenceLayer]:
+    """Runs Algorithm 1 over the given queries, keys and values of every layer.
+
+    The first `dense_layers` layers are dense. Each layer's queries are given rather than
+    computed from the layer before, so a stack of attention layers can be tested without a model.
+
+    Example:
+      >>> x = np.ones((130, 1, 32), np.float32)
+      >>> layers = sketchwalk_prefill([x] * 3, [x] * 3, [x] * 3, SketchWalkConfig.paper())
+      >>> [layer.rows for layer in layers]
+      [None, None, [[0], [0, 1], [0, 2]]]
+    """
+    return _stack(prefill_layer, queries, keys, values, config)
+
+
+def sketchwalk_decode(
+    queries: Sequence[Float[AnyArray, "T N H"]],
+    keys: Sequence[Float[AnyArray, "T K H"]],
+    values: Sequence[Float[AnyArray, "T K H"]],
+    config: SketchWalkConfig,
+    *,
+    position: int,
+) -> list[ReferenceLayer]:
+    """Runs Algorithm 2 at one position over the given queries, keys and values of every layer.
+
+    Tokens after `position` are ignored.
+
+    Example:
+      >>> x = np.ones((130, 1, 32), np.float32)
+      >>> config = SketchWalkConfig.paper()
+      >>> decoded = sketchwalk_decode([x] * 3, [x] * 3, [x] * 3, config, position=129)
+      >>> [layer.rows for layer in decoded]
+      [None, None, [[0, 2]]]
+    """
+    queries, keys, values = (
+        [x[: position + 1] for x in layers] for layers in (queries, keys, values)
+    )
+    return _stack(decode_layer, queries, keys, values, config)
+
+
+def _stack(layer_fn, queries, keys, values, config) -> list[ReferenceLayer]:
+    layers: list[ReferenceLayer] = []
+    state = None
+    for index, (query, key, value) in enumerate(zip(queries, keys, values, strict=True)):
+        is_dense = index < config.dense_layers
+        layers.append(layer_fn(query, key, value, state, config, is_dense=is_dense))
+        state = layers[-1].walk
+    return layers

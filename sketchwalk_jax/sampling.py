@@ -1,0 +1,343 @@
+"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+
+The settings are arrays, so that new values never compile anew; each is one number for the batch
+or one for every sequence. Order and meaning are those of `generate` in transformers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+
+# Smaller temperatures are greedy as 0 is: hardware may flush them to zero.
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What one field of `Sampling` is stored as, and which values it may have."""
+
+    dtype: DTypeLike
+    requirement: str
+    is_valid: Callable[[np.ndarray], Any]
+
+
+_RULES = {
+    "temperature": _Rule(
+        np.float32, "finite and at least 0", lambda x: (x >= 0) & (x <= np.finfo(np.float32).max)
+    ),
+    "top_k": _Rule(
+        np.int32, "an integer in [0, 2**31)", lambda x: (x >= 0) & (x < 2**31) & (x % 1 == 0)
+    ),
+    "top_p": _Rule(np.float32, "in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
+    "min_p": _Rule(np.float32, "in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
+    "repetition_penalty": _Rule(
+        np.float32, "finite and greater than 0", lambda x: (x > 0) & (x <= np.finfo(np.float32).max)
+    ),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampling:
+    """How the next token is drawn. The defaults draw from the model's own distribution.
+
+    Every field is one number, or `B` numbers: one for each sequence of the batch. Whatever was
+    passed, the leaf is a float32 or int32 array, so that one compiled function serves all values.
+    (It is NumPy's unless an array of JAX's was passed: making a `Sampling` starts no backend.)
+
+    Attributes:
+      temperature: Divides the logits, finite and at least 0; 0 takes the best token (greedy) and
+        ignores `top_k`, `top_p` and `min_p`.
+      top_k: Keeps the `top_k` best tokens and whatever ties with the last of them; 0 keeps all.
+      top_p: Keeps the fewest best tokens whose probabilities reach `top_p`, in [0, 1]; 1 keeps
+        all.
+      min_p: Keeps the tokens of at least `min_p` times the best one's probability, in [0, 1]; 0
+        keeps all.
+      repetition_penalty: Divides the positive and multiplies the negative logits of tokens seen
+        before, in the prompt too; greater than 0, and 1 changes nothing. Holds for greedy as well.
+
+    Raises:
+      ValueError: If a concrete value is out of range. Values traced by `jax.jit` are not checked.
+
+    Example:
+      >>> Sampling(temperature=0.7, top_p=0.9).top_k
+      array(0, dtype=int32)
+      >>> Sampling(temperature=[0.0, 1.0]).temperature  # the first of two sequences is greedy
+      array([0., 1.], dtype=float32)
+    """
+
+    temperature: ArrayLike = 1.0
+    top_k: ArrayLike = 0
+    top_p: ArrayLike = 1.0
+    min_p: ArrayLike = 0.0
+    repetition_penalty: ArrayLike = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers and stores them as arrays."""
+        for name in _RULES:
+            object.__setattr__(self, name, _as_leaf(name, getattr(self, name)))
+
+    @classmethod
+    def greedy(cls, *, repetition_penalty: ArrayLike = 1.0) -> "Sampling":
+        """The best token each time, after the repetition penalty.
+
+        Example:
+          >>> float(Sampling.greedy().temperature)
+          0.0
+        """
+        return cls(temperature=0.0, repetition_penalty=repetition_penalty)
+
+
+def _as_leaf(name: str, value: Any) -> Any:
+    """Returns `value` as an array of the field's dtype, checked if it is concrete.
+
+    JAX rebuilds the class with other leaves (shapes, shardings, `object()`): they pass unchanged.
+    """
+    rule = _RULES[name]
+    if isinstance(value, jax.core.Tracer):
+        return jnp.asarray(value, rule.dtype) if _is_real(value.dtype) else value
+    if not isinstance(value, int | float | list | np.generic | np.ndarray | jax.Array):
+        return value
+    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
+        return value
+    numbers = np.asarray(value)
+    if not _is_real(numbers.dtype):
+        return value
+    if not np.all(rule.is_valid(numbers.astype(np.float64))):
+        raise ValueError(f"{name} must be {rule.requirement}, got {value}")
+    if isinstance(value, jax.Array):
+        return jnp.asarray(value, rule.dtype)
+    return numbers.astype(rule.dtype)
+
+
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
+def process_logits(
+    logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
+) -> Float[Array, "B V"]:
+    """The logits that a token is drawn from: penalised, scaled, and `-inf` where removed.
+
+    In order, with `s` the logits of one sequence: `s ← s·r if s < 0 else s/r` for seen tokens,
+    `s ← s / temperature`, then top-k, top-p over what that left, min-p over what that left; at
+    least one token stays. Settings at their defaults change no bit. Of equal logits at the edge of
+    top-p the higher token ids stay. A greedy sequence keeps its best token only, with its penalised
+    logit; so does one whose logits overflow float32 when divided by the temperature.
+
+    Rows do not depend on one another. The one sort runs only if a sequence truncates.
+
+    Args:
+      logits: Scores of the next token, any float dtype; they are processed in float32.
+      sampling: The settings.
+      seen: Which tokens stand in the prompt or were generated (`seen_tokens`, `mark_seen`).
+
+    Returns:
+      float32 logits.
+
+    Raises:
+      ValueError: If a setting is neither a scalar nor has one value for each sequence.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+      >>> kept = process_logits(logits, Sampling(top_p=0.6), jnp.zeros((1, 3), bool))
+      >>> jnp.isfinite(kept).tolist()
+      [[True, True, False]]
+    """
+    setting = {name: _column(name, sampling, batch=logits.shape[0]) for name in _RULES}
+    penalty, temperature = setting["repetition_penalty"], setting["temperature"]
+    top_k, top_p, min_p = setting["top_k"], setting["top_p"], setting["min_p"]
+
+    scores = logits.astype(jnp.float32)
+    scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    is_greedy = temperature < _SMALLEST_TEMPERATURE
+    scaled = scores / jnp.where(is_greedy, 1.0, temperature)
+    is_greedy |= jnp.max(scaled, axis=-1, keepdims=True) == jnp.inf
+
+    truncates = ~is_greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    kept = jax.lax.cond(
+        jnp.any(truncates),
+        _truncation,
+        lambda scaled, *_: jnp.ones(scaled.shape, bool),
+        *(scaled, top_k, top_p, min_p),
+    )
+    best = jnp.argmax(scores, axis=-1, keepdims=True)
+    is_best = jax.lax.broadcasted_iota(best.dtype, scores.shape, 1) == best
+    return jnp.where(
+        is_greedy,
+        jnp.where(is_best, scores, -jnp.inf),
+        jnp.where(kept, scaled, -jnp.inf),
+    )
+
+
+def _truncation(
+    scores: Float[Array, "B V"],
+    top_k: Int[Array, "B 1"],
+    top_p: Float[Array, "B 1"],
+    min_p: Float[Array, "B 1"],
+) -> Bool[Array, "B V"]:
+    """Which tokens top-k, top-p and min-p keep.
+
+    In ascending order of (score, id) each of the three keeps a tail, so all of them together keep
+    what is not below the first token of the shortest tail.
+    """
+    vocab_size = scores.shape[-1]
+    ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    ascending, ascending_ids = jax.lax.sort((scores, ids), dimension=-1, num_keys=1, is_stable=True)
+
+    first_of_k = jnp.where(top_k > 0, jnp.maximum(vocab_size - top_k, 0), 0)
+    in_top_k = ascending >= jnp.take_along_axis(ascending, first_of_k, axis=-1)
+
+    # Weights relative to the best token are exact integers for ties, and need no division.
+    best = ascending[:, -1:]
+    best = jnp.where(jnp.isfinite(best), best, 0.0)
+    weights = jnp.where(in_top_k, jnp.exp(ascending - best), 0.0)
+    mass = jax.lax.cumsum(weights, axis=1, reverse=True)
+    mass_above = jnp.pad(mass[:, 1:], ((0, 0), (0, 1)))
+    in_top_p = (mass_above < top_p * mass[:, :1]) | (top_p >= 1)
+
+    is_last = ids == vocab_size - 1
+    is_kept = (in_top_k & in_top_p & (weights >= min_p)) | is_last
+    first = jnp.argmax(is_kept, axis=-1, keepdims=True)
+    edge = jnp.take_along_axis(ascending, first, axis=-1)
+    edge_id = jnp.take_along_axis(ascending_ids, first, axis=-1)
+    return (scores > edge) | ((scores == edge) & (ids >= edge_id))
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    seen: Bool[Array, "B V"],
+    keys: Key[Array, "B"],
+) -> Int[Array, "B"]:
+    """Draws one token for each sequence from `softmax(process_logits(logits, sampling, seen))`.
+
+    Row `b` depends on row `b` of the arguments only, its key included, so a sequence draws the same
+    tokens alone and in a batch. Keys come from `sequence_keys`, one step further for each token.
+
+    Args:
+      logits: Scores of the next token.
+      sampling: The settings.
+      seen: Which tokens stand in the prompt or were generated.
+      keys: One typed key for each sequence; greedy sequences ignore theirs.
+
+    Returns:
+      int32 token ids.
+
+    Raises:
+      ValueError: If `keys` is not one typed key for each sequence, or a setting has another shape
+        than `[]` or `[B]`.
+
+    Example:
+      >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+      >>> keys = sequence_keys(jax.random.key(0), batch=1)
+      >>> sample(logits, Sampling.greedy(), jnp.zeros((1, 3), bool), keys).tolist()
+      [1]
+    """
+    batch = logits.shape[0]
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != (batch,):
+        raise ValueError(
+            f"keys must be {batch} typed keys, one for each sequence (sequence_keys makes them), "
+            f"got {keys.dtype}{list(keys.shape)}"
+        )
+    processed = process_logits(logits, sampling, seen)
+    is_greedy = _column("temperature", sampling, batch=batch) < _SMALLEST_TEMPERATURE
+    tokens = jax.lax.cond(
+        jnp.all(is_greedy),
+        lambda keys, processed: jnp.argmax(processed, axis=-1),
+        jax.vmap(jax.random.categorical),
+        *(keys, processed),
+    )
+    return tokens.astype(jnp.int32)
+
+
+def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batch}"]:
+    """One key for each sequence of a batch: `keys[b] = fold_in(key, b)`.
+
+    Row `b` is the same in a batch of any size. The key of a sequence's next token is
+    `jax.random.fold_in(keys[b], step)`, with `step` the number of tokens drawn so far.
+
+    Args:
+      key: A key of `jax.random.key` or `jax.random.PRNGKey`; or `batch` typed keys already, which
+        are returned as they are (as `keys[b : b + 1]` to repeat one sequence of a batch alone).
+      batch: Number of sequences.
+
+    Returns:
+      Typed keys `[batch]`.
+
+    Raises:
+      ValueError: If `key` is neither one key nor `batch` typed keys.
+
+    Example:
+      >>> sequence_keys(jax.random.key(0), batch=4).shape
+      (4,)
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 1:
+        key = jax.random.wrap_key_data(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape not in ((), (batch,)):
+        raise ValueError(
+            f"key must be one key or {batch} typed keys, got {key.dtype}{list(key.shape)}"
+        )
+    if key.shape == (batch,):
+        return key
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+
+
+def seen_tokens(
+    tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, vocab_size: int
+) -> Bool[Array, "B V"]:
+    """Which tokens stand in the prompts, for the repetition penalty.
+
+    Args:
+      tokens: Token ids, right-padded; ids outside `[0, vocab_size)` are passed over.
+      lengths: Real tokens of each sequence.
+      vocab_size: Number of logits, `V`.
+
+    Returns:
+      bool `[B, V]`, true at the ids among the first `lengths[b]` tokens.
+
+    Example:
+      >>> seen_tokens(jnp.array([[2, 0, 3]]), jnp.array([2]), vocab_size=4).tolist()
+      [[True, False, True, False]]
+    """
+    batch, num_tokens = tokens.shape
+    is_real = jnp.arange(num_tokens, dtype=jnp.int32)[None, :] < lengths[:, None]
+    return _mark(jnp.zeros((batch, vocab_size), bool), jnp.where(is_real, tokens, vocab_size))
+
+
+def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B"]) -> Bool[Array, "B V"]:
+    """Adds one token for each sequence to those seen.
+
+    Args:
+      seen: Tokens seen so far.
+      tokens: One token id for each sequence; ids outside `[0, V)` are passed over.
+
+    Returns:
+      bool `[B, V]`.
+
+    Example:
+      >>> mark_seen(jnp.zeros((1, 3), bool), jnp.array([1])).tolist()
+      [[False, True, False]]
+    """
+    return _mark(seen, tokens[:, None])
+
+
+def _mark(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"]) -> Bool[Array, "B V"]:
+    batch, vocab_size = seen.shape
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    # Negative ids would count from the end; ids past the end are dropped.
+    tokens = jnp.where(tokens < 0, vocab_size, tokens)
+    return seen.at[rows, tokens].set(True, mode="drop")
+
+
+def _column(name: str, sampling: Sampling, *, batch: int) -> Shaped[Array, "{batch} 1"]:
+    value = jnp.asarray(getattr(sampling, name), _RULES[name].dtype)
+    if value.shape not in ((), (batch,)):
+        raise ValueError(f"{name} must have shape [] or [{batch}], got {list(value.shape)}")
+    return jnp.broadcast_to(value, (batch,))[:, None]

@@ -1,0 +1,160 @@
+"""Which blocks to attend to: budgets, top-τ selection and the lists that attention takes.
+
+Algorithm 1 step 7 and Algorithm 2 step 6 (arXiv:2602.07397).
+"""
+
+import dataclasses
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockSelection:
+    """The key blocks that each query block attends to.
+
+    The head axis `M` is 1 (one list for all heads), `K` (one per key/value head) or `N` (one per
+    query head).
+
+    Attributes:
+      ids: Key block indices, int32 `[B, M, I, P]`, ascending within a list; entries beyond the
+        count are padding (by convention the number of key blocks) and are never read.
+      counts: Blocks in each list, int32 `[B, M, I]`; a count of 0 gives a zero output row.
+      block_size: Tokens per block.
+    """
+
+    ids: Int[Array, "B M I P"]
+    counts: Int[Array, "B M I"]
+    block_size: int = dataclasses.field(default=64, metadata={"static": True})
+
+    def attended_pairs(
+        self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
+    ) -> Float[Array, "B"]:
+        """Causal (query, key) pairs that the lists cover, averaged over heads.
+
+        Args:
+          first_query: Absolute position of the first query token of each row.
+          num_queries: Query tokens of each row, 0 for padding rows. Row `i`'s queries stand at
+            `first_query[i] + 0 .. num_queries[i] - 1`, all in one block.
+
+        Returns:
+          Pairs for each sequence, float32.
+        """
+        in_list = jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :] < (
+            self.counts[..., None]
+        )
+        row = (first_query // self.block_size)[:, None, :, None]
+        below = jnp.sum(in_list & (self.ids < row), axis=-1, dtype=jnp.int32)
+        diagonal = jnp.sum(in_list & (self.ids == row), axis=-1, dtype=jnp.int32)
+        queries = num_queries.astype(jnp.float32)
+        inside = causal_pairs(first_query % self.block_size, num_queries)
+        pairs = (
+            below.astype(jnp.float32) * queries[:, None, :] * float(self.block_size)
+            + diagonal.astype(jnp.float32) * inside[:, None, :]
+        )
+        return jnp.sum(jnp.mean(pairs, axis=1), axis=-1)
+
+
+def causal_pairs(
+    first_query: Int[Array, "*shape"], num_queries: Int[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Pairs of queries `first .. first + n - 1` with all keys up to their own position, float32."""
+    first = first_query.astype(jnp.float32)
+    count = num_queries.astype(jnp.float32)
+    return count * first + count * (count + 1.0) * 0.5
+
+
+def block_budget(
+    num_blocks: int,
+    *,
+    density: float = 1.0,
+    top_blocks: int | None = None,
+    sink_blocks: int = 0,
+    local_blocks: int = 1,
+) -> np.ndarray:
+    """How many blocks each row keeps: `min(i+1, max(sink + local, ceil(density · (i+1))))`.
+
+    The density is taken as the decimal that it prints as, in exact arithmetic, so that 0.1 of 30
+    blocks is 3 and every implementation agrees.
+
+    Args:
+      num_blocks: Rows of the table.
+      density: Share of the causal blocks of a row, in (0, 1].
+      top_blocks: When given, replaces `density · (i + 1)`.
+      sink_blocks: Forced first blocks.
+      local_blocks: Forced last blocks.
+
+    Returns:
+      int32 `[num_blocks]` on the host, non-decreasing.
+    """
+    share = Fraction(repr(float(density)))
+    rows = np.arange(1, num_blocks + 1, dtype=np.int64)
+    if top_blocks is None:
+        # ceil(p/q · n) = -((-p · n) // q), in integers of any size
+        wanted = np.array([-((-share.numerator * int(n)) // share.denominator) for n in rows])
+    else:
+        wanted = np.full(num_blocks, top_blocks)
+    wanted = np.maximum(wanted, sink_blocks + local_blocks)
+    return np.minimum(rows, wanted).astype(np.int32)
+
+
+def select_blocks(
+    scores: Float[Array, "B I J"],
+    rows: Int[Array, "B I"],
+    counts: Int[Array, "B I"],
+    *,
+    sink_blocks: int,
+    local_blocks: int,
+    max_count: int,
+    block_size: int,
+) -> BlockSelection:
+    """The `counts[i]` best causal blocks of every row, forced blocks included.
+
+    Ties go to the lower block index. Lists come out in ascending order, the diagonal last.
+
+    Args:
+      scores: Block scores of each row, float32; only their order within a row matters.
+      rows: Absolute block index of each row; blocks above it are not eligible.
+      counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      max_count: Static upper bound of `counts`: the length `P` of the lists.
+      block_size: Tokens per block, recorded in the result.
+
+    Returns:
+      A `BlockSelection` shared by all heads.
+    """
+    num_blocks = scores.shape[-1]
+    max_count = min(max_count, num_blocks)
+    columns = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, :]
+    row = rows[..., None]
+    forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    ranked = jnp.where(forced, jnp.inf, scores)
+    ranked = jnp.where(columns > row, -jnp.inf, ranked)
+    _, ids = jax.lax.top_k(ranked, max_count)
+    kept = jnp.arange(max_count, dtype=jnp.int32)[None, None, :] < counts[..., None]
+    ids = jnp.sort(jnp.where(kept, ids, num_blocks), axis=-1)
+    return BlockSelection(ids[:, None], counts[:, None], block_size)
+
+
+def full_selection(
+    rows: Int[Array, "B I"], num_blocks: int, *, block_size: int = 64
+) -> BlockSelection:
+    """Every causal block of every row: dense attention as a block list.
+
+    Args:
+      rows: Absolute block index of each row.
+      num_blocks: Number of key blocks `J`.
+      block_size: Tokens per block.
+
+    Returns:
+      A `BlockSelection` shared by all heads with `counts = rows + 1`.
+    """
+    columns = jnp.arange(num_blocks, dtype=jnp.int32)
+    ids = jnp.where(columns[None, None, :] <= rows[..., None], columns[None, None, :], num_blocks)
+    counts = jnp.minimum(rows + 1, num_blocks)
+    return BlockSelection(ids[:, None], counts[:, None], block_size)

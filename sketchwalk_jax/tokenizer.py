@@ -1,0 +1,245 @@
+"""Text to tokens and back, with the tokenizer that stands in a checkpoint directory.
+
+A thin layer over transformers, which is imported where it is used. Nothing is downloaded and no
+code of the checkpoint is run.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+# What decoding writes for bytes that are no character, or not yet one.
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# A character of UTF-8 has at most four bytes, hence at most four tokens.
+_TOKENS_PER_CHARACTER = 4
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+    """Loads the tokenizer of a Hugging Face checkpoint directory.
+
+    Args:
+      directory: Folder with `tokenizer.json` (or the vocabulary files of an older tokenizer) and
+        `tokenizer_config.json`.
+
+    Returns:
+      The tokenizer that `transformers.AutoTokenizer` makes of the folder.
+
+    Raises:
+      ValueError: If there is no such folder, if no tokenizer is in it, or if its tokenizer is
+        defined by code of its own, which is never run.
+
+    Example:
+      tokenizer = load_tokenizer("checkpoints/Llama-3.2-1B")
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"directory must be a checkpoint folder, got {str(directory)!r}")
+    found = sorted(path.name for path in directory.iterdir())
+    if not set(found) & set(_TOKENIZER_FILES):
+        raise ValueError(
+            f"directory must hold tokenizer files (one of {', '.join(_TOKENIZER_FILES)}; copy them "
+            f"from the original checkpoint), got {str(directory)!r} with {found[:20]}"
+        )
+    from transformers import CONFIG_MAPPING, AutoTokenizer
+
+    tokenizer_map = _read_json(directory / "tokenizer_config.json").get("auto_map")
+    config = _read_json(directory / "config.json")
+    config_map = config.get("auto_map") if config.get("model_type") not in CONFIG_MAPPING else None
+    if tokenizer_map or config_map:
+        raise ValueError(
+            "the tokenizer must be one of transformers' own classes, got an auto_map to code of "
+            f"the checkpoint: {tokenizer_map or config_map}"
+        )
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int[np.ndarray, "T"]:
+    """The tokens of a text, exactly as it stands: nothing is stripped, cut or padded.
+
+    Args:
+      tokenizer: A tokenizer of transformers.
+      text: The text. Special tokens spelled out in it become those tokens.
+      add_special_tokens: Whether to add what the tokenizer's own settings add, such as the
+        beginning-of-sequence token of Llama (Qwen adds none).
+
+    Returns:
+      int32 token ids.
+
+    Example:
+      tokens = encode(tokenizer, "Walk with")[None]  # a batch of one
+    """
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return np.asarray(encoded["input_ids"], np.int32)
+
+
+def decode(tokenizer: Any, tokens: ArrayLike, *, skip_special_tokens: bool = True) -> str:
+    """The text of tokens, without any clean-up of its spaces.
+
+    Args:
+      tokenizer: A tokenizer of transformers.
+      tokens: Token ids of one sequence.
+      skip_special_tokens: Whether to leave out special tokens, such as the end-of-sequence token.
+
+    Returns:
+      The text; bytes that form no character are U+FFFD in it.
+
+    Example:
+      text = decode(tokenizer, result.tokens[0, : result.lengths[0]])
+    """
+    return tokenizer.decode(
+        np.atleast_1d(np.asarray(tokens)).tolist(),
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def apply_chat_template(
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_arguments: Any,
+) -> Int[np.ndarray, "T"]:
+    """The tokens of a conversation, written by the chat template of the checkpoint.
+
+    Templates write their own beginning-of-sequence token: none is added to it here.
+
+    Args:
+      tokenizer: A tokenizer of transformers.
+      prompt: What the user says; or all messages, `{"role": ..., "content": ...}` each.
+      add_generation_prompt: Whether to end with the opening of the assistant's turn.
+      **template_arguments: Further variables of the template, such as `enable_thinking`.
+
+    Returns:
+      int32 token ids.
+
+    Raises:
+      ValueError: If the tokenizer has no chat template, or there is no message.
+
+    Example:
+      tokens = apply_chat_template(tokenizer, "Who walks?")
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "tokenizer must have a chat template, got none: base models have none, encode() their "
+            "prompts as plain text"
+        )
+    if len(prompt) == 0:
+        raise ValueError(f"prompt must hold text or messages, got {prompt!r}")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **template_arguments,
+    )
+    return encode(tokenizer, text, add_special_tokens=False)
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come, characters whole.
+
+    The pieces that `push` and `finish` return join to `decode(tokenizer, all_tokens)`. A token can
+    end inside a character; its bytes are held until the character is complete. Only the tokens
+    since the last but one piece are decoded again, so the cost of a token does not grow with the
+    text. One decoder serves one sequence.
+
+    Tokenizers that spell unknown characters in bytes (SentencePiece) replace a whole run of bytes
+    if one of them is ill-formed; with those, text that was already returned stays as it was.
+
+    Example:
+      decoder = StreamDecoder(tokenizer)
+      for chunk in chunks:
+          print(decoder.push(chunk.tokens[0]), end="", flush=True)
+      print(decoder.finish())
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        """Starts a text.
+
+        Args:
+          tokenizer: A tokenizer of transformers.
+          skip_special_tokens: Whether to leave out special tokens.
+        """
+        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
+        self._tokenizer = tokenizer
+        self._skipped = frozenset(token_id for token_id, token in added if token.special)
+        self._start()
+
+    def _start(self) -> None:
+        # The text of the first `_num_context` tokens was returned; they stand here because how a
+        # token is written (its leading space) depends on the token before it.
+        self._window: list[int] = []
+        self._num_context = 0
+
+    def _decode(self, tokens: list[int]) -> str:
+        return decode(self._tokenizer, np.array(tokens, int), skip_special_tokens=False)
+
+    def push(self, tokens: ArrayLike) -> str:
+        """Adds tokens and returns the text that they complete.
+
+        Args:
+          tokens: One token id, or several in order.
+
+        Returns:
+          New text, empty while a character is incomplete.
+        """
+        new = np.atleast_1d(np.asarray(tokens)).tolist()
+        self._window += [token for token in new if token not in self._skipped]
+        text = self._decode(self._window)
+        if text.endswith(_BROKEN):
+            return self._settle(text)
+        piece = self._after_context(text, len(self._window))
+        if piece:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+        return piece
+
+    def finish(self) -> str:
+        """Returns what is still held, such as an incomplete character, and starts a new text."""
+        piece = self._after_context(self._decode(self._window), len(self._window))
+        self._start()
+        return piece
+
+    def _after_context(self, text: str, end: int) -> str:
+        """The part of `text`, which is that of `window[:end]`, that was not returned yet."""
+        context = self._decode(self._window[: self._num_context])
+        if text.startswith(context):
+            return text[len(context) :]
+        return self._decode(self._window[self._num_context : end])
+
+    def _settle(self, text: str) -> str:
+        """Returns text before the last character once that text cannot change any more.
+
+        Without this, tokens that never form a character would be held for ever. Where the window
+        can be cut without changing its text, bytes before the cut do not wait for bytes after it;
+        of four cuts in a row one is at the end of a character, for it has four bytes at most.
+        """
+        if len(self._window) - self._num_context <= 2 * _TOKENS_PER_CHARACTER:
+            return ""
+        for held in range(_TOKENS_PER_CHARACTER, 2 * _TOKENS_PER_CHARACTER):
+            head, tail = self._window[:-held], self._window[-held:]
+            settled = self._decode(head)
+            if settled + self._decode(tail) == text:
+                piece = self._after_context(settled, len(head))
+                self._window, self._num_context = tail, 0
+                return piece
+        return ""

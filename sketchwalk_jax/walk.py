@@ -1,0 +1,190 @@
+"""The sketch-determined walk (arXiv:2602.07397, section 2.3, equation 1; Algorithm 1 step 6).
+
+`R_0 = W_0`, `R_k = R_{k-1} W_k`. Row `i` of `R_k` depends on row `i` of `R_{k-1}` and on `W_k`
+alone, so rows may be computed in any grouping: a whole prompt, a chunk, or the single row of the
+token being decoded.
+
+Scores are masked *before* the product (`W` is block-lower-triangular). Rows of `W` are kept at
+their own power of two: row `m` is scaled by `2^-e_m`, so that its largest entry lies in
+`[1, 2^s)`, and the exponent re-enters when the row is multiplied. Rows of `R` are rescaled by
+powers of two, which no selection can see; nothing overflows, however many layers there are.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+# Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
+_NO_EXPONENT = -(1 << 24)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WalkState:
+    """The state that the walk carries from layer to layer.
+
+    Attributes:
+      scores: Rows of `R_k`, float32 `[B, I, J]`; `I = 1` in decode.
+      layers: Sparse layers walked so far, int32 scalar. 0 means that the next layer starts it.
+    """
+
+    scores: Float[Array, "B I J"]
+    layers: Int[Array, ""]
+
+
+def init_walk(batch: int, num_rows: int, num_blocks: int) -> WalkState:
+    """The walk before the first sparse layer.
+
+    Args:
+      batch: Sequences `B`.
+      num_rows: Query blocks `I` walked together; 1 in decode.
+      num_blocks: Key blocks `J`.
+
+    Returns:
+      A `WalkState` of zero layers.
+    """
+    return WalkState(
+        jnp.zeros((batch, num_rows, num_blocks), jnp.float32), jnp.zeros((), jnp.int32)
+    )
+
+
+def _exponent(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """`floor(log2 |x|)`; `_NO_EXPONENT` for zero."""
+    _, exponent = jnp.frexp(x)
+    return jnp.where(x == 0.0, _NO_EXPONENT, exponent - 1)
+
+
+def _power_of_two(exponent: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Exactly `2^exponent` in float32, 0 below the normal range, capped at `2^127`."""
+    bits = (jnp.clip(exponent, -127, 127) + 127).astype(jnp.int32) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _times_power_of_two(
+    x: Float[Array, "*shape"], exponent: Int[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """`x · 2^exponent`, exact where the result is a normal float, for any size of `exponent`."""
+    mantissa, own = jnp.frexp(x)
+    return jnp.where(x == 0.0, 0.0, 2.0 * mantissa * _power_of_two(own - 1 + exponent))
+
+
+def power_transition(
+    scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, exponent: int, rectify: bool
+) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
+    """`W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
+
+    Args:
+      scores: Block scores `A`.
+      causal: Mask of the entries that exist.
+      exponent: The power `s`.
+      rectify: Whether negative scores count as zero (`relu_power`).
+
+    Returns:
+      `W` with row `m` divided by `2^(s · e_m)`, and `s · e_m` (a large negative number for rows
+      that are all zero).
+    """
+    scores = jnp.maximum(scores, 0.0) if rectify else scores
+    scores = jnp.where(causal[None], scores, 0.0)
+    row_exponent = _exponent(jnp.max(jnp.abs(scores), axis=-1))
+    scaled = _times_power_of_two(scores, jnp.where(row_exponent < -200, 0, -row_exponent)[..., None])
+    weights = jax.lax.integer_pow(scaled, exponent)
+    return weights, jnp.maximum(row_exponent * exponent, _NO_EXPONENT)
+
+
+def softmax_transition(
+    scores: Float[Array, "B J J"], causal: Bool[Array, "J J"]
+) -> Float[Array, "B J J"]:
+    """`P`, the causal row softmax of `A`; rows sum to one."""
+    return jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
+
+
+def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
+    """Rescales each row by the power of two that puts its largest entry into [1, 2)."""
+    exponent = _exponent(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    return _times_power_of_two(x, jnp.where(exponent == _NO_EXPONENT, 0, -exponent))
+
+
+def walk_product(
+    state: Float[Array, "B I J"],
+    weights: Float[Array, "B J J"],
+    log2_scale: Int[Array, "B J"],
+) -> Float[Array, "B I J"]:
+    """Rows of `R W` up to a power of two per row, where `W[m] = 2^log2_scale[m] · weights[m]`.
+
+    The scale of `W`'s rows is moved into `R` relative to the largest product of the row, so that
+    the largest terms of each sum stay near one. Only entries `m` at which `R[i, m]` is not zero
+    enter, hence only rows `m <= i`.
+
+    Args:
+      state: Rows of `R`; zero above the diagonal.
+      weights: Rows of `W` without their scale.
+      log2_scale: Exponents of that scale.
+
+    Returns:
+      The product, each row's largest entry in [1, 2) (or an all-zero row).
+    """
+    term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
+    largest = jnp.max(term, axis=-1, keepdims=True)
+    scaled = _times_power_of_two(state, log2_scale[:, None, :] - largest)
+    product = jnp.einsum("bim,bmj->bij", scaled, weights, precision=_HIGHEST)
+    return _normalize_rows(product)
+
+
+def _take_rows(matrix: Float[Array, "B J J2"], rows: Int[Array, "B I"]) -> Float[Array, "B I J2"]:
+    rows = jnp.minimum(rows, matrix.shape[1] - 1)  # padding rows beyond the cache
+    return jnp.take_along_axis(matrix, rows[:, :, None], axis=1)
+
+
+def walk_step(
+    walk: WalkState,
+    scores: Float[Array, "B J J"],
+    rows: Int[Array, "B I"],
+    *,
+    transition: str,
+    exponent: int,
+    walk_degree: int,
+    beta: float | None,
+) -> tuple[Float[Array, "B I J"], WalkState]:
+    """One layer of the walk (equation 1), for the rows in hand.
+
+    Args:
+      walk: State after the previous sparse layer.
+      scores: This layer's block scores `A`, all rows that the rows in hand can reach.
+      rows: Absolute block index of each row in hand.
+      transition: `"power"`, `"relu_power"` or `"softmax"`.
+      exponent: The power of the power transitions.
+      walk_degree: Steps taken in this layer.
+      beta: `None` for `R ← R W`; otherwise `X ← (1 - β) P + β X P`.
+
+    Returns:
+      The scores that select (rows of `R_k`; where such a row has no positive entry, the row of
+      `A`), and the state for the next layer.
+    """
+    num_blocks = scores.shape[-1]
+    index = jnp.arange(num_blocks, dtype=jnp.int32)
+    causal = index[None, :] <= index[:, None]
+    first = walk.layers == 0
+    if transition == "softmax":
+        weights = softmax_transition(scores, causal)
+        step = weights_rows = _take_rows(weights, rows)
+        if beta != 0.0:
+            step = walk.scores
+            for _ in range(walk_degree):
+                moved = jnp.einsum("bim,bmj->bij", step, weights, precision=_HIGHEST)
+                step = moved if beta is None else (1.0 - beta) * weights_rows + beta * moved
+    else:
+        weights, log2_scale = power_transition(
+            scores, causal, exponent=exponent, rectify=transition == "relu_power"
+        )
+        step = weights_rows = _normalize_rows(_take_rows(weights, rows))
+        if beta != 0.0:
+            step = walk.scores
+            for _ in range(walk_degree):
+                step = walk_product(step, weights, log2_scale)
+    state = jnp.where(first, weights_rows, step)
+    is_empty = jnp.max(state, axis=-1, keepdims=True) <= 0.0
+    selecting = jnp.where(is_empty, _take_rows(scores, rows), state)
+    return selecting, WalkState(state, walk.layers + 1)

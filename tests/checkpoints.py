@@ -1,0 +1,205 @@
+"""Tiny random Hugging Face checkpoints, written with numpy and safetensors alone.
+
+Names, shapes and configs are spelled out here a second time, on purpose: the loader under test has
+its own tables.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (gives numpy its bfloat16)
+import numpy as np
+from safetensors.numpy import save_file
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+}
+TINY["qwen2"] = {
+    key: value for key, value in TINY["llama"].items() if not key.endswith("_bias")
+} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": False,
+    "sliding_window": 128,
+    "max_window_layers": 2,
+}
+TINY["qwen3"] = TINY["qwen2"] | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "attention_bias": False,
+}
+
+
+def tiny_config(model_type: str = "llama", /, **overrides: Any) -> dict[str, Any]:
+    """The contents of a tiny `config.json`; an override of `...` removes its key."""
+    config = TINY[model_type] | overrides
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and stored shape of every tensor that transformers would save for `config`."""
+    width, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    is_qwen2 = config["model_type"] == "qwen2"
+    linear = {
+        "self_attn.q_proj": (heads * head_dim, width),
+        "self_attn.k_proj": (kv_heads * head_dim, width),
+        "self_attn.v_proj": (kv_heads * head_dim, width),
+        "self_attn.o_proj": (width, heads * head_dim),
+        "mlp.gate_proj": (mlp, width),
+        "mlp.up_proj": (mlp, width),
+        "mlp.down_proj": (width, mlp),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in linear.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            has_bias = config.get("mlp_bias" if "mlp" in name else "attention_bias", False)
+            if (is_qwen2 and name[-6] in "qkv") or (not is_qwen2 and has_bias):
+                shapes[f"{prefix}{name}.bias"] = shape[:1]
+        shapes[prefix + "input_layernorm.weight"] = (width,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (width,)
+        if config["model_type"] == "qwen3":
+            shapes[prefix + "self_attn.q_norm.weight"] = (head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (head_dim,)
+    shapes["model.norm.weight"] = (width,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, width)
+    return shapes
+
+
+def random_tensors(
+    config: dict[str, Any], *, seed: int = 0, dtype: str = "float32"
+) -> dict[str, np.ndarray]:
+    """Random weights by name: matrices of scale 1/sqrt(columns), norms near 1, small biases."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        values = generator.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 2:
+            values /= np.sqrt(np.float32(shape[1]))
+        else:
+            values = np.float32(0.1) * values + np.float32("norm" in name)
+        tensors[name] = values.astype(np.dtype(dtype))
+    return tensors
+
+
+def write_tensors(
+    directory: Path, tensors: dict[str, np.ndarray], *, num_shards: int = 1
+) -> list[str]:
+    """Writes one safetensors file, or several with an index, and returns their names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt"}
+    if num_shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata=metadata)
+        return ["model.safetensors"]
+    weight_map, names = {}, list(tensors)
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        part = {name: tensors[name] for name in names[shard::num_shards]}
+        save_file(part, directory / file, metadata=metadata)
+        weight_map |= dict.fromkeys(part, file)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(set(weight_map.values()))
+
+
+def write_checkpoint(
+    directory: Path,
+    model_type: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    num_shards: int = 1,
+    generation_config: dict[str, Any] | None = None,
+    tokenizer: bool = False,
+    **overrides: Any,
+) -> dict[str, np.ndarray]:
+    """Writes a tiny random checkpoint directory and returns its tensors by name.
+
+    Args:
+        directory: Where to write; created if needed.
+        model_type: "llama", "qwen2" or "qwen3".
+        seed: Seed of the weights.
+        dtype: Dtype of the stored tensors, also declared in the config.
+        num_shards: Number of safetensors files; more than one adds an index.
+        generation_config: Contents of `generation_config.json`, if there is to be one.
+        tokenizer: Whether to add a byte-level tokenizer, see `write_byte_tokenizer`.
+        **overrides: Entries of `config.json` to set, or to remove with `...`.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(model_type, **{"torch_dtype": dtype} | overrides)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    if tokenizer:
+        write_byte_tokenizer(directory)
+    tensors = random_tensors(config, seed=seed, dtype=dtype)
+    write_tensors(directory, tensors, num_shards=num_shards)
+    return tensors
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer whose ids are the 256 bytes of UTF-8, with a minimal chat template.
+
+    Byte 0 pads and byte 1 ends, as in `TINY`.
+
+    `transformers.AutoTokenizer.from_pretrained(directory)` opens it, without torch.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    chars = _byte_chars()
+    model = models.BPE({char: byte for byte, char in chars.items()}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "pad_token": chars[0],
+        "eos_token": chars[1],
+        "chat_template": template,
+        "model_max_length": 512,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _byte_chars() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable}
+    return chars | {byte: chr(256 + rank) for rank, byte in enumerate(others)}

@@ -1,0 +1,100 @@
+"""Settings of every test: one CPU device, strict promotion, runtime type checks, fixtures."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jaxtyping
+import pytest
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).resolve().parents[1]
+if find_spec("sketchwalk_jax") is None:  # a checkout that is not installed
+    sys.path.append(str(ROOT))
+
+# Before any test module imports the package: annotations are checked in tests only.
+install_import_hook("sketchwalk_jax", "runtime_checks.check_types")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Examples compile, so they are few, never timed, and the same ones in every run.
+settings.register_profile("sketchwalk", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile("sketchwalk")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs between runs; programs that tests start share them."""
+    assert config.cache is not None
+    directory = str(config.cache.mkdir("jax_compilation_cache"))
+    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", directory)
+    seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
+
+
+@pytest.fixture(autouse=True)
+def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Turns the type checks off under the marker `unchecked`, to call as a user calls."""
+    is_off = request.node.get_closest_marker("unchecked") is not None
+    jaxtyping.config.update("jaxtyping_disable", is_off)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout that holds these tests."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def reference_python() -> str:
+    """The interpreter with torch and transformers, named by SKETCHWALK_REFERENCE_PYTHON."""
+    interpreter = os.environ.get("SKETCHWALK_REFERENCE_PYTHON")
+    if interpreter is None:
+        pytest.skip("SKETCHWALK_REFERENCE_PYTHON names no interpreter with torch")
+    return interpreter
+
+
+@pytest.fixture(scope="session")
+def program_environment() -> dict[str, str]:
+    """Environment variables under which a started program imports the package tested here."""
+    spec = find_spec("sketchwalk_jax")
+    assert spec is not None and spec.origin is not None
+    return os.environ | {"PYTHONPATH": str(Path(spec.origin).parents[1])}
+
+
+@pytest.fixture
+def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[..., str]:
+    """Runs a program in a fresh interpreter, in an empty folder, and returns what it printed.
+
+    `run_python(code, devices=8)` pretends to have that many CPU devices; `python=` names another
+    interpreter with packages of its own, `cwd=` another folder. A program that fails fails the
+    test with its output.
+    """
+
+    def run(
+        code: str, *, devices: int = 1, python: str | Path | None = None, cwd: Path = tmp_path
+    ) -> str:
+        environment = dict(program_environment if python is None else os.environ)
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        done = subprocess.run(
+            [python or sys.executable, "-c", code],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    return run

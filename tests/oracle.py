@@ -1,0 +1,141 @@
+"""The walk in the log domain, float64, NumPy only: what a state means when nothing underflows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def log2_transition(scores: np.ndarray, config) -> np.ndarray:
+    """Returns `log2 W` (or `log2 P`) with `-inf` where an entry is zero or not causal."""
+    scores = np.asarray(scores, np.float64)
+    causal = np.tril(np.ones_like(scores, dtype=bool))
+    if config.transition == "softmax":
+        logits = np.where(causal, scores, -np.inf) * np.log2(np.e)
+        return logits - _log2_sum(logits, axis=1)[:, None]
+    if config.transition == "power" and config.exponent % 2:
+        raise ValueError("an odd power has signs, which the log domain cannot carry")
+    magnitude = np.abs(scores) if config.transition == "power" else np.maximum(scores, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.where(causal, config.exponent * np.log2(magnitude), -np.inf)
+
+
+def log2_walk(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
+    """Returns `log2 R_k` for every layer, with nothing rescaled."""
+    states: list[np.ndarray] = []
+    for layer_scores in scores:
+        matrix = log2_transition(layer_scores, config)
+        if not states or config.beta == 0:
+            states.append(matrix)
+            continue
+        state = states[-1]
+        for _ in range(config.walk_degree):
+            state = _log2_product(state, matrix)
+            if config.beta is not None:
+                direct = np.log2(1.0 - config.beta) + matrix
+                state = np.logaddexp2(direct, np.log2(config.beta) + state)
+        states.append(state)
+    return states
+
+
+def log2_lost(scores: Sequence[np.ndarray], config, *, kept: float = 110.0) -> list[np.ndarray]:
+    """Returns log2 bounds of what each entry of `R_k` may lack when small terms underflow.
+
+    In every layer float32 may drop terms below `2 ** -kept` of the row's largest; what is
+    missing then travels with the walk, and later layers may make it matter.
+    """
+    num_blocks = len(scores[0])
+    causal = np.tri(num_blocks, dtype=bool)
+    lost = np.full((num_blocks, num_blocks), -np.inf)
+    bounds = []
+    for layer, state in enumerate(log2_walk(scores, config)):
+        if layer and config.beta != 0:
+            matrix = log2_transition(scores[layer], config)
+            for _ in range(config.walk_degree):
+                lost = _log2_product(lost, matrix)
+        dropped = np.log2(num_blocks) - kept + state.max(axis=1, keepdims=True)
+        lost = np.where(causal, np.logaddexp2(lost, dropped), -np.inf)
+        bounds.append(lost)
+    return bounds
+
+
+def misordered_pairs(
+    state_row: np.ndarray,
+    log2_row: np.ndarray,
+    log2_lost_row: np.ndarray | None = None,
+    *,
+    window: float = 100.0,
+    tie: float = 1e-3,
+) -> tuple[int, int]:
+    """Counts pairs that a float32 row ranks otherwise than the oracle does, and pairs compared.
+
+    Only entries within `2 ** -window` of the row's largest count, and pairs nearer than `tie`
+    in log2 are ties. The upper entry of a pair must also be one that underflow cannot have
+    changed by more than a ten-thousandth; the terms are positive, so it can only lower entries.
+    """
+    largest = log2_row.max()
+    if not np.isfinite(largest):
+        return 0, 0
+    kept = log2_row >= largest - window
+    is_known = kept if log2_lost_row is None else kept & (log2_lost_row < log2_row - 14.0)
+    state = np.asarray(state_row, np.float64)
+    above = is_known[:, None] & kept & (log2_row[:, None] > log2_row + tie)
+    return int((above & (state[:, None] <= state)).sum()), int(above.sum())
+
+
+def chosen(log2_row: np.ndarray, score_row: np.ndarray, count: int, config) -> np.ndarray:
+    """Returns the ids that the oracle's row selects, ascending; lower indices win ties."""
+    last = len(log2_row) - 1
+    ranking = log2_row if np.isfinite(log2_row.max()) else np.asarray(score_row, np.float64)
+    index = np.arange(last + 1)
+    ranking = np.where(
+        (index < config.sink_blocks) | (index > last - config.local_blocks), np.inf, ranking
+    )
+    return np.sort(np.argsort(-ranking, kind="stable")[:count])
+
+
+def has_near_ties(
+    scores: Sequence[np.ndarray],
+    config,
+    counts: np.ndarray,
+    *,
+    rows: Sequence[int] | None = None,
+    noise: float = 1e-4,
+) -> bool:
+    """Whether rounding could change a selection: it is drawn again under noise on scores and state.
+
+    The noise is relative to the largest score of each row, hundreds of times float32's rounding.
+    """
+    rng = np.random.default_rng(0)
+    rows = range(len(scores[0])) if rows is None else rows
+    exact = log2_walk(scores, config)
+    for _ in range(3):
+        shaken_scores = [
+            a + noise * np.abs(a).max(axis=1, keepdims=True) * rng.uniform(-1, 1, a.shape)
+            for a in (np.asarray(layer, np.float64) for layer in scores)
+        ]
+        shaken = [
+            state + np.log2(1.0 + noise * rng.uniform(-1, 1, state.shape))
+            for state in log2_walk(shaken_scores, config)
+        ]
+        for layer, state in enumerate(exact):
+            for row in rows:
+                upto = slice(row + 1)
+                first = chosen(state[row, upto], scores[layer][row, upto], counts[row], config)
+                second = chosen(
+                    shaken[layer][row, upto], shaken_scores[layer][row, upto], counts[row], config
+                )
+                if not np.array_equal(first, second):
+                    return True
+    return False
+
+
+def _log2_sum(values: np.ndarray, axis: int) -> np.ndarray:
+    largest = values.max(axis=axis, keepdims=True)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    with np.errstate(divide="ignore"):
+        total = np.log2(np.exp2(values - largest).sum(axis=axis))
+    return total + np.squeeze(largest, axis=axis)
+
+
+def _log2_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.stack([_log2_sum(row[:, None] + right, axis=0) for row in left])

@@ -1,0 +1,239 @@
+"""What a user installs: distributions, imports beside a decoy, import cost, declared versions."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import requires
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+MAPPED = {"sketchwalk_jax": "sketchwalk_jax", "models": "sketchwalk_jax.models"}
+MAPPED["pallas_kernels"] = "sketchwalk_jax.pallas_kernels"
+DATA_SUFFIXES = {".json", ".safetensors", ".md", ".typed"}
+PUBLIC_MODULES = ("sketchwalk_jax", "sketchwalk_jax.models", "sketchwalk_jax.pallas_kernels")
+
+
+@pytest.fixture(scope="session")
+def project(repository: Path) -> dict:
+    return tomllib.loads((repository / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="session")
+def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout without its environments and build outputs."""
+    copy = tmp_path_factory.mktemp("source") / "checkout"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "uv.lock")
+    shutil.copytree(repository, copy, ignore=skipped)
+    return copy
+
+
+def _uv(*arguments: str | Path, cwd: Path) -> None:
+    uv = [sys.executable, "-m", "uv"] if find_spec("uv") else ["uv"]
+    done = subprocess.run([*uv, *arguments], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel built from it."""
+    folder = tmp_path_factory.mktemp("distributions")
+    _uv("build", "--quiet", "--python", sys.executable, "--out-dir", folder, cwd=source)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def _environment(folder: Path) -> Path:
+    """Makes an environment that borrows this one's dependencies; returns its interpreter."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site_packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    # The folders of this environment follow the new one's own, and its .pth files are not read,
+    # so an editable install here is not seen there.
+    borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site_packages / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
+    return python
+
+
+@pytest.fixture(scope="session")
+def installed(distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment with the wheel in it."""
+    folder = tmp_path_factory.mktemp("installed")
+    python = _environment(folder / "environment")
+    _uv("pip", "install", "--quiet", "--no-deps", "--python", python, distributions[1], cwd=folder)
+    return python
+
+
+@pytest.fixture
+def decoy(tmp_path: Path) -> Path:
+    """A working directory with folders of the names that the project's own folders have."""
+    for name in ("models", "pallas_kernels"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the decoy')\n")
+    return tmp_path
+
+
+def _package_folders(repository: Path) -> dict[str, Path]:
+    """Every folder that is a package, by the name it must be installed under."""
+    found = {}
+    for folder, package in MAPPED.items():
+        for module in (repository / folder).rglob("__init__.py"):
+            inner = module.parent.relative_to(repository / folder).parts
+            found[".".join((package, *inner))] = module.parent
+    return found
+
+
+def _data_files(repository: Path) -> set[str]:
+    """Every data file of the packages, by its path in the wheel."""
+    found = set()
+    for folder, package in MAPPED.items():
+        for path in (repository / folder).rglob("*"):
+            if path.suffix in DATA_SUFFIXES and path.is_file():
+                inner = path.relative_to(repository / folder)
+                found.add(f"{package.replace('.', '/')}/{inner.as_posix()}")
+    return found
+
+
+def _requirements(requirement: Requirement) -> list[str]:
+    """What an installed distribution asks for in turn, with the extras it was asked for."""
+    lines = []
+    for line in requires(requirement.name) or ():
+        marker = Requirement(line).marker
+        extras = requirement.extras or {""}
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+            lines.append(line.partition(";")[0])
+    return lines
+
+
+IMPORT_ALL = f"import {', '.join(PUBLIC_MODULES)}, json, sys\n" + (
+    f"print(json.dumps([sys.modules[name].__file__ for name in {PUBLIC_MODULES}]))"
+)
+
+
+def test_every_package_folder_is_declared(repository: Path, project: dict):
+    assert set(project["tool"]["setuptools"]["packages"]) == set(_package_folders(repository))
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(repository: Path, distributions):
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        names = set(wheel.namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"sketchwalk_jax"}
+    assert _data_files(repository) <= names
+    assert not [name for name in names if re.search(r"(^|/)(tests|notebooks)/|\.ipynb$", name)]
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_no_tests_and_no_notebooks(distributions):
+    with tarfile.open(distributions[0]) as sdist:
+        folders = {name.split("/")[1] for name in sdist.getnames() if name.count("/") > 1}
+    assert folders - {"sketchwalk_jax.egg-info"} == set(MAPPED)
+
+
+@pytest.mark.slow
+def test_wheel_imports_its_own_files_beside_a_decoy(installed: Path, decoy: Path, run_python):
+    files = json.loads(run_python(IMPORT_ALL, python=installed, cwd=decoy))
+    assert all(Path(file).is_relative_to(installed.parents[1]) for file in files)
+
+
+@pytest.mark.slow
+def test_strict_editable_install_imports_beside_a_decoy(
+    source: Path, decoy: Path, run_python, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("editable")
+    checkout = shutil.copytree(source, folder / "checkout")
+    python = _environment(folder / "environment")
+    options = ("--no-deps", "--config-setting", "editable_mode=strict", "--python", python)
+    _uv("pip", "install", "--quiet", *options, "--editable", checkout, cwd=folder)
+    files = json.loads(run_python(IMPORT_ALL, python=python, cwd=decoy))
+    assert all(Path(file).is_relative_to(checkout / "build") for file in files)
+
+
+@pytest.mark.slow
+def test_checkout_imports_without_an_install(source: Path, run_python, tmp_path: Path):
+    python = _environment(tmp_path / "environment")
+    code = f"import sys; sys.path.insert(0, {str(source)!r})\n{IMPORT_ALL}"
+    files = json.loads(run_python(code, python=python))
+    folders = [Path(file).parent.resolve() for file in files]
+    assert folders == [source / folder for folder in MAPPED]
+
+
+@pytest.mark.slow
+def test_every_shipped_data_file_loads(repository: Path, installed: Path, run_python, decoy: Path):
+    names = sorted(_data_files(repository))
+    code = f"""
+import importlib.resources, json, pathlib
+from safetensors import safe_open
+root = pathlib.Path(str(importlib.resources.files("sketchwalk_jax"))).parent
+for name in {names!r}:
+    path = root / name
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="np") as tensors:
+            assert [tensors.get_tensor(key).shape for key in tensors.keys()]
+    elif path.suffix == ".json":
+        json.loads(path.read_text())
+    else:
+        path.read_text()
+print("loaded")
+"""
+    assert run_python(code, python=installed, cwd=decoy) == "loaded\n"
+
+
+@pytest.mark.slow
+def test_command_is_installed(installed: Path, decoy: Path):
+    command = [installed.parent / "sketchwalk", "--help"]
+    done = subprocess.run(command, cwd=decoy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+def test_import_leaves_heavy_packages_alone(run_python: Callable[..., str]):
+    heavy = ("flax", "orbax", "safetensors", "tqdm", "transformers", "typer", "matplotlib")
+    code = f"import sketchwalk_jax, sys; print([n for n in {heavy} if n in sys.modules])"
+    assert run_python(code) == "[]\n"
+
+
+@pytest.mark.slow
+def test_import_adds_less_than_half_a_second(installed: Path, run_python, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    code = """
+import jax, time
+start = time.process_time()  # unlike elapsed time, free of what else the machine does
+import sketchwalk_jax
+print(time.process_time() - start)
+"""
+    assert min(float(run_python(code, python=installed)) for _ in range(4)) < 0.5
+
+
+def test_constraints_agree_with_the_project(repository: Path, project: dict):
+    lines = (repository / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert pins == project["tool"]["uv"]["constraint-dependencies"]
+
+
+def test_plain_install_pulls_neither_cuda_nor_torch(project: dict):
+    pending, pulled = list(project["project"]["dependencies"]), set()
+    while pending:
+        requirement = Requirement(pending.pop())
+        key = (requirement.name, *sorted(requirement.extras))
+        if key not in pulled:
+            pulled.add(key)
+            pending += _requirements(requirement)
+    assert {("jax",), ("jaxlib",)} <= pulled
+    assert not [name for name, *_ in pulled if re.search("cuda|nvidia|torch|triton", name)]
+
+
+def test_version_is_the_newest_of_the_changelog(repository: Path, run_python):
+    printed = run_python("import sketchwalk_jax; print(sketchwalk_jax.__version__)").strip()
+    headings = re.findall(r"^## \[(\S+)\]", (repository / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert printed == [heading for heading in headings if heading != "Unreleased"][0]

@@ -1,0 +1,157 @@
+"""Block means and the subsampled randomised Hadamard transform."""
+
+import cases
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from tolerances import tolerance
+
+from sketchwalk_jax import reference, sketch
+from sketchwalk_jax.config import SketchWalkConfig
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("sketch_dim", [1, 16, 64])
+def test_srht_is_the_documented_draw(head_dim, sketch_dim):
+    for seed in (0, 1, 12345):
+        actual = sketch.srht_matrix(head_dim, sketch_dim, seed)
+        assert actual.shape == (head_dim, sketch_dim) and actual.dtype == np.float32
+        np.testing.assert_allclose(
+            actual, reference.srht_matrix(head_dim, sketch_dim, seed), rtol=1e-6
+        )
+
+
+def test_srht_draw_does_not_change_between_versions():
+    # A saved cache is only readable with the draw that wrote it.
+    omega = sketch.srht_matrix(128, 64, seed=0)
+    assert np.sign(omega[:8, 0]).tolist() == [1, -1, 1, 1, -1, 1, -1, 1]
+    assert np.sign(omega[3, :8]).tolist() == [1, -1, -1, -1, 1, 1, 1, -1]
+    np.testing.assert_allclose(np.abs(omega), 1 / 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sketch_dim"), [(32, 64), (64, 64), (128, 128), (96, 128), (256, None)]
+)
+def test_no_projection_where_the_sketch_is_not_smaller(head_dim, sketch_dim):
+    omega = sketch.srht_matrix(head_dim, sketch_dim, 0)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, head_dim)), jnp.float32)
+    np.testing.assert_array_equal(sketch.project(x, omega), x)
+    assert sketch.sketch_size(head_dim, sketch_dim) == head_dim
+    np.testing.assert_array_equal(
+        reference.srht_matrix(head_dim, sketch_dim, 0), np.eye(head_dim, dtype=np.float32)
+    )
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_full_transform_preserves_inner_products(head_dim):
+    padded = 1 << (head_dim - 1).bit_length()
+    for seed in range(3):
+        omega = reference.subsampled_hadamard(head_dim, padded, seed)
+        np.testing.assert_allclose(omega @ omega.T, np.eye(head_dim), atol=1e-12)
+
+
+def test_columns_are_orthogonal():
+    omega = sketch.srht_matrix(128, 32, 0)
+    np.testing.assert_allclose(omega.T @ omega, 4.0 * np.eye(32), atol=1e-5)
+
+
+def test_sketched_inner_products_are_unbiased():
+    rng = np.random.default_rng(0)
+    query, key = rng.standard_normal((2, 8, 128)).astype(np.float32)
+    key[:4] = query[:4] + 0.5 * key[:4]  # near and far from orthogonal
+    draws = np.array(
+        [
+            np.sum((query @ omega) * (key @ omega), axis=1)
+            for omega in (sketch.srht_matrix(128, 64, seed) for seed in range(2000))
+        ]
+    )
+    standard_error = draws.std(axis=0, ddof=1) / np.sqrt(len(draws))
+    bias = np.abs(draws.mean(axis=0) - np.sum(query * key, axis=1))
+    assert (bias < 4.0 * standard_error).all()
+
+
+@pytest.mark.parametrize("sketch_dim", [8, 32, 64, 112])
+def test_error_follows_the_sketch_size(sketch_dim):
+    rng = np.random.default_rng(1)
+    query, key = rng.standard_normal((2, 200, 128))
+    exact = query @ key.T
+    errors = []
+    for seed in range(50):
+        omega = sketch.srht_matrix(128, sketch_dim, seed)
+        errors.append((query @ omega) @ (key @ omega).T - exact)
+    relative = np.sqrt(np.mean(np.square(errors)) / np.mean(exact**2))
+    expected = np.sqrt((128 - sketch_dim) / sketch_dim)
+    assert abs(relative / expected - 1.0) < 0.1
+
+
+def fast_scores(query, key, lengths, config):
+    """Block scores by the library's own steps, from padded batches `[B, T, heads, H]`."""
+    size, head_dim, kv_heads = config.block_size, query.shape[-1], key.shape[2]
+    omega = sketch.srht_matrix(head_dim, config.sketch_dim, config.seed)
+    groups = 1 if config.head_combination == "mean" else kv_heads
+    valid = jnp.arange(query.shape[1])[None, :] < lengths[:, None]
+
+    def means(x):
+        combined = sketch.group_heads(x, groups, combine=config.head_combination)
+        sums = sketch.project(sketch.block_sums(combined, valid, size), omega)
+        return sketch.block_means(sums, lengths, size)
+
+    return sketch.block_scores(means(query), means(key), head_dim)
+
+
+def assert_scores_equal(actual, expected):
+    """Relative to the largest score: small ones are differences of large terms."""
+    num_blocks, largest = len(expected), np.abs(expected).max()
+    causal = np.tril(actual[:num_blocks, :num_blocks])
+    np.testing.assert_allclose(causal / largest, expected / largest, **tolerance("scores"))
+
+
+SCORES = jax.jit(fast_scores, static_argnames="config")
+
+
+@pytest.mark.parametrize("combination", ["mean", "sum"])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (4, 128), (7, 96), (8, 256)])
+def test_scores_equal_the_reference(group, head_dim, combination):
+    config = SketchWalkConfig.paper(block_size=16, head_combination=combination)
+    layers = cases.draw_layers(
+        0, num_layers=1, num_tokens=80, heads=cases.HEADS[group], head_dim=head_dim
+    )
+    query, key = layers.queries[0], layers.keys[0]
+    actual = SCORES(query[None], key[None], jnp.array([71], jnp.int32), config=config)
+    expected = reference.block_scores(query[:71], key[:71], config)
+    assert_scores_equal(actual[0], expected)
+
+
+@given(lengths=st.lists(st.integers(1, 80), min_size=3, max_size=3))
+def test_ragged_batches_score_as_single_sequences(lengths):
+    config = SketchWalkConfig.paper(block_size=16, sketch_dim=8)
+    layers = cases.draw_layers(1, num_layers=3, num_tokens=80)
+    query, key = (np.stack(x).copy() for x in (layers.queries, layers.keys))
+    for row, length in enumerate(lengths):
+        query[row, length:] = key[row, length:] = np.nan
+    actual = SCORES(query, key, jnp.array(lengths, jnp.int32), config=config)
+    for row, length in enumerate(lengths):
+        expected = reference.block_scores(query[row, :length], key[row, :length], config)
+        assert_scores_equal(actual[row], expected)
+
+
+def test_repeating_key_heads_does_not_change_the_mean():
+    layers = cases.draw_layers(2, num_layers=1, num_tokens=64, heads=(8, 2))
+    key = jnp.asarray(layers.keys[0])[None]
+    once = sketch.group_heads(key, 1, combine="mean")
+    repeated = sketch.group_heads(jnp.repeat(key, 4, axis=2), 1, combine="mean")
+    np.testing.assert_allclose(once, repeated, **tolerance("scores"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sketches_are_float32_whatever_the_model_computes_in(dtype):
+    config = SketchWalkConfig.paper(block_size=16, sketch_dim=16)
+    layers = cases.draw_layers(3, num_layers=1, num_tokens=64)
+    query, key = (jnp.asarray(x[0], dtype) for x in (layers.queries, layers.keys))
+    actual = SCORES(query[None], key[None], jnp.array([64], jnp.int32), config=config)
+    assert actual.dtype == jnp.float32
+    expected = reference.block_scores(query, key, config)  # of the same rounded inputs
+    assert_scores_equal(actual[0], expected)

@@ -1,0 +1,267 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sketchwalk_jax.tokenizer import (
+    StreamDecoder,
+    apply_chat_template,
+    decode,
+    encode,
+    load_tokenizer,
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{{ opening }}{% endif %}"
+)
+
+
+def wrap(model, **settings):
+    """Makes a tokenizer of transformers that adds a beginning-of-sequence token, as Llama's."""
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("<s>", "</s>", "<think>")
+    model.add_special_tokens([AddedToken(name, special=name != "<think>") for name in names])
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", model.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>", **settings
+    )
+
+
+def byte_level(**settings):
+    """The kind of Llama 3 and Qwen: bytes, and merges of them that cut characters anywhere."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    to_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    merges = []
+    for text in ("th", " a", "é", "你", "😀"):  # of the first two bytes; the others stay alone
+        merges.append(tuple(to_characters.pre_tokenize_str(text)[0][0][:2]))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = alphabet + ["".join(pair) for pair in merges]
+    model = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges)
+    )
+    model.pre_tokenizer, model.decoder = to_characters, decoders.ByteLevel()
+    return wrap(model, **settings)
+
+
+def byte_fallback(**settings):
+    """The kind of Llama 2: words with their space, and bytes for what is no word."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<unk>", "▁", "▁the", "a", "▁a", ".", "é"]
+    vocabulary = words + [f"<0x{byte:02X}>" for byte in range(256)]
+    model = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(vocabulary)},
+            merges=[("▁", "a")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return wrap(model, **settings)
+
+
+BYTE_LEVEL = byte_level()
+BYTE_FALLBACK = byte_fallback()
+BYTE_IDS = {byte: BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    byte_level(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def stream(tokenizer, tokens: list[int], chunks: list[int], **options) -> list[str]:
+    decoder, pieces, start = StreamDecoder(tokenizer, **options), [], 0
+    for size in [*chunks, len(tokens)]:
+        pieces.append(decoder.push(np.array(tokens[start : start + size], np.int32)))
+        start += size
+    return [*pieces, decoder.finish()]
+
+
+chunk_sizes = st.lists(st.integers(0, 5), max_size=40)
+texts = st.text(st.sampled_from("a the.é你好😀\n\N{REPLACEMENT CHARACTER}\u0301"), max_size=30)
+
+
+@given(texts)
+def test_text_survives_byte_for_byte(text: str):
+    tokens = encode(BYTE_LEVEL, text)
+    assert tokens.dtype == np.int32
+    assert tokens[0] == BYTE_LEVEL.bos_token_id
+    assert decode(BYTE_LEVEL, tokens) == text
+    assert encode(BYTE_LEVEL, text, add_special_tokens=False).tolist() == tokens[1:].tolist()
+
+
+@given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=40), chunk_sizes, st.booleans())
+def test_streamed_text_of_any_tokens_equals_full_decode(
+    tokens: list[int], chunks: list[int], skip: bool
+):
+    pieces = stream(BYTE_LEVEL, tokens, chunks, skip_special_tokens=skip)
+    assert "".join(pieces) == decode(BYTE_LEVEL, np.array(tokens, int), skip_special_tokens=skip)
+
+
+@given(st.binary(max_size=40), chunk_sizes)
+def test_streamed_text_of_any_bytes_equals_full_decode(data: bytes, chunks: list[int]):
+    tokens = [BYTE_LEVEL.convert_tokens_to_ids(character) for character in spelled(data)]
+    assert "".join(stream(BYTE_LEVEL, tokens, chunks)) == data.decode(errors="replace")
+
+
+def spelled(data: bytes) -> str:
+    """Writes bytes in the characters that byte-level vocabularies have for them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable}
+    table |= {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return "".join(table[byte] for byte in data)
+
+
+@given(texts, chunk_sizes, st.sampled_from(["byte level", "byte fallback"]))
+def test_pieces_hold_whole_characters_only(text: str, chunks: list[int], kind: str):
+    text = text.replace("\N{REPLACEMENT CHARACTER}", "")
+    tokenizer = {"byte level": BYTE_LEVEL, "byte fallback": BYTE_FALLBACK}[kind]
+    text = text if kind == "byte level" else text.replace(" ", "▁").replace("\n", "")
+    tokens = encode(tokenizer, text).tolist()
+    pieces = stream(tokenizer, tokens, chunks)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) == decode(tokenizer, np.array(tokens))
+
+
+def test_a_character_comes_with_its_last_byte():
+    decoder = StreamDecoder(BYTE_FALLBACK)
+    pieces = [decoder.push(BYTE_IDS[byte]) for byte in "你😀".encode()]
+    assert pieces == ["", "", "你", "", "", "", "😀"]
+    assert decoder.finish() == ""
+
+
+def test_an_ill_formed_byte_leaves_returned_text_as_it_was():
+    decoder = StreamDecoder(BYTE_FALLBACK)
+    for byte in "你".encode():
+        last = decoder.push(BYTE_IDS[byte])
+    assert last == "你"
+    broken = [BYTE_IDS[0xFF], BYTE_FALLBACK.convert_tokens_to_ids("a")]
+    assert decoder.push(np.array(broken)) == "\N{REPLACEMENT CHARACTER}a"
+
+
+def test_an_unfinished_character_comes_at_the_end_and_the_next_text_starts_anew():
+    decoder = StreamDecoder(BYTE_LEVEL)
+    assert decoder.push(BYTE_LEVEL.convert_tokens_to_ids(list(spelled(b"a\xf0\x9f")))) == ""
+    assert decoder.finish() == "a\N{REPLACEMENT CHARACTER}"
+    assert decoder.push(BYTE_LEVEL.convert_tokens_to_ids("b")) == "b"
+
+
+class CountingTokenizer:
+    """Counts the tokens that pass through `decode`."""
+
+    def __init__(self, tokenizer):
+        self.added_tokens_decoder = tokenizer.added_tokens_decoder
+        self.tokenizer, self.largest, self.total = tokenizer, 0, 0
+
+    def decode(self, tokens, **options):
+        self.largest = max(self.largest, len(tokens))
+        self.total += len(tokens)
+        return self.tokenizer.decode(tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["a the ".encode(), "你😀".encode(), b"\xff", b"\xe4", "\N{REPLACEMENT CHARACTER}".encode()],
+    ids=["letters", "characters", "ill-formed", "unfinished", "replacement characters"],
+)
+def test_the_work_for_a_token_does_not_grow_with_the_text(data: bytes):
+    tokens = BYTE_LEVEL.convert_tokens_to_ids(list(spelled(data * 200)))
+    counting = CountingTokenizer(BYTE_LEVEL)
+    decoder = StreamDecoder(counting)
+    text = "".join(decoder.push(token) for token in tokens) + decoder.finish()
+    assert text == (data * 200).decode(errors="replace")
+    assert counting.largest <= 20
+    assert counting.total <= 100 * len(tokens)
+
+
+def test_a_loaded_tokenizer_is_the_saved_one(directory: Path):
+    loaded = load_tokenizer(directory)
+    text = "a the é你😀</s>"
+    assert encode(loaded, text).tolist() == encode(BYTE_LEVEL, text).tolist()
+    assert load_tokenizer(str(directory)).eos_token == "</s>"
+
+
+def test_decoding_leaves_spaces_before_punctuation(directory: Path):
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings["clean_up_tokenization_spaces"] = True
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(directory)
+    assert decode(loaded, encode(loaded, "a . a ?")) == "a . a ?"
+
+
+def test_a_prompt_becomes_one_user_message(directory: Path):
+    tokenizer = load_tokenizer(directory)
+    tokens = apply_chat_template(tokenizer, "hi")
+    assert tokens.dtype == np.int32
+    assert decode(tokenizer, tokens, skip_special_tokens=False) == "<s>[user]hi[assistant]"
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    tokens = apply_chat_template(tokenizer, messages, add_generation_prompt=False)
+    assert decode(tokenizer, tokens, skip_special_tokens=False) == "<s>[system]be[user]hi"
+
+
+def test_further_template_variables_reach_the_template(directory: Path):
+    tokenizer = load_tokenizer(directory)
+    tokens = apply_chat_template(tokenizer, "hi", opening="<think>")
+    assert decode(tokenizer, tokens) == "[user]hi[assistant]<think>"
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    with pytest.raises(ValueError, match="tokenizer must have a chat template, got none"):
+        apply_chat_template(BYTE_LEVEL, "hi")
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(prompt: str | list, directory: Path):
+    with pytest.raises(ValueError, match="prompt must hold text or messages"):
+        apply_chat_template(load_tokenizer(directory), prompt)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    message = r"must hold tokenizer files .*tokenizer\.json.* got .*\['config\.json'\]"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="directory must be a checkpoint folder, got .*missing"):
+        load_tokenizer(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["code.Own", None]}}),
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}),
+    ],
+)
+def test_a_tokenizer_with_code_of_its_own_is_refused(directory: Path, file: str, content: dict):
+    (directory / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="must be one of transformers' own classes"):
+        load_tokenizer(directory)
+
+
+def test_a_known_model_that_also_names_code_keeps_its_tokenizer(directory: Path):
+    config = {"model_type": "llama", "auto_map": {"AutoConfig": "code.Own"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert load_tokenizer(directory).bos_token == "<s>"
