@@ -114,9 +114,10 @@ def load_saved(
             )
     # Orbax and tensorstore raise many types for files that are missing or damaged.
     except Exception as error:
+        reason = str(error).split("\n", 1)[0][:200]
         raise ValueError(
             f"{directory / PARAMS_FOLDER} must be a complete checkpoint written by "
-            f"sketchwalk_jax.models.save, got {type(error).__name__}: {error}"
+            f"sketchwalk_jax.models.save, got {type(error).__name__}: {reason}"
         ) from error
     return params, model_config
 
@@ -155,15 +156,25 @@ def _written_beside(target: Path) -> Iterator[Path]:
         yield partial
         _wait_for_processes("written")
         if is_first:
-            shutil.rmtree(replaced, ignore_errors=True)
-            if target.exists():
-                os.replace(target, replaced)
-            os.replace(partial, target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _replace(target, partial, replaced)
         _wait_for_processes("renamed")
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(target: Path, new: Path, replaced: Path) -> None:
+    """Renames `new` to `target`; an old one is kept as `replaced` until that is done."""
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        os.replace(target, replaced)
+    try:
+        os.replace(new, target)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _wait_for_processes(step: str) -> None:

@@ -57,7 +57,6 @@ def shardings_by_path(
     if wrong:
         path, leaf = next(iter(wrong.items()))
         raise ValueError(
-            f"sharding must hold jax.sharding.Sharding, got {type(leaf).__name__} for "
-            f"{'/'.join(path)}"
+            f"sharding must hold jax.sharding.Sharding, got {leaf!r} for {'/'.join(path)}"
         )
     return found

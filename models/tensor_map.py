@@ -136,7 +136,7 @@ def check_sources(
     }
     if any(problems.values()):
         lines = [
-            f"{len(found)} tensors {problem}: {'; '.join(found[:LISTED])}"
+            f"{len(found)} tensors {problem}: {'; '.join(sorted(found)[:LISTED])}"
             + (f"; and {len(found) - LISTED} more" if len(found) > LISTED else "")
             for problem, found in problems.items()
             if found

@@ -21,7 +21,7 @@ class KernelConfig:
     """
 
     row_tile: int = 4
-    block_step: int = 8
+    block_step: int = 4
     decode_block_step: int = 32
     dense_rows: int = 128
     dense_keys: int = 512

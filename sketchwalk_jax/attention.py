@@ -211,17 +211,18 @@ def attend_rows(
     size = selection.block_size
     num_rows = num_tokens // size
     choose_implementation(implementation, query, block_size=size)
-    key, value = _pad_keys(_stack(key, layer), size), _pad_keys(_stack(value, layer), size)
+    key, value = _stack(key, layer), _stack(value, layer)
+    kv_lengths = _per_sequence(kv_lengths, key.shape[2], batch)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     positions = (first_block * size)[:, None] + column
     out, lse = xla_attention.attend_lists(
         query.reshape(batch, num_rows, size, num_heads, head_dim),
-        key,
-        value,
+        _pad_keys(key, size),
+        _pad_keys(value, size),
         selection,
         positions.reshape(batch, num_rows, size),
         layer=_layer_index(layer),
-        kv_lengths=_per_sequence(kv_lengths, key.shape[2], batch),
+        kv_lengths=kv_lengths,
         scale=xla_attention.default_scale(head_dim) if scale is None else scale,
         row_tile=(kernel_config or KernelConfig()).row_tile,
         block_step=(kernel_config or KernelConfig()).block_step,

@@ -58,7 +58,7 @@ class SketchWalkConfig(Policy):
       key_sketch: How a block's keys are summarised. `"mean"` is the paper's.
       transition: `"power"` is `A ** exponent`, `"relu_power"` is `max(A, 0) ** exponent`,
         `"softmax"` is the causal row softmax of `A`.
-      exponent: The power `s` of the two power transitions.
+      exponent: The power `s` of the two power transitions, at most 32.
       walk_degree: Walk steps per layer.
       beta: Damping. `None` is the plain product; 0 keeps no memory at all (one hop); values in
         (0, 1) need the softmax transition, whose rows sum to one.
@@ -118,6 +118,7 @@ class SketchWalkConfig(Policy):
             _require(
                 _is_count(value, least), f"{name} must be an integer of at least {least}, got {value!r}"
             )
+        _require(self.exponent <= 32, f"exponent must be at most 32, got {self.exponent}")
         if self.beta is not None:
             _require(
                 isinstance(self.beta, int | float) and 0.0 <= self.beta < 1.0,

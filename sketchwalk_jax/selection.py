@@ -133,6 +133,7 @@ def select_blocks(
     columns = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, :]
     row = rows[..., None]
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    scores = jnp.where(scores == 0.0, 0.0, scores)  # top_k would rank 0.0 above -0.0
     ranked = jnp.where(forced, jnp.inf, scores)
     ranked = jnp.where(columns > row, -jnp.inf, ranked)
     _, ids = jax.lax.top_k(ranked, max_count)

@@ -5,9 +5,10 @@ alone, so rows may be computed in any grouping: a whole prompt, a chunk, or the 
 token being decoded.
 
 Scores are masked *before* the product (`W` is block-lower-triangular). Rows of `W` are kept at
-their own power of two: row `m` is scaled by `2^-e_m`, so that its largest entry lies in
-`[1, 2^s)`, and the exponent re-enters when the row is multiplied. Rows of `R` are rescaled by
-powers of two, which no selection can see; nothing overflows, however many layers there are.
+their own power of two, whose exponent re-enters when the row is multiplied; rows of `R` are
+rescaled by powers of two, which no selection can see. Nothing overflows, however many layers there
+are, and both use the upper end of float32's range, so that small entries survive as long as they
+can: an entry that underflows may be large again a few layers later.
 """
 
 import dataclasses
@@ -19,6 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 _HIGHEST = jax.lax.Precision.HIGHEST
 # Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
 _NO_EXPONENT = -(1 << 24)
+# Row maxima, as powers of two. Rows of W lie below 2^(_WEIGHT_EXPONENT + s); those of R are moved
+# to 2^(_PRODUCT_EXPONENT - _WEIGHT_EXPONENT - s) before the product, whose sums of up to 2^14 terms
+# (a million tokens) then stay below 2^127; and to 2^_STATE_EXPONENT after it.
+_WEIGHT_EXPONENT = 48
+_PRODUCT_EXPONENT = 112
+_STATE_EXPONENT = 100
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +71,8 @@ def _power_of_two(exponent: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _times_power_of_two(
-    x: Float[Array, "*shape"], exponent: Int[Array, "*shape"]
-) -> Float[Array, "*shape"]:
+    x: Float[Array, "B I J"], exponent: Int[Array, "B #I #J"]
+) -> Float[Array, "B I J"]:
     """`x · 2^exponent`, exact where the result is a normal float, for any size of `exponent`."""
     mantissa, own = jnp.frexp(x)
     return jnp.where(x == 0.0, 0.0, 2.0 * mantissa * _power_of_two(own - 1 + exponent))
@@ -83,14 +90,15 @@ def power_transition(
       rectify: Whether negative scores count as zero (`relu_power`).
 
     Returns:
-      `W` with row `m` divided by `2^(s · e_m)`, and `s · e_m` (a large negative number for rows
-      that are all zero).
+      `W` with each row divided by a power of two, and the exponents of those powers up to a common
+      constant (large negative numbers for rows that are all zero).
     """
     scores = jnp.maximum(scores, 0.0) if rectify else scores
     scores = jnp.where(causal[None], scores, 0.0)
     row_exponent = _exponent(jnp.max(jnp.abs(scores), axis=-1))
-    scaled = _times_power_of_two(scores, jnp.where(row_exponent < -200, 0, -row_exponent)[..., None])
-    weights = jax.lax.integer_pow(scaled, exponent)
+    shift = _WEIGHT_EXPONENT // exponent - row_exponent
+    shift = jnp.where(row_exponent == _NO_EXPONENT, 0, shift)
+    weights = jax.lax.integer_pow(_times_power_of_two(scores, shift[..., None]), exponent)
     return weights, jnp.maximum(row_exponent * exponent, _NO_EXPONENT)
 
 
@@ -102,33 +110,37 @@ def softmax_transition(
 
 
 def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
-    """Rescales each row by the power of two that puts its largest entry into [1, 2)."""
+    """Rescales each row by a power of two, its largest entry to `[1, 2) · 2^_STATE_EXPONENT`."""
     exponent = _exponent(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
-    return _times_power_of_two(x, jnp.where(exponent == _NO_EXPONENT, 0, -exponent))
+    shift = jnp.where(exponent == _NO_EXPONENT, 0, _STATE_EXPONENT - exponent)
+    return _times_power_of_two(x, shift)
 
 
 def walk_product(
     state: Float[Array, "B I J"],
     weights: Float[Array, "B J J"],
     log2_scale: Int[Array, "B J"],
+    *,
+    exponent: int,
 ) -> Float[Array, "B I J"]:
     """Rows of `R W` up to a power of two per row, where `W[m] = 2^log2_scale[m] · weights[m]`.
 
-    The scale of `W`'s rows is moved into `R` relative to the largest product of the row, so that
-    the largest terms of each sum stay near one. Only entries `m` at which `R[i, m]` is not zero
+    The scale of `W`'s rows is moved into `R` relative to the largest product of the row. Only entries `m` at which `R[i, m]` is not zero
     enter, hence only rows `m <= i`.
 
     Args:
       state: Rows of `R`; zero above the diagonal.
       weights: Rows of `W` without their scale.
       log2_scale: Exponents of that scale.
+      exponent: The power `s` of the transition.
 
     Returns:
-      The product, each row's largest entry in [1, 2) (or an all-zero row).
+      The product, each row rescaled to the top of float32's range (or all zero).
     """
     term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
     largest = jnp.max(term, axis=-1, keepdims=True)
-    scaled = _times_power_of_two(state, log2_scale[:, None, :] - largest)
+    headroom = _PRODUCT_EXPONENT - _WEIGHT_EXPONENT - exponent
+    scaled = _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
     product = jnp.einsum("bim,bmj->bij", scaled, weights, precision=_HIGHEST)
     return _normalize_rows(product)
 
@@ -183,7 +195,7 @@ def walk_step(
         if beta != 0.0:
             step = walk.scores
             for _ in range(walk_degree):
-                step = walk_product(step, weights, log2_scale)
+                step = walk_product(step, weights, log2_scale, exponent=exponent)
     state = jnp.where(first, weights_rows, step)
     is_empty = jnp.max(state, axis=-1, keepdims=True) <= 0.0
     selecting = jnp.where(is_empty, _take_rows(scores, rows), state)

@@ -6,8 +6,11 @@ float32 copy of the cache: each step touches `block_step` blocks of keys and fol
 running softmax. The number of steps of a tile is its longest list, so a row costs what its own
 budget asks, whatever the longest list of the prompt may be.
 
-Axis letters: `B` batch, `I` rows (query tiles), `Q` tokens of a row, `K` key/value heads (`N` for
-lists per query head), `G` query heads per key/value head, `C` keys of one step, `H` head dim.
+Axis letters: `B` batch, `I` rows (query tiles) and `R` those of one tile, `Q` tokens of a row, `K`
+key/value heads (`N` for lists per query head), `M` the queries that share keys (heads of a group ×
+tokens), `C` keys of one step, `H` head dim. A step is one batched matrix product each way over `Z`,
+all of batch, rows and key/value heads merged: the shapes in which XLA neither transposes scores nor
+splits products.
 """
 
 import math
@@ -19,51 +22,55 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.selection import BlockSelection
 
-# A finite stand-in for log(0): differences of it stay finite, so that empty rows give 0, not NaN.
+# A finite stand-in for log(0), and a running maximum above it to begin with: the weight of a
+# masked score is then exactly exp(-5e29) = 0, in empty rows too, without a second mask.
 MASK_VALUE = -1e30
+_FIRST_MAXIMUM = -5e29
 
-Tile = tuple[Array, Array, Array]  # key, value [B R C K H] or [B C K H], visible [B R Q #K C]
-Running = tuple[Array, Array, Array]  # maximum, denominator [B R K G Q], numerator [B R K G Q H]
+# key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
+Tile = tuple[Array, Array, Array]
+Running = tuple[Array, Array, Array]  # maximum, denominator [Z M], numerator [Z M H]
 
 
-def _fold(
-    running: Running, query: Float[Array, "B R K G Q H"], tile: Tile, scale: float
-) -> Running:
+def _batched_dot(
+    x: Float[Array, "Z M X"], y: Float[Array, "Z Y1 Y2"], contract: int
+) -> Float[Array, "Z M Y"]:
+    # Float32 inputs are multiplied as float32 everywhere, not as TF32 or bfloat16.
+    precision = jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((2,), (contract,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _fold(running: Running, query: Float[Array, "Z M H"], tile: Tile, scale: float) -> Running:
     """One step of the running softmax: `m' = max(m, s)`, `o' = o e^(m - m') + e^(s - m') V`."""
     maximum, denominator, numerator = running
     key, value, visible = tile
-    rows = "r" if key.ndim == 5 else ""
-    scores = jnp.einsum(
-        f"brkgqh,b{rows}ckh->brkgqc", query, key, preferred_element_type=jnp.float32
-    )
-    # [B R Q K C] -> [B R K 1 Q C]
-    visible = jnp.moveaxis(visible, 3, 2)[:, :, :, None]
-    scores = jnp.where(visible, scores * scale, MASK_VALUE)
+    scores = jnp.where(visible, _batched_dot(query, key, 2) * scale, MASK_VALUE)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-    weights = jnp.where(visible, jnp.exp(scores - new_maximum[..., None]), 0.0)
+    weights = jnp.exp(scores - new_maximum[..., None])
     decay = jnp.exp(maximum - new_maximum)
-    update = jnp.einsum(
-        f"brkgqc,b{rows}ckh->brkgqh",
-        weights.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
-    )
+    update = _batched_dot(weights.astype(value.dtype), value, 1)
     denominator = denominator * decay + jnp.sum(weights, axis=-1)
     return new_maximum, denominator, numerator * decay[..., None] + update
 
 
 def _attend_tile(
-    query: Float[Array, "B R K G Q H"],
+    query: Float[Array, "Z M H"],
     num_steps: Int[Array, ""],
     load: Callable[[Int[Array, ""]], Tile],
     scale: float,
-) -> tuple[Float[Array, "B R K G Q H"], Float[Array, "B R K G Q"]]:
+) -> tuple[Float[Array, "Z M H"], Float[Array, "Z M"]]:
     """Attention of one tile of rows over `num_steps` tiles of keys, and its log-sum-exp."""
     shape = query.shape[:-1]
     start = (
-        jnp.full(shape, MASK_VALUE, jnp.float32),
+        jnp.full(shape, _FIRST_MAXIMUM, jnp.float32),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, query.shape[-1]), jnp.float32),
+        jnp.zeros(query.shape, jnp.float32),
     )
     maximum, denominator, numerator = jax.lax.fori_loop(
         0, num_steps, lambda step, running: _fold(running, query, load(step), scale), start
@@ -89,15 +96,28 @@ def _rows_first(x: Array, tile: int, axis: int = 1) -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _join_rows(
-    out: Float[Array, "Z B R K G Q H"], lse: Float[Array, "Z B R K G Q"], num_rows: int
+def _split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array, "B I K M H"]:
+    """Queries by key/value head, the group's heads and the row's tokens as one axis `M = G Q`."""
+    batch, num_rows, tokens, num_heads, head_dim = query.shape
+    group = num_heads // kv_heads
+    query = query.reshape(batch, num_rows, tokens, kv_heads, group, head_dim)
+    query = jnp.transpose(query, (0, 1, 3, 4, 2, 5))
+    return query.reshape(batch, num_rows, kv_heads, group * tokens, head_dim)
+
+
+def _join_heads(
+    out: Float[Array, "X B R K M H"], lse: Float[Array, "X B R K M"], shape: tuple[int, ...]
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    tiles, batch, rows, kv_heads, group, tokens, head_dim = out.shape
+    """The inverse of `_split_heads` over tiles of rows; `shape` is that of the queries."""
+    batch, num_rows, tokens, num_heads, head_dim = shape
+    tiles, _, rows, kv_heads = out.shape[:4]
+    group = num_heads // kv_heads
+    out = out.reshape(tiles, batch, rows, kv_heads, group, tokens, head_dim)
+    lse = lse.reshape(tiles, batch, rows, kv_heads, group, tokens)
     out = jnp.transpose(out, (1, 0, 2, 5, 3, 4, 6))
     lse = jnp.transpose(lse, (1, 0, 2, 5, 3, 4))
-    heads = kv_heads * group
-    out = out.reshape(batch, tiles * rows, tokens, heads, head_dim)
-    lse = lse.reshape(batch, tiles * rows, tokens, heads)
+    out = out.reshape(batch, tiles * rows, tokens, num_heads, head_dim)
+    lse = lse.reshape(batch, tiles * rows, tokens, num_heads)
     return out[:, :num_rows], lse[:, :num_rows]
 
 
@@ -118,22 +138,22 @@ def attend_lists(
 
     `S` is a multiple of the block size. Returns the output and its log-sum-exp.
     """
-    batch, num_rows, tokens, num_heads, head_dim = query.shape
+    shape = query.shape
+    batch, num_rows, tokens, num_heads, head_dim = shape
     size = selection.block_size
     num_layers, _, key_tokens, kv_heads, _ = key.shape
     num_blocks = key_tokens // size
     blocked = (num_layers, batch, num_blocks, size, kv_heads, head_dim)
     key, value = key.reshape(blocked), value.reshape(blocked)
     num_lists = selection.ids.shape[1]
-    lists_per_kv = num_lists // kv_heads if num_lists > 1 else 1
     # Lists per query head make every query head a group of its own.
-    loop_heads = num_heads if num_lists == num_heads and num_lists > kv_heads else kv_heads
+    loop_heads = max(num_lists, kv_heads)
+    repeats = loop_heads // kv_heads
     group = num_heads // loop_heads
     row_tile = min(row_tile, num_rows)
     step = min(block_step, selection.ids.shape[-1])
 
-    query = query.reshape(batch, num_rows, tokens, loop_heads, group, head_dim)
-    query = jnp.transpose(query, (0, 1, 3, 4, 2, 5))
+    query = _split_heads(query, loop_heads)
     ids = _pad_axis(_pad_axis(selection.ids, 3, step, num_blocks), 2, row_tile, num_blocks)
     counts = _pad_axis(selection.counts, 2, row_tile)
     rows = (
@@ -143,43 +163,48 @@ def attend_lists(
         _rows_first(_pad_axis(positions, 1, row_tile), row_tile),
     )
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    kv_head = (jnp.arange(num_lists, dtype=jnp.int32) // lists_per_kv)[None, :, None, None]
+    kv_head = (jnp.arange(num_lists, dtype=jnp.int32) // repeats)[None, :, None, None]
     offsets = jnp.arange(size, dtype=jnp.int32)
+    merged = (batch * row_tile * loop_heads, step * size, head_dim)
 
-    def gather(cache: Array, ids: Int[Array, "B M R P"]) -> Float[Array, "B R C K H"]:
+    def gather(cache: Array, ids: Int[Array, "B M R P"]) -> Float[Array, "B R K P size H"]:
         ids = jnp.minimum(ids, num_blocks - 1)
         if num_lists == 1:
             taken = cache.at[layer, sequence, ids[:, 0]].get(mode="promise_in_bounds")
-        else:
-            places = cache.at[layer, sequence[..., None], ids, :, kv_head]
-            taken = places.get(mode="promise_in_bounds")  # [B M R P size H]
-            taken = jnp.transpose(taken, (0, 2, 3, 4, 1, 5))
-        return taken.reshape(batch, row_tile, step * size, -1, head_dim)
+            return jnp.transpose(taken, (0, 1, 4, 2, 3, 5))
+        places = cache.at[layer, sequence[..., None], ids, :, kv_head]
+        return jnp.swapaxes(places.get(mode="promise_in_bounds"), 1, 2)
 
     def attend_rows(
         tile: tuple[Array, Array, Array, Array],
-    ) -> tuple[Float[Array, "B R K G Q H"], Float[Array, "B R K G Q"]]:
+    ) -> tuple[Float[Array, "B R K M H"], Float[Array, "B R K M"]]:
         tile_query, tile_ids, tile_counts, tile_positions = tile
 
         def load(index: Int[Array, ""]) -> Tile:
             ids = jax.lax.dynamic_slice_in_dim(tile_ids, index * step, step, axis=3)
             place = index * step + jnp.arange(step, dtype=jnp.int32)
             listed = place[None, None, None, :] < tile_counts[..., None]  # [B M R P]
-            key_position = ids[..., None] * size + offsets[None, None, None, None, :]
-            key_position = jnp.where(listed[..., None], key_position, jnp.iinfo(jnp.int32).max)
-            key_position = key_position.reshape(batch, num_lists, row_tile, 1, step * size)
-            key_position = jnp.transpose(key_position, (0, 2, 3, 1, 4))  # [B R 1 M C]
-            present = key_position < kv_lengths[:, None, None, None, None]
-            visible = present & (key_position <= tile_positions[:, :, :, None, None])
+            position = ids[..., None] * size + offsets[None, None, None, None, :]
+            is_real = listed[..., None] & (position < kv_lengths[:, None, None, None, None])
+            position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
+            position, is_real = jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-            is_real = jnp.swapaxes(present[:, :, 0], 2, 3)[..., None]  # [B R C M 1]
-            return gather(key, ids), jnp.where(is_real, gather(value, ids), 0), visible
+            values = jnp.where(is_real[..., None], gather(value, ids), 0)
+            visible = (  # [B R M 1 Q C]
+                position.reshape(batch, row_tile, num_lists, 1, 1, step * size)
+                <= tile_positions[:, :, None, None, :, None]
+            )
+            heads = (batch, row_tile, loop_heads, group, tokens, step * size)
+            visible = jnp.broadcast_to(visible, heads).reshape(merged[0], -1, step * size)
+            return gather(key, ids).reshape(merged), values.reshape(merged), visible
 
         num_steps = (jnp.max(tile_counts) + step - 1) // step
-        return _attend_tile(tile_query, num_steps, load, scale)
+        flat = tile_query.reshape(merged[0], group * tokens, head_dim)
+        out, lse = _attend_tile(flat, num_steps, load, scale)
+        return out.reshape(tile_query.shape), lse.reshape(tile_query.shape[:-1])
 
     out, lse = jax.lax.map(attend_rows, rows)
-    return _join_rows(out, lse, num_rows)
+    return _join_heads(out, lse, shape)
 
 
 def attend_dense(
@@ -194,40 +219,45 @@ def attend_dense(
     keys_per_step: int,
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
     """Attention of each row over all keys up to its positions, tile by tile."""
-    batch, num_rows, tokens, num_heads, head_dim = query.shape
+    shape = query.shape
+    batch, _, tokens, num_heads, head_dim = shape
     _, _, key_tokens, kv_heads, _ = key.shape
+    group = num_heads // kv_heads
     width = min(keys_per_step, key_tokens)
-    query = query.reshape(batch, num_rows, tokens, kv_heads, num_heads // kv_heads, head_dim)
-    query = jnp.transpose(query, (0, 1, 3, 4, 2, 5))
+    query = _split_heads(query, kv_heads)
     rows = (_rows_first(query, 1), _rows_first(positions, 1))
+    merged = (batch * kv_heads, width, head_dim)
 
     def attend_rows(
         tile: tuple[Array, Array],
-    ) -> tuple[Float[Array, "B R K G Q H"], Float[Array, "B R K G Q"]]:
+    ) -> tuple[Float[Array, "B 1 K M H"], Float[Array, "B 1 K M"]]:
         tile_query, tile_positions = tile
 
         def load(index: Int[Array, ""]) -> Tile:
             first = index * width
             start = jnp.minimum(first, key_tokens - width)  # the last tile reaches back
-            begin = (layer, 0, start, 0, 0)
-            extent = (1, batch, width, kv_heads, head_dim)
-            key_position = start + jnp.arange(width, dtype=jnp.int32)
-            key_position = jnp.where(key_position < first, jnp.iinfo(jnp.int32).max, key_position)
-            key_position = key_position[None, None, None, None, :]
-            present = key_position < kv_lengths[:, None, None, None, None]
-            visible = present & (key_position <= tile_positions[:, :, :, None, None])
-            tile_value = jax.lax.dynamic_slice(value, begin, extent)[0]
-            return (
-                jax.lax.dynamic_slice(key, begin, extent)[0],
-                jnp.where(present[:, 0, 0, 0, :, None, None], tile_value, 0),
-                visible,
-            )
+
+            def slice_heads(cache: Array) -> Float[Array, "B K C H"]:
+                extent = (1, batch, width, kv_heads, head_dim)
+                taken = jax.lax.dynamic_slice(cache, (layer, 0, start, 0, 0), extent)[0]
+                return jnp.swapaxes(taken, 1, 2)
+
+            position = (start + jnp.arange(width, dtype=jnp.int32))[None, :]
+            is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
+            position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
+            values = jnp.where(is_real[:, None, :, None], slice_heads(value), 0)
+            visible = position[:, None, None, None, :] <= tile_positions[:, :, None, :, None]
+            heads = (batch, kv_heads, group, tokens, width)
+            visible = jnp.broadcast_to(visible, heads).reshape(merged[0], -1, width)
+            return slice_heads(key).reshape(merged), values.reshape(merged), visible
 
         reach = jnp.minimum(jnp.max(tile_positions) + 1, jnp.max(kv_lengths))
-        return _attend_tile(tile_query, (reach + width - 1) // width, load, scale)
+        flat = tile_query.reshape(merged[0], group * tokens, head_dim)
+        out, lse = _attend_tile(flat, (reach + width - 1) // width, load, scale)
+        return out.reshape(tile_query.shape), lse.reshape(tile_query.shape[:-1])
 
     out, lse = jax.lax.map(attend_rows, rows)
-    return _join_rows(out, lse, num_rows)
+    return _join_heads(out, lse, shape)
 
 
 def default_scale(head_dim: int) -> float:

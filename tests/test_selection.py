@@ -105,6 +105,20 @@ def test_selection_with_ties_equals_the_reference(data, forced):
         assert expected[-1] == row
 
 
+def test_zeros_of_either_sign_are_ties():
+    scores = np.array([[[-1.0, -1.0, -0.0, 0.0, -0.0, -1.0]]], np.float32)
+    selection = SELECT(
+        scores,
+        np.array([[5]], np.int32),
+        np.array([[2]], np.int32),
+        sink_blocks=0,
+        local_blocks=1,
+        max_count=3,
+        block_size=64,
+    )
+    assert selection.ids[0, 0, 0].tolist() == [2, 5]
+
+
 def test_full_selection_lists_every_causal_block():
     selection = full_selection(jnp.arange(4, dtype=jnp.int32)[None], 5)
     assert policy_runs.as_rows(selection.ids[None], selection.counts[None])[0][0] == [

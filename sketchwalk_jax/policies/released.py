@@ -1,0 +1,253 @@
+"""The rule of the authors' published code, which is not Algorithms 1 and 2 as printed.
+
+Implemented from a description of what it computes. It scores per head without a projection, looks
+at later blocks (no causal mask in its softmax), and depends on the length of the prompt; so chunked
+prefill selects other blocks than one-shot prefill, and its density cannot be set.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sketch import block_sums
+from sketchwalk_jax.walk import WalkState, init_walk
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadSums:
+    """Statistics of `ReleasedConfig`: per-head block sums, and the latest queries.
+
+    Attributes:
+      query: Sums of each block's queries, float32 `[B, J, N, H]`.
+      key: Sums of each block's keys, float32 `[B, J, K, H]`.
+      recent: The last queries, slot `position % decode_queries`, float32 `[B, W, N, H]`.
+    """
+
+    query: Float[Array, "B J N H"]
+    key: Float[Array, "B J K H"]
+    recent: Float[Array, "B W N H"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReleasedConfig(Policy):
+    """Per-head block softmax, a damped three-step walk, and a quantile rule.
+
+    `P` is the mean over query heads of `softmax(logit_scale · q̄ k̄ᵀ / sqrt(H))` over all blocks;
+    `S = R_{k-1}` (`P` at first); `walk_steps` times `S ← (1 - damping) P + damping · S P`;
+    `R_k = S`. With `n` tokens, row `i` keeps the first `sink_fraction · n` tokens' blocks, the
+    `recent_fraction · n` before it, its own, and those above the `quantile` of `S[i]` among the
+    causal blocks after the first `skip_fraction · n` tokens. The prompt's last `dense_rows` rows
+    keep everything. Decode keeps no state across layers: its row pools the last `decode_queries`
+    queries.
+
+    Attributes:
+      logit_scale: Factor of the logits.
+      walk_steps: Walk steps per layer.
+      damping: Weight of the walked part.
+      sink_fraction: Share of tokens at the start that every row keeps.
+      recent_fraction: Share of tokens before a row that it keeps.
+      skip_fraction: Share of tokens at the start that the quantile leaves out.
+      quantile: Rank above which a block is kept, in (0, 1).
+      dense_rows: Last rows of a prompt that keep everything.
+      decode_queries: Queries pooled in decode.
+      dense_layers: Leading layers that stay dense.
+
+    Raises:
+      ValueError: If a field is outside its range.
+    """
+
+    logit_scale: float = 1.28
+    walk_steps: int = 3
+    damping: float = 0.25
+    sink_fraction: float = 0.05
+    recent_fraction: float = 0.05
+    skip_fraction: float = 0.025
+    quantile: float = 0.875
+    dense_rows: int = 4
+    decode_queries: int = 32
+    dense_layers: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        for name in ("damping", "sink_fraction", "recent_fraction", "skip_fraction", "quantile"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
+        for name, least in (("walk_steps", 1), ("dense_rows", 0), ("decode_queries", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not (math.isfinite(self.logit_scale) and self.logit_scale > 0):
+            raise ValueError(f"logit_scale must be positive, got {self.logit_scale!r}")
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> HeadSums:
+        """Zero sums."""
+
+        def zeros(length: int, heads: int) -> Array:
+            return jnp.zeros((batch, length, heads, shape.head_dim), jnp.float32)
+
+        return HeadSums(
+            zeros(num_blocks, shape.num_heads),
+            zeros(num_blocks, shape.num_kv_heads),
+            zeros(self.decode_queries, shape.num_heads),
+        )
+
+    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
+        """The walk before the first sparse layer."""
+        return init_walk(batch, num_rows, num_blocks)
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: HeadSums,
+        *,
+        span: Span,
+    ) -> HeadSums:
+        """Adds the span's tokens to the sums and remembers the latest queries."""
+        batch, tokens = span.valid.shape
+        size = min(self.block_size, tokens)
+        sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        blocks = span.first_block[:, None] + jnp.arange(tokens // size, dtype=jnp.int32)[None, :]
+
+        def add(total: Array, x: Array) -> Array:
+            new = block_sums(x.astype(jnp.float32), span.valid, size)
+            return total.at[sequence, blocks].add(new, mode="drop")
+
+        slot = jnp.arange(self.decode_queries, dtype=jnp.int32)[None, :]
+        latest = (span.end - 1)[:, None]
+        position = latest - (latest - slot) % self.decode_queries
+        if tokens == 1:
+            column = position - latest
+        else:
+            column = position - (span.first_block * self.block_size)[:, None]
+        inside = jnp.clip(column, 0, tokens - 1)
+        is_new = (column >= 0) & jnp.take_along_axis(span.valid, inside, axis=1)
+        fresh = jnp.take_along_axis(query, inside[:, :, None, None], axis=1).astype(jnp.float32)
+        return HeadSums(
+            add(statistics.query, query),
+            add(statistics.key, key),
+            jnp.where(is_new[:, :, None, None], fresh, statistics.recent),
+        )
+
+    def _transition(
+        self,
+        query: Float[Array, "B I N H"],
+        key_sums: Float[Array, "B J K H"],
+        exists: Bool[Array, "B J"],
+    ) -> Float[Array, "B I J"]:
+        """`P`: the mean over heads of the block softmax; heads one at a time, to bound memory."""
+        num_heads, head_dim = query.shape[2:]
+        group = num_heads // key_sums.shape[2]
+        keys = key_sums / float(self.block_size)
+        scale = self.logit_scale / math.sqrt(head_dim)
+
+        def add_head(total: Array, head: Array) -> tuple[Array, None]:
+            one_query = jax.lax.dynamic_index_in_dim(query, head, axis=2, keepdims=False)
+            one_key = jax.lax.dynamic_index_in_dim(keys, head // group, axis=2, keepdims=False)
+            logits = jnp.einsum("bih,bjh->bij", one_query, one_key, precision=_HIGHEST) * scale
+            return total + jax.nn.softmax(jnp.where(exists[:, None], logits, -jnp.inf)), None
+
+        shape = (query.shape[0], query.shape[1], key_sums.shape[1])
+        heads = jnp.arange(num_heads, dtype=jnp.int32)
+        total, _ = jax.lax.scan(add_head, jnp.zeros(shape, jnp.float32), heads)
+        return total / float(num_heads)
+
+    def _walk(
+        self, start: Float[Array, "B I J"], rows: Float[Array, "B I J"], matrix: Array
+    ) -> Float[Array, "B I J"]:
+        for _ in range(self.walk_steps):
+            moved = jnp.einsum("bim,bmj->bij", start, matrix, precision=_HIGHEST)
+            start = (1.0 - self.damping) * rows + self.damping * moved
+        return start
+
+    def _keep(
+        self,
+        scores: Float[Array, "B I J"],
+        rows: Int[Array, "B I"],
+        num_tokens: Int[Array, "B"],
+        is_dense: Bool[Array, "B I"],
+    ) -> BlockSelection:
+        num_blocks = scores.shape[-1]
+
+        def blocks(fraction: float, *, up: bool) -> Int[Array, "B 1 1"]:
+            tokens = fraction * num_tokens.astype(jnp.float32)
+            count = jnp.ceil(tokens / self.block_size) if up else tokens // self.block_size
+            return count.astype(jnp.int32)[:, None, None]
+
+        column = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, :]
+        row = rows[..., None]
+        causal = column <= row
+        is_sink = column < blocks(self.sink_fraction, up=True)
+        is_recent = column >= row - blocks(self.recent_fraction, up=True)
+        is_candidate = causal & (column >= blocks(self.skip_fraction, up=False))
+        # NaN marks what the quantile leaves out.
+        threshold = jnp.nanquantile(
+            jnp.where(is_candidate, scores, jnp.nan), self.quantile, axis=-1, keepdims=True
+        )
+        is_kept = is_sink | is_recent | (is_candidate & (scores > threshold)) | is_dense[..., None]
+        is_kept &= causal
+        ids = jnp.sort(jnp.where(is_kept, column, num_blocks), axis=-1)
+        counts = jnp.sum(is_kept, axis=-1, dtype=jnp.int32)
+        return BlockSelection(ids[:, None], counts[:, None], self.block_size)
+
+    def _exists(self, num_tokens: Int[Array, "B"], num_blocks: int) -> Bool[Array, "B J"]:
+        starts = jnp.arange(num_blocks, dtype=jnp.int32) * self.block_size
+        return starts[None, :] < num_tokens[:, None]
+
+    def select_prefill(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: HeadSums,
+        walk: WalkState,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+    ) -> tuple[BlockSelection, WalkState]:
+        """Blocks for every query block, and the walk."""
+        del query, key, layer
+        rows = span.rows(self.block_size)
+        num_blocks = statistics.key.shape[1]
+        exists = self._exists(span.end, num_blocks)
+        matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)
+        reachable = jnp.minimum(rows, num_blocks - 1)
+        own = jnp.take_along_axis(matrix, reachable[:, :, None], axis=1)
+        start = jnp.where(walk.layers == 0, own, walk.scores)
+        scores = self._walk(start, own, matrix)
+        prompt_blocks = (span.prompt_end + self.block_size - 1) // self.block_size
+        is_dense = rows >= (prompt_blocks - self.dense_rows)[:, None]
+        selection = self._keep(scores, rows, span.end, is_dense)
+        return selection, WalkState(scores, walk.layers + 1)
+
+    def select_decode(
+        self,
+        query: Float[Array, "B 1 N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: HeadSums,
+        walk: WalkState,
+        *,
+        layer: Int[Array, ""],
+        positions: Int[Array, "B"],
+    ) -> tuple[BlockSelection, WalkState]:
+        """Blocks for one token, from the pooled latest queries; the walk is left as it is."""
+        del query, key, layer
+        rows = (positions // self.block_size)[:, None]
+        num_blocks = statistics.key.shape[1]
+        exists = self._exists(positions + 1, num_blocks)
+        pooled = jnp.sum(statistics.recent, axis=1, keepdims=True)  # unused slots are zero
+        count = jnp.minimum(positions + 1, self.decode_queries).astype(jnp.float32)
+        own = self._transition(pooled / count[:, None, None, None], statistics.key, exists)
+        matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)
+        is_row = jnp.arange(num_blocks, dtype=jnp.int32)[None, :, None] == rows[:, :, None]
+        scores = self._walk(own, own, jnp.where(is_row, own, matrix))
+        selection = self._keep(scores, rows, positions + 1, jnp.zeros(rows.shape, bool))
+        return selection, walk

@@ -1,0 +1,251 @@
+"""Attention over block lists: against the float32 reference and `jax.nn.dot_product_attention`."""
+
+import functools
+
+import cases
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import AttentionCase
+from hypothesis import given
+from tolerances import tolerance
+
+from sketchwalk_jax import (
+    BlockSelection,
+    KernelConfig,
+    block_sparse_attention,
+    block_sparse_decode,
+    dense_attention,
+    reference,
+)
+from sketchwalk_jax.attention import num_query_blocks
+from sketchwalk_jax.selection import full_selection
+
+SIZE = 64
+attend = jax.jit(block_sparse_attention, static_argnames=("return_lse", "scale", "kernel_config"))
+decode = jax.jit(block_sparse_decode, static_argnames=("return_lse",))
+dense = jax.jit(dense_attention, static_argnames=("return_lse", "kernel_config"))
+
+
+def draw(case: AttentionCase, num_queries: int | None = None, seed: int = 0):
+    """Queries `[B, T, N, H]`; keys and values `[B, S, K, H]`, NaN beyond each length."""
+    rng = np.random.default_rng(seed)
+    num_heads, num_kv_heads = case.heads
+    batch, num_queries = len(case.lengths), num_queries or max(case.lengths)
+    query = rng.standard_normal((batch, num_queries, num_heads, case.head_dim))
+    key, value = rng.standard_normal((2, batch, case.capacity, num_kv_heads, case.head_dim))
+    for row, length in enumerate(case.lengths):
+        key[row, length:] = value[row, length:] = np.nan
+    return tuple(jnp.asarray(x, case.dtype) for x in (query, key, value))
+
+
+def draw_selection(case: AttentionCase, num_rows: int, num_blocks: int, seed: int = 0):
+    """A random mask `[B, M, rows, blocks]` and its lists, with nonsense after each count."""
+    num_lists = dict(zip(cases.LIST_KINDS, (1, *case.heads[::-1]), strict=True))[case.lists]
+    rng = np.random.default_rng(seed)
+    size = max(num_rows, num_blocks)
+    mask = cases.draw_lists(rng, len(case.lengths), num_lists, size)[:, :, :num_rows, :num_blocks]
+    ids, counts = cases.pack_lists(mask)
+    ids = np.pad(ids, ((0, 0), (0, 0), (0, 0), (0, 2)), constant_values=-1)
+    is_padding = np.arange(ids.shape[-1]) >= counts[..., None]
+    ids[is_padding] = rng.choice([0, -1, num_blocks, 2**30], is_padding.sum())
+    return mask, BlockSelection(jnp.asarray(ids), jnp.asarray(counts), SIZE)
+
+
+def expected(case, query, key, value, mask, row, positions):
+    """The reference for one sequence, whose queries stand at `positions`."""
+    length = case.lengths[row]
+    allowed = np.repeat(mask[row], SIZE, axis=-1)[:, positions // SIZE, :length]
+    allowed = allowed & (np.arange(length) <= positions[:, None])
+    allowed = np.repeat(allowed, case.heads[0] // len(allowed), axis=0)
+    return reference.masked_attention(
+        query[row, : len(positions)], key[row, :length], value[row, :length], allowed
+    )
+
+
+def assert_close(case, actual, lse, wanted):
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), wanted[0], **tolerance("attention", case.dtype)
+    )
+    np.testing.assert_allclose(lse, wanted[1], **tolerance("lse", case.dtype))
+
+
+@pytest.mark.parametrize("case", cases.ATTENTION_CASES, ids=str)
+def test_lists_equal_the_masked_reference(case):
+    query, key, value = draw(case)
+    num_rows = num_query_blocks(query.shape[1], SIZE, has_offset=False)
+    mask, selection = draw_selection(case, num_rows, case.capacity // SIZE)
+    lengths = jnp.array(case.lengths, jnp.int32)
+    out, lse = attend(query, key, value, selection, kv_lengths=lengths, return_lse=True)
+    assert out.dtype == query.dtype and lse.dtype == jnp.float32
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for row, length in enumerate(case.lengths):
+        wanted = expected(case, query, key, value, mask, row, np.arange(length))
+        assert_close(case, out[row, :length], lse[row, :length], wanted)
+
+
+@pytest.mark.parametrize("case", cases.ATTENTION_CASES, ids=str)
+def test_full_lists_equal_dense_attention_and_jax(case):
+    query, key, value = draw(case)
+    lengths = jnp.array(case.lengths, jnp.int32)
+    num_rows = num_query_blocks(query.shape[1], SIZE, has_offset=False)
+    rows = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32), (len(lengths), num_rows))
+    selection = full_selection(rows, case.capacity // SIZE, block_size=SIZE)
+    lists, lse = attend(query, key, value, selection, kv_lengths=lengths, return_lse=True)
+    whole, whole_lse = dense(query, key, value, kv_lengths=lengths, return_lse=True)
+    for row, length in enumerate(case.lengths):
+        q, k, v = (x[row : row + 1, :length] for x in (query, key, value))
+        if case.dtype == "float32":
+            wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+            wanted = tuple(x[0] for x in wanted)
+        else:
+            mask = reference.token_mask(None, length, SIZE)
+            wanted = reference.masked_attention(q[0], k[0], v[0], mask)
+        assert_close(case, lists[row, :length], lse[row, :length], wanted)
+        assert_close(case, whole[row, :length], whole_lse[row, :length], wanted)
+
+
+@pytest.mark.parametrize("case", cases.ATTENTION_CASES, ids=str)
+def test_decode_equals_the_masked_reference(case):
+    query, key, value = draw(case, num_queries=1, seed=1)
+    num_blocks = case.capacity // SIZE
+    mask, selection = draw_selection(case, num_blocks, num_blocks, seed=1)
+    lengths = np.array(case.lengths, np.int32)
+    current = (lengths - 1) // SIZE
+    ids, counts = (
+        jnp.stack([x[row, :, [block]] for row, block in enumerate(current)]).swapaxes(1, 2)
+        for x in (selection.ids, selection.counts)
+    )
+    selection = BlockSelection(ids, counts, SIZE)
+    out, lse = decode(query, key, value, selection, kv_lengths=lengths, return_lse=True)
+    whole = dense(query, key, value, query_offset=lengths - 1, kv_lengths=lengths)
+    for row, length in enumerate(case.lengths):
+        positions = np.array([length - 1])
+        wanted = expected(case, query, key, value, mask, row, positions)
+        assert_close(case, out[row], lse[row], wanted)
+        wanted = expected(case, query, key, value, np.ones_like(mask), row, positions)
+        np.testing.assert_allclose(
+            np.asarray(whole[row], np.float32), wanted[0], **tolerance("attention", case.dtype)
+        )
+
+
+@given(offsets=st.tuples(st.integers(0, 186), st.integers(0, 186)))
+def test_queries_may_start_at_any_position(offsets):
+    num_queries = 70
+    case = AttentionCase(3, 32, tuple(offset + num_queries for offset in offsets), num_tokens=256)
+    query, key, value = draw(case, num_queries)
+    num_rows = num_query_blocks(num_queries, SIZE, has_offset=True)
+    mask, selection = draw_selection(case, 4, 4)
+    # Row i of the lists is the block of the first query plus i.
+    starts = np.array(offsets) // SIZE
+    places = np.minimum(starts[:, None] + np.arange(num_rows), 3)
+    ids, counts = (
+        jnp.stack([x[row][:, place] for row, place in enumerate(places)])
+        for x in (np.asarray(selection.ids), np.asarray(selection.counts))
+    )
+    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, 6 - ids.shape[3])), constant_values=4)
+    arguments = {
+        "query_offset": np.array(offsets, np.int32),
+        "kv_lengths": np.array(case.lengths, np.int32),
+        "return_lse": True,
+    }
+    out, lse = attend(query, key, value, BlockSelection(ids, counts, SIZE), **arguments)
+    whole, whole_lse = dense(query, key, value, **arguments)
+    for row, offset in enumerate(offsets):
+        positions = np.arange(offset, offset + num_queries)
+        wanted = expected(case, query, key, value, mask, row, positions)
+        assert_close(case, out[row], lse[row], wanted)
+        wanted = expected(case, query, key, value, np.ones_like(mask), row, positions)
+        assert_close(case, whole[row], whole_lse[row], wanted)
+
+
+def test_queries_beyond_the_keys_see_only_keys():
+    case = AttentionCase(1, 32, (65,), num_tokens=65)
+    query, key, value = draw(case, 10)
+    selection = full_selection(jnp.array([[2, 3]], jnp.int32), 4, block_size=SIZE)
+    out = attend(query, key, value, selection, query_offset=jnp.array([150], jnp.int32))
+    mask = np.ones((10, 65), bool)
+    wanted, _ = reference.masked_attention(query[0], key[0], value[0], mask)
+    np.testing.assert_allclose(out[0], wanted, **tolerance("attention"))
+
+
+@pytest.mark.parametrize("lists", cases.LIST_KINDS)
+def test_a_layer_of_a_stacked_cache_equals_the_layer_alone(lists):
+    case = AttentionCase(4, 32, (130, 77), lists)
+    layers = [draw(case, seed=seed) for seed in range(3)]
+    key, value = (jnp.stack([layer[part] for layer in layers]) for part in (1, 2))
+    query = layers[0][0]
+    _, selection = draw_selection(case, 3, 3)
+    lengths = jnp.array(case.lengths, jnp.int32)
+    for layer in range(3):
+        index = jnp.asarray(layer, jnp.int32)
+        stacked = attend(query, key, value, selection, layer=index, kv_lengths=lengths)
+        alone = attend(query, key[layer], value[layer], selection, kv_lengths=lengths)
+        np.testing.assert_array_equal(stacked, alone)
+        stacked = dense(query, key, value, layer=index, kv_lengths=lengths)
+        alone = dense(query, key[layer], value[layer], kv_lengths=lengths)
+        np.testing.assert_array_equal(stacked, alone)
+
+
+def test_empty_lists_give_zero_and_minus_infinity():
+    case = AttentionCase(4, 32, (128,), "head")
+    query, key, value = draw(case)
+    ids = jnp.zeros((1, 8, 2, 1), jnp.int32)
+    counts = jnp.zeros((1, 8, 2), jnp.int32).at[0, 5, 1].set(1)
+    out, lse = attend(query, key, value, BlockSelection(ids, counts, SIZE), return_lse=True)
+    is_empty = np.ones((128, 8), bool)
+    is_empty[64:, 5] = False
+    np.testing.assert_array_equal(np.isneginf(lse[0]), is_empty)
+    np.testing.assert_array_equal(np.asarray(out[0] == 0.0).all(-1), is_empty)
+
+
+@pytest.mark.parametrize("row_tile", [1, 3])
+@pytest.mark.parametrize("block_step", [1, 2, 16])
+def test_tile_sizes_change_only_rounding(row_tile, block_step):
+    case = AttentionCase(3, 32, (257, 100), "kv_head")
+    query, key, value = draw(case)
+    _, selection = draw_selection(case, 5, 5)
+    lengths = jnp.array(case.lengths, jnp.int32)
+    config = KernelConfig(
+        row_tile=row_tile,
+        block_step=block_step,
+        dense_rows=row_tile * 50,
+        dense_keys=block_step * 9,
+    )
+    run = functools.partial(attend, query, key, value, selection, kv_lengths=lengths)
+    np.testing.assert_allclose(run(kernel_config=config), run(), **tolerance("attention"))
+    run = functools.partial(dense, query, key, value, kv_lengths=lengths)
+    np.testing.assert_allclose(
+        run(kernel_config=config)[1, :100], run()[1, :100], **tolerance("attention")
+    )
+
+
+def test_results_repeat_bit_for_bit_and_do_not_depend_on_the_batch():
+    case = AttentionCase(4, 64, (200, 77, 129))
+    query, key, value = draw(case)
+    _, selection = draw_selection(case, 4, 4)
+    lengths = jnp.array(case.lengths, jnp.int32)
+    first = attend(query, key, value, selection, kv_lengths=lengths)
+    np.testing.assert_array_equal(first, attend(query, key, value, selection, kv_lengths=lengths))
+    for row, length in enumerate(case.lengths):
+        one = slice(row, row + 1)
+        alone = attend(
+            query[one],
+            key[one],
+            value[one],
+            BlockSelection(selection.ids[one], selection.counts[one], SIZE),
+            kv_lengths=lengths[one],
+        )
+        np.testing.assert_allclose(alone[0, :length], first[row, :length], **tolerance("attention"))
+
+
+def test_scale_multiplies_the_scores():
+    case = AttentionCase(1, 32, (70,))
+    query, key, value = draw(case)
+    mask, selection = draw_selection(case, 2, 2)
+    out = attend(query * 3.0, key, value, selection, scale=0.5, kv_lengths=jnp.array([70]))
+    factor = 1.5 * np.sqrt(np.float32(32.0))
+    wanted, _ = expected(case, query * factor, key, value, mask, 0, np.arange(70))
+    np.testing.assert_allclose(out[0], wanted, **tolerance("attention"))

@@ -1,0 +1,194 @@
+"""Saving of the stacked tree: what comes back, that it is atomic, and what is refused."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import TINY, tiny_config
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from sketchwalk_jax.models import ModelConfig, checkpoint, load, param_shapes, save
+
+
+def tiny_model(model_type: str = "llama", dtype: str = "float32", **overrides):
+    config = ModelConfig.from_dict(tiny_config(model_type, **overrides), {"eos_token_id": [1, 2]})
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(generator.standard_normal(leaf.shape), leaf.dtype),
+        param_shapes(config, dtype),
+    )
+    return params, config
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", TINY)
+def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, model_type: str, dtype: str):
+    rope = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    params, config = tiny_model(model_type, dtype, **rope)
+    save(tmp_path / "model", params, config)
+    loaded, loaded_config = load(tmp_path / "model")
+    chex.assert_trees_all_equal(loaded, params)
+    chex.assert_trees_all_equal_dtypes(loaded, params)
+    assert loaded_config == config
+    assert hash(loaded_config) == hash(config)
+    assert ModelConfig.from_pretrained(tmp_path / "model") == config
+
+
+def test_mixed_dtypes_come_back_or_are_cast(tmp_path: Path):
+    params, config = tiny_model(dtype="bfloat16")
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].astype(jnp.float32)
+    save(tmp_path / "model", params, config)
+    chex.assert_trees_all_equal_dtypes(load(tmp_path / "model")[0], params)
+    cast, _ = load(tmp_path / "model", dtype="float32")
+    chex.assert_trees_all_equal(cast, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_a_sharding_is_honoured(tmp_path: Path):
+    params, config = tiny_model()
+    save(tmp_path / "model", params, config)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    loaded, _ = load(tmp_path / "model", sharding=sharding)
+    assert {leaf.sharding for leaf in jax.tree.leaves(loaded)} == {sharding}
+    chex.assert_trees_all_equal(loaded, params)
+
+
+def test_parents_are_created_and_nothing_else_is_left(tmp_path: Path):
+    params, config = tiny_model()
+    save(tmp_path / "a" / "b", params, config)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == [
+        "model_config.json",
+        "params",
+    ]
+
+
+def test_an_empty_directory_may_be_written(tmp_path: Path):
+    params, config = tiny_model()
+    save(tmp_path, params, config)
+    chex.assert_trees_all_equal(load(tmp_path)[0], params)
+
+
+def test_a_full_directory_is_kept_unless_told_otherwise(tmp_path: Path):
+    params, config = tiny_model()
+    save(tmp_path / "model", params, config)
+    doubled = jax.tree.map(lambda x: x + x, params)
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        save(tmp_path / "model", doubled, config)
+    chex.assert_trees_all_equal(load(tmp_path / "model")[0], params)
+    save(tmp_path / "model", doubled, config, overwrite=True)
+    chex.assert_trees_all_equal(load(tmp_path / "model")[0], doubled)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_in_the_way_raises(tmp_path: Path):
+    params, config = tiny_model()
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(FileExistsError, match="must be a directory"):
+        save(tmp_path / "model", params, config, overwrite=True)
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_save_that_fails_leaves_the_old_one(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+):
+    import orbax.checkpoint as ocp
+
+    params, config = tiny_model()
+    save(tmp_path / "model", params, config)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("disk full")
+
+    def fail_to_appear(source: Path, target: Path) -> None:
+        fail() if source.name == ".model.partial" else source.rename(target)
+
+    if step == "write":
+        monkeypatch.setattr(ocp.StandardCheckpointer, "save", fail)
+    else:
+        monkeypatch.setattr(checkpoint.os, "replace", fail_to_appear)
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path / "model", params, config, overwrite=True)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    chex.assert_trees_all_equal(load(tmp_path / "model")[0], params)
+
+
+def test_leftovers_of_an_interrupted_save_are_no_obstacle(tmp_path: Path):
+    params, config = tiny_model()
+    (tmp_path / ".model.partial" / "params").mkdir(parents=True)
+    save(tmp_path / "model", params, config)
+    chex.assert_trees_all_equal(load(tmp_path / "model")[0], params)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_parameters_of_another_model_are_refused(tmp_path: Path):
+    params, config = tiny_model()
+    del params["final_norm"]
+    params["layers"]["query"]["bias"] = jnp.zeros((2, 4, 8))
+    params["layers"]["up"]["kernel"] = jnp.zeros((2, 32, 65))
+    params["embed"]["embedding"] = jnp.zeros((256, 32), jnp.int8)
+    with pytest.raises(ValueError, match="params must fit model_config") as raised:
+        save(tmp_path / "model", params, config)
+    for part in (
+        "final_norm/scale is missing",
+        "layers/query/bias is unknown",
+        "layers/up/kernel must be (2, 32, 64), got (2, 32, 65)",
+        "embed/embedding must be one of",
+    ):
+        assert part in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_newer_format_is_refused(tmp_path: Path):
+    params, config = tiny_model()
+    save(tmp_path, params, config)
+    saved = json.loads((tmp_path / "model_config.json").read_text())
+    (tmp_path / "model_config.json").write_text(json.dumps(saved | {"format_version": 2}))
+    with pytest.raises(ValueError, match="format_version .* must be 1, got 2"):
+        load(tmp_path)
+
+
+def test_an_incomplete_saved_config_is_refused(tmp_path: Path):
+    (tmp_path / "model_config.json").write_text('{"format_version": 1, "model_config": {}}')
+    with pytest.raises(ValueError, match="must hold every field of ModelConfig"):
+        load(tmp_path)
+
+
+# Orbax abandons its other reads when one fails; Python reports them once they are collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", ["truncate", "remove", "remove all"])
+def test_a_damaged_directory_raises(tmp_path: Path, damage: str):
+    params, config = tiny_model()
+    save(tmp_path, params, config)
+    files = [file for file in (tmp_path / "params").rglob("d/*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    if damage == "truncate":
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    elif damage == "remove":
+        largest.unlink()
+    else:
+        (tmp_path / "params").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="must be a complete checkpoint written by"):
+        load(tmp_path)
+    gc.collect()
+
+
+def test_importing_the_models_imports_no_heavy_package(repository: Path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from sketchwalk_jax.models import ModelConfig, init_params, load, save\n"
+        "heavy = {'flax', 'transformers', 'orbax', 'safetensors', 'tqdm', 'torch'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(repository)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,430 @@
+"""Loading of safetensors directories: values, placement, and one message for each way to fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import TINY, tiny_config, write_checkpoint, write_tensors
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from sketchwalk_jax.models import ModelConfig, load, param_shapes
+from sketchwalk_jax.models.params import flatten_params
+
+PREFIX = "model.layers.{layer}."
+LINEAR = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+SCALES = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+}
+
+
+def assert_holds(
+    params: dict[str, Any], tensors: dict[str, np.ndarray], config: ModelConfig
+) -> None:
+    """Every parameter, applied to an input, gives what its stored tensor gives."""
+    generator = np.random.default_rng(0)
+    heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    for layer in range(config.num_layers):
+        prefix = PREFIX.format(layer=layer)
+        for name, stored in LINEAR.items():
+            leaf = {key: np.asarray(value[layer]) for key, value in params["layers"][name].items()}
+            weight = tensors[f"{prefix}{stored}.weight"]
+            x = generator.standard_normal(weight.shape[1]).astype(weight.dtype)
+            expected = weight @ x
+            if name == "out":
+                x = x.reshape(config.num_heads, config.head_dim)
+                actual = np.einsum("nh,nhd->d", x, leaf["kernel"])
+            else:
+                actual = np.einsum("d,d...->...", x, leaf["kernel"])
+            if name in heads:
+                expected = expected.reshape(heads[name], config.head_dim)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+            bias = tensors.get(f"{prefix}{stored}.bias")
+            assert ("bias" in leaf) == (bias is not None)
+            if bias is not None:
+                np.testing.assert_array_equal(leaf["bias"], bias.reshape(expected.shape))
+        for name, stored in SCALES.items():
+            scale = tensors.get(f"{prefix}{stored}.weight")
+            assert (name in params["layers"]) == (scale is not None)
+            if scale is not None:
+                np.testing.assert_array_equal(params["layers"][name]["scale"][layer], scale)
+    np.testing.assert_array_equal(
+        params["embed"]["embedding"], tensors["model.embed_tokens.weight"]
+    )
+    np.testing.assert_array_equal(params["final_norm"]["scale"], tensors["model.norm.weight"])
+    assert ("lm_head" in params) != config.tie_word_embeddings
+    if "lm_head" in params:
+        np.testing.assert_array_equal(params["lm_head"]["kernel"].T, tensors["lm_head.weight"])
+
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama in four files": ("llama", {"num_shards": 4}),
+    "one layer": ("llama", {"num_hidden_layers": 1}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 1}),
+    "qwen3 tied with biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "more rows than are read at once": (
+        "llama",
+        {"hidden_size": 320, "intermediate_size": 150, "head_dim": 80, "vocab_size": 300},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_parameters_hold_the_stored_tensors(tmp_path: Path, case: str):
+    model_type, overrides = CHECKPOINTS[case]
+    tensors = write_checkpoint(tmp_path, model_type, **overrides)
+    params, config = load(tmp_path)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, param_shapes(config, jnp.float32))
+    assert_holds(params, tensors, config)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", [None, "float32", "float16", "bfloat16"])
+def test_parameters_are_cast_to_the_target_dtype(tmp_path: Path, stored: str, target: str | None):
+    tensors = write_checkpoint(tmp_path, dtype=stored)
+    params, config = load(tmp_path, dtype=target)
+    assert config.dtype == stored
+    for leaf in jax.tree.leaves(params):
+        assert leaf.dtype == jnp.dtype(target or stored)
+    expected = tensors["model.embed_tokens.weight"].astype(jnp.dtype(target or stored))
+    np.testing.assert_array_equal(params["embed"]["embedding"], expected)
+
+
+def test_without_a_declared_dtype_the_stored_one_is_kept(tmp_path: Path):
+    write_checkpoint(tmp_path, dtype="bfloat16", torch_dtype=...)
+    params, config = load(tmp_path)
+    assert params["embed"]["embedding"].dtype == jnp.bfloat16
+    assert config.dtype == "bfloat16"
+
+
+def test_a_declared_dtype_comes_before_the_stored_one(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, dtype="float32", torch_dtype="bfloat16")
+    params, config = load(tmp_path)
+    assert config.dtype == "bfloat16"
+    expected = tensors["model.norm.weight"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(params["final_norm"]["scale"], expected)
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    write_tensors(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    params, config = load(tmp_path)
+    assert config.tie_word_embeddings
+    assert_holds(params, tensors, config)
+
+
+def test_a_tied_checkpoint_may_hold_its_head_alone(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    stored = dict(tensors)
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    write_tensors(tmp_path, stored)
+    params, config = load(tmp_path)
+    assert config.tie_word_embeddings
+    assert_holds(params, tensors, config)
+
+
+def test_a_different_head_of_a_tied_checkpoint_is_used_with_a_warning(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1
+    write_tensors(tmp_path, tensors)
+    with pytest.warns(UserWarning, match="declares tied embeddings but holds a different lm_head"):
+        params, config = load(tmp_path)
+    assert not config.tie_word_embeddings
+    assert_holds(params, tensors, config)
+
+
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path)
+    frequencies = np.ones(4, np.float32)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write_tensors(tmp_path, tensors | {name: frequencies})
+    params, config = load(tmp_path)
+    assert_holds(params, tensors, config)
+
+
+def test_a_single_file_comes_before_an_index(tmp_path: Path):
+    write_checkpoint(tmp_path, seed=1, num_shards=2)
+    tensors = write_checkpoint(tmp_path, seed=2)
+    params, config = load(tmp_path)
+    assert_holds(params, tensors, config)
+
+
+def test_links_of_a_download_cache_are_followed(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    params, config = load(snapshot)
+    assert_holds(params, tensors, config)
+
+
+def test_a_sharding_may_be_one_a_tree_or_a_rule(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    expected, config = load(tmp_path)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    one = NamedSharding(mesh, PartitionSpec())
+    single = SingleDeviceSharding(jax.devices()[0])
+    tree = jax.tree.map(lambda _: one, param_shapes(config))
+
+    def rule(path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+        return one if path[-1] == "kernel" and len(shape.shape) > 2 else single
+
+    for sharding in (one, tree, rule):
+        params, _ = load(tmp_path, sharding=sharding)
+        chex.assert_trees_all_equal(params, expected)
+        for path, leaf in flatten_params(params).items():
+            assert leaf.sharding == (rule(path, leaf) if sharding is rule else one)
+
+
+SHARDED_LOAD = """
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from sketchwalk_jax.models import load, save
+from sketchwalk_jax.models.params import flatten_params
+
+mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+SPECS = {
+    "embedding": P("y", "x"), "lm_head": P("x", "y"), "query": P(None, None, "y"),
+    "key": P("x", None, None, "y"), "out": P(None, "x", "y"), "gate": P(None, "x", "y"),
+    "up": P("x", None, ("y",)), "down": P(None, ("x", "y")), "final_norm": P(("x", "y")),
+}
+
+def rule(path, shape):
+    if path[-1] == "bias":
+        return NamedSharding(mesh, P(None, None, "y") if len(shape.shape) == 3 else P("x"))
+    name = path[-1] if path[-1] in SPECS else path[-2]
+    return NamedSharding(mesh, SPECS.get(name, P()))
+
+whole, config = load(DIRECTORY)
+params, _ = load(DIRECTORY, sharding=rule)
+save(SAVED, params, config)
+restored, _ = load(SAVED, sharding=rule)
+assert len({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}) == 1
+for path, leaf in flatten_params(params).items():
+    assert leaf.sharding == rule(path, leaf), path
+    for shard in leaf.addressable_shards:
+        expected = np.asarray(flatten_params(whole)[path])[shard.index]
+        np.testing.assert_array_equal(shard.data, expected)
+    again = flatten_params(restored)[path]
+    assert again.sharding == leaf.sharding, path
+    np.testing.assert_array_equal(again, leaf)
+print(sum(leaf.size for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+def test_each_device_gets_its_own_part(tmp_path: Path, repository: Path, run_python):
+    overrides = {"attention_bias": True, "num_attention_heads": 8, "head_dim": 16}
+    directory = tmp_path / "checkpoint"
+    tensors = write_checkpoint(directory, "llama", **overrides, num_shards=2, dtype="bfloat16")
+    code = SHARDED_LOAD.replace("DIRECTORY", repr(str(directory)))
+    code = code.replace("SAVED", repr(str(tmp_path / "saved")))
+    code = f"import sys; sys.path.insert(0, {str(repository)!r})\n{code}"
+    assert int(run_python(code, devices=8)) == sum(tensor.size for tensor in tensors.values())
+
+
+def test_a_sharding_tree_of_another_layout_raises(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    single = SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(ValueError, match=r"missing \['embed/embedding'.*unknown \['head/kernel'\]"):
+        load(tmp_path, sharding={"head": {"kernel": single}})
+
+
+@pytest.mark.unchecked
+def test_a_rule_that_gives_no_sharding_raises(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold jax\.sharding\.Sharding, got P"):
+        load(tmp_path, sharding=lambda path, shape: PartitionSpec())
+
+
+def rename(tensors: dict[str, np.ndarray], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+def test_every_wrong_tensor_is_named_at_once(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path)
+    rename(tensors, "model.layers.0.self_attn.q_proj.weight", "model.layers.0.attn.wq.weight")
+    rename(tensors, "model.norm.weight", "norm.weight")
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 32), np.float32)
+    tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((32, 64), np.int8)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"must fit its config\.json") as raised:
+        load(tmp_path)
+    message = str(raised.value)
+    assert "2 tensors missing: model.layers.0.self_attn.q_proj.weight; model.norm.weight" in message
+    assert "2 tensors unknown: model.layers.0.attn.wq.weight; norm.weight" in message
+    assert "model.layers.1.mlp.up_proj.weight must be (64, 32), got (3, 32)" in message
+    assert (
+        "model.layers.1.mlp.down_proj.weight must be one of F64, F32, F16, BF16, got I8" in message
+    )
+
+
+def test_long_lists_of_wrong_tensors_are_cut(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    write_tensors(tmp_path, {"other": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=r"21 tensors missing: .*; and 1 more"):
+        load(tmp_path)
+
+
+def test_an_untied_checkpoint_without_head_raises(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path)
+    del tensors["lm_head.weight"]
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"1 tensors missing: lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_more_layers_than_the_config_says_raises(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=1)))
+    with pytest.raises(ValueError, match=r"9 tensors unknown: model\.layers\.1\."):
+        load(tmp_path)
+
+
+def test_weights_in_fp8_raise(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    write_tensors(tmp_path, tensors | {name: tensors[name].astype("float8_e4m3fn")})
+    with pytest.raises(ValueError, match="unsupported dtype: .*up_proj.weight .* got F8_E4M3"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "float8_e4m3fn"])
+def test_unsupported_target_dtypes_raise(tmp_path: Path, dtype: str):
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        load(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int):
+    write_checkpoint(tmp_path, num_shards=2)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"{file.name} must be a complete .*download it again"):
+        load(tmp_path)
+
+
+def test_a_corrupt_header_is_named(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:16] = b"\xff" * 8
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors must be a complete"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
+def test_other_formats_are_refused(tmp_path: Path, name: str):
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"must hold model\.safetensors .*got \['{name}'\]"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_raises(tmp_path: Path):
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="got neither"):
+        load(tmp_path)
+
+
+def test_missing_files_of_an_index_are_named(tmp_path: Path):
+    write_checkpoint(tmp_path, num_shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"\['model-00002-of-00003\.safetensors'\] are missing"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../{}", "/tmp/{}", "sub/{}", "..\\{}"])
+def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, file: str):
+    directory = tmp_path / "checkpoint"
+    write_checkpoint(directory, num_shards=2)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    outside = file.format("model-00001-of-00002.safetensors")
+    index["weight_map"]["model.norm.weight"] = outside
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="must name files beside it"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "must have a weight_map"),
+        ({"weight_map": {}}, "must have a weight_map"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "must name safetensors files"),
+    ],
+)
+def test_an_invalid_index_raises(tmp_path: Path, content: dict, message: str):
+    write_checkpoint(tmp_path, num_shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_unsupported_configs_raise_before_weights_are_opened(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(hidden_act="relu")))
+    with pytest.raises(NotImplementedError, match="hidden_act"):
+        load(tmp_path)
+
+
+def test_a_hub_name_raises():
+    with pytest.raises(FileNotFoundError, match="hf download"):
+        load("Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_the_progress_bar_stays_silent_on_short_loads(tmp_path: Path, model_type: str, capfd):
+    write_checkpoint(tmp_path, model_type)
+    load(tmp_path, progress=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_progress_bar_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import tqdm
+
+    counted = {}
+
+    class Bar:
+        def __init__(self, total: int, **options: Any) -> None:
+            counted.update(total=total, done=0, delay=options["delay"], off=options["disable"])
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def update(self, num_bytes: int) -> None:
+            counted["done"] += num_bytes
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    write_checkpoint(tmp_path)
+    params, _ = load(tmp_path, progress=False)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert counted == {"total": num_bytes, "done": num_bytes, "delay": 1, "off": True}
