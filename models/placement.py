@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Sharding
-
 from sketchwalk_jax.models.params import Params, flatten_params
 
 ParamsSharding = (

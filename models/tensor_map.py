@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
-
 from sketchwalk_jax.models import llama, qwen
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import flatten_params, input_axes, param_shapes
@@ -22,7 +21,7 @@ KEYS: dict[str, Mapping[tuple[str, ...], str]] = {
     "qwen3": qwen.KEYS,
 }
 EMBEDDING, LM_HEAD = ("embed", "embedding"), ("lm_head", "kernel")
-ROWS_PER_READ = 128
+ROWS_PER_READ = 32
 """Stored rows that are read and transposed at a time, so that they stay in the CPU's cache."""
 LISTED = 20
 """How many names one line of an error lists."""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
 

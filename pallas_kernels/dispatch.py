@@ -42,7 +42,9 @@ def choose_implementation(implementation: str | None, query: Any, *, block_size:
       NotImplementedError: If the named implementation cannot take this call.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
     if implementation == "xla":
         return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size)

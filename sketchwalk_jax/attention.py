@@ -6,7 +6,6 @@ A stacked cache `[L, B, S, K, H]` with a layer index is taken as it is, without 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -55,9 +55,7 @@ def _observe(
     statistics: PyTree, query: Array, key: Array, *, config: Policy, index: Array, span: Span
 ) -> tuple[PyTree, PyTree]:
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
-    one = jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics
-    )
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics)
     one = config.observe(query, key, one, span=span)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one
@@ -99,9 +97,7 @@ def prefill_attention(
                 statistics, query, key, config=config, index=index, span=span
             )
         if is_sparse and settings.selects_in("prefill"):
-            selection, walk = config.select_prefill(
-                query, keys, one, walk, layer=layer, span=span
-            )
+            selection, walk = config.select_prefill(query, keys, one, walk, layer=layer, span=span)
             pairs = selection.attended_pairs(first_query, row_queries)
             kept = selection if settings.return_selection else None
             out, _ = attend_rows(

@@ -116,7 +116,8 @@ class SketchWalkConfig(Policy):
         ):
             value = getattr(self, name)
             _require(
-                _is_count(value, least), f"{name} must be an integer of at least {least}, got {value!r}"
+                _is_count(value, least),
+                f"{name} must be an integer of at least {least}, got {value!r}",
             )
         _require(self.exponent <= 32, f"exponent must be at most 32, got {self.exponent}")
         if self.beta is not None:
@@ -126,8 +127,8 @@ class SketchWalkConfig(Policy):
             )
             _require(
                 self.beta == 0 or self.transition == "softmax",
-                "beta must be None or 0 unless transition is 'softmax' (damping needs rows that sum "
-                f"to one), got beta={self.beta!r} with transition={self.transition!r}",
+                "beta must be None or 0 unless transition is 'softmax' (damping needs rows that "
+                f"sum to one), got beta={self.beta!r} with transition={self.transition!r}",
             )
         _require(
             isinstance(self.density, int | float)

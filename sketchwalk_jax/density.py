@@ -27,12 +27,11 @@ class Density:
     @classmethod
     def zeros(cls, num_layers: int, batch: int) -> "Density":
         """No pairs yet."""
-        pairs, causal = jnp.zeros((num_layers, batch)), jnp.zeros((batch,))
-        return cls(pairs, causal, pairs, causal)
+        # Four buffers of their own: the cache that holds them is donated.
+        shapes = ((num_layers, batch), (batch,), (num_layers, batch), (batch,))
+        return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
-    def add(
-        self, phase: str, pairs: Float[Array, "L B"], causal: Float[Array, "B"]
-    ) -> "Density":
+    def add(self, phase: str, pairs: Float[Array, "L B"], causal: Float[Array, "B"]) -> "Density":
         """With the pairs of one call added to `phase`, `"prefill"` or `"decode"`."""
         old = getattr(self, f"{phase}_pairs"), getattr(self, f"{phase}_causal")
         new = {f"{phase}_pairs": old[0] + pairs, f"{phase}_causal": old[1] + causal}

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sketchwalk_jax.cache import Cache, init_cache
@@ -13,7 +12,6 @@ from sketchwalk_jax.cached_attention import Settings
 from sketchwalk_jax.density import Density
 from sketchwalk_jax.inference import decode_token, prefill_step
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.padding import bucket_length, left_to_right_padding
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
@@ -103,13 +101,14 @@ def decode_tokens(
     params: PyTree,
     state: DecodeState,
     sampling: Sampling,
+    limit: Int[Array, ""],
     *,
     num_tokens: int,
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     settings: Settings,
 ) -> tuple[Int[Array, "B U"], DecodeState]:
-    """Up to `num_tokens` more tokens of every sequence that has not ended.
+    """Up to `limit <= num_tokens` more tokens of every sequence that has not ended.
 
     Every token that is returned is also in the returned cache, the last one included.
     """
@@ -118,7 +117,7 @@ def decode_tokens(
 
     def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
         step, _, state = carry
-        return (step < num_tokens) & ~jnp.all(state.is_done)
+        return (step < limit) & ~jnp.all(state.is_done)
 
     def one_token(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         step, tokens, state = carry
@@ -169,6 +168,7 @@ def _generate(
         params,
         state,
         sampling,
+        jnp.asarray(max_new_tokens, jnp.int32),
         num_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
@@ -177,26 +177,84 @@ def _generate(
     return Generation(tokens, state.lengths, state.cache.density, state.cache, selection)
 
 
-_STATIC_OPTIONS = (
-    "eos_token_ids",
-    "pad_token_id",
-    "phase",
-    "chunk_size",
-    "implementation",
-    "kernel_config",
-    "max_tokens",
-    "return_selection",
-)
 _STATIC = ("capacity", "max_new_tokens", "eos_token_ids", "pad_token_id", "settings")
 _generate_jit = jax.jit(_generate, static_argnames=_STATIC, donate_argnames="cache")
-_start_jit = jax.jit(
-    start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache"
-)
-_decode_jit = jax.jit(
-    decode_tokens,
-    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
-    donate_argnames="state",
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The checked arguments of one generation, for `generate` and `stream`."""
+
+    tokens: Any
+    lengths: Any
+    sampling: Sampling
+    key: Any
+    cache: Cache | None
+    capacity: int
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    settings: Settings
+
+    def run(self, params: PyTree) -> Generation:
+        """Generates everything in one compiled program."""
+        return _generate_jit(
+            params,
+            self.tokens,
+            self.lengths,
+            self.sampling,
+            self.key,
+            self.cache,
+            **{name: getattr(self, name) for name in _STATIC},
+        )
+
+
+def prepare(
+    tokens: Any,
+    *,
+    model_config: ModelConfig,
+    config: Policy,
+    max_new_tokens: int,
+    lengths: Any = None,
+    sampling: Sampling | None = None,
+    key: Any = None,
+    eos_token_ids: tuple[int, ...] | None = None,
+    pad_token_id: int = 0,
+    phase: str = "both",
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+    cache: Cache | None = None,
+    max_tokens: int | None = None,
+    return_selection: bool = False,
+) -> Call:
+    """Checks the arguments of `generate` and fills in what was left out."""
+    settings = Settings(
+        model_config=model_config,
+        config=config,
+        phase=phase,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        kernel_config=kernel_config,
+        return_selection=return_selection,
+    )
+    check_settings(settings)
+    lengths = check_prompt(tokens, lengths, None, config)
+    capacity = check_generation(
+        tokens, lengths, cache, max_new_tokens, max_tokens, pad_token_id, settings
+    )
+    return Call(
+        tokens=tokens,
+        lengths=lengths,
+        sampling=Sampling.greedy() if sampling is None else sampling,
+        key=jax.random.key(0) if key is None else key,
+        cache=cache,
+        capacity=capacity,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=tuple(model_config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+        pad_token_id=pad_token_id,
+        settings=settings,
+    )
 
 
 def generate(
@@ -256,132 +314,22 @@ def generate(
       >>> out = generate(params, tokens, model_config=cfg,
       ...                config=SketchWalkConfig.paper(), max_new_tokens=32)  # doctest: +SKIP
     """
-    settings = Settings(
+    call = prepare(
+        tokens,
         model_config=model_config,
         config=config,
+        max_new_tokens=max_new_tokens,
+        lengths=lengths,
+        sampling=sampling,
+        key=key,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
         kernel_config=kernel_config,
+        cache=cache,
+        max_tokens=max_tokens,
         return_selection=return_selection,
     )
-    check_settings(settings)
-    lengths = check_prompt(tokens, lengths, cache, config)
-    capacity = check_generation(
-        tokens, lengths, cache, max_new_tokens, max_tokens, pad_token_id, settings
-    )
-    if eos_token_ids is None:
-        eos_token_ids = model_config.eos_token_ids
-    return _generate_jit(
-        params,
-        tokens,
-        lengths,
-        Sampling.greedy() if sampling is None else sampling,
-        jax.random.key(0) if key is None else key,
-        cache,
-        capacity=capacity,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=tuple(eos_token_ids),
-        pad_token_id=pad_token_id,
-        settings=settings,
-    )
-
-
-class Generate:
-    """The callable that `make_generate` returns."""
-
-    def __init__(self, model_config: ModelConfig, config: Policy, **static: Any) -> None:
-        """Keeps the static options; see `make_generate`."""
-        self.model_config, self.config, self.static = model_config, config, static
-
-    def __call__(
-        self,
-        params: PyTree,
-        tokens: Int[Array | np.ndarray, "B T"],
-        *,
-        lengths: Int[Array | np.ndarray, "B"] | None = None,
-        attention_mask: Int[Array | np.ndarray, "B T"] | None = None,
-        sampling: Sampling | None = None,
-        key: Key[Array, "..."] | None = None,
-        cache: Cache | None = None,
-    ) -> Generation:
-        """Continues the prompts; see `generate`.
-
-        Args:
-          params: Parameter tree from `load`.
-          tokens: Prompts, right-padded; padded on either side if `attention_mask` is given.
-          lengths: Prompt tokens of each sequence.
-          attention_mask: Instead of `lengths`: 1 at real tokens, as tokenizers return it.
-          sampling: How tokens are drawn; greedy by default.
-          key: Random key, one or one per sequence.
-          cache: Continues the sequences of an earlier call; donated.
-
-        Returns:
-          A `Generation`.
-
-        Raises:
-          ValueError: As `generate`.
-        """
-        if attention_mask is not None:
-            if lengths is not None:
-                raise ValueError("lengths must be None when attention_mask is given, got both")
-            tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.config)
-        return generate(
-            params,
-            tokens,
-            model_config=self.model_config,
-            config=self.config,
-            lengths=lengths,
-            sampling=sampling,
-            key=key,
-            cache=cache,
-            **self.static,
-        )
-
-
-def pad_to_bucket(
-    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy
-) -> tuple[Array, Any]:
-    """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
-    if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
-        return tokens, lengths  # `generate` says what is wrong
-    batch, width = np.shape(tokens)
-    if lengths is None:
-        lengths = np.full((batch,), width, np.int32)
-    bucket = bucket_length(width, multiple=config.block_size)
-    bucket = max(width, min(bucket, model_config.max_position_embeddings))
-    return jnp.pad(jnp.asarray(tokens), ((0, 0), (0, bucket - width))), lengths
-
-
-def make_generate(
-    model_config: ModelConfig, config: Policy, *, max_new_tokens: int, **static: Any
-) -> Generate:
-    """The jitted `generate(params, tokens)` for one model and policy.
-
-    Prompts are padded to buckets of lengths, so that a new length seldom compiles anew.
-
-    Args:
-      model_config: The model.
-      config: The policy.
-      max_new_tokens: Most tokens to generate for a sequence.
-      **static: Any other option of `generate` that is not an array: `eos_token_ids`,
-        `pad_token_id`, `phase`, `chunk_size`, `implementation`, `kernel_config`, `max_tokens`,
-        `return_selection`.
-
-    Returns:
-      A callable `generate(params, tokens, *, lengths=None, attention_mask=None, sampling=None,
-      key=None, cache=None)`.
-
-    Raises:
-      ValueError: If an option is unknown.
-
-    Example:
-      >>> generate = make_generate(cfg, SketchWalkConfig.paper(), max_new_tokens=32)
-      ... # doctest: +SKIP
-      >>> generate(params, tokens).tokens  # doctest: +SKIP
-    """
-    unknown = sorted(set(static) - set(_STATIC_OPTIONS))
-    if unknown:
-        raise ValueError(f"make_generate's options must be among {_STATIC_OPTIONS}, got {unknown}")
-    return Generate(model_config, config, max_new_tokens=max_new_tokens, **static)
+    return call.run(params)

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 
 def left_to_right_padding(
-    tokens: Int[Array | np.ndarray, "B T"],
-    attention_mask: Bool[Array | np.ndarray, "B T"] | Int[Array | np.ndarray, "B T"],
+    tokens: Integer[Array | np.ndarray, "B T"],
+    attention_mask: Bool[Array | np.ndarray, "B T"] | Integer[Array | np.ndarray, "B T"],
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
     """Rolls every sequence to the front of its row, so that all padding comes last.
 
@@ -40,7 +40,7 @@ def left_to_right_padding(
         )
     if not isinstance(attention_mask, jax.core.Tracer):
         _check_mask(np.asarray(attention_mask))
-    is_real = jnp.asarray(attention_mask) != 0
+    is_real = jnp.asarray(attention_mask).astype(bool)
     num_tokens = is_real.shape[1]
     lengths = jnp.sum(is_real, axis=1, dtype=jnp.int32)
     first = jnp.argmax(is_real, axis=1).astype(jnp.int32)

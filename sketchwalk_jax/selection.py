@@ -44,8 +44,9 @@ class BlockSelection:
         Returns:
           Pairs for each sequence, float32.
         """
-        in_list = jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :] < (
-            self.counts[..., None]
+        in_list = (
+            jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
+            < (self.counts[..., None])
         )
         row = (first_query // self.block_size)[:, None, :, None]
         below = jnp.sum(in_list & (self.ids < row), axis=-1, dtype=jnp.int32)

@@ -55,9 +55,11 @@ def srht_matrix(head_dim: int, sketch_dim: int | None, seed: int = 0) -> np.ndar
 def group_heads(
     x: Float[Array, "B T Heads H"], num_groups: int, *, combine: str
 ) -> Float[Array, "B T C H"]:
-    """Averages (`"mean"`) or adds up (`"sum"`) the heads of each of `num_groups` groups, float32."""
+    """Averages (`"mean"`) or adds up (`"sum"`) the heads of each of `num_groups` groups."""
     batch, tokens, heads, head_dim = x.shape
-    grouped = x.astype(jnp.float32).reshape(batch, tokens, num_groups, heads // num_groups, head_dim)
+    grouped = x.astype(jnp.float32).reshape(
+        batch, tokens, num_groups, heads // num_groups, head_dim
+    )
     return jnp.mean(grouped, axis=3) if combine == "mean" else jnp.sum(grouped, axis=3)
 
 

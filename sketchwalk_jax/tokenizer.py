@@ -90,7 +90,9 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
     return np.asarray(encoded["input_ids"], np.int32)
 
 
-def decode(tokenizer: Any, tokens: ArrayLike, *, skip_special_tokens: bool = True) -> str:
+def decode(
+    tokenizer: Any, tokens: ArrayLike | Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
     """The text of tokens, without any clean-up of its spaces.
 
     Args:
@@ -193,7 +195,7 @@ class StreamDecoder:
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, np.array(tokens, int), skip_special_tokens=False)
 
-    def push(self, tokens: ArrayLike) -> str:
+    def push(self, tokens: ArrayLike | Sequence[int]) -> str:
         """Adds tokens and returns the text that they complete.
 
         Args:
@@ -204,14 +206,17 @@ class StreamDecoder:
         """
         new = np.atleast_1d(np.asarray(tokens)).tolist()
         self._window += [token for token in new if token not in self._skipped]
-        text = self._decode(self._window)
-        if text.endswith(_BROKEN):
-            return self._settle(text)
-        piece = self._after_context(text, len(self._window))
-        if piece:
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-        return piece
+        # Up to three tokens at the end can belong to a character that more bytes complete.
+        for end in range(len(self._window), len(self._window) - _TOKENS_PER_CHARACTER, -1):
+            if end <= self._num_context:
+                return ""
+            text = self._decode(self._window[:end])
+            piece = "" if text.endswith(_BROKEN) else self._after_context(text, end)
+            if piece:
+                self._window = self._window[self._num_context :]
+                self._num_context = end - self._num_context
+                return piece
+        return self._settle()
 
     def finish(self) -> str:
         """Returns what is still held, such as an incomplete character, and starts a new text."""
@@ -226,7 +231,7 @@ class StreamDecoder:
             return text[len(context) :]
         return self._decode(self._window[self._num_context : end])
 
-    def _settle(self, text: str) -> str:
+    def _settle(self) -> str:
         """Returns text before the last character once that text cannot change any more.
 
         Without this, tokens that never form a character would be held for ever. Where the window
@@ -235,6 +240,7 @@ class StreamDecoder:
         """
         if len(self._window) - self._num_context <= 2 * _TOKENS_PER_CHARACTER:
             return ""
+        text = self._decode(self._window)
         for held in range(_TOKENS_PER_CHARACTER, 2 * _TOKENS_PER_CHARACTER):
             head, tail = self._window[:-held], self._window[-held:]
             settled = self._decode(head)

@@ -136,6 +136,7 @@ def check_generation(
             f"{used + longest} and {max_new_tokens}; shorten the prompt or lower max_new_tokens"
         )
     if cache is not None:
+        _check_cache(cache, tokens.shape[0], settings.config)
         if max_tokens is not None:
             raise ValueError("max_tokens must be None when a cache is given: its size is fixed")
         if needed > cache.capacity:

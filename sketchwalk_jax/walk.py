@@ -125,8 +125,8 @@ def walk_product(
 ) -> Float[Array, "B I J"]:
     """Rows of `R W` up to a power of two per row, where `W[m] = 2^log2_scale[m] · weights[m]`.
 
-    The scale of `W`'s rows is moved into `R` relative to the largest product of the row. Only entries `m` at which `R[i, m]` is not zero
-    enter, hence only rows `m <= i`.
+    The scale of `W`'s rows is moved into `R` relative to the largest product of the row. Only
+    entries `m` at which `R[i, m]` is not zero enter, hence only rows `m <= i`.
 
     Args:
       state: Rows of `R`; zero above the diagonal.

@@ -13,6 +13,9 @@ from pathlib import Path
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 
+from reference_worker import run  # noqa: E402
+from rope_cases import ROPE_CASES, old_spelling  # noqa: E402
+
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -38,16 +41,6 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-def old_spelling(rope, type_key):
-    """The edits that give a config.json the rotary embedding of files before transformers 5."""
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
-    return {
-        "rope_parameters": None,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {type_key: rope["rope_type"]} | scaling,
-    }
 
 
 CASES = [
@@ -128,9 +121,6 @@ CASES = [
 
 
 def main():
-    from reference_worker import run
-    from rope_cases import ROPE_CASES
-
     shutil.rmtree(GOLDENS, ignore_errors=True)
     GOLDENS.mkdir()
     cases = [{"seed": seed} | case for seed, case in enumerate(CASES, start=1)]

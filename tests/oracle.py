@@ -37,12 +37,14 @@ def log2_walk(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
     return states
 
 
-def log2_lost(scores: Sequence[np.ndarray], config, *, kept: float = 110.0) -> list[np.ndarray]:
+def log2_lost(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
     """Returns log2 bounds of what each entry of `R_k` may lack when small terms underflow.
 
-    In every layer float32 may drop terms below `2 ** -kept` of the row's largest; what is
-    missing then travels with the walk, and later layers may make it matter.
+    In every layer float32 drops terms far below the row's largest; what is missing then travels
+    with the walk, and later layers may make it matter. Rows of powers stand at the top of
+    float32's range and keep 165 powers of two, rows that sum to one keep 110.
     """
+    kept = 110.0 if config.transition == "softmax" else 165.0
     num_blocks = len(scores[0])
     causal = np.tri(num_blocks, dtype=bool)
     lost = np.full((num_blocks, num_blocks), -np.inf)

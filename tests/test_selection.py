@@ -116,7 +116,7 @@ def test_zeros_of_either_sign_are_ties():
         max_count=3,
         block_size=64,
     )
-    assert selection.ids[0, 0, 0].tolist() == [2, 5]
+    assert selection.ids[0, 0, 0, :2].tolist() == [2, 5]
 
 
 def test_full_selection_lists_every_causal_block():
@@ -140,7 +140,9 @@ def test_attended_pairs_equal_a_count_of_pairs(length, offset, seed):
         jnp.asarray(first, jnp.int32)[None], jnp.asarray(num, jnp.int32)[None]
     )
     expected = [
-        reference.token_mask([np.flatnonzero(row) for row in head], 160, 16)[offset:length].sum()
+        reference.token_mask([np.flatnonzero(row).tolist() for row in head], 160, 16)[
+            offset:length
+        ].sum()
         for head in mask[0]
     ]
     np.testing.assert_allclose(pairs[0], np.mean(expected), **tolerance("density"))

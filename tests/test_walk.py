@@ -89,7 +89,7 @@ def assert_ranks_as_the_oracle(states, scores, config):
 def test_state_equals_the_reference(config):
     scores = softer(draw_scores(0, 6, decades=0.5), config)
     _, states = WALK(scores, config=config)
-    for state, expected in zip(states, reference.walk_layers(scores, config), strict=True):
+    for state, expected in zip(states, reference.walk_layers(list(scores), config), strict=True):
         scale = 1.0
         if config.transition != "softmax":  # known up to a factor per row
             scale = np.maximum(state, 0).max(1, keepdims=True) + 1e-30

@@ -70,6 +70,4 @@ class Dense(Policy):
         """Every block up to the token's own."""
         rows = (positions // self.block_size)[:, None]
         num_blocks = key.shape[2] // self.block_size
-        return full_selection(
-            rows.astype(jnp.int32), num_blocks, block_size=self.block_size
-        ), None
+        return full_selection(rows.astype(jnp.int32), num_blocks, block_size=self.block_size), None

@@ -17,6 +17,13 @@ from sketchwalk_jax.reference.layers import (
     sketchwalk_decode,
     sketchwalk_prefill,
 )
+from sketchwalk_jax.reference.released import (
+    released_decode,
+    released_prefill,
+    released_select,
+    released_transition,
+    released_walk,
+)
 from sketchwalk_jax.reference.selection import (
     budget,
     measured_density,
@@ -43,6 +50,11 @@ __all__ = [
     "masked_attention",
     "measured_density",
     "prefill_layer",
+    "released_decode",
+    "released_prefill",
+    "released_select",
+    "released_transition",
+    "released_walk",
     "select",
     "select_rows",
     "sketchwalk_decode",

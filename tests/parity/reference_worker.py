@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -64,7 +64,7 @@ def add_lm_head(directory, kind):
     path = directory / "model.safetensors"
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embedding.copy() if kind == "same" else embedding[::-1].copy()
+    tensors["lm_head.weight"] = embedding.clone() if kind == "same" else embedding.flip(0)
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -26,6 +26,16 @@ def _case(head_dim: int, context: int, theta: float, **scaling: Any) -> dict[str
     }
 
 
+def old_spelling(rope: dict[str, Any], type_key: str = "rope_type") -> dict[str, Any]:
+    """The edits that give a config.json the rotary embedding of files before transformers 5."""
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+    return {
+        "rope_parameters": None,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {type_key: rope["rope_type"]} | scaling,
+    }
+
+
 ROPE_CASES: dict[str, dict[str, Any]] = {
     "llama-2": _case(128, 4096, 10000.0),
     "llama-3.1-8b": _case(128, 131072, 500000.0, **LLAMA3),

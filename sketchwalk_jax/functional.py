@@ -1,0 +1,120 @@
+"""Sketch-and-Walk as one function for other codebases: `(q, k, v, walk) -> (out, walk)`.
+
+Nothing is cached: queries and keys of the whole sequence go in, as in training or scoring. Thread
+the walk through the layers' `scan`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.attention import attend_rows
+from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.walk import WalkState
+from sketchwalk_jax.walk import init_walk as _init_walk
+
+
+def init_walk(batch: int, num_tokens: int, *, config: SketchWalkConfig) -> WalkState:
+    """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
+
+    Args:
+      batch: Sequences `B`.
+      num_tokens: Tokens `T`.
+      config: The configuration that `sketchwalk_attention` will be called with.
+
+    Returns:
+      A `WalkState` of zero layers.
+    """
+    num_blocks = -(-num_tokens // config.block_size)
+    return _init_walk(batch, num_blocks, num_blocks)
+
+
+def sketchwalk_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    walk: WalkState,
+    *,
+    config: SketchWalkConfig,
+    lengths: Int[Array, "B"] | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> tuple[Float[Array, "B T N H"], WalkState]:
+    """Causal self-attention over the blocks that the walk selects (Algorithm 1).
+
+    `R_k = R_{k-1} W_k` from this layer's queries and keys and the walk so far, then exact attention
+    over the top blocks of each row. Pure; call it in every sparse layer, the walk in the carry.
+    `config.dense_layers` does not apply here: call `dense_attention` in the layers that are to stay
+    dense. Not differentiable in reverse mode: selection is discrete, and the loops over lists have
+    dynamic lengths.
+
+    Args:
+      query: Queries after rotary embedding.
+      key: Keys after rotary embedding.
+      value: Values.
+      walk: From `init_walk` or the previous sparse layer.
+      config: The configuration.
+      lengths: Tokens of each right-padded sequence; all `T` by default.
+      scale: Factor of the attention scores. Default `1 / sqrt(H)`.
+      implementation: Attention implementation, or `None` to choose.
+      kernel_config: Tile sizes.
+
+    Returns:
+      The output, and the walk for the next sparse layer.
+
+    Raises:
+      ValueError: If shapes do not fit together, or the walk was made for another length.
+
+    Example:
+      >>> import jax
+      >>> config = SketchWalkConfig.paper()
+      >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
+      >>> out, walk = sketchwalk_attention(x, x, x, init_walk(1, 256, config=config), config=config)
+      >>> out.shape, walk.scores.shape
+      ((1, 256, 4, 32), (1, 4, 4))
+    """
+    if query.ndim != 4 or key.ndim != 4 or key.shape[:2] != query.shape[:2]:
+        raise ValueError(
+            f"query must be [B, T, N, H] and key [B, T, K, H], got {query.shape} and {key.shape}"
+        )
+    if key.shape != value.shape or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"value must have key's shape and query a multiple of its heads, got {query.shape}, "
+            f"{key.shape} and {value.shape}"
+        )
+    batch, num_tokens, num_heads, head_dim = query.shape
+    size = config.block_size
+    num_blocks = -(-num_tokens // size)
+    if walk.scores.shape != (batch, num_blocks, num_blocks):
+        raise ValueError(
+            f"walk must have scores of shape {(batch, num_blocks, num_blocks)} (init_walk makes "
+            f"them), got {walk.scores.shape}"
+        )
+    if lengths is None:
+        lengths = jnp.full((batch,), num_tokens, jnp.int32)
+    padding = ((0, 0), (0, num_blocks * size - num_tokens), (0, 0), (0, 0))
+    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
+    columns = jnp.arange(num_blocks * size, dtype=jnp.int32)[None, :]
+    first_block = jnp.zeros((batch,), jnp.int32)
+    span = Span(first_block, columns < lengths[:, None], lengths, lengths)
+    shape = LayerShape(num_heads, key.shape[2], head_dim)
+    statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
+    statistics = config.observe(query, key, statistics, span=span)
+    selection, walk = config.select_prefill(
+        query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
+    )
+    out, _ = attend_rows(
+        query,
+        key,
+        value,
+        selection,
+        first_block=first_block,
+        layer=None,
+        kv_lengths=lengths,
+        scale=scale,
+        implementation=implementation,
+        kernel_config=kernel_config,
+    )
+    return out[:, :num_tokens], walk

@@ -1,0 +1,116 @@
+"""Logits and greedy tokens of whole models against transformers.
+
+One leg reads golden files (`tests/make_goldens.py` makes them). The other draws new models in every
+run and needs the interpreter of SKETCHWALK_REFERENCE_PYTHON; SKETCHWALK_PARITY_SEED repeats a run.
+"""
+
+import json
+import os
+import random
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity.live_cases import NAMES, draw_case
+from parity.rope_cases import ROPE_CASES
+from tolerances import tolerance
+
+from sketchwalk_jax import Dense, forward, generate, load
+from sketchwalk_jax.models import ModelConfig, rope_frequencies
+
+TESTS = Path(__file__).parent
+GOLDENS = sorted(path.name for path in (TESTS / "goldens").iterdir() if path.is_dir())
+
+
+def assert_equals_transformers(directory: Path, *, dtype: str = "float32") -> None:
+    """Loads a checkpoint and compares it with the `expected.npz` beside it."""
+    expected = np.load(directory / "expected.npz")
+    params, config = load(directory, dtype=dtype)
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
+    np.testing.assert_allclose(frequencies, expected["frequencies"], rtol=5e-7, atol=0)
+    assert factor == pytest.approx(float(expected["attention_factor"]), rel=1e-12)
+
+    tokens = jnp.asarray(expected["tokens"])
+    logits = forward(params, tokens, model_config=config, config=Dense())
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(
+        logits, expected["logits"], **tolerance("logits", jnp.dtype(dtype))
+    )
+    if dtype == "float32":
+        new = expected["greedy"].shape[1]
+        generation = generate(
+            params, tokens, model_config=config, config=Dense(), max_new_tokens=new
+        )
+        np.testing.assert_array_equal(generation.tokens, expected["greedy"])
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden_models_give_the_logits_and_tokens_of_transformers(name: str):
+    assert_equals_transformers(TESTS / "goldens" / name)
+
+
+def test_goldens_cover_every_family_rope_type_and_switch():
+    configs = [ModelConfig.from_pretrained(TESTS / "goldens" / name) for name in GOLDENS]
+    assert {config.model_type for config in configs} == {"llama", "qwen2", "qwen3"}
+    assert {config.rope.rope_type for config in configs} == {"default", "linear", "llama3", "yarn"}
+    assert {config.group_size for config in configs} >= {1, 2, 3, 4, 7}
+    for switch in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        assert {getattr(config, switch) for config in configs} == {False, True}, switch
+    assert any(c.num_heads * c.head_dim != c.hidden_size for c in configs)
+    assert any(len(config.eos_token_ids) > 1 for config in configs)
+
+
+@pytest.fixture(scope="session")
+def parity_seed() -> int:
+    """Seed of the drawn models; every failure shows it."""
+    return int(os.environ.get("SKETCHWALK_PARITY_SEED") or random.SystemRandom().randrange(10**6))
+
+
+@pytest.fixture(scope="session")
+def reference_run(
+    tmp_path_factory: pytest.TempPathFactory, reference_python: str, parity_seed: int
+) -> Path:
+    """Runs the reference worker once, on every case."""
+    directory = tmp_path_factory.mktemp("parity")
+    job: dict[str, Any] = {
+        "cases": [draw_case(name, parity_seed) for name in NAMES],
+        "rope": [{"name": name, "config": config} for name, config in ROPE_CASES.items()],
+    }
+    path = directory / "job.json"
+    path.write_text(json.dumps(job))
+    worker = TESTS / "parity" / "reference_worker.py"
+    done = subprocess.run(
+        [reference_python, str(worker), str(path), str(directory)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"SKETCHWALK_PARITY_SEED={parity_seed}\n{done.stderr[-4000:]}"
+    return directory
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_drawn_models_give_the_logits_and_tokens_of_transformers(
+    reference_run: Path, parity_seed: int, name: str
+):
+    case = draw_case(name, parity_seed)
+    print(f"SKETCHWALK_PARITY_SEED={parity_seed}", json.dumps(case))
+    with warnings.catch_warnings():
+        if case.get("lm_head") == "other":
+            warnings.filterwarnings("ignore", "declares tied embeddings|.*lm_head")
+        assert_equals_transformers(
+            reference_run / name, dtype=case.get("run_dtype", "float32")
+        )
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROPE_CASES)
+def test_the_reference_still_gives_the_golden_frequencies(reference_run: Path, name: str):
+    fresh, golden = np.load(reference_run / "rope.npz"), np.load(TESTS / "goldens/rope.npz")
+    np.testing.assert_allclose(golden[name], fresh[name], rtol=2.5e-7, atol=0)
+    factor = name + ".attention_factor"
+    assert float(golden[factor]) == pytest.approx(float(fresh[factor]), rel=1e-12)
