@@ -1,4 +1,4 @@
-"""How attention and selection run: sizes of tiles. Nothing here changes a result beyond rounding."""
+"""How attention and selection run: sizes of tiles. None changes a result beyond rounding."""
 
 import dataclasses
 

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,36 @@ TESTS = Path(__file__).parent
 GOLDENS = sorted(path.name for path in (TESTS / "goldens").iterdir() if path.is_dir())
 
 
-def assert_equals_transformers(directory: Path, *, dtype: str = "float32") -> None:
+def assert_equals_transformers(directory: Path) -> None:
     """Loads a checkpoint and compares it with the `expected.npz` beside it."""
     expected = np.load(directory / "expected.npz")
-    params, config = load(directory, dtype=dtype)
+    params, config = load(directory, dtype="float32")
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     np.testing.assert_allclose(frequencies, expected["frequencies"], rtol=5e-7, atol=0)
     assert factor == pytest.approx(float(expected["attention_factor"]), rel=1e-12)
 
     tokens = jnp.asarray(expected["tokens"])
     logits = forward(params, tokens, model_config=config, config=Dense())
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(
-        logits, expected["logits"], **tolerance("logits", jnp.dtype(dtype))
+    np.testing.assert_allclose(logits, expected["logits"], **tolerance("logits"))
+    num_new = expected["greedy"].shape[1]
+    generation = generate(
+        params, tokens, model_config=config, config=Dense(), max_new_tokens=num_new
     )
-    if dtype == "float32":
-        new = expected["greedy"].shape[1]
-        generation = generate(
-            params, tokens, model_config=config, config=Dense(), max_new_tokens=new
-        )
-        np.testing.assert_array_equal(generation.tokens, expected["greedy"])
+    np.testing.assert_array_equal(generation.tokens, expected["greedy"])
+
+
+def assert_as_exact_as_transformers(directory: Path, dtype: str) -> None:
+    """In low precision both stand off the float32 logits; ours must not stand further."""
+    expected = np.load(directory / "expected.npz")
+    params, config = load(directory, dtype=dtype)
+    tokens = jnp.asarray(expected["tokens"])
+    logits = forward(params, tokens, model_config=config, config=Dense())
+    assert logits.dtype == jnp.float32
+    error, reference_error = (
+        float(np.sqrt(np.mean(np.square(value - expected["exact_logits"]))))
+        for value in (np.asarray(logits), expected["logits"])
+    )
+    assert 0 < error < 1.5 * reference_error
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -98,12 +107,13 @@ def test_drawn_models_give_the_logits_and_tokens_of_transformers(
 ):
     case = draw_case(name, parity_seed)
     print(f"SKETCHWALK_PARITY_SEED={parity_seed}", json.dumps(case))
-    with warnings.catch_warnings():
-        if case.get("lm_head") == "other":
-            warnings.filterwarnings("ignore", "declares tied embeddings|.*lm_head")
-        assert_equals_transformers(
-            reference_run / name, dtype=case.get("run_dtype", "float32")
-        )
+    if "run_dtype" in case:
+        assert_as_exact_as_transformers(reference_run / name, case["run_dtype"])
+    elif case.get("lm_head") == "other":
+        with pytest.warns(UserWarning, match="holds a different lm_head"):
+            assert_equals_transformers(reference_run / name)
+    else:
+        assert_equals_transformers(reference_run / name)
 
 
 @pytest.mark.parity

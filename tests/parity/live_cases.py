@@ -12,7 +12,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EXTRAS: dict[str, dict[str, Any]] = {
     "tied-with-its-head": {"lm_head": "same"},
     "tied-with-another-head": {"lm_head": "other"},
-    "bfloat16": {"dtype": "bfloat16", "run_dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "run_dtype": "bfloat16", "length": 70},
 }
 NAMES = (*(f"{family}-{rope}" for family in FAMILIES for rope in ROPE_TYPES), *EXTRAS)
 

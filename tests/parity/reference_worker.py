@@ -11,7 +11,8 @@ DIRECTORY/NAME, loads it back from there, and adds `expected.npz` with logits an
     config          arguments of the transformers config class
     edits           entries of config.json to set (or with null value to remove) after saving
     dtype           in which the weights are saved, default float32
-    run_dtype       in which the model computes, default float32
+    run_dtype       in which the model computes, default float32; with another one the logits of
+                    float32 are added as `exact_logits`
     max_shard_size  as in save_pretrained, to get several files
     lm_head         "same" or "other": adds an lm_head.weight to a tied checkpoint
     num_eos         how many of the tokens that come up are declared as end tokens
@@ -47,7 +48,8 @@ def random_model(case):
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 2:
-                weight.copy_(noise / weight.shape[1] ** 0.5)
+                is_embedding = "embed" in name or "lm_head" in name
+                weight.copy_((0.5 if is_embedding else 1) * noise / weight.shape[1] ** 0.5)
             else:
                 weight.copy_(0.2 * noise + float("norm" in name))
     return model
@@ -116,17 +118,23 @@ def run_case(case, root):
         path = directory / "generation_config.json"
         path.write_text(json.dumps({"eos_token_id": eos_token_ids}) + "\n")
         generated, _ = greedy(model, tokens, new_tokens, eos_token_ids)
-    with torch.no_grad():
-        logits = model(tokens).logits.float()
     rotary = model.model.rotary_emb
-    np.savez(
-        directory / "expected.npz",
-        tokens=tokens.int().numpy(),
-        logits=logits.numpy(),
-        greedy=generated.int().numpy(),
-        frequencies=rotary.inv_freq.float().numpy(),
-        attention_factor=np.float64(rotary.attention_scaling),
-    )
+    expected = {
+        "tokens": tokens.int().numpy(),
+        "logits": compute_logits(model, tokens),
+        "greedy": generated.int().numpy(),
+        "frequencies": rotary.inv_freq.float().numpy(),
+        "attention_factor": np.float64(rotary.attention_scaling),
+    }
+    if run_dtype != torch.float32:
+        exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        expected["exact_logits"] = compute_logits(exact, tokens)
+    np.savez(directory / "expected.npz", **expected)
+
+
+def compute_logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens).logits.float().numpy()
 
 
 def rope_frequencies(config):
