@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from sketchwalk_jax.models.config import DTYPES, SAVED_CONFIG_FILE, ModelConfig, read_json
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
 from sketchwalk_jax.models.placement import ParamsSharding, shardings_by_path

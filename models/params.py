@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
+
 from sketchwalk_jax.models.config import ModelConfig
 
 Params = dict[str, Any]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Sharding
+
 from sketchwalk_jax.models.params import Params, flatten_params
 
 ParamsSharding = (

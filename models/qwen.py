@@ -27,7 +27,7 @@ def qwen2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     Example:
         >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
         >>> fields = qwen2_fields(raw)
-        >>> fields["qkv_bias"], fields["o_bias"]
+        >>> fields["qkv_bias"], "o_bias" in fields
         (True, False)
     """
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
+
 from sketchwalk_jax.models.config import RopeConfig
 
 

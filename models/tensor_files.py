@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from sketchwalk_jax.models.config import read_json
 
 SINGLE_FILE = "model.safetensors"

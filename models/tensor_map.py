@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
+
 from sketchwalk_jax.models import llama, qwen
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import flatten_params, input_axes, param_shapes

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
+
 from sketchwalk_jax.models.checkpoint import load_saved
 from sketchwalk_jax.models.checkpoint import save as save
 from sketchwalk_jax.models.config import (

@@ -90,7 +90,7 @@ def pad_to_bucket(
     if lengths is None:
         lengths = np.full((batch,), width, np.int32)
     bucket = bucket_length(width, multiple=config.block_size)
-    bucket = max(width, min(bucket, model_config.max_position_embeddings))
+    bucket = max(width, min(bucket, model_config.context_length))
     return jnp.pad(jnp.asarray(tokens), ((0, 0), (0, bucket - width))), lengths
 
 

@@ -73,10 +73,10 @@ def init_cache(
     """
     if batch < 1 or max_tokens < 1:
         raise ValueError(f"batch and max_tokens must be positive, got {batch} and {max_tokens}")
-    if max_tokens > model_config.max_position_embeddings:
+    if max_tokens > model_config.context_length:
         raise ValueError(
             f"max_tokens must not exceed the model's context of "
-            f"{model_config.max_position_embeddings} tokens, got {max_tokens}"
+            f"{model_config.context_length} tokens, got {max_tokens}"
         )
     num_blocks = -(-max_tokens // config.block_size)
     dtype = jnp.dtype(model_config.dtype if dtype is None else dtype)

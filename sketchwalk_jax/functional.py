@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import attend_rows
-from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.walk import WalkState
 from sketchwalk_jax.walk import init_walk as _init_walk
 
 
-def init_walk(batch: int, num_tokens: int, *, config: SketchWalkConfig) -> WalkState:
+def init_walk(batch: int, num_tokens: int, *, config: Policy) -> WalkState:
     """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
@@ -36,7 +35,7 @@ def sketchwalk_attention(
     value: Float[Array, "B T K H"],
     walk: WalkState,
     *,
-    config: SketchWalkConfig,
+    config: Policy,
     lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -55,7 +54,7 @@ def sketchwalk_attention(
       key: Keys after rotary embedding.
       value: Values.
       walk: From `init_walk` or the previous sparse layer.
-      config: The configuration.
+      config: A `SketchWalkConfig`, or another policy that scores by queries and keys.
       lengths: Tokens of each right-padded sequence; all `T` by default.
       scale: Factor of the attention scores. Default `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
@@ -69,6 +68,7 @@ def sketchwalk_attention(
 
     Example:
       >>> import jax
+      >>> from sketchwalk_jax import SketchWalkConfig
       >>> config = SketchWalkConfig.paper()
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
       >>> out, walk = sketchwalk_attention(x, x, x, init_walk(1, 256, config=config), config=config)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sketchwalk_jax.cache import Cache, init_cache
@@ -259,12 +260,12 @@ def prepare(
 
 def generate(
     params: PyTree,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
     config: Policy,
     max_new_tokens: int,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[Array | np.ndarray, "B"] | None = None,
     sampling: Sampling | None = None,
     key: Key[Array, "..."] | None = None,
     eos_token_ids: tuple[int, ...] | None = None,

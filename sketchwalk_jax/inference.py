@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers
@@ -206,12 +207,12 @@ _decode = jax.jit(decode_token, static_argnames=("settings",), donate_argnames="
 
 def prefill(
     params: PyTree,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     cache: Cache,
     *,
     model_config: ModelConfig,
     config: Policy,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[Array | np.ndarray, "B"] | None = None,
     phase: str = "both",
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -267,7 +268,7 @@ def prefill(
 
 def decode_step(
     params: PyTree,
-    tokens: Int[Array, "B"],
+    tokens: Int[Array | np.ndarray, "B"],
     cache: Cache,
     *,
     model_config: ModelConfig,
@@ -314,11 +315,11 @@ def decode_step(
 
 def forward(
     params: PyTree,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
     config: Policy | None = None,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[Array | np.ndarray, "B"] | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,

@@ -52,7 +52,7 @@ class Stream(Iterator[StreamChunk]):
         """Keeps the checked call; nothing runs before the first `next`."""
         self._call, self._params, self._every = call, params, every
         self._state: DecodeState | None = None
-        self._left = call.max_new_tokens
+        self._left, self._is_first = call.max_new_tokens, True
 
     @property
     def cache(self) -> Cache:
@@ -78,7 +78,9 @@ class Stream(Iterator[StreamChunk]):
             return self._chunk(np.zeros((batch, 0), np.int32), np.zeros(batch, np.int32), selection)
         if not self._left or bool(np.all(self._state.is_done)):
             raise StopIteration
-        count = min(self._every, self._left)
+        # The first token alone, as soon as there is one.
+        count = min(1 if self._is_first else self._every, self._left)
+        self._is_first = False
         before = np.array(self._state.lengths)
         tokens, self._state = _decode(
             self._params,
@@ -104,11 +106,13 @@ class Stream(Iterator[StreamChunk]):
         return StreamChunk(tokens, lengths, is_done, density, selection)
 
 
-def stream(params: PyTree, tokens: Int[Array, "B T"], *, every: int = 8, **options: Any) -> Stream:
+def stream(
+    params: PyTree, tokens: Int[Array | np.ndarray, "B T"], *, every: int = 8, **options: Any
+) -> Stream:
     """Continues every prompt, handing out tokens as they come.
 
-    The same tokens as `generate`, `every` at a time. The first chunk holds no tokens: it marks the
-    end of prefill, so that the time to it is the time to the first token.
+    The same tokens as `generate`. The first chunk holds no tokens, it marks the end of prefill; the
+    second holds one, and those after it `every`.
 
     Args:
       params: Parameter tree from `load`.

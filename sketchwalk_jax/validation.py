@@ -118,14 +118,9 @@ def check_generation(
         raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
     if not isinstance(pad_token_id, int):
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
-    context = settings.model_config.max_position_embeddings
+    context = settings.model_config.context_length
     width = tokens.shape[1]
     longest = width if isinstance(lengths, jax.core.Tracer) else int(np.max(lengths))
-    if width > context:
-        raise ValueError(
-            f"tokens must have at most as many columns as the model's context, {context}, "
-            f"got {width}"
-        )
     used = 0
     if cache is not None and not isinstance(cache.lengths, jax.core.Tracer):
         used = int(np.max(cache.lengths))
@@ -134,6 +129,11 @@ def check_generation(
         raise ValueError(
             f"prompt and new tokens must fit into the model's context of {context} tokens, got "
             f"{used + longest} and {max_new_tokens}; shorten the prompt or lower max_new_tokens"
+        )
+    if width > context:
+        raise ValueError(
+            f"tokens must have at most as many columns as the model's context, {context}, "
+            f"got {width}"
         )
     if cache is not None:
         _check_cache(cache, tokens.shape[0], settings.config)

@@ -144,6 +144,8 @@ def attend_lists(
     num_layers, _, key_tokens, kv_heads, _ = key.shape
     num_blocks = key_tokens // size
     blocked = (num_layers, batch, num_blocks, size, kv_heads, head_dim)
+    # Without it XLA fuses the reshape with the write that made the cache, and so copies the cache.
+    key, value = jax.lax.optimization_barrier((key, value))
     key, value = key.reshape(blocked), value.reshape(blocked)
     num_lists = selection.ids.shape[1]
     # Lists per query head make every query head a group of its own.

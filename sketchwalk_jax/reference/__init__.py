@@ -1,8 +1,9 @@
 """Sketch-and-Walk straight from the equations: slow, readable, shared with nothing.
 
 Every fast path of the library is tested against this package, which imports none of them: only
-the frozen configuration that says what is computed. Arithmetic on tensors is float32 at
-`jax.lax.Precision.HIGHEST`; the walk is float64 on the host. One sequence at a time, any length.
+the frozen configuration that says what is computed. Attention is float32 at
+`jax.lax.Precision.HIGHEST`; sketches are float32 and the walk float64, on the host. One sequence
+at a time, of any length.
 
 The files follow the paper: `sketch` (section 2.2), `walk` (2.3), `selection` and `attention`
 (Algorithm 1, steps 7 and 8), `layers` (Algorithms 1 and 2), `released` (the rule of the authors'

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -42,17 +40,14 @@ def released_transition(
     size = config.block_size
     num_blocks = -(-len(query) // size)
 
-    def means(x: AnyArray) -> AnyArray:
-        padded = jnp.pad(x.astype(jnp.float32), ((0, num_blocks * size - len(x)), (0, 0), (0, 0)))
-        return padded.reshape(num_blocks, size, *x.shape[1:]).sum(axis=1) / np.float32(size)
-
-    query_means, key_means = means(query), means(key)
+    query_means, key_means = (
+        np.stack([x[i * size : (i + 1) * size].sum(axis=0) for i in range(num_blocks)]) / size
+        for x in (np.asarray(query, np.float32), np.asarray(key, np.float32))
+    )
     if is_decode:
-        pooled = query[-config.decode_queries :].astype(jnp.float32).mean(axis=0)
-        query_means = query_means.at[-1].set(pooled)
-    key_means = jnp.repeat(key_means, num_heads // key.shape[1], axis=1)
-    highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("inh,jnh->nij", query_means, key_means, precision=highest)
+        query_means[-1] = np.asarray(query[-config.decode_queries :], np.float32).mean(axis=0)
+    key_means = key_means.repeat(num_heads // key.shape[1], axis=1)
+    logits = np.einsum("inh,jnh->nij", query_means, key_means)
     logits = np.asarray(logits, np.float64) * config.logit_scale / math.sqrt(head_dim)
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     total = (weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0)

@@ -1,7 +1,5 @@
-"""Block means, the Hadamard sketch and the block scores (Algorithm 1, steps 1 to 5)."""
+"""Block means, the Hadamard sketch and the block scores (Algorithm 1, steps 1 to 5), in float32."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -78,7 +76,7 @@ def srht_matrix(head_dim: int, sketch_dim: int | None, seed: int) -> np.ndarray:
     return subsampled_hadamard(head_dim, sketch_dim, seed).astype(np.float32)
 
 
-def block_means(x: Float[AnyArray, "T X H"], block_size: int) -> Float[AnyArray, "J X H"]:
+def block_means(x: Float[AnyArray, "T X H"], block_size: int) -> np.ndarray:
     """Averages the tokens of each block; a partly filled last block divides by its real count.
 
     Args:
@@ -89,17 +87,12 @@ def block_means(x: Float[AnyArray, "T X H"], block_size: int) -> Float[AnyArray,
       `[J, X, H]` float32 with `J = ceil(T / block_size)`.
 
     Example:
-      >>> block_means(jnp.ones((5, 2, 3)), 4)[1].tolist()
-      [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+      >>> block_means(np.arange(5.0).reshape(5, 1, 1), 4).ravel().tolist()
+      [1.5, 4.0]
     """
-    num_tokens, heads, head_dim = x.shape
-    num_blocks = -(-num_tokens // block_size)
-    missing = num_blocks * block_size - num_tokens
-    padded = jnp.pad(x.astype(jnp.float32), ((0, missing), (0, 0), (0, 0)))
-    sums = padded.reshape(num_blocks, block_size, heads, head_dim).sum(axis=1)
-    counts = np.full((num_blocks, 1, 1), block_size, np.float32)
-    counts[-1] -= missing
-    return sums / counts
+    x = np.asarray(x, np.float32)
+    starts = range(0, len(x), block_size)
+    return np.stack([x[start : start + block_size].mean(axis=0) for start in starts])
 
 
 def block_scores(
@@ -125,24 +118,20 @@ def block_scores(
       `[J, J]` float32, zero above the diagonal.
 
     Example:
-      >>> ones = jnp.ones((64, 1, 4))
+      >>> ones = np.ones((64, 1, 4), np.float32)
       >>> block_scores(ones, ones, SketchWalkConfig.paper()).tolist()
       [[2.0]]
     """
     num_heads, head_dim = query.shape[1:]
-    group_size = num_heads // key.shape[1]
     query_means = block_means(query, config.block_size)
     key_means = block_means(key, config.block_size)
     if is_decode:
-        query_means = query_means.at[-1].set(query[-1].astype(jnp.float32))
+        query_means[-1] = np.asarray(query[-1], np.float32)
     if config.head_combination == "mean":
         query_means = query_means.mean(axis=1, keepdims=True)
         key_means = key_means.mean(axis=1, keepdims=True)
     else:
-        key_means = jnp.repeat(key_means, group_size, axis=1)
+        key_means = key_means.repeat(num_heads // key.shape[1], axis=1)
     omega = srht_matrix(head_dim, config.sketch_dim, config.seed)
-    highest = jax.lax.Precision.HIGHEST
-    query_sketch = jnp.einsum("inh,hr->inr", query_means, omega, precision=highest)
-    key_sketch = jnp.einsum("jnh,hr->jnr", key_means, omega, precision=highest)
-    scores = jnp.einsum("inr,jnr->ij", query_sketch, key_sketch, precision=highest)
-    return np.tril(np.asarray(scores) / np.float32(np.sqrt(head_dim)))
+    scores = np.einsum("inr,jnr->ij", query_means @ omega, key_means @ omega)
+    return np.tril(scores / np.float32(np.sqrt(head_dim)))

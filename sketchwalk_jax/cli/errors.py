@@ -1,0 +1,74 @@
+"""What the command line says when something is wrong, and with which exit status."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import jax
+import typer
+
+
+class UsageError(Exception):
+    """A mistake on the command line itself: exit status 2."""
+
+
+# `TyperException` came after the oldest Typer supported; there as here it is the common base of
+# what the parser raises.
+_PARSER_ERROR = next(
+    base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
+)
+
+EXPECTED = (
+    UsageError,
+    _PARSER_ERROR,
+    ValueError,
+    NotImplementedError,
+    OSError,
+    jax.errors.JaxRuntimeError,
+)
+"""Exceptions whose message is for the user. Any other is a defect and keeps its traceback."""
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """The message for an exception of `EXPECTED`, and the exit status."""
+    if isinstance(error, UsageError):
+        return str(error), 2
+    if isinstance(error, _PARSER_ERROR):
+        return error.format_message(), error.exit_code
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}", 1
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        message = str(error).strip().partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" in message:
+            message += "; pass --chunk-size, a shorter prompt, or a smaller --dtype"
+        return message, 1
+    return str(error), 1
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns the library's errors about an option's value into usage errors.
+
+    A message starts with the name of the argument, `chunk_size must be ...`, which becomes that of
+    the option, `--chunk-size must be ...`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        flag = f"--{name.replace('_', '-')}" if name.isidentifier() else name
+        raise UsageError(f"{flag} {rest}") from error
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning in one line, without the place in the code; `warnings.showwarning`."""
+    del category, filename, lineno, line
+    print(f"warning: {message}", file=file or sys.stderr)

@@ -1,0 +1,56 @@
+"""`sketchwalk info`: what a checkpoint is, what would run here, and what the cache will cost."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from sketchwalk_jax.cli import describe, options
+from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.models.config import ModelConfig
+
+
+def info(
+    model: options.ModelOption = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Length to size the cache for.",
+            show_default="the model's context",
+        ),
+    ] = None,
+    policy: options.PolicyOption = "sketchwalk",
+    preset: options.PresetOption = None,
+    density: options.DensityOption = None,
+    dtype: options.DTypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Describe a checkpoint, and what would run here.
+
+    Reads the headers of the weight files only. Without --model, describes this machine.
+    """
+    config = options.make_policy(policy, preset, density)
+    if model is None:
+        if context is not None:
+            raise UsageError("--context must be given together with --model, got it alone")
+        found: dict[str, Any] = {"environment": describe.environment()}
+    else:
+        directory = options.check_model(model)
+        model_config = ModelConfig.from_pretrained(directory)
+        chosen = options.choose_dtype(dtype, model_config)
+        tokens = model_config.context_length if context is None else context
+        with usage_errors():
+            cache = describe.cache(model_config, config, max_tokens=tokens, dtype=chosen)
+        found = {
+            "environment": describe.environment(
+                num_heads=model_config.num_heads,
+                head_dim=model_config.head_dim,
+                block_size=config.block_size,
+                dtype=chosen,
+            ),
+            "model": describe.checkpoint(directory, model_config, dtype=chosen),
+            "cache": cache,
+        }
+    print(json.dumps(found) if as_json else describe.to_text(found), flush=True)

@@ -1,0 +1,105 @@
+"""Options that both commands have, and what is made of them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import typer
+
+from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.models.config import ModelConfig, check_directory
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name
+
+METHOD = "Method"
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+Phase = Literal["both", "prefill", "decode"]
+
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        help="Checkpoint directory: Hugging Face safetensors, or written by sketchwalk_jax.save.",
+        show_default=False,
+    ),
+]
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help=f"Which keys a query attends to: {' or '.join(POLICIES)}.",
+        rich_help_panel=METHOD,
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help=f"Variant of the sketchwalk policy: {', '.join(PRESETS)}.",
+        show_default="paper",
+        rich_help_panel=METHOD,
+    ),
+]
+DensityOption = Annotated[
+    float | None,
+    typer.Option(
+        "--density",
+        metavar="FRACTION",
+        help="Share of its causal blocks that a query keeps, above 0, at most 1.",
+        show_default="0.2",
+        rich_help_panel=METHOD,
+    ),
+]
+DTypeOption = Annotated[
+    DTypeName | None,
+    typer.Option(
+        "--dtype",
+        help="Type of weights and cache.",
+        show_default="float32 on CPU, else the checkpoint's",
+        rich_help_panel=METHOD,
+    ),
+]
+
+
+def make_policy(policy: str, preset: str | None, density: float | None) -> Policy:
+    """The policy that the options name.
+
+    Raises:
+      UsageError: If a name is unknown, or a value is out of range or has no effect.
+    """
+    with usage_errors():
+        made = by_name(policy, preset=preset)
+        if density is None:
+            return made
+        if "density" not in {field.name for field in dataclasses.fields(made)}:
+            name = policy if preset is None else f"{policy} --preset {preset}"
+            raise UsageError(f"--density must be left out for --policy {name}, which has none")
+        return by_name(policy, preset=preset, density=density)
+
+
+def check_model(model: Path | None) -> Path:
+    """The checkpoint directory.
+
+    Raises:
+      UsageError: If no directory was given, or it does not exist.
+    """
+    if model is None:
+        raise UsageError(
+            "--model must be a checkpoint directory, got none; `hf download ORG/NAME --local-dir "
+            "DIR` makes one"
+        )
+    try:
+        return check_directory(model)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(f"--model {error}") from error
+
+
+def choose_dtype(dtype: DTypeName | None, model_config: ModelConfig) -> str:
+    """The dtype asked for, or the one to run in: CPUs compute bfloat16 and float16 slowly."""
+    if dtype is not None:
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else model_config.dtype

@@ -1,0 +1,107 @@
+"""The prompt: where it comes from, byte for byte, and its tokens."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.models.config import ModelConfig
+
+
+def check_sources(prompt: str | None, prompt_file: Path | None) -> None:
+    """Raises a `UsageError` unless exactly one prompt is given, standard input included."""
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file must not be given together")
+    if prompt is None and prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError(
+            "a prompt must be given: pass --prompt or --prompt-file, or pipe it into the command"
+        )
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt exactly as it stands: nothing is stripped and no line end is translated.
+
+    Raises:
+      ValueError: If it is empty or not UTF-8.
+      OSError: If the file cannot be read.
+    """
+    if prompt is not None:
+        source, content = "--prompt", os.fsencode(prompt)
+    elif prompt_file is not None:
+        source, content = str(prompt_file), prompt_file.read_bytes()
+    else:
+        source, content = "standard input", sys.stdin.buffer.read()
+    if not content:
+        raise ValueError(f"the prompt must not be empty, got no bytes from {source}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the prompt must be UTF-8 text, got byte 0x{content[error.start]:02x} at offset "
+            f"{error.start} of {source}"
+        ) from error
+
+
+def open_tokenizer(directory: Path) -> Any:
+    """The checkpoint's tokenizer, without the advice that transformers prints on import."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from sketchwalk_jax.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(directory)
+    except ValueError:
+        raise
+    # The tokenizers library raises `Exception` itself for files that it cannot read.
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer files in {str(directory)!r} must be readable by transformers, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def tokenize(
+    tokenizer: Any, text: str, *, is_chat: bool, system: str | None
+) -> Int[np.ndarray, "T"]:
+    """The prompt's tokens: as plain text, or as the user's turn of a conversation.
+
+    Raises:
+      ValueError: If there is no chat template, the template refuses the messages, or the text
+        has no tokens.
+    """
+    from jinja2 import TemplateError
+
+    from sketchwalk_jax.tokenizer import apply_chat_template, encode
+
+    if is_chat:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
+        try:
+            tokens = apply_chat_template(tokenizer, messages)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+    else:
+        tokens = encode(tokenizer, text)
+    if not len(tokens):
+        raise ValueError("the prompt must have at least one token, got none for its text")
+    return tokens
+
+
+def check_tokens(
+    tokens: Int[np.ndarray, "T"], *, max_new_tokens: int, model_config: ModelConfig
+) -> None:
+    """Raises a `ValueError` for tokens that the model does not know or has no room for."""
+    context, length = model_config.context_length, len(tokens)
+    if length + max_new_tokens > context:
+        raise ValueError(
+            f"prompt and new tokens must fit into the model's context of {context} tokens, got "
+            f"{length} and {max_new_tokens}; shorten the prompt or lower --max-new-tokens"
+        )
+    if tokens.max() >= model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer must have at most the model's {model_config.vocab_size} tokens, got "
+            f"token {tokens.max()} in the prompt; copy the tokenizer of the original checkpoint"
+        )

@@ -1,0 +1,226 @@
+"""Pictures of what was attended to: block maps and measured density.
+
+Each function makes one matplotlib figure (a `pyplot` one: notebooks show it, scripts save it).
+matplotlib is the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sketchwalk_jax.density import Density
+from sketchwalk_jax.selection import BlockSelection
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which are told apart with any kind of colour vision.
+_BLUE, _ORANGE = "#0072B2", "#D55E00"
+_LIGHT_GREY, _WHITE = "#E4E4E4", "#FFFFFF"
+_MAX_COLUMNS = 5
+
+
+def _import_pyplot() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(
+            'plots must have matplotlib: pip install "sketchwalk-jax[plots]"'
+        ) from error
+    return pyplot
+
+
+def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int = 0) -> np.ndarray:
+    """Which key blocks each query block attended to, as a dense array on the host.
+
+    Args:
+      selection: Lists `[B, M, I, P]`, or `[L, B, M, I, P]` as `generate(return_selection=True)`
+        returns them.
+      sequence: Which sequence of the batch.
+      first_block: Block of the selection's first row.
+
+    Returns:
+      float32 `[L, I, first_block + I]` (`L = 1` without a layer axis): the share of the lists of a
+      row that hold the key block, 0 or 1 where all heads share one list. Blocks after the row's own
+      are NaN.
+
+    Raises:
+      ValueError: If the selection has another number of axes or no such sequence.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sketchwalk_jax.selection import full_selection
+      >>> block_map(full_selection(jnp.arange(3)[None], 3)).shape
+      (1, 3, 3)
+    """
+    ids, counts = np.asarray(selection.ids), np.asarray(selection.counts)
+    if ids.ndim not in (4, 5) or counts.shape != ids.shape[:-1]:
+        raise ValueError(
+            "selection must have ids [B, M, I, P] or [L, B, M, I, P] and counts without the last "
+            f"axis, got {ids.shape} and {counts.shape}"
+        )
+    if ids.ndim == 4:
+        ids, counts = ids[None], counts[None]
+    if not 0 <= sequence < ids.shape[1]:
+        raise ValueError(f"sequence must be in 0..{ids.shape[1] - 1}, got {sequence}")
+    ids, counts = ids[:, sequence], counts[:, sequence]
+    num_layers, num_lists, num_rows, width = ids.shape
+    num_blocks = first_block + num_rows
+    listed = (np.arange(width) < counts[..., None]) & (ids >= 0) & (ids < num_blocks)
+    layer, _, row, _ = place = np.nonzero(listed)
+    shares = np.zeros((num_layers, num_rows, num_blocks), np.float32)
+    np.add.at(shares, (layer, row, ids[place]), 1.0 / num_lists)
+    is_causal = np.tri(num_rows, num_blocks, first_block, dtype=bool)
+    return np.where(is_causal, shares, np.nan).astype(np.float32)
+
+
+def plot_block_map(
+    selection: BlockSelection,
+    *,
+    layer: int | None = None,
+    sequence: int = 0,
+    num_tokens: int | None = None,
+    first_block: int = 0,
+    dense_layers: int = 0,
+    title: str | None = None,
+) -> "Figure":
+    """Draws the key blocks (columns) that each query block (row) attended to.
+
+    Attended blocks are blue, other causal blocks grey; where heads have lists of their own, the
+    depth of the blue is the share of the lists that hold the block.
+
+    Args:
+      selection: From `generate(..., return_selection=True)`, or of one layer.
+      layer: The layer to draw, counted as the model does; a grid of all layers by default.
+      sequence: Which sequence of the batch.
+      num_tokens: Tokens of that sequence, to leave out the padding; everything by default.
+      first_block: Block of the selection's first row, if the prompt continued a cache.
+      dense_layers: Leading layers that are not in the selection, as in the configuration; only for
+        the numbering of layers.
+      title: Title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If the selection has no such layer, sequence or tokens.
+
+    Example:
+      >>> out = generate(params, tokens)  # doctest: +SKIP
+      >>> plot_block_map(out.selection, dense_layers=2, num_tokens=2700)  # doctest: +SKIP
+    """
+    shares = block_map(selection, sequence=sequence, first_block=first_block)
+    last = dense_layers + len(shares) - 1
+    if layer is not None and not dense_layers <= layer <= last:
+        raise ValueError(f"layer must be in {dense_layers}..{last}, got {layer}")
+    size = selection.block_size
+    num_rows = shares.shape[1]
+    if num_tokens is not None:
+        num_rows = -(-num_tokens // size) - first_block
+        if not 0 < num_rows <= shares.shape[1]:
+            low, high = first_block * size + 1, (first_block + shares.shape[1]) * size
+            raise ValueError(f"num_tokens must be in {low}..{high}, got {num_tokens}")
+    shares = shares[:, :num_rows, : first_block + num_rows]
+    layers = [layer] if layer is not None else list(range(dense_layers, last + 1))
+
+    pyplot = _import_pyplot()
+    columns = min(_MAX_COLUMNS, len(layers))
+    rows = math.ceil(len(layers) / columns)
+    panel = 4.6 if len(layers) == 1 else 2.3
+    figure, axes = pyplot.subplots(
+        rows,
+        columns,
+        figsize=(panel * columns + 0.5, panel * rows * num_rows / shares.shape[2] + 0.7),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for index, axis in enumerate(axes.flat):
+        if index >= len(layers):
+            axis.set_visible(False)
+            continue
+        kept = shares[layers[index] - dense_layers]
+        _draw_map(axis, kept, first_block)
+        axis.set_title(f"layer {layers[index]}: {np.nanmean(kept):.0%} of blocks", fontsize=9)
+    _explain_colours(axes[0, 0], has_shares=bool(np.any((shares > 0) & (shares < 1))))
+    figure.supxlabel(f"key block ({size} tokens each)", fontsize=10)
+    figure.supylabel(f"query block ({size} tokens each)", fontsize=10)
+    if title is not None:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _draw_map(axis: Any, shares: np.ndarray, first_block: int) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    colours = LinearSegmentedColormap.from_list("attended", [_LIGHT_GREY, _BLUE])
+    colours = colours.with_extremes(bad=_WHITE)
+    num_rows, num_blocks = shares.shape
+    axis.imshow(
+        np.ma.masked_invalid(shares),
+        cmap=colours,
+        vmin=0.0,
+        vmax=1.0,
+        interpolation="none",
+        extent=(-0.5, num_blocks - 0.5, first_block + num_rows - 0.5, first_block - 0.5),
+    )
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _explain_colours(axis: Any, *, has_shares: bool) -> None:
+    from matplotlib.patches import Patch
+
+    meaning = {_BLUE: "all heads" if has_shares else "attended", _LIGHT_GREY: "not attended"}
+    patches = [Patch(color=colour, label=label) for colour, label in meaning.items()]
+    axis.legend(handles=patches, loc="upper right", fontsize=7, frameon=False)
+
+
+def plot_density(density: Density, *, title: str | None = None) -> "Figure":
+    """Draws the measured density of each layer, for prompts and for decoded tokens.
+
+    Args:
+      density: `Generation.measured_density`.
+      title: Title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+
+    Example:
+      >>> plot_density(generate(params, tokens).measured_density)  # doctest: +SKIP
+    """
+    pyplot = _import_pyplot()
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure, axis = pyplot.subplots(figsize=(5.6, 3.2), layout="constrained")
+    for name, colour, style in (
+        ("prefill", _BLUE, {"marker": "o", "markersize": 9, "markerfacecolor": "none"}),
+        ("decode", _ORANGE, {"marker": "s", "markersize": 4, "linestyle": "--"}),
+    ):
+        if float(np.sum(getattr(density, f"{name}_causal"))) > 0:
+            values = np.asarray(getattr(density, name))
+            axis.plot(values, color=colour, label=name, **style)
+    overall = float(density.overall)
+    axis.axhline(
+        overall, color="black", linestyle=":", linewidth=1, label=f"all together: {overall:.1%}"
+    )
+    axis.set_ylim(0.0, 1.05)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axis.set_xlabel("layer")
+    axis.set_ylabel("attended causal pairs")
+    axis.grid(axis="y", color=_LIGHT_GREY)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    if title is not None:
+        axis.set_title(title, fontsize=11)
+    return figure

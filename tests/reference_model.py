@@ -1,0 +1,119 @@
+"""A Llama-shaped model around the reference attention, one sequence at a time, in NumPy."""
+
+import dataclasses
+
+import numpy as np
+import oracle
+
+from sketchwalk_jax import reference
+
+
+@dataclasses.dataclass
+class ReferenceModel:
+    """Keeps queries, keys and values of all tokens; `prefill` and `decode` may alternate.
+
+    Attributes:
+      params: The parameter tree.
+      model_config: Sizes; default rotary embedding, no biases.
+      config: A `SketchWalkConfig`.
+      phase: Where selection is sparse.
+      history: Queries, keys and values of each layer so far.
+      masks: Attended pairs of each call and layer.
+    """
+
+    params: dict
+    model_config: object
+    config: object
+    phase: str = "both"
+    history: list = dataclasses.field(default_factory=list)
+    masks: list = dataclasses.field(default_factory=list)
+
+    def prefill(self, tokens) -> tuple[np.ndarray, list[reference.ReferenceLayer]]:
+        """Appends prompt tokens; returns the logits of all of them, and every layer."""
+        return self._run(np.asarray(tokens), "prefill")
+
+    def decode(self, token) -> tuple[np.ndarray, list[reference.ReferenceLayer]]:
+        """Appends one token; returns the logits after it `[V]`, and every layer."""
+        logits, layers = self._run(np.asarray([token]), "decode")
+        return logits[0], layers
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.history[0][0]) if self.history else 0
+
+    def densities(self) -> list[float]:
+        """Attended over causal pairs of each layer, all calls together."""
+        layers = zip(*self.masks, strict=True)
+        causal = self.num_tokens * (self.num_tokens + 1) / 2
+        return [sum(int(mask.sum()) for mask in masks) / causal for masks in layers]
+
+    def _run(self, tokens, phase):
+        model, config = self.model_config, self.config
+        start, state, layers = self.num_tokens, None, []
+        angles = start + np.arange(len(tokens))
+        hidden = np.asarray(self.params["embed"]["embedding"])[tokens]
+        if not self.history:
+            empty = [np.zeros((0, n, model.head_dim), np.float32) for n in self._heads()]
+            self.history = [empty] * model.num_layers
+        for index in range(model.num_layers):
+            weights = {
+                name: np.asarray(leaf[index])
+                for group, leaves in self.params["layers"].items()
+                for kind, leaf in leaves.items()
+                for name in [f"{group}_{kind}"]
+            }
+            x = self._norm(hidden, weights["attn_norm_scale"])
+            query, key, value = (
+                np.einsum("td,dnh->tnh", x, weights[f"{name}_kernel"])
+                for name in ("query", "key", "value")
+            )
+            new = self._rotate(query, angles), self._rotate(key, angles), value
+            self.history[index] = [
+                np.concatenate(pair) for pair in zip(self.history[index], new, strict=True)
+            ]
+            is_dense = index < config.dense_layers or self.phase not in ("both", phase)
+            run = reference.prefill_layer if phase == "prefill" else reference.decode_layer
+            layer = run(*self.history[index], state, config, is_dense=is_dense)
+            state = layer.walk
+            first = start if phase == "prefill" else 0
+            layers.append(dataclasses.replace(layer, mask=layer.mask[first:]))
+            output = np.asarray(layer.output)[first:]
+            hidden = hidden + np.einsum("tnh,nhd->td", output, weights["out_kernel"])
+            x = self._norm(hidden, weights["mlp_norm_scale"])
+            gate = x @ weights["gate_kernel"]
+            inner = gate / (1.0 + np.exp(-gate)) * (x @ weights["up_kernel"])
+            hidden = hidden + inner @ weights["down_kernel"]
+        self.masks.append([layer.mask for layer in layers])
+        hidden = self._norm(hidden, np.asarray(self.params["final_norm"]["scale"]))
+        return hidden @ np.asarray(self.params["lm_head"]["kernel"]), layers
+
+    def _heads(self) -> tuple[int, int, int]:
+        model = self.model_config
+        return model.num_heads, model.num_kv_heads, model.num_kv_heads
+
+    def _norm(self, x, scale):
+        return (
+            x / np.sqrt(np.mean(x * x, -1, keepdims=True) + self.model_config.rms_norm_eps) * scale
+        )
+
+    def _rotate(self, x, positions):
+        half = x.shape[-1] // 2
+        frequencies = self.model_config.rope.theta ** (-np.arange(half) / half)
+        # Frequencies, then angles, both rounded to float32 as in every implementation of Llama.
+        angles = np.float32(positions[:, None]) * np.float32(frequencies)
+        angles = angles[:, None]
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def has_near_ties(layers: list[reference.ReferenceLayer], config) -> bool:
+    """Whether rounding could change what these layers selected."""
+    sparse = [layer for layer in layers if layer.scores is not None]
+    if not sparse:
+        return False
+    num_blocks = len(sparse[0].scores)
+    rows = [num_blocks - 1] if len(sparse[0].rows) == 1 else None
+    counts = reference.budget(config, num_blocks)
+    return oracle.has_near_ties([layer.scores for layer in sparse], config, counts, rows=rows)

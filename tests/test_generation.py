@@ -1,0 +1,248 @@
+"""Generation: one program, batches, end of sequence, conversations, padding, density."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import BLOCK_CAUSAL, MODEL, POLICIES, params, prompts
+from tolerances import tolerance
+
+from sketchwalk_jax import Sampling, generate, init_cache, make_generate, prefill, stream
+from sketchwalk_jax.inference import decode_step, forward
+
+LENGTHS = (100, 37, 64)
+NEW = 6
+OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW}
+SAMPLED = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return params()
+
+
+def _step_by_step(weights, prompt, config, phase="both"):
+    """Greedy tokens from `prefill` and `decode_step`, one sequence, one token at a time."""
+    options = {"model_config": MODEL, "config": config, "phase": phase}
+    cache = init_cache(MODEL, config, batch=1, max_tokens=prompt.shape[1] + NEW)
+    logits, cache = prefill(weights, prompt, cache, **options)
+    tokens = []
+    for _ in range(NEW):
+        tokens.append(int(jnp.argmax(logits[0])))
+        logits, cache = decode_step(weights, jnp.asarray(tokens[-1:]), cache, **options)
+    return tokens
+
+
+@pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
+    if name == "dense" and phase != "both":
+        pytest.skip("the dense policy has no phases")
+    prompt, _ = prompts(90)
+    out = generate(weights, prompt, config=POLICIES[name], phase=phase, **OPTIONS)
+    assert out.tokens[0].tolist() == _step_by_step(weights, prompt, POLICIES[name], phase)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["dense", "paper", "released"])
+def test_batched_equals_single(weights, name, sampling):
+    tokens, lengths = prompts(*LENGTHS)
+    keys = jax.random.split(jax.random.key(3), len(LENGTHS))
+    options = {"config": POLICIES[name], "sampling": sampling, **OPTIONS}
+    batched = generate(weights, tokens, lengths=lengths, key=keys, **options)
+    for row, length in enumerate(LENGTHS):
+        single = generate(
+            weights, tokens[row : row + 1, :length], key=keys[row : row + 1], **options
+        )
+        assert batched.tokens[row].tolist() == single.tokens[0].tolist()
+        np.testing.assert_allclose(
+            batched.measured_density.prefill_pairs[:, row],
+            single.measured_density.prefill_pairs[:, 0],
+            **tolerance("density"),
+        )
+
+
+def test_density_of_one_generates_what_dense_generates(weights):
+    tokens, lengths = prompts(*LENGTHS)
+    full = POLICIES["paper"].__class__.paper(block_size=16, density=1.0, dense_layers=1)
+    results = [
+        generate(weights, tokens, lengths=lengths, config=config, **OPTIONS)
+        for config in (full, POLICIES["dense"])
+    ]
+    chex.assert_trees_all_equal(results[0].tokens, results[1].tokens)
+    assert float(results[0].measured_density.overall) == pytest.approx(1.0)
+
+
+def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
+    tokens, lengths = prompts(*LENGTHS)
+    options = {"config": POLICIES["paper"], "lengths": lengths, **OPTIONS}
+    free = np.asarray(generate(weights, tokens, **options).tokens)
+    eos = int(free[0, 2])
+    out = generate(weights, tokens, eos_token_ids=(63, eos), pad_token_id=5, **options)
+    for row in range(len(LENGTHS)):
+        expected = free[row].tolist()
+        end = expected.index(eos) + 1 if eos in expected else NEW
+        assert int(out.lengths[row]) == end
+        assert out.tokens[row].tolist() == expected[:end] + [5] * (NEW - end)
+        assert int(out.cache.lengths[row]) == LENGTHS[row] + end
+
+
+def test_ended_sequences_leave_no_trace_in_cache_or_density(weights):
+    prompt, _ = prompts(50)
+    options = {"config": POLICIES["paper"], "model_config": MODEL, "max_tokens": 64}
+    short = generate(weights, prompt, max_new_tokens=2, **options)
+    eos = int(short.tokens[0, 1])
+    stopped = generate(weights, prompt, max_new_tokens=8, eos_token_ids=(eos,), **options)
+    if int(stopped.lengths[0]) != 2:
+        pytest.fail("the model repeats a token: choose another prompt")
+    chex.assert_trees_all_equal(stopped.cache.statistics, short.cache.statistics)
+    chex.assert_trees_all_equal(stopped.measured_density, short.measured_density)
+
+
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+def test_a_conversation_continues_from_the_returned_cache(weights, name):
+    config = POLICIES[name]
+    first, lengths = prompts(53, 30)
+    second, more = prompts(9, 20, seed=1)
+    start = generate(weights, first, lengths=lengths, config=config, max_tokens=128, **OPTIONS)
+    turn = generate(weights, second, lengths=more, config=config, cache=start.cache, **OPTIONS)
+    for row in range(2):
+        history = np.concatenate(
+            [first[row, : lengths[row]], start.tokens[row], second[row, : more[row]]]
+        )
+        # The history again, as it was written: a prompt, decoded tokens, a prompt.
+        cache = init_cache(MODEL, config, batch=1, max_tokens=128)
+        options = {"model_config": MODEL, "config": config}
+        _, cache = prefill(weights, history[None, : lengths[row]], cache, **options)
+        for token in start.tokens[row]:
+            logits, cache = decode_step(weights, token[None], cache, **options)
+        logits, cache = prefill(weights, history[None, -more[row] :], cache, **options)
+        assert int(turn.tokens[row, 0]) == int(jnp.argmax(logits[0]))
+        assert int(turn.cache.lengths[row]) == len(history) + NEW
+
+
+@pytest.mark.parametrize("name", ["dense", "paper", "damped", "sum_of_heads"])
+def test_chunked_prefill_generates_what_one_shot_prefill_generates(weights, name):
+    tokens, lengths = prompts(*LENGTHS)
+    options = {"config": POLICIES[name], "lengths": lengths, **OPTIONS}
+    whole = generate(weights, tokens, return_selection=True, **options)
+    chunked = generate(weights, tokens, return_selection=True, chunk_size=32, **options)
+    chex.assert_trees_all_equal(whole.tokens, chunked.tokens)
+    if name != "dense":
+        rows = whole.selection.counts.shape[-1]
+        # Rows of real tokens; the padding of the last chunk adds more.
+        real = np.arange(rows)[None] * 16 < lengths[:, None]
+        counts = np.where(real[None, :, None], chunked.selection.counts[..., :rows], 0)
+        np.testing.assert_array_equal(
+            counts, np.where(real[None, :, None], whole.selection.counts, 0)
+        )
+
+
+def test_left_padded_prompts_give_what_right_padded_prompts_give(weights):
+    tokens, lengths = prompts(*LENGTHS)
+    left = np.stack(
+        [np.roll(row, max(LENGTHS) - n) for row, n in zip(tokens, lengths, strict=True)]
+    )
+    mask = np.arange(max(LENGTHS))[None] >= max(LENGTHS) - lengths[:, None]
+    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW)
+    chex.assert_trees_all_equal(
+        run(weights, left, attention_mask=mask.astype(np.int32)).tokens,
+        run(weights, tokens, lengths=lengths).tokens,
+    )
+
+
+def test_buckets_do_not_change_the_result(weights):
+    prompt, _ = prompts(70)
+    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW)
+    exact = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS)
+    chex.assert_trees_all_equal(run(weights, prompt).tokens, exact.tokens)
+
+
+def test_a_prompt_may_fill_the_context_to_the_last_token(weights):
+    prompt, _ = prompts(MODEL.max_position_embeddings - 2)
+    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=2)
+    assert run(weights, prompt).tokens.shape == (1, 2)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("every", [1, 4, 9])
+def test_a_stream_gives_what_generate_gives(weights, every, sampling):
+    tokens, lengths = prompts(*LENGTHS)
+    options = {"config": POLICIES["paper"], "lengths": lengths, "sampling": sampling, **OPTIONS}
+    whole = generate(weights, tokens, **options)
+    run = stream(weights, tokens, every=every, **options)
+    chunks = list(run)
+    assert chunks[0].tokens.shape == (3, 0)
+    streamed = np.concatenate([chunk.tokens for chunk in chunks], axis=1)
+    np.testing.assert_array_equal(streamed, whole.tokens)
+    chex.assert_trees_all_equal(run.cache.lengths, whole.cache.lengths)
+    chex.assert_trees_all_close(chunks[-1].measured_density, whole.measured_density)
+
+
+def test_generate_runs_under_the_callers_jit(weights):
+    prompt, _ = prompts(40)
+    inside = jax.jit(
+        lambda params, tokens: generate(params, tokens, config=POLICIES["paper"], **OPTIONS).tokens
+    )
+    outside = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS).tokens
+    chex.assert_trees_all_equal(inside(weights, prompt), outside)
+
+
+def test_forward_gives_the_logits_that_prefill_gives(weights):
+    tokens, lengths = prompts(*LENGTHS)
+    config = POLICIES["paper"]
+    cache = init_cache(MODEL, config, batch=3, max_tokens=128)
+    logits, _ = prefill(weights, tokens, cache, model_config=MODEL, config=config, lengths=lengths)
+    everywhere = forward(weights, tokens, model_config=MODEL, config=config, lengths=lengths)
+    last = everywhere[np.arange(3), lengths - 1]
+    np.testing.assert_allclose(last, logits, **tolerance("logits"))
+
+
+def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights):
+    prompt, _ = prompts(100)
+    config = POLICIES["dense"]
+    options = {"model_config": MODEL, "config": config}
+    whole, _ = prefill(
+        weights, prompt, init_cache(MODEL, config, batch=1, max_tokens=112), **options
+    )
+    cache = init_cache(MODEL, config, batch=1, max_tokens=112)
+    for piece in np.split(prompt, [7, 8, 55], axis=1):
+        logits, cache = prefill(weights, piece, cache, **options)
+    np.testing.assert_allclose(logits, whole, **tolerance("logits"))
+
+
+def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
+    prompt, _ = prompts(160)
+    out = generate(weights, prompt, config=POLICIES["paper"], return_selection=True, **OPTIONS)
+    assert out.selection.ids.shape[:4] == (3, 1, 1, 10)
+    ids, counts = np.asarray(out.selection.ids)[:, 0, 0], np.asarray(out.selection.counts)[:, 0, 0]
+    for layer in range(3):
+        for row in range(10):
+            chosen = ids[layer, row, : counts[layer, row]]
+            assert chosen[0] == 0 and chosen[-1] == row
+            assert (np.diff(chosen) > 0).all()
+
+
+def test_density_counts_dense_layers_and_both_phases(weights):
+    prompt, _ = prompts(200)
+    density = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS).measured_density
+    assert float(density.prefill[0]) == 1.0 and float(density.decode[0]) == 1.0
+    assert (np.asarray(density.prefill[1:]) < 0.6).all()
+    assert (np.asarray(density.decode[1:]) < 0.6).all()
+    phases = [
+        generate(weights, prompt, config=POLICIES["paper"], phase=phase, **OPTIONS).measured_density
+        for phase in ("prefill", "decode")
+    ]
+    assert (np.asarray(phases[0].decode) == 1.0).all()
+    assert (np.asarray(phases[1].prefill) == 1.0).all()
+
+
+def test_half_precision_runs_and_stays_near_float32(weights):
+    prompt, _ = prompts(100)
+    expected = forward(weights, prompt, model_config=MODEL)
+    half = forward(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights), prompt, model_config=MODEL
+    )
+    error = np.sqrt(np.mean((half - expected) ** 2) / np.mean(expected**2))
+    assert error < 0.05

@@ -1,0 +1,101 @@
+"""The policy without a model: ragged batches, chunks and decode against the reference."""
+
+import cases
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import oracle
+import policy_runs
+import pytest
+from hypothesis import assume, given, settings
+
+from sketchwalk_jax import SketchWalkConfig, reference
+
+SIZE, CAPACITY, NUM_LAYERS = 16, 320, 4
+OPTIONS = {"block_size": SIZE, "dense_layers": 0, "sketch_dim": 16, "density": 0.3}
+PRESETS = {
+    "paper": SketchWalkConfig.paper(**OPTIONS),
+    "damped": SketchWalkConfig.damped(**OPTIONS),
+    "sum": SketchWalkConfig.one_hop(head_combination="sum", **OPTIONS),
+    "sinks": SketchWalkConfig.paper(sink_blocks=2, local_blocks=3, dense_tail=40, **OPTIONS),
+    "top": SketchWalkConfig.paper(transition="relu_power", top_blocks=5, **OPTIONS),
+}
+LENGTHS = st.tuples(*[st.integers(1, CAPACITY)] * 3)
+
+
+def sequences(config):
+    return [
+        cases.draw_layers(
+            seed, num_layers=NUM_LAYERS, num_tokens=CAPACITY, block_size=SIZE, heads=(6, 2)
+        )
+        for seed in range(3)
+    ]
+
+
+def truncated(layers, length):
+    return cases.Layers(*([x[:length] for x in part] for part in vars(layers).values()))
+
+
+def reference_rows(layers, config, position=None):
+    """The reference's rows of each layer, or None where rounding could change them."""
+    arguments = (layers.queries, layers.keys, layers.values, config)
+    if position is None:
+        run, rows = reference.sketchwalk_prefill(*arguments), None
+    else:
+        run = reference.sketchwalk_decode(*arguments, position=position)
+        rows = [position // SIZE]
+    scores = [layer.scores for layer in run]
+    counts = reference.budget(config, len(scores[0]))
+    if oracle.has_near_ties(scores, config, counts, rows=rows, noise=2e-5):
+        return None
+    return [layer.rows for layer in run]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=5)
+@given(lengths=LENGTHS, chunk=st.sampled_from([16, 80, 160]))
+def test_whole_prompts_and_chunks_select_as_the_reference(name, lengths, chunk):
+    config = PRESETS[name]
+    drawn = [truncated(x, n) for x, n in zip(sequences(config), lengths, strict=True)]
+    wanted = [reference_rows(layers, config) for layers in drawn]
+    assume(None not in wanted)
+    query, key = policy_runs.stack_sequences(drawn, CAPACITY)
+    rows, statistics = policy_runs.prefill_rows(config, query, key, lengths)
+    assert rows == [list(layer) for layer in zip(*wanted, strict=True)]
+    in_chunks, sums = policy_runs.prefill_rows(config, query, key, lengths, chunk=chunk)
+    assert in_chunks == rows
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4), statistics, sums
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=4)
+@given(lengths=st.tuples(*[st.integers(1, CAPACITY - 20)] * 3))
+def test_decode_selects_as_the_reference(name, lengths):
+    config = PRESETS[name]
+    drawn = sequences(config)
+    prompts = [truncated(x, n) for x, n in zip(drawn, lengths, strict=True)]
+    query, key = policy_runs.stack_sequences(prompts, CAPACITY)
+    _, statistics = policy_runs.prefill_rows(config, query, key, lengths)
+    query, key = policy_runs.stack_sequences(drawn, CAPACITY)
+    for step in range(20):  # crosses a block boundary
+        positions = np.array(lengths) + step
+        new_query, new_key = (
+            np.stack([x[:, row, [position]] for row, position in enumerate(positions)], axis=1)
+            for x in (query, key)
+        )
+        rows, statistics = policy_runs.decode_rows(
+            config, new_query, new_key, statistics, positions
+        )
+        for row, position in enumerate(positions.tolist()):
+            wanted = reference_rows(drawn[row], config, position)
+            if wanted is not None:
+                assert [layer[row] for layer in rows] == [layer[0] for layer in wanted]
+    # What decode adds up is what prefill of the same tokens adds up.
+    longer = [truncated(x, n + 20) for x, n in zip(drawn, lengths, strict=True)]
+    query, key = policy_runs.stack_sequences(longer, CAPACITY)
+    _, sums = policy_runs.prefill_rows(config, query, key, np.array(lengths) + 20)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4), statistics, sums
+    )
