@@ -24,22 +24,52 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from sketchwalk_jax.attention import dense_attention
-from sketchwalk_jax.config import SketchWalkConfig
-from sketchwalk_jax.flax_arguments import SelfAttention, refuse_unknown
+from sketchwalk_jax.flax_arguments import SelfAttention, check_config, refuse_unknown
+from sketchwalk_jax.flax_walk import LinenWalkAttention, Walk, WalkAttention
 from sketchwalk_jax.functional import init_walk, sketchwalk_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.policies.released import ReleasedConfig
-from sketchwalk_jax.walk import WalkState
 
 __all__ = ["LinenWalkAttention", "Walk", "WalkAttention", "make_attention_fn"]
+
+
+def _dense(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | None,
+    is_causal: bool,
+    force_fp32_for_softmax: bool | None,
+    qk_attn_weights_einsum: Callable[..., Array] | None,
+    attn_weights_value_einsum: Callable[..., Array] | None,
+    **options: Any,
+) -> Array:
+    """Flax's own attention; nnx and Linen round differently, so each has its own."""
+    mask = None if mask is None else mask.astype(bool)
+    if force_fp32_for_softmax is None:  # Linen's layers, and they alone, say True or False
+        return nnx.dot_product_attention(
+            query, key, value, mask=mask, is_causal=is_causal, **options
+        )
+    if is_causal:
+        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+        causal = causal.reshape((1,) * (query.ndim - 2) + causal.shape)
+        mask = causal if mask is None else mask & causal
+    return nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        **options,
+    )
 
 
 def make_attention_fn(
@@ -70,14 +100,16 @@ def make_attention_fn(
       NotImplementedError: If the config is another policy.
 
     Example:
+      >>> from sketchwalk_jax import SketchWalkConfig
       >>> layer = nnx.MultiHeadAttention(
       ...     4, 32, decode=False, rngs=nnx.Rngs(0),
       ...     attention_fn=make_attention_fn(SketchWalkConfig.paper(block_size=16)))
       >>> layer(jnp.ones((2, 100, 32)), is_causal=True).shape
       (2, 100, 32)
     """
-    if config is not None and not isinstance(config, Dense):
-        _check_config(config)
+    is_sparse = config is not None and not isinstance(config, Dense)
+    if is_sparse:
+        check_config(config)
     is_always_causal = is_causal
 
     # Linen leaves out, without a word, every keyword that is not named here.
@@ -100,47 +132,35 @@ def make_attention_fn(
         attn_weights_value_einsum: Callable[..., Array] | None = None,
         **other: Any,
     ) -> Float[Array, "*batch T N H"]:
+        refuse_unknown(other)
         options = {
+            "bias": bias,
+            "mask": mask,
+            "broadcast_dropout": broadcast_dropout,
+            "dropout_rng": dropout_rng,
             "dropout_rate": dropout_rate,
             "deterministic": deterministic,
             "dtype": dtype,
+            "precision": precision,
             "module": module,
-        }
-        einsums = {
+            "is_causal": is_causal or is_always_causal,
+            "force_fp32_for_softmax": force_fp32_for_softmax,
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
-        is_causal = is_causal or is_always_causal
-        if config is not None and not isinstance(config, Dense):
-            call = SelfAttention.of_call(
-                query, key, value, bias, mask, is_causal=is_causal, **options, **einsums, **other
-            )
-            walk = init_walk(*call.query.shape[:2], config=config)
-            out, _ = sketchwalk_attention(
-                call.query,
-                call.key,
-                call.value,
-                walk,
-                config=config,
-                lengths=call.lengths,
-                implementation=implementation,
-                kernel_config=kernel_config,
-            )
-            return call.finish(out)
-        refuse_unknown(other)
-        options |= {
-            "broadcast_dropout": broadcast_dropout,
-            "dropout_rng": dropout_rng,
-            "precision": precision,
-        }
-        mask = None if mask is None else mask.astype(bool)
-        # nnx and Linen round differently. Linen alone gives this keyword, and always does.
-        if force_fp32_for_softmax is None:
-            return nnx.dot_product_attention(
-                query, key, value, bias, mask, is_causal=is_causal, **options
-            )
-        options |= einsums | {"force_fp32_for_softmax": force_fp32_for_softmax}
-        mask = _and_causal(mask, query, key) if is_causal else mask
-        return nn.dot_product_attention(query, key, value, bias, mask, **options)
+        if not is_sparse:
+            return _dense(query, key, value, **options)
+        call = SelfAttention.of_call(query, key, value, **options)
+        out, _ = sketchwalk_attention(
+            call.query,
+            call.key,
+            call.value,
+            init_walk(*call.query.shape[:2], config=config),
+            config=config,
+            lengths=call.lengths,
+            implementation=implementation,
+            kernel_config=kernel_config,
+        )
+        return call.finish(out)
 
     return attention_fn

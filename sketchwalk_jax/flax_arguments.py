@@ -8,9 +8,22 @@ import jax.numpy as jnp
 from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.released import ReleasedConfig
+
 # Of no effect on block-sparse attention: without dropout its settings mean nothing, float32
 # products are exact whatever the precision, and the softmax is always float32.
 _HARMLESS = ("broadcast_dropout", "dropout_rng", "precision", "force_fp32_for_softmax")
+
+
+def check_config(config: Policy) -> None:
+    """Raises for policies other than Sketch-and-Walk."""
+    if not isinstance(config, SketchWalkConfig | ReleasedConfig):
+        raise NotImplementedError(
+            f"config must be a SketchWalkConfig to select blocks in Flax's layers, got {config!r}; "
+            f"other policies run in sketchwalk_jax.generate and in CausalLM"
+        )
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:
@@ -58,8 +71,8 @@ def _refuse_unsupported(
         )
     if mask is None and not is_causal:
         raise NotImplementedError(
-            "sparse attention must be causal, got neither a mask nor is_causal: give is_causal=True "
-            "to the nnx layer or to the adapter, or a causal mask to the layer"
+            "sparse attention must be causal, got neither a causal mask nor is_causal=True from "
+            "the layer (nnx) or the adapter"
         )
 
 
@@ -104,7 +117,8 @@ class SelfAttention:
       key: Keys `[B, T, K, H]`.
       value: Values `[B, T, K, H]`.
       lengths: Tokens of each sequence, int32 `[B]`.
-      fits: Whether the mask says no more than causality and these lengths, bool `[B]`.
+      fits: Whether the mask says no more than causality and these lengths, bool `[B]`; `None`
+        without a mask.
       batch_shape: The batch axes of the call.
     """
 
@@ -112,7 +126,7 @@ class SelfAttention:
     key: Float[Array, "B T K H"]
     value: Float[Array, "B T K H"]
     lengths: Int[Array, "B"]
-    fits: Bool[Array, "B"]
+    fits: Bool[Array, "B"] | None
     batch_shape: tuple[int, ...]
 
     @classmethod
@@ -153,11 +167,10 @@ class SelfAttention:
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        *batch_shape, num_tokens = query.shape[:-2]
-        batch_shape = tuple(batch_shape)
+        batch_shape = query.shape[:-3]
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        batch = query.shape[0]
-        lengths, fits = jnp.full((batch,), num_tokens, jnp.int32), jnp.ones((batch,), bool)
+        batch, num_tokens = query.shape[:2]
+        lengths, fits = jnp.full((batch,), num_tokens, jnp.int32), None
         if mask is not None:
             lengths, fits = lengths_of_mask(
                 mask, is_causal=is_causal, batch_shape=batch_shape, num_tokens=num_tokens
@@ -172,5 +185,6 @@ class SelfAttention:
 
     def finish(self, out: Float[Array, "B T N H"]) -> Float[Array, "*batch T N H"]:
         """Restores the batch axes; NaN where a mask, unknown before the run, did not fit."""
-        out = jnp.where(self.fits[:, None, None, None], out, jnp.nan)
+        if self.fits is not None:
+            out = jnp.where(self.fits[:, None, None, None], out, jnp.nan)
         return out.reshape(*self.batch_shape, *out.shape[1:])

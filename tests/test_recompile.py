@@ -50,7 +50,7 @@ def test_prompts_of_one_bucket_and_all_sampling_settings_share_one_program(monke
     for length, sampling in zip((97, 100, 105, 112), settings, strict=True):
         prompt, _ = prompts(length, seed=length)
         run(weights, prompt, sampling=sampling, key=jax.random.key(length))
-        run(weights, prompt, lengths=[length - 1], sampling=sampling)
+        run(weights, prompt, lengths=np.array([length - 1]), sampling=sampling)
 
 
 def test_chunks_of_a_stream_share_one_program(monkeypatch, weights):

@@ -30,8 +30,6 @@ POLICIES = {
     "sum_of_heads": SketchWalkConfig.one_hop(**SPARSE, head_combination="sum"),
     "released": SketchWalkConfig.released(block_size=16, dense_layers=1),
 }
-# Its selection depends on how long the prompt is and on how it is cut.
-BLOCK_CAUSAL = [name for name in POLICIES if name != "released"]
 
 
 def params(dtype=jnp.float32):

@@ -1,5 +1,7 @@
 """The command line: `sketchwalk generate` and `sketchwalk info`."""
 
+import io
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,26 +19,21 @@ app.command()(generate)
 app.command()(info)
 
 
-def _print_version(is_wanted: bool) -> None:
+def _print_version(is_wanted: bool) -> bool:
     if is_wanted:
         print(f"sketchwalk-jax {__version__}", flush=True)
         raise typer.Exit()
+    return is_wanted
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _program(
-    context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
     """Sketch-and-Walk sparse attention: generate text with Llama and Qwen checkpoints."""
-    if context.invoked_subcommand is None:
-        print(context.get_help(), flush=True)
-        raise typer.Exit(2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,22 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: What follows the program's name; those of this process by default.
 
     Returns:
-      The exit status: 0, or 1 for an error, 2 for a mistake on the command line, 130 when
-      interrupted.
+      The exit status: 0, or 1 for an error, 2 for a mistake on the command line. An interrupt ends
+      the process at once, which shells report as 130.
 
     Example:
       >>> main(["--version"])  # doctest: +SKIP
       sketchwalk-jax 0.1.0
       0
     """
+    if arguments is None:
+        # JAX computes outside of Python, where a KeyboardInterrupt would have to wait.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # for terminals that lack characters
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            # An interrupt arrives here as the status 130; a closed pipe leaves with status 1.
+            # Typer leaves with status 1 when the reader of a pipe is gone.
             return app(arguments, prog_name="sketchwalk", standalone_mode=False) or 0
         except EXPECTED as error:
             message, status = explain(error)
     print(f"error: {message}", file=sys.stderr)
     if status == 2:
-        print("Try 'sketchwalk --help', or --help after the command.", file=sys.stderr)
+        words = sys.argv[1:] if arguments is None else arguments
+        command = "".join(f" {word}" for word in words[:1] if word in ("generate", "info"))
+        print(f"Try 'sketchwalk{command} --help'.", file=sys.stderr)
     return status

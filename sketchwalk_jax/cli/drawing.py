@@ -22,6 +22,10 @@ def checkpoint_settings(directory: Path) -> dict[str, Any]:
       ValueError: If it is damaged or a setting is out of range.
     """
     path = directory / GENERATION_CONFIG
+    if not path.exists():
+        raise FileNotFoundError(
+            f"--generation-config must be left out: {str(directory)!r} has no {path.name}"
+        )
     raw = read_json(path)
     is_drawn = bool(raw.get("do_sample", False))
     names = (*_DRAWING, "repetition_penalty") if is_drawn else ("repetition_penalty",)

@@ -19,7 +19,7 @@ from sketchwalk_jax.generation import prepare
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.streaming import stream
-from sketchwalk_jax.validation import check_settings
+from sketchwalk_jax.validation import PHASES, check_settings
 
 PROMPT, DRAWING, OUTPUT = "Prompt", "Choice of tokens", "Output"
 
@@ -56,8 +56,12 @@ def generate(
     preset: options.PresetOption = None,
     density: options.DensityOption = None,
     phase: Annotated[
-        options.Phase,
-        typer.Option(help="Where selection is sparse.", rich_help_panel=options.METHOD),
+        str,
+        typer.Option(
+            metavar="|".join(PHASES),
+            help="Where selection is sparse.",
+            rich_help_panel=options.METHOD,
+        ),
     ] = "both",
     chunk_size: Annotated[
         int | None,
@@ -184,6 +188,7 @@ def generate(
         check_settings(
             Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
         )
+    chosen = options.choose_dtype(dtype, model_config)
     defaults = drawing.checkpoint_settings(directory) if generation_config else {}
     text = prompt.read_prompt(prompt_text, prompt_file)
     with elapsed("opening the tokenizer"):
@@ -207,7 +212,6 @@ def generate(
     prepare(padded, lengths=lengths, model_config=model_config, **call)
 
     started = time.perf_counter()
-    chosen = options.choose_dtype(dtype, model_config)
     # Only Hugging Face files are read step by step, with a bar of their own.
     if (directory / SAVED_CONFIG_FILE).exists():
         with elapsed("loading"):
@@ -225,7 +229,7 @@ def generate(
         tokenizer,
         num_prompt_tokens=len(tokens),
         max_new_tokens=max_new_tokens,
-        output=None if as_json else sys.stdout,
+        shows_text=not as_json,
     )
     if as_json:
         about = {

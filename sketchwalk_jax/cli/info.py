@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from sketchwalk_jax.cli import describe, options
-from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.models.config import ModelConfig
 
 
@@ -40,9 +40,11 @@ def info(
         directory = options.check_model(model)
         model_config = ModelConfig.from_pretrained(directory)
         chosen = options.choose_dtype(dtype, model_config)
-        tokens = model_config.context_length if context is None else context
-        with usage_errors():
-            cache = describe.cache(model_config, config, max_tokens=tokens, dtype=chosen)
+        longest = model_config.context_length
+        if context is not None and context > longest:
+            raise UsageError(
+                f"--context must not exceed the model's context of {longest} tokens, got {context}"
+            )
         found = {
             "environment": describe.environment(
                 num_heads=model_config.num_heads,
@@ -51,6 +53,8 @@ def info(
                 dtype=chosen,
             ),
             "model": describe.checkpoint(directory, model_config, dtype=chosen),
-            "cache": cache,
+            "cache": describe.cache(
+                model_config, config, max_tokens=context or longest, dtype=chosen
+            ),
         }
     print(json.dumps(found) if as_json else describe.to_text(found), flush=True)

@@ -2,19 +2,16 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import typer
 
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.models.config import ModelConfig, check_directory
+from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name
 
 METHOD = "Method"
-
-DTypeName = Literal["float32", "bfloat16", "float16"]
-Phase = Literal["both", "prefill", "decode"]
 
 ModelOption = Annotated[
     Path | None,
@@ -55,9 +52,10 @@ DensityOption = Annotated[
     ),
 ]
 DTypeOption = Annotated[
-    DTypeName | None,
+    str | None,
     typer.Option(
         "--dtype",
+        metavar="|".join(DTYPES),
         help="Type of weights and cache.",
         show_default="float32 on CPU, else the checkpoint's",
         rich_help_panel=METHOD,
@@ -98,8 +96,14 @@ def check_model(model: Path | None) -> Path:
         raise UsageError(f"--model {error}") from error
 
 
-def choose_dtype(dtype: DTypeName | None, model_config: ModelConfig) -> str:
-    """The dtype asked for, or the one to run in: CPUs compute bfloat16 and float16 slowly."""
-    if dtype is not None:
-        return dtype
-    return "float32" if jax.default_backend() == "cpu" else model_config.dtype
+def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
+    """The dtype asked for, or the one to run in: CPUs compute bfloat16 and float16 slowly.
+
+    Raises:
+      UsageError: If it is unknown.
+    """
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else model_config.dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype must be one of {DTYPES}, got {dtype!r}")
+    return dtype

@@ -47,19 +47,20 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def open_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, without the advice that transformers prints on import."""
+    """The checkpoint's tokenizer, without the advice that transformers prints on import.
+
+    Raises:
+      ValueError: If there is none, or its files are damaged.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from sketchwalk_jax.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(directory)
-    except ValueError:
-        raise
     # The tokenizers library raises `Exception` itself for files that it cannot read.
     except Exception as error:
         raise ValueError(
-            f"the tokenizer files in {str(directory)!r} must be readable by transformers, got "
-            f"{type(error).__name__}: {error}"
+            f"the tokenizer of {str(directory)!r} cannot be opened: {error}"
         ) from error
 
 
@@ -77,6 +78,10 @@ def tokenize(
     from sketchwalk_jax.tokenizer import apply_chat_template, encode
 
     if is_chat:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "--chat must be left out: the checkpoint has no chat template, as base models"
+            )
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
         try:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,9 @@ class Result:
       prompt_tokens: Tokens of the prompt, without the padding of its bucket.
       new_tokens: Generated tokens, an end token included.
       finish_reason: `"eos"` after an end token, else `"length"`.
-      ttft_s: Seconds from submitting the prompt until the first new token is determined,
-        compilation included.
-      tokens_per_s: Rate of the tokens after the first piece, whose time holds the compilation of
-        the decode step; `None` if there is only one piece.
+      ttft_s: Seconds from submitting the prompt to the first new token. They hold the compilation
+        of prefill and of the decode step, unless compiled programs were kept of an earlier run.
+      tokens_per_s: Rate of the tokens after the first; `None` if there is only one.
       measured_density: Attended over causal pairs, all layers and both phases.
       measured_density_prefill: The same over the prompt.
       measured_density_decode: The same over the new tokens.
@@ -47,7 +47,7 @@ def follow(
     *,
     num_prompt_tokens: int,
     max_new_tokens: int,
-    output: TextIO | None,
+    shows_text: bool,
 ) -> Result:
     """Runs a generation to its end.
 
@@ -56,7 +56,7 @@ def follow(
       tokenizer: Turns its tokens into text.
       num_prompt_tokens: Tokens of the prompt.
       max_new_tokens: Most tokens that come.
-      output: Where text is written as it comes; `None` for nowhere.
+      shows_text: Whether the text is written to standard output as it comes.
 
     Returns:
       The text and the measurements.
@@ -65,9 +65,8 @@ def follow(
 
     def write(piece: str) -> None:
         pieces.append(piece)
-        if output is not None:
-            output.write(piece)
-            output.flush()
+        if shows_text:
+            print(piece, end="", flush=True)
 
     def take(chunk: StreamChunk) -> int:
         count = int(chunk.lengths[0])
@@ -76,24 +75,22 @@ def follow(
 
     start = time.perf_counter()
     with elapsed(f"reading {num_prompt_tokens} tokens"):
-        next(chunks)  # holds no tokens: the end of prefill
-    first_token = time.perf_counter()
+        next(chunks)  # the end of prefill, without a token
     with elapsed("generating"):
         chunk = next(chunks)
     num_first = num_tokens = take(chunk)
-    first_piece = time.perf_counter()
+    first = time.perf_counter()
     # Text on the terminal is its own progress.
-    is_silent = output is None or not output.isatty()
-    with token_bar(max_new_tokens, initial=num_first, is_wanted=is_silent) as bar:
+    is_wanted = not (shows_text and sys.stdout.isatty())
+    with token_bar(max_new_tokens, initial=num_first, is_wanted=is_wanted) as bar:
         for chunk in chunks:
             count = take(chunk)
             num_tokens += count
             bar.update(count)
     end = time.perf_counter()
     write(decoder.finish())
-    if output is not None:
-        output.write("\n")
-        output.flush()
+    if shows_text:
+        print(flush=True)
 
     density = chunk.measured_density
     return Result(
@@ -101,10 +98,8 @@ def follow(
         prompt_tokens=num_prompt_tokens,
         new_tokens=num_tokens,
         finish_reason="eos" if bool(chunk.is_done[0]) else "length",
-        ttft_s=first_token - start,
-        tokens_per_s=(num_tokens - num_first) / (end - first_piece)
-        if num_tokens > num_first
-        else None,
+        ttft_s=first - start,
+        tokens_per_s=(num_tokens - num_first) / (end - first) if num_tokens > num_first else None,
         measured_density=float(density.overall),
         measured_density_prefill=float(np.mean(density.prefill)),
         measured_density_decode=float(np.mean(density.decode)),

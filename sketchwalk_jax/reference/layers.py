@@ -35,6 +35,70 @@ class ReferenceLayer:
     mask: np.ndarray
 
 
+def select_prefill(
+    query: Float[AnyArray, "T N H"],
+    key: Float[AnyArray, "T K H"],
+    previous: np.ndarray | None,
+    config: SketchWalkConfig,
+) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+    """Selects for every query block of a prompt (Algorithm 1, steps 1 to 7).
+
+    The rows of the last `dense_tail` tokens keep every causal block.
+
+    Args:
+      query: Queries after RoPE.
+      key: Keys after RoPE.
+      previous: `R_{k-1}`, None at the first sparse layer.
+      config: What is computed.
+
+    Returns:
+      Block ids of each row, `R_k` and `A_k`.
+
+    Example:
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> select_prefill(x, x, None, SketchWalkConfig.paper())[0]
+      [[0], [0, 1]]
+    """
+    scores = block_scores(query, key, config)
+    state = walk_step(previous, scores, config)
+    num_dense = 0
+    if config.dense_tail:
+        first_tail_token = max(0, len(query) - config.dense_tail)
+        num_dense = len(scores) - first_tail_token // config.block_size
+    return select_rows(state, scores, config, num_dense_rows=num_dense), state, scores
+
+
+def select_decode(
+    query: Float[AnyArray, "T N H"],
+    key: Float[AnyArray, "T K H"],
+    previous: np.ndarray | None,
+    config: SketchWalkConfig,
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Selects for the last of `T` tokens (Algorithm 2, steps 2 to 6).
+
+    The block matrices run over tokens `0 .. T - 1`, with the last row's query replaced by the
+    last token's head mean; its row of the walk selects.
+
+    Args:
+      query: Queries of all tokens so far, after RoPE.
+      key: Keys of all tokens so far, after RoPE.
+      previous: `R_{k-1}` of this same token, None at the first sparse layer.
+      config: What is computed.
+
+    Returns:
+      Block ids, `R_k` and `A_k`.
+
+    Example:
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> select_decode(x, x, None, SketchWalkConfig.paper())[0]
+      [0, 1]
+    """
+    scores = block_scores(query, key, config, is_decode=True)
+    state = walk_step(previous, scores, config)
+    count = int(budget(config, len(state))[-1])
+    return select(state[-1], scores[-1], count, config), state, scores
+
+
 def prefill_layer(
     query: Float[AnyArray, "T N H"],
     key: Float[AnyArray, "T K H"],
@@ -67,12 +131,7 @@ def prefill_layer(
     num_tokens = len(query)
     rows = state = scores = None
     if not is_dense:
-        scores = block_scores(query, key, config)
-        state = walk_step(previous, scores, config)
-        last_row = (num_tokens - 1) // config.block_size
-        first_tail_token = max(0, num_tokens - config.dense_tail)
-        num_dense = last_row - first_tail_token // config.block_size + 1 if config.dense_tail else 0
-        rows = select_rows(state, scores, config, num_dense_rows=num_dense)
+        rows, state, scores = select_prefill(query, key, previous, config)
     mask = token_mask(rows, num_tokens, config.block_size)
     output, lse = masked_attention(query, key, value, mask, scale)
     return ReferenceLayer(output, lse, rows, state, scores, mask)
@@ -89,9 +148,6 @@ def decode_layer(
     scale: float | None = None,
 ) -> ReferenceLayer:
     """Computes one layer of Algorithm 2 for the last of `T` tokens.
-
-    The block matrices run over tokens `0 .. T - 1`, with the last row's query replaced by the
-    last token's head mean; its row of the walk selects.
 
     Args:
       query: Queries of all tokens so far, after RoPE.
@@ -114,12 +170,9 @@ def decode_layer(
     mask = np.ones((1, num_tokens), bool)
     rows = state = scores = None
     if not is_dense:
-        scores = block_scores(query, key, config, is_decode=True)
-        state = walk_step(previous, scores, config)
-        current = len(state) - 1
-        count = int(budget(config, current + 1)[current])
-        rows = [select(state[current], scores[current], count, config)]
-        mask = np.isin(np.arange(num_tokens) // config.block_size, rows[0])[None]
+        ids, state, scores = select_decode(query, key, previous, config)
+        rows = [ids]
+        mask = np.isin(np.arange(num_tokens) // config.block_size, ids)[None]
     output, lse = masked_attention(query[-1:], key, value, mask, scale)
     return ReferenceLayer(output, lse, rows, state, scores, mask)
 

@@ -5,16 +5,12 @@ all blocks of the prompt) and its lists depend on the prompt's length.
 """
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
 
-from sketchwalk_jax.reference.attention import masked_attention
-from sketchwalk_jax.reference.layers import ReferenceLayer
-from sketchwalk_jax.reference.selection import token_mask
 from sketchwalk_jax.reference.sketch import AnyArray
 
 if TYPE_CHECKING:
@@ -33,8 +29,20 @@ def released_transition(
     Block means divide by the block size even where the last block is partly filled. In decode
     the last row's query is the mean of the last `decode_queries` tokens instead.
 
+    Args:
+      query: Queries after RoPE.
+      key: Keys after RoPE.
+      config: What is computed.
+      is_decode: Whether the last row stands for the last token.
+
     Returns:
       `P`, `[J, J]` float64; rows sum to one.
+
+    Example:
+      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> x = np.ones((128, 1, 32), np.float32)
+      >>> released_transition(x, x, SketchWalkConfig.released()).tolist()
+      [[0.5, 0.5], [0.5, 0.5]]
     """
     num_heads, head_dim = query.shape[1:]
     size = config.block_size
@@ -57,7 +65,22 @@ def released_transition(
 def released_walk(
     previous: np.ndarray, matrix: np.ndarray, rows: np.ndarray, config: "ReleasedConfig"
 ) -> np.ndarray:
-    """Repeats `S ← (1 - damping) P + damping S P`, for the given rows of `P`."""
+    """Repeats `S ← (1 - damping) P + damping S P` for `walk_steps` times.
+
+    Args:
+      previous: `S` before, `[I, J]` or one row `[J]`.
+      matrix: `P`, `[J, J]`.
+      rows: The rows of `P` that `S` stands for, shaped like `previous`.
+      config: What is computed.
+
+    Returns:
+      `S` after, shaped like `previous`.
+
+    Example:
+      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> released_walk(np.eye(2), np.eye(2), np.eye(2), SketchWalkConfig.released()).tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
+    """
     state = previous
     for _ in range(config.walk_steps):
         state = (1.0 - config.damping) * rows + config.damping * (state @ matrix)
@@ -82,6 +105,12 @@ def released_select(
 
     Returns:
       Block ids in ascending order.
+
+    Example:
+      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> row = np.array([0.1, 0.1, 0.5, 0.1, 0.1, 0.1])
+      >>> released_select(row, 5, 384, SketchWalkConfig.released())
+      [0, 2, 4, 5]
     """
     size = config.block_size
     sinks = math.ceil(Fraction(repr(config.sink_fraction)) * num_tokens / size)
@@ -94,54 +123,60 @@ def released_select(
     return sorted(kept)
 
 
-def released_prefill(
-    queries: Sequence[Float[AnyArray, "T N H"]],
-    keys: Sequence[Float[AnyArray, "T K H"]],
-    values: Sequence[Float[AnyArray, "T K H"]],
+def released_select_prefill(
+    query: Float[AnyArray, "T N H"],
+    key: Float[AnyArray, "T K H"],
+    previous: np.ndarray | None,
     config: "ReleasedConfig",
-) -> list[ReferenceLayer]:
-    """Runs every layer over a whole prompt; the last `dense_rows` rows keep every causal block."""
-    layers: list[ReferenceLayer] = []
-    state = None
-    for index, (query, key, value) in enumerate(zip(queries, keys, values, strict=True)):
-        num_tokens = len(query)
-        rows = matrix = None
-        if index >= config.dense_layers:
-            matrix = released_transition(query, key, config)
-            state = released_walk(matrix if state is None else state, matrix, matrix, config)
-            num_blocks = len(matrix)
-            rows = [
-                list(range(row + 1))
-                if row >= num_blocks - config.dense_rows
-                else released_select(state[row], row, num_tokens, config)
-                for row in range(num_blocks)
-            ]
-        mask = token_mask(rows, num_tokens, config.block_size)
-        output, lse = masked_attention(query, key, value, mask)
-        layers.append(ReferenceLayer(output, lse, rows, state, matrix, mask))
-    return layers
+) -> tuple[list[list[int]], np.ndarray]:
+    """Selects for every row of a prompt; the last `dense_rows` keep every causal block.
+
+    Args:
+      query: Queries after RoPE.
+      key: Keys after RoPE.
+      previous: `R_{k-1}`, None at the first sparse layer, which starts from `P`.
+      config: What is computed.
+
+    Returns:
+      Block ids of each row, and `R_k`.
+
+    Example:
+      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> released_select_prefill(x, x, None, SketchWalkConfig.released())[0]
+      [[0], [0, 1]]
+    """
+    matrix = released_transition(query, key, config)
+    state = released_walk(matrix if previous is None else previous, matrix, matrix, config)
+    num_blocks = len(matrix)
+    rows = [
+        list(range(row + 1))
+        if row >= num_blocks - config.dense_rows
+        else released_select(state[row], row, len(query), config)
+        for row in range(num_blocks)
+    ]
+    return rows, state
 
 
-def released_decode(
-    queries: Sequence[Float[AnyArray, "T N H"]],
-    keys: Sequence[Float[AnyArray, "T K H"]],
-    values: Sequence[Float[AnyArray, "T K H"]],
-    config: "ReleasedConfig",
-    *,
-    position: int,
-) -> list[ReferenceLayer]:
-    """Runs every layer for the token at `position`; no state crosses layers."""
-    layers = []
-    num_tokens = position + 1
-    for index, (query, key, value) in enumerate(zip(queries, keys, values, strict=True)):
-        query, key, value = query[:num_tokens], key[:num_tokens], value[:num_tokens]
-        rows = matrix = state = None
-        mask = np.ones((1, num_tokens), bool)
-        if index >= config.dense_layers:
-            matrix = released_transition(query, key, config, is_decode=True)
-            state = released_walk(matrix[-1:], matrix, matrix[-1:], config)
-            rows = [released_select(state[0], len(matrix) - 1, num_tokens, config)]
-            mask = np.isin(np.arange(num_tokens) // config.block_size, rows[0])[None]
-        output, lse = masked_attention(query[-1:], key, value, mask)
-        layers.append(ReferenceLayer(output, lse, rows, state, matrix, mask))
-    return layers
+def released_select_decode(
+    query: Float[AnyArray, "T N H"], key: Float[AnyArray, "T K H"], config: "ReleasedConfig"
+) -> tuple[list[int], np.ndarray]:
+    """Selects for the last of `T` tokens; no state crosses layers.
+
+    Args:
+      query: Queries of all tokens so far, after RoPE.
+      key: Keys of all tokens so far, after RoPE.
+      config: What is computed.
+
+    Returns:
+      Block ids, and the row `[J]` that selected them.
+
+    Example:
+      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> x = np.ones((65, 1, 32), np.float32)
+      >>> released_select_decode(x, x, SketchWalkConfig.released())[0]
+      [0, 1]
+    """
+    matrix = released_transition(query, key, config, is_decode=True)
+    row = released_walk(matrix[-1], matrix, matrix[-1], config)
+    return released_select(row, len(matrix) - 1, len(query), config), row

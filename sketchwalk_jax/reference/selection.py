@@ -77,7 +77,22 @@ def select_rows(
     *,
     num_dense_rows: int = 0,
 ) -> list[list[int]]:
-    """Selects for every row of a prompt; the last `num_dense_rows` keep every causal block."""
+    """Selects for every row of a prompt.
+
+    Args:
+      walk_state: `R_k`, `[J, J]`.
+      scores: `A_k`, `[J, J]`.
+      config: What is computed.
+      num_dense_rows: Last rows that keep every causal block.
+
+    Returns:
+      Block ids of each row, ascending.
+
+    Example:
+      >>> state = np.tril(np.ones((4, 4)))
+      >>> select_rows(state, state, SketchWalkConfig.paper(), num_dense_rows=1)
+      [[0], [0, 1], [0, 2], [0, 1, 2, 3]]
+    """
     num_blocks = len(walk_state)
     counts = budget(config, num_blocks)
     rows = []

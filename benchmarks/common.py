@@ -1,0 +1,120 @@
+"""What the benchmarks share: alternating timers, hardware and versions, JSON files."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Of one call: {"wall": seconds, "cpu": CPU seconds of all threads} per round
+Rounds = list[dict[str, float]]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+
+if str(ROOT) not in sys.path:  # a checkout that is not installed
+    sys.path.append(str(ROOT))
+
+
+def describe_machine(**details: Any) -> dict[str, Any]:
+    """Hardware, versions, date and command of this run, with `details` of the benchmark's own."""
+    import jax
+
+    packages = ("jax", "jaxlib", "numpy")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["python", _relative(sys.argv[0]), *map(_relative, sys.argv[1:])]),
+        **details,
+    }
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    names = {name.strip(): value.strip() for name, value in fields.items()}
+    return names.get("model name", platform.processor() or platform.machine())
+
+
+def _relative(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Rounds]:
+    """Times each call `repeats` times, in turns, so that a busy moment slows all of them.
+
+    Every call runs once beforehand, to compile.
+
+    Args:
+      calls: Functions whose result can be given to `jax.block_until_ready`.
+      repeats: Timed rounds.
+
+    Returns:
+      The rounds of each call.
+    """
+    import jax
+
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times: dict[str, Rounds] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            jax.block_until_ready(call())
+            times[name].append(
+                {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+            )
+    return times
+
+
+def summarize(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    import numpy as np
+
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return {"median": float(median), "q25": float(low), "q75": float(high), "repeats": len(values)}
+
+
+def timing(rounds: Rounds) -> dict[str, Any]:
+    """Wall and CPU seconds of the rounds of one call."""
+    return {f"{clock}_s": summarize([one[clock] for one in rounds]) for clock in ("wall", "cpu")}
+
+
+def speedup(slow: Rounds, fast: Rounds, clock: str) -> dict[str, float]:
+    """How many times faster, round by round."""
+    return summarize([a[clock] / b[clock] for a, b in zip(slow, fast, strict=True)])
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes of a compiled program: temporary, arguments, results, and results in arguments."""
+    analysis = compiled.memory_analysis()
+    return {
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "output_bytes": analysis.output_size_in_bytes,
+        "aliased_bytes": analysis.alias_size_in_bytes,
+    }
+
+
+def write_results(path: str | Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes the JSON file that `report.py` reads."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")

@@ -1,0 +1,233 @@
+"""Sketch-and-Walk against dense on a CPU: one attention layer, whole prefill, decode, start-up.
+
+    python benchmarks/cpu.py [--out benchmarks/results/cpu.json] [--quick]
+
+Both sides run in one process, in turns, on a model of 12 layers with random weights; the time does
+not depend on the weights, for lists have the length that the density asks for. No compiled program
+may hold an array of size tokens × tokens.
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import init_params, param_shapes
+from sketchwalk_jax.policies.base import LayerShape, Span
+
+DENSITY = 0.1
+LENGTHS = (4096, 8192, 16384)
+QUICK_LENGTHS = (1024, 2048)
+DECODE_CAPACITY = 32768
+DECODE_TOKENS = 8  # in one timed call
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=256,
+    num_layers=12,
+    hidden_size=256,
+    intermediate_size=768,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_position_embeddings=65536,
+)
+POLICIES = {"dense": sw.Dense(), "sparse": sw.SketchWalkConfig.paper(density=DENSITY)}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Runs everything and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=str(common.RESULTS / "cpu.json"))
+    parser.add_argument("--quick", action="store_true", help="short prompts, two rounds")
+    options = parser.parse_args()
+    # Compile times are part of what is measured: none may come from a disk.
+    jax.config.update("jax_enable_compilation_cache", False)
+    lengths = QUICK_LENGTHS if options.quick else LENGTHS
+    repeats = 2 if options.quick else 7
+    capacity = DECODE_CAPACITY // 8 if options.quick else DECODE_CAPACITY
+
+    params = init_params(jax.random.key(0), MODEL)
+    steps = [functools.partial(measure_start, params, min(lengths))]
+    steps += [functools.partial(measure_attention, length, repeats) for length in lengths]
+    steps += [functools.partial(measure_prefill, params, length, repeats) for length in lengths]
+    steps += [functools.partial(measure_decode, params, capacity, repeats)]
+    rows: list[Row] = []
+    for step in tqdm(steps, desc="cpu benchmark", unit="table part"):
+        rows += step()
+    for row in rows:
+        print(describe(row))
+    model = {
+        name: getattr(MODEL, name)
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    }
+    meta = common.describe_machine(model=model, density=DENSITY, is_quick=options.quick)
+    common.write_results(options.out, meta, rows)
+
+
+def tokens_of(length: int) -> jax.Array:
+    """A random prompt."""
+    return jax.random.randint(jax.random.key(1), (1, length), 0, MODEL.vocab_size, jnp.int32)
+
+
+def row(part: str, tokens: int, name: str, times: dict[str, common.Rounds]) -> Row:
+    """The times of one policy, and how they compare with dense, round by round."""
+    return {
+        "part": part,
+        "tokens": tokens,
+        "policy": name,
+        **common.timing(times[name]),
+        "speedup": common.speedup(times["dense"], times[name], "wall"),
+        "cpu_speedup": common.speedup(times["dense"], times[name], "cpu"),
+    }
+
+
+def layer_selection(
+    query: jax.Array, key: jax.Array, config: sw.SketchWalkConfig
+) -> sw.BlockSelection:
+    """The lists that `sketchwalk_attention` attends over in its first layer."""
+    batch, length, num_heads, head_dim = query.shape
+    num_blocks = length // config.block_size
+    lengths = jnp.full((batch,), length, jnp.int32)
+    span = Span(jnp.zeros((batch,), jnp.int32), jnp.ones((batch, length), bool), lengths, lengths)
+    shape = LayerShape(num_heads, key.shape[2], head_dim)
+    statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
+    statistics = config.observe(query, key, statistics, span=span)
+    walk = sw.init_walk(batch, length, config=config)
+    return config.select_prefill(
+        query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
+    )[0]
+
+
+def measure_attention(length: int, repeats: int) -> list[Row]:
+    """One layer: observation, selection and attention; attention alone; dense attention."""
+    config = POLICIES["sparse"]
+    keys = jax.random.split(jax.random.key(2), 3)
+    query = jax.random.normal(keys[0], (1, length, MODEL.num_heads, MODEL.head_dim))
+    key, value = (
+        jax.random.normal(one, (1, length, MODEL.num_kv_heads, MODEL.head_dim)) for one in keys[1:]
+    )
+    walk = sw.init_walk(1, length, config=config)
+    selection = jax.jit(functools.partial(layer_selection, config=config))(query, key)
+    whole = functools.partial(sw.sketchwalk_attention, config=config)
+    programs = {
+        "dense": (sw.dense_attention, (query, key, value)),
+        "sparse": (whole, (query, key, value, walk)),
+        "sparse, attention alone": (sw.block_sparse_attention, (query, key, value, selection)),
+    }
+    compiled = {
+        name: jax.jit(function).lower(*arguments).compile()
+        for name, (function, arguments) in programs.items()
+    }
+    for name, program in compiled.items():
+        temporary = common.memory(program)["temporary_bytes"]
+        # One byte each of tokens × tokens would be more. (Short prompts cannot tell.)
+        if length >= 4096 and temporary >= length**2:
+            raise AssertionError(f"{name} holds {temporary} bytes at {length} tokens")
+    times = common.alternate(
+        {name: functools.partial(compiled[name], *programs[name][1]) for name in programs},
+        repeats=repeats,
+    )
+    return [
+        row("attention", length, name, times) | common.memory(compiled[name]) for name in programs
+    ]
+
+
+def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
+    """From the prompt to the end of prefill, as `stream` and `generate` do it."""
+    tokens = tokens_of(length)
+
+    def read(config: Any) -> jax.Array:
+        chunks = sw.stream(params, tokens, model_config=MODEL, config=config, max_new_tokens=1)
+        next(chunks)  # the chunk without tokens that marks the end of prefill
+        return chunks.cache.key
+
+    times = common.alternate(
+        {name: functools.partial(read, config) for name, config in POLICIES.items()},
+        repeats=repeats,
+    )
+    return [row("prefill", length, name, times) for name in POLICIES]
+
+
+def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
+    """One token at a full cache, and the memory that its program needs besides the cache."""
+    token = jnp.ones((1,), jnp.int32)
+    calls, facts = {}, {}
+    for name, config in POLICIES.items():
+        step = functools.partial(sw.decode_step, model_config=MODEL, config=config)
+        cache = sw.init_cache(MODEL, config, batch=1, max_tokens=capacity)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (token, cache))
+        program = jax.jit(step, donate_argnums=2).lower(param_shapes(MODEL), *arguments).compile()
+        facts[name] = common.memory(program) | {"cache_bytes": sum_bytes(cache)}
+        first = capacity - DECODE_TOKENS * (repeats + 1)
+        calls[name] = decoding(functools.partial(step, params, token), cache, first)
+    times = common.alternate(calls, repeats=repeats)
+    times = {
+        name: [{clock: s / DECODE_TOKENS for clock, s in one.items()} for one in rounds]
+        for name, rounds in times.items()
+    }
+    return [row("decode", capacity, name, times) | facts[name] for name in POLICIES]
+
+
+def sum_bytes(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def decoding(step: Callable[[Any], Any], cache: Any, first: int) -> Callable[[], Any]:
+    """A call that appends tokens from position `first` on, each call where the last one ended."""
+    keys, values = (jax.random.normal(jax.random.key(n), cache.key.shape) for n in range(2))
+    lengths = jnp.full((1,), first, jnp.int32)
+    state = [dataclasses.replace(cache, key=keys, value=values, lengths=lengths)]
+
+    def run() -> Any:
+        for _ in range(DECODE_TOKENS):
+            logits, state[0] = step(state[0])
+        return logits
+
+    return run
+
+
+def measure_start(params: Any, length: int) -> list[Row]:
+    """The first call of `generate` for one token in a fresh process, and the ones after it."""
+    tokens, rows = tokens_of(length), []
+    for name, config in POLICIES.items():
+        generate = functools.partial(
+            sw.generate, params, tokens, model_config=MODEL, config=config, max_new_tokens=1
+        )
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            jax.block_until_ready(generate().tokens)
+            seconds.append(time.perf_counter() - start)
+        warm = common.summarize(seconds[1:])
+        rows.append({"part": "start", "tokens": length, "policy": name, "cold_s": seconds[0]})
+        rows[-1] |= {"warm_s": warm, "compile_s": seconds[0] - warm["median"]}
+    return rows
+
+
+def describe(row: Row) -> str:
+    """One line for the terminal."""
+    text = f"{row['part']:<10} {row['tokens']:>6} tokens  {row['policy']:<24}"
+    if "wall_s" in row:
+        wall, faster = row["wall_s"], row["speedup"]["median"]
+        text += f" {wall['median']:8.4f} s ({wall['q25']:.4f}-{wall['q75']:.4f}), {faster:.2f}x"
+        text += f" dense (CPU time {row['cpu_speedup']['median']:.2f}x)"
+    if "cold_s" in row:
+        text += f" first {row['cold_s']:.2f} s, then {row['warm_s']['median']:.3f} s"
+    if "temporary_bytes" in row:
+        text += f", temporary {row['temporary_bytes'] / 2**20:.1f} MiB"
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+import io
+import json
+import sys
+from pathlib import Path
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+
+from sketchwalk_jax import Dense, SketchWalkConfig, make_generate
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.models.tensor_files import TensorFiles
+from sketchwalk_jax.models.weights import load, save
+from sketchwalk_jax.sampling import Sampling
+
+PROMPT = "Walk with the sketch,\r\nthen walk again: né, 你.\n" * 4
+NUM_BYTES = len(PROMPT.encode())
+NUM_LAYERS = 4  # the first two stay dense
+
+
+def write_model(directory: Path, **options) -> None:
+    checkpoints.write_checkpoint(directory, tokenizer=True, num_hidden_layers=NUM_LAYERS, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompt") / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    return file
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Runs the command line in this process; returns what it printed, and fails if it fails."""
+
+    def run(*arguments: object) -> tuple[str, str]:
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def generate(run, model: Path, prompt_file: Path):
+    """Runs `sketchwalk generate --json` on the prompt file and returns the object."""
+
+    def generate(*arguments: object, model: Path = model, new_tokens: int = 16) -> dict:
+        command = ["generate", "--model", model, "--max-new-tokens", new_tokens, "--json"]
+        if "--prompt" not in arguments:
+            command += ["--prompt-file", prompt_file]
+        return json.loads(run(*command, *arguments)[0])
+
+    return generate
+
+
+def expected_tokens(model: Path, num_tokens: int, **options) -> np.ndarray:
+    """The new tokens of the library's own `generate`; the tokens of the prompt are its bytes."""
+    params, model_config = load(model, dtype="float32")
+    config = options.pop("config", SketchWalkConfig.paper())
+    call = make_generate(model_config, config, max_new_tokens=num_tokens)
+    prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)[None]
+    return np.asarray(call(params, prompt, **options).tokens)[0]
+
+
+def text_of(tokens: np.ndarray) -> str:
+    """The text of bytes that hold no end token."""
+    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
+
+def test_text_is_that_of_the_library(run, model: Path, prompt_file: Path):
+    out, err = run(
+        "generate", "--model", model, "--prompt-file", prompt_file, "--max-new-tokens", 16
+    )
+    assert out == text_of(expected_tokens(model, 16)) + "\n"
+    assert f"{NUM_BYTES} prompt tokens, 16 new" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_json_is_one_object_with_the_measurements(generate):
+    result = generate()
+    assert result["prompt_tokens"] == NUM_BYTES
+    assert result["new_tokens"] == 16
+    assert result["finish_reason"] == "length"
+    assert result["ttft_s"] > 0 and result["tokens_per_s"] > 0 and result["load_s"] > 0
+    assert 0 < result["measured_density"] <= 1
+    assert (result["policy"], result["preset"], result["phase"]) == ("sketchwalk", "paper", "both")
+    assert result["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("source", ["--prompt", "--prompt-file", "standard input"])
+def test_every_source_gives_the_prompt_byte_for_byte(source, run, model, prompt_file, monkeypatch):
+    given = {"--prompt": ["--prompt", PROMPT], "--prompt-file": ["--prompt-file", prompt_file]}
+    piped = io.TextIOWrapper(io.BytesIO(PROMPT.encode()))
+    monkeypatch.setattr(sys, "stdin", piped)
+    command = ["generate", "--model", model, "--max-new-tokens", 16, "--json"]
+    result = json.loads(run(*command, *given.get(source, []))[0])
+    assert result["prompt_tokens"] == NUM_BYTES
+    assert result["text"] == text_of(expected_tokens(model, 16))
+
+
+@pytest.fixture
+def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs `sketchwalk generate` up to the generation, and returns what that would be."""
+
+    def started(*arguments: object) -> dict:
+        found = {}
+
+        def stop(params, tokens, **options):
+            found.update(options, params=params, tokens=np.asarray(tokens))
+            raise ValueError("stop")
+
+        monkeypatch.setattr(sys.modules["sketchwalk_jax.cli.generate"], "stream", stop)
+        command = ["generate", "--model", model, *arguments]
+        if "--prompt" not in arguments:
+            command += ["--prompt-file", prompt_file]
+        assert main([str(argument) for argument in command]) == 1
+        return found
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"config": SketchWalkConfig.paper(), "phase": "both", "every": 8}),
+        ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
+        (["--policy", "dense"], {"config": Dense()}),
+        (["--preset", "damped"], {"config": SketchWalkConfig.damped()}),
+        (["--preset", "released"], {"config": SketchWalkConfig.released()}),
+        (["--density", 0.5], {"config": SketchWalkConfig.paper(density=0.5)}),
+        (["--phase", "decode"], {"phase": "decode"}),
+        (["--chunk-size", 128], {"chunk_size": 128}),
+        (["--max-new-tokens", 3], {"max_new_tokens": 3}),
+        (["--ignore-eos"], {"eos_token_ids": ()}),
+        (["--stream-every", 3], {"every": 3}),
+    ],
+)
+def test_options_reach_the_generation(arguments, expected, started):
+    found = started(*arguments)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"temperature": 0}),
+        (["--repetition-penalty", 1.5], {"temperature": 0, "repetition_penalty": 1.5}),
+        (["--temperature", 0.5], {"temperature": 0.5, "top_k": 0, "top_p": 1}),
+        (["--top-k", 5], {"temperature": 1, "top_k": 5}),
+        (["--top-p", 0.5], {"temperature": 1, "top_p": 0.5}),
+        (["--min-p", 0.5], {"temperature": 1, "min_p": 0.5}),
+        (["--top-k", 5, "--temperature", 0], {"temperature": 0, "top_k": 5}),
+    ],
+)
+def test_tokens_are_drawn_only_if_asked_for(arguments, expected, started):
+    sampling = started(*arguments)["sampling"]
+    assert {name: float(getattr(sampling, name)) for name in expected} == expected
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_dtype_is_that_of_the_weights(dtype, started):
+    found = started(*([] if dtype is None else ["--dtype", dtype]))
+    assert found["params"]["embed"]["embedding"].dtype == (dtype or "float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "Hi\n"),
+        (["--chat"], "user: Hi\n\nassistant: "),
+        (["--chat", "--system", "Be brief."], "system: Be brief.\nuser: Hi\n\nassistant: "),
+    ],
+)
+def test_chat_template_is_applied_when_asked_for(arguments, expected, started):
+    found = started("--prompt", "Hi\n", *arguments)
+    length = int(found["lengths"][0])
+    assert bytes(found["tokens"][0, :length].tolist()).decode() == expected
+    assert found["tokens"].shape == (1, 64)
+
+
+def test_draws_follow_the_seed(model: Path, generate):
+    first, again, other = (generate("--top-k", 50, "--seed", seed) for seed in (1, 1, 2))
+    assert first["text"] == again["text"] != other["text"]
+    tokens = expected_tokens(
+        model, 16, sampling=Sampling(temperature=1.0, top_k=50), key=jax.random.key(1)
+    )
+    assert first["text"] == text_of(tokens)
+
+
+def test_end_token_ends_the_text(tmp_path: Path, model: Path, generate):
+    end = int(expected_tokens(model, 16)[0])
+    write_model(tmp_path, generation_config={"eos_token_id": [end]})
+    result = generate(model=tmp_path)
+    assert (result["new_tokens"], result["finish_reason"]) == (1, "eos")
+    assert result["tokens_per_s"] is None  # there is no token after the first
+
+
+GENERATION_CONFIG = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.5, "min_p": None}
+
+
+@pytest.mark.parametrize(
+    ("do_sample", "arguments", "expected"),
+    [
+        (True, [], (0.0, 0, 1.0)),
+        (True, ["--generation-config"], (0.5, 9, 1.5)),
+        (True, ["--generation-config", "--top-k", 3], (0.5, 3, 1.5)),
+        (True, ["--generation-config", "--temperature", 0], (0.0, 9, 1.5)),
+        (False, ["--generation-config"], (0.0, 0, 1.5)),
+        (False, ["--generation-config", "--top-k", 3], (1.0, 3, 1.5)),
+    ],
+)
+def test_generation_config_counts_when_asked_for(do_sample, arguments, expected, tmp_path, started):
+    write_model(tmp_path, generation_config=GENERATION_CONFIG | {"do_sample": do_sample})
+    found = started("--model", tmp_path, *arguments)["sampling"]
+    assert (found.temperature, found.top_k, found.repetition_penalty) == expected
+
+
+def test_saved_checkpoints_are_read(tmp_path: Path, model: Path, generate, run):
+    params, model_config = load(model)
+    save(tmp_path / "saved", params, model_config)
+    checkpoints.write_byte_tokenizer(tmp_path / "saved")
+    assert generate(model=tmp_path / "saved")["text"] == generate()["text"]
+    stored = json.loads(run("info", "--model", tmp_path / "saved", "--json")[0])["model"]
+    assert stored["stored_dtypes"] == ["float32"] and stored["stored_bytes"] > 0
+
+
+def test_info_sizes_cache_and_parameters_from_headers(model: Path, run, monkeypatch):
+    monkeypatch.setattr(TensorFiles, "read", None)
+    tensors = checkpoints.random_tensors(checkpoints.tiny_config(num_hidden_layers=NUM_LAYERS))
+    size = sum(tensor.size for tensor in tensors.values())
+    command = ("info", "--model", model, "--context", 130)
+    found = json.loads(run(*command, "--dtype", "bfloat16", "--json")[0])
+    assert found["model"]["parameters"] == size
+    assert found["model"]["loaded_bytes"] == 2 * size
+    assert found["model"]["stored_dtypes"] == ["float32"]
+    assert found["model"]["stored_bytes"] == (model / "model.safetensors").stat().st_size
+    # Keys and values of 4 layers and 2 heads of 8 dimensions, in whole blocks of 64 tokens.
+    assert found["cache"]["key_value_bytes"] == 2 * 4 * 2 * 8 * 192 * 2
+    # Float32 sums of queries and keys of 3 blocks in one sketch of 8 dimensions.
+    assert found["cache"]["statistics_bytes"] == 2 * 2 * 3 * 8 * 4
+    assert found["environment"]["implementation"] == "xla"
+    text = run(*command)[0]
+    assert f"{size:,}" in text and "130 tokens" in text and "512 tokens" in text
+
+
+def test_info_without_a_model_describes_the_machine(run):
+    found = json.loads(run("info", "--json")[0])
+    assert found.keys() == {"environment"}
+    assert found["environment"]["devices"] == ["cpu"]
+    assert f"JAX {jax.__version__}" in run("info")[0]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["info"]])
+def test_help_names_the_options(command, run):
+    assert "--help" in run(*command, "--help")[0]

@@ -1,0 +1,281 @@
+"""Every bad input of the command line: its message, its exit status, and nothing on the output."""
+
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+
+from sketchwalk_jax.cli import main
+
+GENERATE = sys.modules["sketchwalk_jax.cli.generate"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    checkpoints.write_checkpoint(directory, tokenizer=True)
+    return directory
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]):
+    """Runs a command that fails, and returns its message."""
+
+    def refuse(status: int, *arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == status
+        out, err = capsys.readouterr()
+        assert out == ""
+        message, _, hint = err.partition("\nTry ")
+        assert message.startswith("error: ")
+        assert bool(hint) == (status == 2)
+        return message
+
+    return refuse
+
+
+@pytest.fixture
+def without_weights(monkeypatch: pytest.MonkeyPatch):
+    """Fails if weights are read."""
+    monkeypatch.setattr(GENERATE, "load", None)
+
+
+MISTAKES = {
+    "no model": (["generate", "--prompt", "a"], "--model must be a checkpoint directory, got none"),
+    "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
+    "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
+    "unknown policy": (["--policy", "quest"], "--policy must be one of ('dense', 'sketchwalk'"),
+    "unknown preset": (["--preset", "best"], "--preset must be one of ('paper',"),
+    "preset of dense": (["--policy", "dense", "--preset", "paper"], "--preset must be None"),
+    "density of dense": (["--policy", "dense", "--density", 0.5], "--density must be left out"),
+    "density of released": (["--preset", "released", "--density", 0.5], "must be left out"),
+    "density nan": (["--density", "nan"], "--density must be in (0, 1], got nan"),
+    "density infinite": (["--density", "inf"], "--density must be in (0, 1], got inf"),
+    "density 0": (["--density", 0], "--density must be in (0, 1], got 0.0"),
+    "density 1.5": (["--density", 1.5], "--density must be in (0, 1], got 1.5"),
+    "density no number": (["--density", "low"], "'--density'"),
+    "unknown phase": (["--phase", "all"], "--phase must be one of ('both', 'prefill', 'decode')"),
+    "chunk of 100": (["--chunk-size", 100], "--chunk-size must be a positive multiple of"),
+    "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
+    "unknown dtype": (["--dtype", "int8"], "--dtype must be one of ('float32', 'float16'"),
+    "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),
+    "pieces of no token": (["--stream-every", 0], "'--stream-every'"),
+    "negative seed": (["--seed", -1], "'--seed'"),
+    "negative temperature": (["--temperature", -1], "--temperature must be finite and at least 0"),
+    "temperature nan": (["--temperature", "nan"], "--temperature must be finite and at least 0"),
+    "negative top-k": (["--top-k", -1], "--top-k must be an integer in [0, 2**31), got -1"),
+    "top-p of 2": (["--top-p", 2], "--top-p must be in [0, 1], got 2.0"),
+    "min-p of 2": (["--min-p", 2], "--min-p must be in [0, 1], got 2.0"),
+    "penalty of 0": (["--repetition-penalty", 0], "--repetition-penalty must be finite and"),
+    "unknown option": (["--fast"], "--fast"),
+    "unknown command": (["translate"], "translate"),
+    "no command": ([], "command"),
+    "context without a model": (["info", "--context", 5], "together with --model"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_on_the_command_line_is_named(arguments, message, model, refuse, without_weights):
+    if arguments and str(arguments[0]).startswith("--"):
+        prompt = [] if "--prompt" in arguments else ["--prompt", "a"]
+        arguments = ["generate", "--model", model, *prompt, *arguments]
+    assert message in refuse(2, *arguments)
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_directory_that_does_not_exist_is_named(command, tmp_path, refuse):
+    arguments = ["--prompt", "a"] if command == "generate" else []
+    missing = tmp_path / "missing"
+    message = refuse(2, command, "--model", missing, *arguments)
+    assert "--model must be an existing checkpoint directory" in message and str(missing) in message
+    file = tmp_path / "file"
+    file.touch()
+    assert "got the file" in refuse(2, command, "--model", file, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must not be empty"),
+        (b"caf\xe9 au lait", "UTF-8 text, got byte 0xe9 at offset 3"),
+        (b"a" * 505, "model's context of 512 tokens, got 505 and 8; shorten the prompt"),
+    ],
+    ids=["empty", "not UTF-8", "too long"],
+)
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_bad_prompt_is_refused(
+    source, content, message, tmp_path, model, refuse, without_weights, monkeypatch
+):
+    arguments = ["generate", "--model", model, "--max-new-tokens", 8]
+    if source == "file":
+        (tmp_path / "prompt.txt").write_bytes(content)
+        arguments += ["--prompt-file", tmp_path / "prompt.txt"]
+    else:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert message in refuse(1, *arguments)
+
+
+def test_empty_prompt_option_is_refused(model, refuse, without_weights):
+    assert "got no bytes from --prompt" in refuse(1, "generate", "--model", model, "--prompt", "")
+
+
+def test_terminal_is_not_read_as_the_prompt(model, refuse, monkeypatch):
+    terminal = io.StringIO("typed")
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert "a prompt must be given" in refuse(2, "generate", "--model", model)
+
+
+def test_prompt_file_that_cannot_be_read_is_named(tmp_path, model, refuse):
+    for file, reason in (("missing", "No such file"), ("", "Is a directory")):
+        path = tmp_path / file
+        message = refuse(1, "generate", "--model", model, "--prompt-file", path)
+        assert str(path) in message and reason in message
+
+
+def test_context_beyond_the_model_is_refused(model, refuse):
+    message = refuse(2, "info", "--model", model, "--context", 513)
+    assert "--context must not exceed the model's context of 512 tokens, got 513" in message
+
+
+def edit_json(path: Path, **entries: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def with_integers(model: Path) -> None:
+    tensors = checkpoints.random_tensors(checkpoints.tiny_config())
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int32)
+    checkpoints.write_tensors(model, tensors)
+
+
+def without_a_tensor(model: Path) -> None:
+    tensors = checkpoints.random_tensors(checkpoints.tiny_config())
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    checkpoints.write_tensors(model, tensors | {"extra.weight": np.zeros(3, np.float32)})
+
+
+BEFORE_WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda model: (model / "config.json").unlink(), "config.json does not exist"),
+    "config cut off": (lambda model: truncate(model / "config.json", 20), "must be a JSON file"),
+    "unknown architecture": (
+        lambda model: edit_json(model / "config.json", model_type="mamba"),
+        "model_type must be one of ('llama', 'qwen2', 'qwen3'), got 'mamba'",
+    ),
+    "unsupported feature": (
+        lambda model: edit_json(model / "config.json", attn_logit_softcapping=30.0),
+        "attn_logit_softcapping=30.0",
+    ),
+    "no tokenizer": (
+        lambda model: (model / "tokenizer.json").unlink(),
+        "must hold tokenizer files",
+    ),
+    "tokenizer cut off": (
+        lambda model: truncate(model / "tokenizer.json", 100),
+        "cannot be opened: Expecting value",
+    ),
+    "tokenizer of no kind": (
+        lambda model: (model / "tokenizer.json").write_text('{"version": "1.0"}'),
+        "cannot be opened: ",
+    ),
+    "tokens beyond the vocabulary": (
+        lambda model: edit_json(model / "config.json", vocab_size=64),
+        "the model's 64 tokens, got token 121",
+    ),
+    "no chat template": (
+        lambda model: edit_json(model / "tokenizer_config.json", chat_template=None),
+        "--chat must be left out: the checkpoint has no chat template",
+    ),
+    "template that refuses": (
+        lambda model: edit_json(
+            model / "tokenizer_config.json", chat_template="{{ raise_exception('no users') }}"
+        ),
+        "the chat template refuses the messages: no users",
+    ),
+    "no generation config": (lambda model: None, "has no generation_config.json"),
+    "generation config with text": (
+        lambda model: (model / "generation_config.json").write_text('{"repetition_penalty": "1"}'),
+        "must give numbers for its sampling settings, got {'repetition_penalty': '1'}",
+    ),
+    "generation config out of range": (
+        lambda model: (model / "generation_config.json").write_text('{"repetition_penalty": 0}'),
+        "generation_config.json: repetition_penalty must be finite and greater than 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("break_it", "message"), BEFORE_WEIGHTS.values(), ids=BEFORE_WEIGHTS)
+def test_bad_checkpoint_is_refused_before_its_weights_are_read(
+    break_it, message, request, model, refuse, without_weights
+):
+    break_it(model)
+    case = request.node.callspec.id
+    options = ["--chat"] if "template" in case else []
+    options += ["--generation-config"] if "generation config" in case else []
+    assert message in refuse(1, "generate", "--model", model, "--prompt", "my", *options)
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), ("got neither",)),
+    "only pickles": (
+        lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+        ("got ['pytorch_model.bin']", "safetensors version"),
+    ),
+    "cut off": (
+        lambda model: truncate(model / "model.safetensors", 5000),
+        ("truncated or corrupt", "download it again"),
+    ),
+    "no safetensors": (
+        lambda model: (model / "model.safetensors").write_bytes(b"version https://git-lfs"),
+        ("truncated or corrupt", "download it again"),
+    ),
+    "integers": (with_integers, ("model.norm.weight",)),
+    "missing and unknown": (
+        without_a_tensor,
+        ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "extra.weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("break_it", "messages"), WEIGHTS.values(), ids=WEIGHTS)
+def test_bad_weights_are_refused(break_it, messages, model, refuse):
+    break_it(model)
+    for part in messages:
+        assert part in refuse(1, "generate", "--model", model, "--prompt", "a")
+
+
+def test_full_memory_says_what_to_do(model, refuse, monkeypatch):
+    def stream(*arguments: object, **options: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
+
+    monkeypatch.setattr(GENERATE, "stream", stream)
+    message = refuse(1, "generate", "--model", model, "--prompt", "a")
+    assert message.startswith("error: RESOURCE_EXHAUSTED: Out of memory.; pass --chunk-size")
+    assert "Buffers" not in message
+
+
+def test_defects_keep_their_traceback(model, monkeypatch):
+    monkeypatch.setattr(GENERATE, "stream", None)
+    with pytest.raises(TypeError):
+        main(["generate", "--model", str(model), "--prompt", "a"])
+
+
+def test_warnings_take_one_line(model, capsys, monkeypatch):
+    def stream(*arguments: object, **options: object) -> None:
+        warnings.warn("mind the gap", stacklevel=1)
+        raise ValueError("stop")
+
+    monkeypatch.setattr(GENERATE, "stream", stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        main(["generate", "--model", str(model), "--prompt", "a"])
+    assert capsys.readouterr().err == "warning: mind the gap\nerror: stop\n"

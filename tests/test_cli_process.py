@@ -1,0 +1,139 @@
+"""The command line as a process: pipes, interrupts, progress, programs kept between runs."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import checkpoints
+import jax
+import pytest
+
+from sketchwalk_jax.cli import compiled, progress
+
+PROMPT = "Walk with the sketch.\r\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.write_checkpoint(directory, tokenizer=True)
+    return directory
+
+
+@pytest.mark.slow
+def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, program_environment):
+    environment = program_environment | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR")
+    command = [sys.executable, "-m", "sketchwalk_jax", "generate", "--model", model, "--json"]
+    done = subprocess.run(command, input=PROMPT.encode(), env=environment, capture_output=True)
+    assert done.stderr == b""
+    assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
+    assert list(tmp_path.glob("sketchwalk-jax/compiled/*start_decoding*"))
+
+
+def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    compiled.keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compiled.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_importing_the_command_line_imports_no_heavy_package(run_python):
+    code = "import sketchwalk_jax.cli, sys; print(*sys.modules)"
+    modules = set(run_python(code).split())
+    assert not modules & {"flax", "transformers", "orbax", "orbax.checkpoint", "tokenizers"}
+
+
+def _piped(environment: dict[str, str], code: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], env=environment, **options)
+
+
+@pytest.mark.slow
+def test_closed_pipe_ends_quietly(program_environment):
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from sketchwalk_jax.cli import main; sys.argv[1:] = ['info']; main()"
+    done = _piped(program_environment, code, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.slow
+def test_interrupt_ends_at_once_and_quietly(model: Path, program_environment):
+    # The interrupt comes while the prompt is read, and would be lost if Python had to handle it.
+    code = f"""
+import io, os, signal, sys
+from sketchwalk_jax.cli import main
+
+class Interrupting(io.BytesIO):
+    def read(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.stdin = io.TextIOWrapper(Interrupting())
+sys.argv[1:] = ["generate", "--model", {str(model)!r}]
+main()
+"""
+    done = _piped(program_environment, code, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+class _Terminal(io.StringIO):
+    """Standard error that is a terminal, and tells when something was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+
+def test_elapsed_time_is_shown_on_a_terminal_and_cleared(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.elapsed("reading"):
+        assert terminal.written.wait(60)
+    assert "reading: 00:0" in terminal.getvalue()
+    assert terminal.getvalue().rpartition("\r")[2].strip() == ""
+
+
+def test_short_work_shows_nothing(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "DELAY", 3600.0)
+    with progress.elapsed("reading"):
+        pass
+    assert terminal.getvalue() == ""
+
+
+def test_files_get_no_progress(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    with progress.elapsed("reading"), progress.token_bar(2, initial=0, is_wanted=True) as bar:
+        bar.update(1)
+    assert log.getvalue() == ""

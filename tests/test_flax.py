@@ -1,0 +1,212 @@
+"""Models as Flax modules: the tree that `generate` takes, and the results of the pure functions."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from checkpoints import write_checkpoint
+from flax import nnx
+from tolerances import tolerance
+
+from sketchwalk_jax import (
+    Sampling,
+    decode_step,
+    forward,
+    generate,
+    init_cache,
+    load,
+    prefill,
+    save,
+)
+from sketchwalk_jax.models.flax import CausalLM, LinenCausalLM
+from sketchwalk_jax.models.params import init_params, param_shapes
+
+PAPER = tiny.POLICIES["paper"]
+FAMILIES = {
+    "llama": tiny.MODEL,
+    "qwen2": dataclasses.replace(
+        tiny.MODEL, model_type="qwen2", qkv_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3": dataclasses.replace(tiny.MODEL, model_type="qwen3", qk_norm=True),
+}
+
+
+def _nnx(params, model_config, *args, method="__call__", **options):
+    """Calls a method of a `CausalLM` with these parameters."""
+    return getattr(CausalLM.from_params(params, model_config), method)(*args, **options)
+
+
+def _linen(params, model_config, *args, method="__call__", **options):
+    """Calls a method of a `LinenCausalLM` with these parameters."""
+    model = LinenCausalLM(model_config)
+    return model.apply({"params": params}, *args, method=method, **options)
+
+
+both = pytest.mark.parametrize("call", [_nnx, _linen], ids=["nnx", "linen"])
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def _params(model_config, dtype=jnp.float32):
+    """Random parameters whose biases and norms matter."""
+    params = init_params(jax.random.key(1), model_config, dtype)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    noise = [0.1 * jax.random.normal(k, x.shape, dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.map(jnp.add, params, jax.tree.unflatten(structure, noise))
+
+
+@families
+@both
+def test_logits_are_those_of_forward(call, family):
+    model_config = FAMILIES[family]
+    params = _params(model_config)
+    tokens, lengths = tiny.prompts(50, 37)
+    for config in (None, PAPER):
+        expected = forward(
+            params, tokens, model_config=model_config, config=config, lengths=lengths
+        )
+        actual = call(params, model_config, tokens, config=config, lengths=lengths)
+        np.testing.assert_array_equal(actual, expected)
+
+
+@both
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9)], ids=["greedy", "sampled"])
+def test_generate_through_the_module_equals_generate(call, sampling):
+    params = tiny.params()
+    tokens, lengths = tiny.prompts(60, 41)
+    options = {"config": PAPER, "max_new_tokens": 5, "lengths": lengths, "sampling": sampling}
+    expected = generate(params, tokens, model_config=tiny.MODEL, **options)
+    actual = call(params, tiny.MODEL, tokens, method="generate", **options)
+    chex.assert_trees_all_equal(actual, expected)
+
+
+@both
+def test_prefill_and_decode_step_through_the_module(call):
+    params = tiny.params()
+    tokens, _ = tiny.prompts(40)
+    token = jnp.asarray([3], jnp.int32)
+
+    def cache():
+        return init_cache(tiny.MODEL, PAPER, batch=1, max_tokens=64, dtype=jnp.float32)
+
+    options = {"model_config": tiny.MODEL, "config": PAPER}
+    expected, filled = prefill(params, tokens, cache(), **options)
+    expected_next, _ = decode_step(params, token, filled, **options)
+    actual, filled = call(params, tiny.MODEL, tokens, cache(), method="prefill", config=PAPER)
+    actual_next, _ = call(params, tiny.MODEL, token, filled, method="decode_step", config=PAPER)
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(actual_next, expected_next)
+
+
+@families
+def test_nnx_module_owns_the_tree_of_generate(family):
+    model_config = FAMILIES[family]
+    params = _params(model_config)
+    model = CausalLM.from_params(params, model_config)
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params)
+    chex.assert_trees_all_equal(model.params, params)
+    assert not jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))
+
+
+@families
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_new_modules_have_the_shapes_of_the_tree(family, dtype):
+    model_config = FAMILIES[family]
+    shapes = param_shapes(model_config, dtype)
+    abstract = nnx.eval_shape(lambda: CausalLM(model_config, rngs=nnx.Rngs(0), dtype=dtype))
+    assert nnx.to_pure_dict(nnx.state(abstract, nnx.Param)) == shapes
+    linen = LinenCausalLM(model_config, dtype)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), tokens)
+    assert dict(variables) == {"params": shapes}
+
+
+def test_new_parameters_follow_the_key():
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    linen = LinenCausalLM(tiny.MODEL)
+    draws = [CausalLM(tiny.MODEL, rngs=nnx.Rngs(seed)).params for seed in (0, 0, 1)]
+    draws += [linen.init(jax.random.key(seed), tokens)["params"] for seed in (0, 0, 1)]
+    for first, again, other in (draws[:3], draws[3:]):
+        chex.assert_trees_all_equal(first, again)
+        assert not np.array_equal(first["embed"]["embedding"], other["embed"]["embedding"])
+
+
+def _split_and_merge(model, tokens):
+    structure, state = nnx.split(model)
+    return jax.jit(lambda state, tokens: nnx.merge(structure, state)(tokens))(state, tokens)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, tokens: nnx.jit(lambda model, tokens: model(tokens))(model, tokens),
+        lambda model, tokens: jax.jit(lambda model, tokens: model(tokens))(model, tokens),
+        _split_and_merge,
+    ],
+    ids=["nnx.jit", "jax.jit", "split_merge"],
+)
+def test_nnx_module_works_under_transforms(transform):
+    model = CausalLM.from_params(tiny.params(), tiny.MODEL)
+    tokens, _ = tiny.prompts(33)
+    expected = forward(tiny.params(), tokens, model_config=tiny.MODEL)
+    actual = transform(model, jnp.asarray(tokens))
+    np.testing.assert_allclose(actual, expected, **tolerance("paths"))
+
+
+def test_assigning_a_parameter_changes_the_logits():
+    model = CausalLM.from_params(tiny.params(), tiny.MODEL)
+    tokens, _ = tiny.prompts(20)
+    model.lm_head["kernel"].set_value(2.0 * model.lm_head["kernel"].get_value())
+    expected = 2.0 * forward(tiny.params(), tokens, model_config=tiny.MODEL)
+    np.testing.assert_allclose(model(tokens), expected, **tolerance("logits"))
+
+
+def test_cost_of_the_module_does_not_grow_with_layers():
+    deep = dataclasses.replace(tiny.MODEL, num_layers=40)
+    shallow, deep = (
+        nnx.eval_shape(lambda c=c: CausalLM(c, rngs=nnx.Rngs(0))) for c in (tiny.MODEL, deep)
+    )
+    sizes = {len(jax.tree.leaves(nnx.state(model))) for model in (shallow, deep)}
+    assert sizes == {len(jax.tree.leaves(param_shapes(tiny.MODEL)))}
+
+
+@both
+def test_loaded_checkpoints_of_both_formats(call, tmp_path):
+    write_checkpoint(tmp_path / "hub", "qwen2")
+    params, model_config = load(tmp_path / "hub", progress=False)
+    save(tmp_path / "saved", params, model_config)
+    saved, saved_config = load(tmp_path / "saved", progress=False)
+    tokens, _ = tiny.prompts(21)
+    expected = forward(params, tokens, model_config=model_config)
+    np.testing.assert_array_equal(call(params, model_config, tokens), expected)
+    np.testing.assert_array_equal(call(saved, saved_config, tokens), expected)
+
+
+def _without(params, branch, name):
+    return params | {branch: {k: x for k, x in params[branch].items() if k != name}}
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: _without(p, "layers", "gate"), "layers/gate/kernel: missing instead of"),
+        (
+            lambda p: p | {"extra": {"kernel": jnp.zeros(3)}},
+            r"extra/kernel: \(3,\) instead of none",
+        ),
+        (
+            lambda p: p | {"final_norm": {"scale": jnp.zeros(3)}},
+            r"final_norm/scale: \(3,\) instead of \(32,\)",
+        ),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_parameters_that_do_not_fit_are_refused(call, change, message):
+    tokens, _ = tiny.prompts(8)
+    with pytest.raises(ValueError, match=message):
+        call(change(tiny.params()), tiny.MODEL, tokens)

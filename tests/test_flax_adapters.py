@@ -1,0 +1,251 @@
+"""`make_attention_fn` in Flax's own layers: dense bit for bit, sparse exact, nothing ignored."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tolerances import tolerance
+
+from sketchwalk_jax import Dense, SketchWalkConfig, init_walk, sketchwalk_attention
+from sketchwalk_jax.flax import LinenWalkAttention, WalkAttention, make_attention_fn
+from sketchwalk_jax.policies.base import Policy
+
+WIDTH, HEADS, TOKENS = 48, 2, 75  # heads of 24: Linen and nnx scale by its root in other places
+SPARSE = SketchWalkConfig.paper(block_size=16, sketch_dim=8, density=0.4)
+FULL = SketchWalkConfig.paper(block_size=16, sketch_dim=8, density=1.0)
+
+
+def _inputs(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape or (2, TOKENS, WIDTH), dtype)
+
+
+def _causal_mask(batch=2, dtype=bool):
+    return nn.make_causal_mask(jnp.zeros((batch, TOKENS)), dtype=dtype)
+
+
+def _padding_mask(lengths):
+    """The mask of right-padded sequences, as Flax's functions make it."""
+    is_token = jnp.arange(TOKENS)[None, :] < jnp.asarray(lengths)[:, None]
+    padding = nn.make_attention_mask(is_token, is_token, dtype=bool)
+    return nn.combine_masks(padding, _causal_mask(len(lengths)), dtype=bool)
+
+
+def _nnx(x, *args, attention_fn=None, init=None, **call):
+    options = {"decode": False, "rngs": nnx.Rngs(1, dropout=2)} | (init or {})
+    if attention_fn is not None:
+        options["attention_fn"] = attention_fn
+    layer = nnx.MultiHeadAttention(HEADS, WIDTH, **options)
+    if options["decode"]:
+        layer.init_cache(x.shape)
+        x = x[:, :1]
+    if call.get("sow_weights"):
+        out, state = nnx.capture(layer, nnx.Intermediate)(x, *args, **call)
+        return out, jax.tree.leaves(state)
+    return layer(x, *args, **call)
+
+
+def _linen(x, *args, attention_fn=None, init=None, **call):
+    options = {"attention_fn": attention_fn} if attention_fn is not None else {}
+    layer = nn.MultiHeadDotProductAttention(HEADS, **options, **(init or {}))
+    params = nn.MultiHeadDotProductAttention(HEADS).init(jax.random.key(1), x)
+    if layer.decode:
+        dense = layer.clone(attention_fn=nn.dot_product_attention)
+        params = dense.init(jax.random.key(1), x)
+        x = x[:, :1]
+    mutable = ["intermediates", "cache", "walk"]
+    rngs = {"dropout": jax.random.key(2)}
+    out, state = layer.apply(params, x, *args, **call, rngs=rngs, mutable=mutable)
+    return (out, jax.tree.leaves(state)) if call.get("sow_weights") else out
+
+
+both = pytest.mark.parametrize("layer", [_nnx, _linen], ids=["nnx", "linen"])
+DROPOUT = {"dropout_rate": 0.3, "deterministic": False}
+
+DENSE_CALLS = {
+    "plain": {},
+    "float_mask": {"mask": _causal_mask(dtype=jnp.float32)},
+    "padding_mask": {"mask": _padding_mask([TOKENS, 30])},
+    "bfloat16": {"init": {"dtype": jnp.bfloat16}},
+    "precision": {"init": {"precision": "highest"}},
+    "dropout": {"init": DROPOUT},
+    "dropout_not_shared": {"init": DROPOUT | {"broadcast_dropout": False}},
+    "sown_weights": {"sow_weights": True},
+    "decode": {"init": {"decode": True}},
+}
+
+
+@both
+@pytest.mark.parametrize("config", [None, Dense()], ids=["none", "dense"])
+@pytest.mark.parametrize("call", DENSE_CALLS.values(), ids=DENSE_CALLS)
+def test_dense_is_bit_equal_to_flax(layer, call, config):
+    with jax.numpy_dtype_promotion("standard"):  # Flax and JAX are not strict themselves
+        expected = layer(_inputs(), **call)
+        actual = layer(_inputs(), attention_fn=make_attention_fn(config), **call)
+    chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (_nnx, {"is_causal": True}),
+        (_nnx, {"is_causal": True, "mask": _padding_mask([TOKENS, 30])[:, :, -1:]}),
+        (_linen, {"init": {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}}),
+    ],
+    ids=["nnx_causal", "nnx_causal_mask", "linen_float32_softmax"],
+)
+def test_dense_is_bit_equal_to_flax_in_what_one_layer_has(layer, call):
+    with jax.numpy_dtype_promotion("standard"):
+        expected = layer(_inputs(), **call)
+        actual = layer(_inputs(), attention_fn=make_attention_fn(), **call)
+    np.testing.assert_array_equal(actual, expected)
+
+
+@both
+@pytest.mark.parametrize("mask", [None, _padding_mask([TOKENS, 30])], ids=["none", "mask"])
+def test_adapter_can_say_causal_for_the_layer(layer, mask):
+    both_masks = _causal_mask() if mask is None else mask & _causal_mask()
+    expected = layer(_inputs(), mask=both_masks)
+    actual = layer(_inputs(), mask=mask, attention_fn=make_attention_fn(is_causal=True))
+    np.testing.assert_array_equal(actual, expected)
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", [(TOKENS, TOKENS), (TOKENS, 30), (1, 64)], ids=str)
+def test_full_density_equals_dense(layer, lengths, dtype):
+    call = {"mask": _padding_mask(lengths), "init": {"dtype": dtype}}
+    with jax.numpy_dtype_promotion("standard"):
+        expected = layer(_inputs(), **call)
+    actual = layer(_inputs(), attention_fn=make_attention_fn(FULL), **call)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(
+            actual[row, :length].astype(jnp.float32),
+            expected[row, :length].astype(jnp.float32),
+            **tolerance("paths" if dtype == jnp.float32 else "logits", dtype),
+        )
+
+
+@pytest.mark.parametrize("call", [{"is_causal": True}, {"mask": _causal_mask()[0, 0]}], ids=str)
+def test_full_density_equals_dense_with_grouped_heads_and_batch_axes(call):
+    x, init = _inputs(2, 3, TOKENS, WIDTH), {"num_kv_heads": 1}
+    flat = x.reshape(6, TOKENS, WIDTH)
+    expected = _nnx(flat, init=init, is_causal=True).reshape(x.shape)
+    actual = _nnx(x, init=init, attention_fn=make_attention_fn(FULL), **call)
+    np.testing.assert_allclose(actual, expected, **tolerance("paths"))
+
+
+@both
+def test_sparse_is_one_step_of_the_walk(layer):
+    seen = []
+
+    def record(query, key, value, mask=None, **_):
+        seen.append((query, key, value))
+        return value
+
+    layer(_inputs(), attention_fn=record)
+    query, key, value = seen[-1]
+    for is_causal, mask, lengths in (
+        (True, None, [TOKENS, TOKENS]),
+        (False, _padding_mask([40, TOKENS]), [40, TOKENS]),
+    ):
+        attend = make_attention_fn(SPARSE)
+        actual = attend(query, key, value, is_causal=is_causal, mask=mask)
+        expected, _ = sketchwalk_attention(
+            *(query, key, value),
+            init_walk(2, TOKENS, config=SPARSE),
+            config=SPARSE,
+            lengths=jnp.asarray(lengths, jnp.int32),
+        )
+        np.testing.assert_array_equal(actual, expected)
+        dense = make_attention_fn()(query, key, value, is_causal=True)
+        assert not np.allclose(actual[1], dense[1], atol=1e-3)
+
+
+def _window_mask():
+    index = jnp.arange(TOKENS)
+    return _causal_mask() & (index[:, None] - index[None, :] < 40)[None, None]
+
+
+UNFIT_MASKS = {
+    "not_causal": jnp.ones((2, 1, TOKENS, TOKENS), bool),
+    "not_causal_padding": jnp.ones((2, 1, 1, TOKENS), bool),
+    "window": _window_mask(),
+    "left_padding": _padding_mask([TOKENS, 30])[:, :, ::-1, ::-1].swapaxes(2, 3),
+    "one_hole": _causal_mask().at[:, :, 50, 7].set(False),
+    "one_head": jnp.tile(_causal_mask(), (1, HEADS, 1, 1)).at[:, 1, 50, 7].set(False),
+}
+ADAPTERS = {
+    "nnx-function": (_nnx, lambda: make_attention_fn(SPARSE)),
+    "linen-function": (_linen, lambda: make_attention_fn(SPARSE)),
+    "nnx-walk": (_nnx, lambda: _reset(WalkAttention(SPARSE))),
+    "linen-walk": (_linen, lambda: LinenWalkAttention(SPARSE)),
+}
+adapters = pytest.mark.parametrize("layer, make", ADAPTERS.values(), ids=ADAPTERS)
+
+
+def _reset(attention):
+    attention.reset(2, TOKENS)
+    return attention
+
+
+@adapters
+@pytest.mark.parametrize("mask", UNFIT_MASKS.values(), ids=UNFIT_MASKS)
+def test_masks_that_would_be_dropped_are_refused(layer, make, mask):
+    with pytest.raises(ValueError, match="mask must be causal, with nothing masked but padding"):
+        layer(_inputs(), attention_fn=make(), mask=mask)
+
+
+@pytest.mark.parametrize("mask", UNFIT_MASKS.values(), ids=UNFIT_MASKS)
+def test_masks_that_would_be_dropped_give_nan_under_jit(mask):
+    x = _inputs(2, TOKENS, HEADS, 24)
+    attend = jax.jit(lambda mask: make_attention_fn(SPARSE)(x, x, x, mask=mask))
+    mixed = jnp.broadcast_to(_causal_mask(), (2, *mask.shape[1:2], TOKENS, TOKENS))
+    out = attend(mixed.at[1].set(jnp.broadcast_to(mask[1], mixed.shape[1:])))
+    assert np.isnan(out[1]).all() and np.isfinite(out[0]).all()
+
+
+UNSUPPORTED = {
+    "no_causality": ({"mask": None}, "sparse attention must be causal"),
+    "dropout": ({"init": DROPOUT}, r"dropout must be off \(deterministic=True\).* 0.3"),
+    "sown_weights": ({"sow_weights": True}, "sow_weights must be False"),
+    "decode": ({"init": {"decode": True}}, "same tokens, got 1 and 75.*decode=True"),
+    "other_tokens": ({"inputs_k": _inputs(2, 60, WIDTH)}, "same tokens, got 75 and 60"),
+}
+
+
+@adapters
+@pytest.mark.parametrize("call, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_sparse_attention_cannot_honour_is_refused(layer, make, call, message):
+    is_square = "inputs_k" not in call and not call.get("init", {}).get("decode")
+    call = {"mask": _causal_mask() if is_square else None} | call
+    with pytest.raises(NotImplementedError, match=message):
+        layer(_inputs(), attention_fn=make(), **call)
+
+
+@pytest.mark.parametrize("config", [None, SPARSE], ids=["dense", "sparse"])
+def test_unknown_options_are_refused(config):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
+    with pytest.raises(NotImplementedError, match="input_positions.*rotary embedding"):
+        _nnx(_inputs(), attention_fn=make_attention_fn(config), input_positions=positions)
+
+
+def test_a_bias_is_honoured_or_refused():
+    x, bias = _inputs(2, TOKENS, HEADS, 24), _inputs(1, HEADS, TOKENS, TOKENS)
+    expected = nnx.dot_product_attention(x, x, x, bias, deterministic=True)
+    np.testing.assert_array_equal(make_attention_fn()(x, x, x, bias), expected)
+    for attend in (make_attention_fn(SPARSE), WalkAttention(SPARSE)):
+        with pytest.raises(NotImplementedError, match="bias must be None"):
+            attend(x, x, x, bias, is_causal=True)
+
+
+def test_policies_that_are_not_walks_are_refused():
+    class Other(Dense.__base__):
+        init_statistics = init_walk = observe = select_prefill = select_decode = None
+
+    assert issubclass(Other, Policy)
+    for make in (make_attention_fn, WalkAttention):
+        with pytest.raises(NotImplementedError, match="config must be a SketchWalkConfig"):
+            make(Other())
