@@ -121,8 +121,9 @@ CASES = [
 
 
 def main():
-    shutil.rmtree(GOLDENS, ignore_errors=True)
-    GOLDENS.mkdir()
+    GOLDENS.mkdir(exist_ok=True)
+    for case in CASES:  # other scripts keep files here too
+        shutil.rmtree(GOLDENS / case["name"], ignore_errors=True)
     cases = [{"seed": seed} | case for seed, case in enumerate(CASES, start=1)]
     rope = [{"name": name, "config": config} for name, config in ROPE_CASES.items()]
     run({"cases": cases, "rope": rope}, GOLDENS)
