@@ -10,70 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax import xla_attention
+from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv, check_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
 from sketchwalk_jax.selection import BlockSelection
-
-
-def _check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
-    """Checks shapes and dtypes; returns the batch size and the number of query tokens."""
-    if query.ndim != 4:
-        raise ValueError(f"query must have shape [B, T, N, H], got {query.shape}")
-    expected = 4 if layer is None else 5
-    axes = "[B, S, K, H]" if layer is None else "[L, B, S, K, H] when layer is given"
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != expected:
-            raise ValueError(f"{name} must have shape {axes}, got {x.shape}")
-        if x.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(f"query must be floating point, got {query.dtype}")
-    if key.shape != value.shape:
-        raise ValueError(f"key and value must have one shape, got {key.shape} and {value.shape}")
-    batch, _, num_heads, head_dim = query.shape
-    if key.shape[-4] != batch:
-        raise ValueError(f"key must have query's batch size {batch}, got {key.shape[-4]}")
-    if key.shape[-1] != head_dim:
-        raise ValueError(f"key must have query's head_dim {head_dim}, got {key.shape[-1]}")
-    if num_heads % key.shape[-2]:
-        raise ValueError(
-            f"the number of query heads must be a multiple of the key/value heads {key.shape[-2]}, "
-            f"got {num_heads}"
-        )
-    return batch, query.shape[1]
-
-
-def _check_per_sequence(name: str, x: Any, batch: int) -> None:
-    if x is not None and jnp.shape(x) != (batch,):
-        raise ValueError(f"{name} must have shape [B] = ({batch},), got {jnp.shape(x)}")
-
-
-def _check_selection(selection: BlockSelection, query: Any, key: Any, num_rows: int) -> None:
-    ids, counts, size = selection.ids, selection.counts, selection.block_size
-    batch, num_heads = query.shape[0], query.shape[2]
-    if ids.ndim != 4 or counts.shape != ids.shape[:3]:
-        raise ValueError(
-            "selection must have ids [B, M, I, P] and counts [B, M, I], "
-            f"got {ids.shape} and {counts.shape}"
-        )
-    if ids.shape[0] != batch or ids.shape[2] != num_rows:
-        raise ValueError(
-            f"selection must hold lists for {batch} sequences and {num_rows} query blocks, "
-            f"got ids of shape {ids.shape}"
-        )
-    if ids.shape[1] not in (1, key.shape[-2], num_heads):
-        raise ValueError(
-            f"selection must have 1, {key.shape[-2]} or {num_heads} lists per row, "
-            f"got {ids.shape[1]}"
-        )
-    if ids.shape[3] == 0:
-        raise ValueError("selection must have room for at least one block, got P = 0")
-    if ids.dtype != jnp.int32 or counts.dtype != jnp.int32:
-        raise ValueError(
-            f"selection must hold int32 ids and counts, got {ids.dtype} and {counts.dtype}"
-        )
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"selection.block_size must be a power of two, got {size}")
 
 
 def _stack(x: Array, layer: Any) -> Array:
@@ -158,12 +98,12 @@ def block_sparse_attention(
         checked: they are unknown under `jit`.
       NotImplementedError: If `implementation` cannot run here.
     """
-    batch, num_tokens = _check_qkv(query, key, value, layer)
+    batch, num_tokens = check_qkv(query, key, value, layer)
     size = selection.block_size
     num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
-    _check_selection(selection, query, key, num_rows)
-    _check_per_sequence("query_offset", query_offset, batch)
-    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    check_selection(selection, query, key, num_rows)
+    check_per_sequence("query_offset", query_offset, batch)
+    check_per_sequence("kv_lengths", kv_lengths, batch)
     query = jnp.pad(query, ((0, 0), (0, num_rows * size - num_tokens), (0, 0), (0, 0)))
     offset = _per_sequence(query_offset, 0, batch)
     shift = offset % size
@@ -270,11 +210,11 @@ def block_sparse_decode(
       ValueError: If shapes or dtypes do not fit together.
       NotImplementedError: If `implementation` cannot run here.
     """
-    batch, num_tokens = _check_qkv(query, key, value, layer)
+    batch, num_tokens = check_qkv(query, key, value, layer)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
-    _check_selection(selection, query, key, 1)
-    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    check_selection(selection, query, key, 1)
+    check_per_sequence("kv_lengths", kv_lengths, batch)
     choose_implementation(implementation, query, block_size=selection.block_size)
     size = selection.block_size
     lengths = jnp.asarray(kv_lengths, jnp.int32)
@@ -326,10 +266,10 @@ def dense_attention(
     Raises:
       ValueError: If shapes or dtypes do not fit together.
     """
-    batch, num_tokens = _check_qkv(query, key, value, layer)
+    batch, num_tokens = check_qkv(query, key, value, layer)
     num_heads, head_dim = query.shape[2:]
-    _check_per_sequence("query_offset", query_offset, batch)
-    _check_per_sequence("kv_lengths", kv_lengths, batch)
+    check_per_sequence("query_offset", query_offset, batch)
+    check_per_sequence("kv_lengths", kv_lengths, batch)
     config = kernel_config or KernelConfig()
     key, value = _stack(key, layer), _stack(value, layer)
     tile = min(config.dense_rows, num_tokens)

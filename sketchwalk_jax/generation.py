@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from sketchwalk_jax.cache import Cache, init_cache
 from sketchwalk_jax.cached_attention import Settings
 from sketchwalk_jax.density import Density
-from sketchwalk_jax.inference import decode_token, prefill_step
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.steps import decode_token, prefill_step
 from sketchwalk_jax.validation import check_generation, check_prompt, check_settings
 
 PyTree = Any

@@ -247,7 +247,7 @@ def test_full_density_equals_dense_in_both_phases(group):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_stays_finite_and_near(dtype):
+def test_half_precision_stays_finite(dtype):
     config = PRESETS["one_hop"]
     params = jax.tree.map(lambda x: x.astype(dtype), parameters())
     tokens = jnp.asarray(draw_tokens(3, 80))[None]

@@ -1,5 +1,7 @@
 """The policy without a model: ragged batches, chunks and decode against the reference."""
 
+import functools
+
 import cases
 import hypothesis.strategies as st
 import jax
@@ -23,13 +25,11 @@ PRESETS = {
 LENGTHS = st.tuples(*[st.integers(1, CAPACITY)] * 3)
 
 
-def sequences(config):
-    return [
-        cases.draw_layers(
-            seed, num_layers=NUM_LAYERS, num_tokens=CAPACITY, block_size=SIZE, heads=(6, 2)
-        )
-        for seed in range(3)
-    ]
+@functools.cache
+def sequences():
+    # Scores stay within the range where float32's softmax tells blocks apart.
+    shape = {"num_tokens": CAPACITY, "block_size": SIZE, "heads": (6, 2), "spread": 0.7}
+    return [cases.draw_layers(seed, num_layers=NUM_LAYERS, **shape) for seed in range(3)]
 
 
 def truncated(layers, length):
@@ -56,7 +56,7 @@ def reference_rows(layers, config, *, is_decode=False):
 @given(lengths=LENGTHS, chunk=st.sampled_from([16, 80, 160]))
 def test_whole_prompts_and_chunks_select_as_the_reference(name, lengths, chunk):
     config = PRESETS[name]
-    drawn = [truncated(x, n) for x, n in zip(sequences(config), lengths, strict=True)]
+    drawn = [truncated(x, n) for x, n in zip(sequences(), lengths, strict=True)]
     wanted = [reference_rows(layers, config) for layers in drawn]
     assume(None not in wanted)
     query, key = policy_runs.stack_sequences(drawn, CAPACITY)
@@ -70,17 +70,17 @@ def test_whole_prompts_and_chunks_select_as_the_reference(name, lengths, chunk):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=4)
-@given(lengths=st.tuples(*[st.integers(1, CAPACITY - 20)] * 3))
+@settings(max_examples=2)
+@given(lengths=st.tuples(*[st.integers(1, CAPACITY - 18)] * 3))
 def test_decode_selects_as_the_reference(name, lengths):
     config = PRESETS[name]
-    drawn = sequences(config)
+    drawn = sequences()
     prompts = [truncated(x, n) for x, n in zip(drawn, lengths, strict=True)]
     query, key = policy_runs.stack_sequences(prompts, CAPACITY)
     _, statistics = policy_runs.prefill_rows(config, query, key, lengths)
     query, key = policy_runs.stack_sequences(drawn, CAPACITY)
     compared = 0
-    for step in range(20):  # crosses a block boundary
+    for step in range(18):  # crosses a block boundary
         positions = np.array(lengths) + step
         new_query, new_key = (
             np.stack([x[:, row, [position]] for row, position in enumerate(positions)], axis=1)
@@ -94,11 +94,11 @@ def test_decode_selects_as_the_reference(name, lengths):
             wanted = reference_rows(so_far, config, is_decode=True)
             assert wanted in (None, [layer[row] for layer in rows])
             compared += wanted is not None
-    assert compared > 50
+    assert compared > 40
     # What decode adds up is what prefill of the same tokens adds up.
-    longer = [truncated(x, n + 20) for x, n in zip(drawn, lengths, strict=True)]
+    longer = [truncated(x, n + 18) for x, n in zip(drawn, lengths, strict=True)]
     query, key = policy_runs.stack_sequences(longer, CAPACITY)
-    _, sums = policy_runs.prefill_rows(config, query, key, np.array(lengths) + 20)
+    _, sums = policy_runs.prefill_rows(config, query, key, np.array(lengths) + 18)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4), statistics, sums
     )

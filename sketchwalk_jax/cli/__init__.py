@@ -30,7 +30,9 @@ def _print_version(is_wanted: bool) -> bool:
 def _program(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Sketch-and-Walk sparse attention: generate text with Llama and Qwen checkpoints."""

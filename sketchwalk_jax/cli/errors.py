@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import typer
@@ -15,7 +15,7 @@ class UsageError(Exception):
 
 # `TyperException` came after the oldest Typer supported; there as here it is the common base of
 # what the parser raises.
-_PARSER_ERROR = next(
+_PARSER_ERROR: Any = next(
     base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
 )
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -17,11 +17,21 @@ from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, is_shown
 from sketchwalk_jax.generation import prepare
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.streaming import stream
 from sketchwalk_jax.validation import PHASES, check_settings
 
 PROMPT, DRAWING, OUTPUT = "Prompt", "Choice of tokens", "Output"
+
+
+def _load(directory: Path, dtype: str) -> tuple[Params, ModelConfig]:
+    """The weights, on the device, with a sign of life."""
+    if not (directory / SAVED_CONFIG_FILE).exists():
+        return jax.block_until_ready(load(directory, dtype=dtype, progress=is_shown()))
+    # Orbax reads everything in one call, without steps for a bar.
+    with elapsed("loading"):
+        return jax.block_until_ready(load(directory, dtype=dtype, progress=False))
 
 
 def generate(
@@ -198,7 +208,7 @@ def generate(
 
     if not no_compile_cache:
         keep_compiled_programs()
-    call = dict(
+    call: dict[str, Any] = dict(
         config=config,
         max_new_tokens=max_new_tokens,
         sampling=drawing.make_sampling(given, defaults),
@@ -212,13 +222,7 @@ def generate(
     prepare(padded, lengths=lengths, model_config=model_config, **call)
 
     started = time.perf_counter()
-    # Only Hugging Face files are read step by step, with a bar of their own.
-    if (directory / SAVED_CONFIG_FILE).exists():
-        with elapsed("loading"):
-            params, model_config = load(directory, dtype=chosen, progress=False)
-    else:
-        params, model_config = load(directory, dtype=chosen, progress=is_shown())
-    params = jax.block_until_ready(params)
+    params, model_config = _load(directory, chosen)
     load_s = time.perf_counter() - started
 
     chunks = stream(
