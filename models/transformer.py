@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
+from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
 # (query [B T N H], key [B T K H], value, layer, state) -> (output [B T N H], state, per-layer aux)
@@ -29,7 +30,7 @@ def rms_norm(
 
 
 def _linear(x: Array, weights: dict[str, Array], equation: str) -> Array:
-    out = jnp.einsum(equation, x, weights["kernel"])
+    out = jnp.einsum(equation, x, weights["kernel"], precision=matmul_precision(x))
     if "bias" in weights:
         bias = weights["bias"]
         out = out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
@@ -47,9 +48,10 @@ def unembed(
     """Final norm and output head; logits in float32."""
     hidden = rms_norm(hidden, params["final_norm"]["scale"], eps=model_config.rms_norm_eps)
     if model_config.tie_word_embeddings:
-        logits = jnp.einsum("...d,vd->...v", hidden, params["embed"]["embedding"])
+        head, equation = params["embed"]["embedding"], "...d,vd->...v"
     else:
-        logits = jnp.einsum("...d,dv->...v", hidden, params["lm_head"]["kernel"])
+        head, equation = params["lm_head"]["kernel"], "...d,dv->...v"
+    logits = jnp.einsum(equation, hidden, head, precision=matmul_precision(hidden))
     return logits.astype(jnp.float32)
 
 

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """Tile sizes of the implementations; hashable, passed to `jax.jit` as a static argument.
+
+    The field defaults are those of a CPU; `default_kernel_config` knows other devices.
 
     Attributes:
       row_tile: Query blocks that the XLA implementation processes together. More rows make larger
@@ -33,3 +37,31 @@ class KernelConfig:
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
+
+
+# A step on a CPU should stay in its caches; one on an accelerator should fill the chip.
+_ON_ACCELERATORS = KernelConfig(
+    row_tile=16,
+    block_step=8,
+    decode_block_step=64,
+    dense_rows=1024,
+    dense_keys=2048,
+    dense_decode_keys=32768,
+)
+
+
+def default_kernel_config(platform: str | None = None) -> KernelConfig:
+    """The tile sizes used where none are given.
+
+    Args:
+      platform: `"cpu"`, `"gpu"` or `"tpu"`; that of JAX's default device if left out.
+
+    Returns:
+      A `KernelConfig`.
+
+    Example:
+      >>> default_kernel_config("cpu") == KernelConfig()
+      True
+    """
+    platform = jax.default_backend() if platform is None else platform
+    return KernelConfig() if platform == "cpu" else _ON_ACCELERATORS

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax import xla_attention
 from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv, check_selection
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
 from sketchwalk_jax.selection import BlockSelection
 
@@ -150,6 +150,7 @@ def attend_rows(
     size = selection.block_size
     num_rows = num_tokens // size
     choose_implementation(implementation, query, block_size=size)
+    config = kernel_config or default_kernel_config()
     key, value = _stack(key, layer), _stack(value, layer)
     kv_lengths = _per_sequence(kv_lengths, key.shape[2], batch)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
@@ -163,8 +164,8 @@ def attend_rows(
         layer=_layer_index(layer),
         kv_lengths=kv_lengths,
         scale=xla_attention.default_scale(head_dim) if scale is None else scale,
-        row_tile=(kernel_config or KernelConfig()).row_tile,
-        block_step=(kernel_config or KernelConfig()).block_step,
+        row_tile=config.row_tile,
+        block_step=config.block_step,
     )
     out = out.reshape(batch, num_tokens, num_heads, head_dim)
     return out, lse.reshape(batch, num_tokens, num_heads)
@@ -228,7 +229,7 @@ def block_sparse_decode(
         kv_lengths=lengths,
         scale=xla_attention.default_scale(query.shape[-1]) if scale is None else scale,
         row_tile=1,
-        block_step=(kernel_config or KernelConfig()).decode_block_step,
+        block_step=(kernel_config or default_kernel_config()).decode_block_step,
     )
     return _finish(out[:, 0], lse[:, 0], return_lse)
 
@@ -270,7 +271,7 @@ def dense_attention(
     num_heads, head_dim = query.shape[2:]
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    config = kernel_config or KernelConfig()
+    config = kernel_config or default_kernel_config()
     key, value = _stack(key, layer), _stack(value, layer)
     tile = min(config.dense_rows, num_tokens)
     num_tiles = (num_tokens + tile - 1) // tile

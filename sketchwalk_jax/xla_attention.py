@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.precision import matmul_precision
 from sketchwalk_jax.selection import BlockSelection
 
 # A finite stand-in for log(0), and a running maximum above it to begin with: the weight of a
@@ -35,13 +36,11 @@ Running = tuple[Array, Array, Array]  # maximum, denominator [Z M], numerator [Z
 def _batched_dot(
     x: Float[Array, "Z M X"], y: Float[Array, "Z Y1 Y2"], contract: int
 ) -> Float[Array, "Z M Y"]:
-    # Float32 inputs are multiplied as float32 everywhere, not as TF32 or bfloat16.
-    precision = jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         x,
         y,
         (((2,), (contract,)), ((0,), (0,))),
-        precision=precision,
+        precision=matmul_precision(y),
         preferred_element_type=jnp.float32,
     )
 

@@ -26,10 +26,14 @@ from sketchwalk_jax.selection import full_selection
 SIZE = 64
 attend = jax.jit(block_sparse_attention, static_argnames=("return_lse", "scale", "kernel_config"))
 decode = jax.jit(block_sparse_decode, static_argnames=("return_lse",))
-jax_attention = jax.jit(
-    functools.partial(jax.nn.dot_product_attention, is_causal=True, return_residual=True)
-)
 dense = jax.jit(dense_attention, static_argnames=("return_lse", "kernel_config"))
+
+
+@jax.jit
+def jax_attention(query, key, value):
+    """Causal attention by JAX itself, in full float32 on accelerators too."""
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
 
 
 def draw(case: AttentionCase, num_queries: int | None = None, seed: int = 0):

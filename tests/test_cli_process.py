@@ -28,7 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, program_environment):
     environment = program_environment | {"XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR")
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-m", "sketchwalk_jax", "generate", "--model", model, "--json"]
     done = subprocess.run(command, input=PROMPT.encode(), env=environment, capture_output=True)
     assert done.stderr == b""
@@ -38,6 +39,7 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
 
 def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
     before = jax.config.jax_compilation_cache_dir
     compiled.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == before
@@ -47,7 +49,7 @@ def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkey
 def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:

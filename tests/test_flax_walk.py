@@ -1,5 +1,7 @@
 """The walk over the layers of a Flax model: shared modules equal the explicit carry."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from tolerances import tolerance
 from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
 from sketchwalk_jax.flax import LinenWalkAttention, Walk, WalkAttention, make_attention_fn
 
-WIDTH, HEADS, LAYERS, TOKENS = 32, 2, 3, 150
+WIDTH, HEADS, HEAD_DIM, LAYERS, TOKENS = 32, 2, 16, 3, 150
 OPTIONS = {"block_size": 16, "sketch_dim": 8, "density": 0.4}
 CONFIGS = {
     "paper": SketchWalkConfig.paper(dense_layers=1, **OPTIONS),
@@ -23,23 +25,72 @@ PAPER = CONFIGS["paper"]
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def _inputs(*shape):
+@functools.cache
+def _inputs():
     """Blocks that differ, so that what is selected matters."""
-    shape = shape or (2, TOKENS)
-    blocks = jax.random.normal(jax.random.key(3), (*shape[:-1], -(-shape[-1] // 16), WIDTH))
-    tokens = jax.random.normal(jax.random.key(4), (*shape, WIDTH))
-    return 0.7 * jnp.repeat(blocks, 16, axis=-2)[..., : shape[-1], :] + 0.3 * tokens
+    blocks = jax.random.normal(jax.random.key(3), (2, TOKENS // 15, WIDTH))
+    tokens = jax.random.normal(jax.random.key(4), (2, TOKENS, WIDTH))
+    return 0.7 * jnp.repeat(blocks, 15, axis=1) + 0.3 * tokens
+
+
+@functools.cache
+def _weights():
+    """Weights of the layers as both kinds of Flax layer hold them, stacked; biases are zero."""
+    shapes = {name: (WIDTH, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
+    shapes["out"] = (HEADS, HEAD_DIM, WIDTH)
+    keys = jax.random.split(jax.random.key(5), len(shapes))
+    return {
+        name: {
+            "kernel": jax.random.normal(key, (LAYERS, *shape)) / np.sqrt(WIDTH).item(),
+            "bias": jnp.zeros((LAYERS, *(shape[-1:] if name == "out" else shape[1:]))),
+        }
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
+
+
+def _layer_weights(index):
+    return jax.tree.map(lambda w: w[index], _weights())
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _scan(x, *, config):
+    """The layers as two scans: dense ones, then sparse ones with the walk in the carry."""
+
+    def project(weights, x):
+        names = ("query", "key", "value")
+        return tuple(jnp.einsum("btd,dnh->btnh", x, weights[name]["kernel"]) for name in names)
+
+    def merge(weights, out):
+        return jnp.einsum("btnh,nhd->btd", out, weights["out"]["kernel"])
+
+    def dense_step(x, weights):
+        out = nnx.dot_product_attention(*project(weights, x), is_causal=True)
+        return x + merge(weights, out), None
+
+    def sparse_step(carry, weights):
+        x, walk = carry
+        out, walk = sketchwalk_attention(*project(weights, x), walk, config=config)
+        return (x + merge(weights, out), walk), None
+
+    first = min(config.dense_layers, LAYERS)
+    x, _ = jax.lax.scan(dense_step, x, jax.tree.map(lambda w: w[:first], _weights()))
+    carry = (x, init_walk(*x.shape[:2], config=config))
+    return jax.lax.scan(sparse_step, carry, jax.tree.map(lambda w: w[first:], _weights()))[0]
 
 
 class _Nnx(nnx.Module):
     """A stack of nnx layers that share an attention function."""
 
-    def __init__(self, attention_fn, rngs):
+    def __init__(self, attention_fn):
         self.attention_fn = attention_fn
         self.layers = nnx.List(
-            nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=attention_fn, decode=False, rngs=rngs)
+            nnx.MultiHeadAttention(
+                HEADS, WIDTH, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
+            )
             for _ in range(LAYERS)
         )
+        for index, layer in enumerate(self.layers):
+            nnx.update(layer, _layer_weights(index))
 
     def __call__(self, x, mask=None):
         if isinstance(self.attention_fn, WalkAttention):
@@ -48,148 +99,101 @@ class _Nnx(nnx.Module):
             x = x + layer(x, mask=mask, is_causal=mask is None)
         return x
 
-    def weights(self):
-        """One tree per layer."""
-        return [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in self.layers]
+
+_run = nnx.jit(_Nnx.__call__)
 
 
 class _Linen(nn.Module):
     """A stack of Linen layers that share an attention module made beside them."""
 
     config: SketchWalkConfig
-    wrap: object = staticmethod(lambda layer: layer)
+    wrap: object = None
 
     @nn.compact
     def __call__(self, x, mask=None):
         attention_fn = LinenWalkAttention(self.config, is_causal=mask is None)
-        layer = self.wrap(nn.MultiHeadDotProductAttention)
+        make = (self.wrap or (lambda layer: layer))(nn.MultiHeadDotProductAttention)
         for index in range(LAYERS):
-            x = x + layer(HEADS, attention_fn=attention_fn, name=f"layer_{index}")(x, mask=mask)
+            x = x + make(HEADS, attention_fn=attention_fn, name=f"layer_{index}")(x, mask=mask)
         return x
 
 
 class _LinenSetup(nn.Module):
-    """Likewise, made in `setup`; the attention module may also come from outside."""
+    """Likewise, with layers made in `setup` and an attention module from outside."""
 
     attention_fn: nn.Module
 
     def setup(self):
-        self.layer = [
-            nn.MultiHeadDotProductAttention(HEADS, attention_fn=self.attention_fn)
-            for _ in range(LAYERS)
-        ]
+        make = nn.MultiHeadDotProductAttention
+        self.layer = [make(HEADS, attention_fn=self.attention_fn) for _ in range(LAYERS)]
 
-    def __call__(self, x):
+    def __call__(self, x, mask=None):
         for layer in self.layer:
-            x = x + layer(x)
+            x = x + layer(x, mask=mask)
         return x
 
 
-def _project(weights, x):
-    return tuple(
-        jnp.einsum("btd,dnh->btnh", x, weights[name]["kernel"])
-        for name in ("query", "key", "value")
-    )
+def _variables():
+    return {"params": {f"layer_{index}": _layer_weights(index) for index in range(LAYERS)}}
 
 
-def _merge(weights, out):
-    return jnp.einsum("btnh,nhd->btd", out, weights["out"]["kernel"])
-
-
-def _scan(weights, x, config, lengths=None):
-    """The same layers (biases are zero) as two scans: dense ones, then the walk in the carry."""
-    first = min(config.dense_layers, LAYERS)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-
-    def dense_step(x, weights):
-        out = nnx.dot_product_attention(*_project(weights, x), is_causal=True)
-        return x + _merge(weights, out), None
-
-    def sparse_step(carry, weights):
-        x, walk = carry
-        out, walk = sketchwalk_attention(
-            *_project(weights, x), walk, config=config, lengths=lengths
-        )
-        return (x + _merge(weights, out), walk), None
-
-    x, _ = jax.lax.scan(dense_step, x, jax.tree.map(lambda w: w[:first], stacked))
-    carry = (x, init_walk(*x.shape[:2], config=config))
-    return jax.lax.scan(sparse_step, carry, jax.tree.map(lambda w: w[first:], stacked))[0]
-
-
-def _linen_weights(variables, name="layer_{}"):
-    return [variables["params"][name.format(index)] for index in range(LAYERS)]
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(model, variables, x, mask=None):
+    return model.apply(variables, x, mask, mutable=["walk"])
 
 
 @configs
 def test_nnx_layers_share_the_walk_of_a_scan(config):
-    model, x = _Nnx(WalkAttention(config), nnx.Rngs(0)), _inputs()
-    expected, walk = _scan(model.weights(), x, config)
-    np.testing.assert_allclose(model(x), expected, **tolerance("paths"))
-    attention = model.attention_fn
-    assert int(attention.layer.get_value()) == LAYERS
-    assert max(LAYERS - config.dense_layers, 0) == int(walk.layers)
-    np.testing.assert_allclose(
-        attention.scores.get_value() / (walk.scores.max() + 1e-30),
-        walk.scores / (walk.scores.max() + 1e-30),
-        **tolerance("paths"),
-    )
+    model = _Nnx(WalkAttention(config))
+    expected, _ = _scan(_inputs(), config=config)
+    np.testing.assert_allclose(_run(model, _inputs()), expected, **tolerance("paths"))
+    assert int(model.attention_fn.layer.get_value()) == LAYERS
 
 
 @configs
 def test_linen_layers_share_the_walk_of_a_scan(config):
-    model, x = _Linen(config), _inputs()
-    variables = model.init(jax.random.key(0), x)
-    expected, _ = _scan(_linen_weights(variables), x, config)
-    actual, state = model.apply(variables, x, mutable=["walk"])
+    expected, _ = _scan(_inputs(), config=config)
+    actual, state = _apply(_Linen(config), _variables(), _inputs())
     np.testing.assert_allclose(actual, expected, **tolerance("paths"))
-    (walk,) = state["walk"].values()
-    assert int(walk["layer"]) == LAYERS
+    assert int(state["walk"]["LinenWalkAttention_0"]["layer"]) == LAYERS
 
 
 def test_the_walk_differs_from_layers_that_select_alone():
-    x = _inputs()
     config = CONFIGS["no_dense_layers"]
-    walked = _Nnx(WalkAttention(config), nnx.Rngs(0))(x)
-    alone = _Nnx(make_attention_fn(config), nnx.Rngs(0))(x)
-    dense = _Nnx(make_attention_fn(), nnx.Rngs(0))(x)
-    assert np.abs(walked - alone).max() > 1e-2
-    assert np.abs(walked - dense).max() > 1e-2
+    walked, _ = _scan(_inputs(), config=config)
+    for attention_fn in (make_attention_fn(config), make_attention_fn()):
+        other = _run(_Nnx(attention_fn), _inputs())
+        assert np.abs(walked - other).max() > 1e-2
 
 
 @pytest.mark.parametrize("lengths", [(TOKENS, 90), (17, TOKENS)], ids=str)
 def test_masks_of_right_padding_become_lengths(lengths):
     x = _inputs()
     is_token = jnp.arange(TOKENS)[None, :] < jnp.asarray(lengths)[:, None]
-    mask = nn.combine_masks(
-        nn.make_attention_mask(is_token, is_token), nn.make_causal_mask(is_token)
-    )
-    nnx_model, linen_model = _Nnx(WalkAttention(PAPER), nnx.Rngs(0)), _Linen(PAPER)
-    variables = linen_model.init(jax.random.key(0), x)
-    results = [
-        (nnx_model(x, mask), nnx_model.weights()),
-        (linen_model.apply(variables, x, mask, mutable=["walk"])[0], _linen_weights(variables)),
-    ]
-    for actual, weights in results:
-        for row, length in enumerate(lengths):
-            alone, _ = _scan(weights, x[row : row + 1, :length], PAPER)
+    padding = nn.make_attention_mask(is_token, is_token)
+    mask = nn.combine_masks(padding, nn.make_causal_mask(is_token))
+    with_nnx = _run(_Nnx(WalkAttention(PAPER)), x, mask)
+    with_linen, _ = _apply(_Linen(PAPER), _variables(), x, mask)
+    for row, length in enumerate(lengths):
+        alone, _ = _scan(x[row : row + 1, :length], config=PAPER)
+        for actual in (with_nnx, with_linen):
             np.testing.assert_allclose(actual[row, :length], alone[0], **tolerance("paths"))
 
 
 def test_several_batch_axes_are_one():
-    model, x = _Nnx(WalkAttention(PAPER), nnx.Rngs(0)), _inputs(2, 2, 70)
-    expected = model(x.reshape(4, 70, WIDTH)).reshape(x.shape)
-    np.testing.assert_allclose(model(x), expected, **tolerance("paths"))
+    x = _inputs()
+    expected, _ = _scan(x, config=PAPER)
+    actual = _run(_Nnx(WalkAttention(PAPER)), x[:, None])
+    np.testing.assert_allclose(actual[:, 0], expected, **tolerance("paths"))
 
 
 def test_reset_starts_the_walk_afresh():
-    model, x = _Nnx(WalkAttention(PAPER), nnx.Rngs(0)), _inputs()
-    first, second = model(x), model(x)
+    model, x = _Nnx(WalkAttention(PAPER)), _inputs()
+    first, second = _run(model, x), _run(model, x)
     np.testing.assert_array_equal(first, second)
-    again = x
     for layer in model.layers:  # no reset: these go on where the pass before ended
-        again = again + layer(again, is_causal=True)
-    assert np.abs(again - first).max() > 1e-2
+        x = x + layer(x, is_causal=True)
+    assert np.abs(x - first).max() > 1e-2
 
 
 @pytest.mark.parametrize("reset", [None, (2, 64), (1, TOKENS)], ids=str)
@@ -197,73 +201,54 @@ def test_nnx_layers_without_a_fitting_reset_are_refused(reset):
     attention = WalkAttention(PAPER)
     if reset is not None:
         attention.reset(*reset)
+    heads = _inputs().reshape(2, TOKENS, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match=r"walk must be that of 2 sequences of 150 .*call reset"):
-        attention(*[_inputs().reshape(2, TOKENS, HEADS, 16)] * 3, is_causal=True)
+        attention(heads, heads, heads, is_causal=True)
 
 
-def _nnx_jit(model, x):
-    return nnx.jit(lambda model, x: model(x))(model, x)
-
-
-def _split_and_merge(model, x):
-    structure, params, walk = nnx.split(model, nnx.Param, Walk)
+def test_nnx_walk_in_split_and_merged_models():
+    structure, params, walk = nnx.split(_Nnx(WalkAttention(PAPER)), nnx.Param, Walk)
 
     @jax.jit
     def run(params, walk, x):
         return nnx.merge(structure, params, walk)(x)
 
-    return run(params, walk, x)
-
-
-@pytest.mark.parametrize("transform", [_nnx_jit, _split_and_merge])
-def test_nnx_walk_under_transforms(transform):
-    model, x = _Nnx(WalkAttention(PAPER), nnx.Rngs(0)), _inputs()
-    expected, _ = _scan(model.weights(), x, PAPER)
-    for _ in range(2):
-        np.testing.assert_allclose(transform(model, x), expected, **tolerance("paths"))
+    expected, _ = _scan(_inputs(), config=PAPER)
+    np.testing.assert_allclose(run(params, walk, _inputs()), expected, **tolerance("paths"))
 
 
 def test_transforms_that_would_give_each_layer_a_walk_of_its_own_are_refused():
-    model = _Nnx(WalkAttention(PAPER), nnx.Rngs(0))
     with pytest.raises(TypeError, match="WalkAttention"):
-        jax.jit(lambda model, x: model(x))(model, _inputs())
+        jax.jit(lambda model, x: model(x))(_Nnx(WalkAttention(PAPER)), _inputs())
 
 
-@pytest.mark.parametrize("wrap", [nn.remat, nn.jit], ids=["remat", "jit"])
-def test_linen_walk_under_transforms(wrap):
-    x, plain = _inputs(), _Linen(PAPER)
-    variables = plain.init(jax.random.key(0), x)
-    expected, _ = _scan(_linen_weights(variables), x, PAPER)
-    apply = jax.jit(lambda model, v, x: model.apply(v, x, mutable=["walk"])[0], static_argnums=0)
-    for model in (plain, _Linen(PAPER, wrap)):
-        np.testing.assert_allclose(apply(model, variables, x), expected, **tolerance("paths"))
+LINEN_MODELS = {
+    "remat": _Linen(PAPER, nn.remat),
+    "jit": _Linen(PAPER, nn.jit),
+    "from_outside": _LinenSetup(LinenWalkAttention(PAPER, is_causal=True)),
+}
 
 
-def test_linen_walk_module_from_outside_is_shared():
-    x = _inputs()
-    model = _LinenSetup(LinenWalkAttention(PAPER, is_causal=True))
-    variables = model.init(jax.random.key(0), x)
-    expected, _ = _scan(_linen_weights(variables), x, PAPER)
-    actual, _ = model.apply(variables, x, mutable=["walk"])
+@pytest.mark.parametrize("model", LINEN_MODELS.values(), ids=LINEN_MODELS)
+def test_linen_walk_is_shared_through_transforms_and_attributes(model):
+    expected, _ = _scan(_inputs(), config=PAPER)
+    actual, _ = _apply(model, _variables(), _inputs())
     np.testing.assert_allclose(actual, expected, **tolerance("paths"))
 
 
 def test_linen_walk_starts_afresh_unless_it_is_given():
     model, x = _Linen(PAPER), _inputs()
-    variables = model.init(jax.random.key(0), x)
-    assert set(variables) == {"params"}
-    first, state = model.apply(variables, x, mutable=["walk"])
-    second, _ = model.apply(variables, x, mutable=["walk"])
+    assert set(jax.eval_shape(model.init, jax.random.key(0), x)) == {"params"}
+    first, state = _apply(model, _variables(), x)
+    second, _ = _apply(model, _variables(), x)
     np.testing.assert_array_equal(first, second)
-    longer, state = model.apply(variables | state, x, mutable=["walk"])
-    assert int(*jax.tree.leaves(state["walk"]["LinenWalkAttention_0"]["layer"])) == 2 * LAYERS
+    longer, state = _apply(model, _variables() | state, x)
+    assert int(state["walk"]["LinenWalkAttention_0"]["layer"]) == 2 * LAYERS
     assert np.abs(longer - first).max() > 1e-2
     with pytest.raises(ValueError, match="walk must be that of 2 sequences of 70"):
-        model.apply(variables | state, x[:, :70], mutable=["walk"])
+        model.apply(_variables() | state, x[:, :70], mutable=["walk"])
 
 
 def test_linen_walk_needs_a_mutable_collection():
-    model, x = _Linen(PAPER), _inputs()
-    variables = model.init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"apply must be given mutable=\['walk'\]"):
-        model.apply(variables, x)
+        _Linen(PAPER).apply(_variables(), _inputs())
