@@ -30,10 +30,17 @@ dense = jax.jit(dense_attention, static_argnames=("return_lse", "kernel_config")
 
 
 @jax.jit
-def jax_attention(query, key, value):
+def jax_attention(query, key, value, key_value_seq_lengths):
     """Causal attention by JAX itself, in full float32 on accelerators too."""
     with jax.default_matmul_precision("highest"):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            key_value_seq_lengths=key_value_seq_lengths,
+            return_residual=True,
+        )
 
 
 def draw(case: AttentionCase, num_queries: int | None = None, seed: int = 0):
