@@ -151,6 +151,19 @@ def test_options_reach_the_generation(arguments, expected, started):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected", "warning"),
+    [
+        (["--policy", "dense", "--density", 0.5], Dense(), "--density has no effect with --policy"),
+        (["--policy", "dense", "--preset", "paper"], Dense(), "--preset has no effect with"),
+        (["--preset", "released", "--density", 0.5], SketchWalkConfig.released(), "sets its own"),
+    ],
+)
+def test_options_without_effect_warn(arguments, expected, warning, started, capsys):
+    assert started(*arguments)["config"] == expected
+    assert warning in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], {"temperature": 0}),

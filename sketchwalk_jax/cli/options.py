@@ -1,6 +1,7 @@
 """Options that both commands have, and what is made of them."""
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import jax
 import typer
 
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name
 
@@ -66,16 +68,28 @@ DTypeOption = Annotated[
 def make_policy(policy: str, preset: str | None, density: float | None) -> Policy:
     """The policy that the options name.
 
+    An option that the policy has no use for is checked, and then passed over with a warning, so
+    that one command line serves to compare policies.
+
     Raises:
-      UsageError: If a name is unknown, or a value is out of range or has no effect.
+      UsageError: If a name is unknown or a value is out of range.
     """
     with usage_errors():
+        if density is not None:
+            SketchWalkConfig(density=density)
+        if policy == "dense":
+            by_name("sketchwalk", preset=preset)
+            for option, value in (("preset", preset), ("density", density)):
+                if value is not None:
+                    warnings.warn(f"--{option} has no effect with --policy dense", stacklevel=2)
+            return by_name(policy)
         made = by_name(policy, preset=preset)
         if density is None:
             return made
-        if "density" not in {field.name for field in dataclasses.fields(made)}:
-            name = policy if preset is None else f"{policy} --preset {preset}"
-            raise UsageError(f"--density must be left out for --policy {name}, which has none")
+        if not any(field.name == "density" for field in dataclasses.fields(made)):
+            message = f"--density has no effect with --preset {preset}, which sets its own"
+            warnings.warn(message, stacklevel=2)
+            return made
         return by_name(policy, preset=preset, density=density)
 
 
