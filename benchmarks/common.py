@@ -29,7 +29,9 @@ def describe_machine(**details: Any) -> dict[str, Any]:
     packages = ("jax", "jaxlib", "numpy")
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version()}

@@ -130,8 +130,8 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
     }
     for name, program in compiled.items():
         temporary = common.memory(program)["temporary_bytes"]
-        # One byte each of tokens × tokens would be more. (Short prompts cannot tell.)
-        if length >= 4096 and temporary >= length**2:
+        # Even one byte each would be more. (Shorter prompts cannot tell.)
+        if length >= 8192 and temporary >= length**2:
             raise AssertionError(f"{name} holds {temporary} bytes at {length} tokens")
     times = common.alternate(
         {name: functools.partial(compiled[name], *programs[name][1]) for name in programs},

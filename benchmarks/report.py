@@ -159,10 +159,11 @@ def needles_table(data: Results) -> str:
     rows = []
     for name, by_phase in by_name.items():
         measured = by_phase["both"]["measured_density"]
-        pair = (measured["prefill_sparse_layers"], measured["decode_sparse_layers"])
+        pair = (measured["overall"], measured["prefill_sparse_layers"])
         cells = [right(by_phase[phase]) if phase in by_phase else "" for phase in phases]
         rows.append([names.get(name, f"`{name}`"), *cells, f"{pair[0]:.2f} / {pair[1]:.2f}"])
-    header = ("Right answers, where sparse", *phases.values(), "Measured density, prefill / decode")
+    header = ("Right answers, sparse in", *phases.values())
+    header += ("Measured density, all layers / sparse layers",)
     return table(header, rows)
 
 

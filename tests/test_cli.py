@@ -150,6 +150,7 @@ def test_options_reach_the_generation(arguments, expected, started):
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     ("arguments", "expected", "warning"),
     [

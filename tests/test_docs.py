@@ -48,6 +48,12 @@ def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
     assert readme.read_text(encoding="utf-8") == original
 
 
+def test_full_density_answered_as_dense_did_token_for_token(repository):
+    results = json.loads((repository / "benchmarks" / "results" / "needles.json").read_text())
+    (full,) = (row for row in results["rows"] if row["name"] == "full")
+    assert full["equal_to_dense"] == full["count"] >= 50
+
+
 def test_results_of_a_quick_run_are_refused(repository, tmp_path):
     results = json.loads((repository / "benchmarks" / "results" / "cpu.json").read_text())
     results["meta"]["is_quick"] = True
