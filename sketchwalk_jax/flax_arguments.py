@@ -102,9 +102,8 @@ def lengths_of_mask(
         mask = mask & causal[None, None]
     own = jnp.diagonal(mask[:, 0], axis1=-2, axis2=-1)
     lengths = jnp.sum(own, axis=-1, dtype=jnp.int32)
-    expected = causal[None] & (index[None, :] < lengths[:, None])[:, None, :]
     is_padding = (index[None, :] >= lengths[:, None])[:, None, :, None]
-    fits = jnp.all((mask == expected[:, None]) | is_padding, axis=(1, 2, 3))
+    fits = jnp.all((mask == causal[None, None]) | is_padding, axis=(1, 2, 3))
     return lengths, fits
 
 

@@ -157,12 +157,11 @@ def _draw_map(axis: Any, shares: np.ndarray, first_block: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
-    colours = LinearSegmentedColormap.from_list("attended", [_LIGHT_GREY, _BLUE])
-    colours = colours.with_extremes(bad=_WHITE)
+    scale = LinearSegmentedColormap.from_list("attended", [_LIGHT_GREY, _BLUE])
     num_rows, num_blocks = shares.shape
     axis.imshow(
         np.ma.masked_invalid(shares),
-        cmap=colours,
+        cmap=scale.with_extremes(bad=_WHITE),
         vmin=0.0,
         vmax=1.0,
         interpolation="none",

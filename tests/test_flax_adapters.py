@@ -227,9 +227,9 @@ def test_what_sparse_attention_cannot_honour_is_refused(layer, make, call, messa
 
 @pytest.mark.parametrize("config", [None, SPARSE], ids=["dense", "sparse"])
 def test_unknown_options_are_refused(config):
-    positions = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
+    x, positions = _inputs(2, TOKENS, HEADS, 24), jnp.arange(TOKENS)
     with pytest.raises(NotImplementedError, match="input_positions.*rotary embedding"):
-        _nnx(_inputs(), attention_fn=make_attention_fn(config), input_positions=positions)
+        make_attention_fn(config)(x, x, x, is_causal=True, input_positions=positions)
 
 
 def test_a_bias_is_honoured_or_refused():

@@ -119,7 +119,7 @@ class _Linen(nn.Module):
 
 
 class _LinenSetup(nn.Module):
-    """Likewise, with layers made in `setup` and an attention module from outside."""
+    """Likewise, with layers of `setup` and an attention module from outside."""
 
     attention_fn: nn.Module
 
@@ -170,8 +170,7 @@ def test_the_walk_differs_from_layers_that_select_alone():
 def test_masks_of_right_padding_become_lengths(lengths):
     x = _inputs()
     is_token = jnp.arange(TOKENS)[None, :] < jnp.asarray(lengths)[:, None]
-    padding = nn.make_attention_mask(is_token, is_token)
-    mask = nn.combine_masks(padding, nn.make_causal_mask(is_token))
+    mask = nn.make_attention_mask(is_token, is_token) * nn.make_causal_mask(is_token)
     with_nnx = _run(_Nnx(WalkAttention(PAPER)), x, mask)
     with_linen, _ = _apply(_Linen(PAPER), _variables(), x, mask)
     for row, length in enumerate(lengths):
@@ -181,9 +180,8 @@ def test_masks_of_right_padding_become_lengths(lengths):
 
 
 def test_several_batch_axes_are_one():
-    x = _inputs()
-    expected, _ = _scan(x, config=PAPER)
-    actual = _run(_Nnx(WalkAttention(PAPER)), x[:, None])
+    expected, _ = _scan(_inputs(), config=PAPER)
+    actual = _run(_Nnx(WalkAttention(PAPER)), _inputs()[:, None])
     np.testing.assert_allclose(actual[:, 0], expected, **tolerance("paths"))
 
 
@@ -208,11 +206,7 @@ def test_nnx_layers_without_a_fitting_reset_are_refused(reset):
 
 def test_nnx_walk_in_split_and_merged_models():
     structure, params, walk = nnx.split(_Nnx(WalkAttention(PAPER)), nnx.Param, Walk)
-
-    @jax.jit
-    def run(params, walk, x):
-        return nnx.merge(structure, params, walk)(x)
-
+    run = jax.jit(lambda params, walk, x: nnx.merge(structure, params, walk)(x))
     expected, _ = _scan(_inputs(), config=PAPER)
     np.testing.assert_allclose(run(params, walk, _inputs()), expected, **tolerance("paths"))
 
