@@ -27,7 +27,7 @@ def _pad_keys(x: Float[Array, "L B S K H"], multiple: int) -> Float[Array, "L B 
 
 def _finish(
     out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], return_lse: bool
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N H"] | Any:
     return (out, lse) if return_lse else out
 
 
@@ -69,7 +69,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N H"] | Any:
     """Exact causal attention over the selected key blocks (Algorithm 1 step 8).
 
     For the query at position `p` of block `i`: `softmax(scale · q kᵀ) v` over the keys at
@@ -188,7 +188,7 @@ def block_sparse_decode(
     return_lse: bool = False,
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
-) -> Float[Array, "B 1 N H"] | tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+) -> Float[Array, "B 1 N H"] | Any:
     """Exact attention of one token per sequence over its selected blocks (Algorithm 2 step 7).
 
     Args:
@@ -245,7 +245,7 @@ def dense_attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N H"] | Any:
     """Exact causal attention over all keys, in tiles: no tokens × tokens array is formed.
 
     The reference for accuracy and the denominator of every speed figure where cuDNN is absent.

@@ -52,7 +52,7 @@ def init_cache(
     *,
     batch: int,
     max_tokens: int,
-    dtype: DTypeLike = None,
+    dtype: DTypeLike | None = None,
     sharding: jax.sharding.Sharding | None = None,
 ) -> Cache:
     """An empty cache.

@@ -37,12 +37,12 @@ def masked_attention(
     """
     num_heads, head_dim = query.shape[1:]
     group_size = num_heads // key.shape[1]
-    scale = np.float32(1.0 / np.sqrt(head_dim)) if scale is None else jnp.float32(scale)
+    factor = np.float32(1.0 / np.sqrt(head_dim) if scale is None else scale)
     key, value = (jnp.repeat(x.astype(jnp.float32), group_size, axis=1) for x in (key, value))
     mask = jnp.broadcast_to(mask, (num_heads, *mask.shape[-2:]))
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("tnh,snh->nts", query.astype(jnp.float32), key, precision=highest)
-    logits = jnp.where(mask, logits * scale, -jnp.inf)
+    logits = jnp.where(mask, logits * factor, -jnp.inf)
     largest = logits.max(axis=-1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     weights = jnp.where(mask, jnp.exp(logits - largest), 0.0)
