@@ -25,11 +25,11 @@ class KernelConfig:
     """
 
     row_tile: int = 4
-    block_step: int = 4
-    decode_block_step: int = 32
-    dense_rows: int = 128
-    dense_keys: int = 512
-    dense_decode_keys: int = 4096
+    block_step: int = 1
+    decode_block_step: int = 8
+    dense_rows: int = 256
+    dense_keys: int = 256
+    dense_decode_keys: int = 1024
 
     def __post_init__(self) -> None:
         """Checks that every size is a positive integer."""

@@ -19,6 +19,7 @@ CONFIGS = {
     "paper": SketchWalkConfig.paper(dense_layers=1, **OPTIONS),
     "no_dense_layers": SketchWalkConfig.paper(dense_layers=0, **OPTIONS),
     "damped": SketchWalkConfig.damped(dense_layers=1, **OPTIONS),
+    "released": SketchWalkConfig.released(dense_layers=1, block_size=16),
     "all_dense": SketchWalkConfig.paper(dense_layers=9, **OPTIONS),
 }
 PAPER = CONFIGS["paper"]

@@ -32,9 +32,7 @@ NUM_NEW = 4  # crosses a block boundary from every length
 SPARSE = {"block_size": SIZE, "dense_layers": 1, "sketch_dim": 16, "density": 0.3}
 PRESETS = {
     "paper": SketchWalkConfig.paper(**SPARSE),
-    "relu": SketchWalkConfig.paper(transition="relu_power", **SPARSE),
     "damped": SketchWalkConfig.damped(**SPARSE),
-    "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "sum": SketchWalkConfig.damped(head_combination="sum", **SPARSE),
     "tail": SketchWalkConfig.paper(dense_tail=20, **SPARSE),
 }
@@ -199,7 +197,7 @@ def test_chunks_select_exactly_as_one_shot(name, chunk_size):
         )
 
 
-@pytest.mark.parametrize("name", ["paper", "relu", "damped", "one_hop", "sum"])
+@pytest.mark.parametrize("name", ["paper", "damped", "sum"])
 @pytest.mark.parametrize("start", [16, 64])
 def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
     config = PRESETS[name]
@@ -217,9 +215,8 @@ def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
         np.testing.assert_array_equal(other[row, :end], plain[row, :end])
 
 
-@pytest.mark.parametrize("group", [1, 7])
-def test_full_density_equals_dense_in_both_phases(group):
-    num_heads, num_kv_heads = cases.HEADS[group]
+def test_full_density_equals_dense_in_both_phases():
+    num_heads, num_kv_heads = cases.HEADS[3]
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 64}
     model = ModelConfig(
         model_type="llama",
@@ -233,7 +230,7 @@ def test_full_density_equals_dense_in_both_phases(group):
     config = SketchWalkConfig.paper(density=1.0, dense_layers=1)
     lengths = jnp.array([1, 63, 64, 65, 129], jnp.int32)
     tokens = jnp.stack([draw_tokens(seed, 140) for seed in range(5)])
-    params = init_params(jax.random.key(group), model)
+    params = init_params(jax.random.key(1), model)
     wanted = forward(params, tokens, model_config=model, config=Dense())
     cache = init_cache(model, config, batch=5, max_tokens=140)
     options = {"model_config": model, "config": config}
@@ -248,7 +245,7 @@ def test_full_density_equals_dense_in_both_phases(group):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_stays_finite(dtype):
-    config = PRESETS["one_hop"]
+    config = PRESETS["damped"]
     params = jax.tree.map(lambda x: x.astype(dtype), parameters())
     tokens = jnp.asarray(draw_tokens(3, 80))[None]
     logits = forward(params, tokens, model_config=MODEL, config=config)
