@@ -184,7 +184,7 @@ class LinenCausalLM(nn.Module):
         if self.is_initializing():  # one draw serves all branches
             tree = init_params(self.make_rng("params"), self.model_config, self.dtype)
         else:
-            tree = self.variables.get("params", {})
+            tree = dict(self.variables.get("params", {}))
             _check_params(tree, self.model_config)
         return {name: self.param(name, lambda _, x=branch: x) for name, branch in tree.items()}
 

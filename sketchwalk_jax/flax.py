@@ -107,9 +107,9 @@ def make_attention_fn(
       >>> layer(jnp.ones((2, 100, 32)), is_causal=True).shape
       (2, 100, 32)
     """
-    is_sparse = config is not None and not isinstance(config, Dense)
-    if is_sparse:
-        check_config(config)
+    policy = None if isinstance(config, Dense) else config
+    if policy is not None:
+        check_config(policy)
     is_always_causal = is_causal
 
     # Linen leaves out, without a word, every keyword that is not named here.
@@ -148,15 +148,15 @@ def make_attention_fn(
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
-        if not is_sparse:
+        if policy is None:
             return _dense(query, key, value, **options)
         call = SelfAttention.of_call(query, key, value, **options)
         out, _ = sketchwalk_attention(
             call.query,
             call.key,
             call.value,
-            init_walk(*call.query.shape[:2], config=config),
-            config=config,
+            init_walk(*call.query.shape[:2], config=policy),
+            config=policy,
             lengths=call.lengths,
             implementation=implementation,
             kernel_config=kernel_config,

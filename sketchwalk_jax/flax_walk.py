@@ -228,7 +228,7 @@ class LinenWalkAttention(nn.Module):
             attn_weights_value_einsum=attn_weights_value_einsum,
             **other,
         )
-        options = {
+        options: dict[str, Any] = {
             "remedy": "leave the collection 'walk' of another batch out of the variables",
             "config": self.config,
             "implementation": self.implementation,
