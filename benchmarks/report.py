@@ -68,8 +68,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def caption(meta: dict[str, Any]) -> str:
     """Hardware, versions, date and command."""
     versions = meta["versions"]
+    machine = f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB"
+    if meta["device"] != "cpu":
+        machine = f"{meta['device']} in a machine with {machine}"
     return (
-        f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB; "
+        f"{machine}; "
         f"Python {versions['python']}, JAX {versions['jax']}; {meta['date']}; "
         f"`{meta['command']}`"
     )
