@@ -175,8 +175,11 @@ def test_decode_step_copies_no_cache(name, phase):
 @pytest.mark.parametrize("name", ["paper", "dense"])
 def test_decode_step_copies_no_cache_that_one_step_reads(name, batch):
     config = CONFIGS[name]
-    capacity = KernelConfig().dense_decode_keys
-    step = functools.partial(decode_step, model_config=MODEL, config=config)
+    capacity = 4096
+    kernel_config = KernelConfig(dense_decode_keys=capacity)
+    step = functools.partial(
+        decode_step, model_config=MODEL, config=config, kernel_config=kernel_config
+    )
     compiled, cache = compile_with_cache(step, config, abstract((batch,)), capacity=capacity)
     assert_cache_is_updated_in_place(compiled, cache, limit=num_bytes(cache.key))
 
