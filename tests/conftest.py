@@ -41,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs() -> Iterator[None]:
+    """Each program that XLA compiles holds memory maps, of which Linux allows a process 65,530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Turns the type checks off under the marker `unchecked`, to call as a user calls."""
