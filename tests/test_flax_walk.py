@@ -13,6 +13,8 @@ from tolerances import tolerance
 from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
 from sketchwalk_jax.flax import LinenWalkAttention, Walk, WalkAttention, make_attention_fn
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HEADS, HEAD_DIM, LAYERS, TOKENS = 32, 2, 16, 3, 150
 OPTIONS = {"block_size": 16, "sketch_dim": 8, "density": 0.4}
 CONFIGS = {
