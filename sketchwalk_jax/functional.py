@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import attend_rows
+from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.walk import WalkState
@@ -75,15 +76,12 @@ def sketchwalk_attention(
       >>> out.shape, walk.scores.shape
       ((1, 256, 4, 32), (1, 4, 4))
     """
-    if query.ndim != 4 or key.ndim != 4 or key.shape[:2] != query.shape[:2]:
+    check_qkv(query, key, value, None)
+    if key.shape[1] != query.shape[1]:
         raise ValueError(
-            f"query must be [B, T, N, H] and key [B, T, K, H], got {query.shape} and {key.shape}"
+            f"key must have as many tokens as query, {query.shape[1]}, got {key.shape[1]}"
         )
-    if key.shape != value.shape or query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"value must have key's shape and query a multiple of its heads, got {query.shape}, "
-            f"{key.shape} and {value.shape}"
-        )
+    check_per_sequence("lengths", lengths, query.shape[0])
     batch, num_tokens, num_heads, head_dim = query.shape
     size = config.block_size
     num_blocks = -(-num_tokens // size)

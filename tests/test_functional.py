@@ -1,0 +1,36 @@
+"""The one-layer function: what it says of arguments that do not fit."""
+
+import jax.numpy as jnp
+import pytest
+
+from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
+
+CONFIG = SketchWalkConfig.paper(block_size=16)
+GOOD = {"query": (2, 40, 4, 32), "key": (2, 40, 2, 32), "value": (2, 40, 2, 32)}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (2, 40, 128)}, r"query must have shape \[B, T, N, H\]"),
+        ({"value": (2, 40, 1, 32)}, "key and value must have one shape"),
+        ({"query": (2, 40, 3, 32)}, "must be a multiple of the key/value heads 2"),
+        ({"query": (2, 40, 4, 16)}, "key must have query's head_dim 16"),
+        ({"query": (2, 30, 4, 32)}, "key must have as many tokens as query, 30, got 40"),
+    ],
+)
+def test_arrays_that_do_not_fit_raise(change, message):
+    arrays = [jnp.ones(shape) for shape in (GOOD | change).values()]
+    with pytest.raises(ValueError, match=message):
+        sketchwalk_attention(*arrays, init_walk(2, 40, config=CONFIG), config=CONFIG)
+
+
+@pytest.mark.unchecked
+def test_lengths_and_walks_of_other_batches_raise():
+    arrays = [jnp.ones(shape) for shape in GOOD.values()]
+    walk = init_walk(2, 40, config=CONFIG)
+    with pytest.raises(ValueError, match="lengths must have shape"):
+        sketchwalk_attention(*arrays, walk, config=CONFIG, lengths=jnp.array([40]))
+    with pytest.raises(ValueError, match="walk must have scores of shape"):
+        sketchwalk_attention(*arrays, init_walk(2, 80, config=CONFIG), config=CONFIG)
