@@ -1,0 +1,257 @@
+"""How much of dense attention falls on each block of keys.
+
+The mass of key block `j` for query block `i` is the sum of the softmax weights of the row's
+queries on the block's keys:
+
+    M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(scale · q_t Kᵀ)_s
+
+One pass over the keys finds the log-sum-exp of every (query, block); the softmax over blocks of
+those is the mass of each query, and no array of size tokens × tokens exists.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.xla_attention import MASK_VALUE, default_scale
+
+
+def block_mass(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    *,
+    block_size: int,
+    layer: Int[Array, ""] | int | None = None,
+    first_block: Int[Array, "B"] | None = None,
+    valid: Bool[Array, "B T"] | None = None,
+    kv_lengths: Int[Array, "B"] | None = None,
+    scale: float | None = None,
+    sum_heads: bool = True,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B *N I J"]:
+    """Attention mass of every (query block, key block), `M[i, j]` of the module's equation.
+
+    Args:
+      query: Queries after rotary embedding; column 0 stands at block `first_block`.
+      key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
+      block_size: Tokens per block.
+      layer: Layer of the stacked cache.
+      first_block: Block of each sequence's first column. Default 0.
+      valid: Columns that hold a query of the sequence. Default: those at positions below
+        `kv_lengths`.
+      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
+      scale: Factor of the scores. Default `1 / sqrt(H)`.
+      sum_heads: Whether the query heads are summed; otherwise the result has an axis for them.
+      kernel_config: Tile sizes.
+
+    Returns:
+      Float32 `[B, I, J]` with `I = ceil(T / block_size)` and `J = ceil(S / block_size)`, or
+      `[B, N, I, J]`. A row sums to the number of its queries (times `N` where heads are summed);
+      rows without queries are 0.
+
+    Raises:
+      ValueError: If shapes or dtypes do not fit together.
+    """
+    batch, num_tokens = check_qkv(query, key, key, layer)
+    check_per_sequence("first_block", first_block, batch)
+    check_per_sequence("kv_lengths", kv_lengths, batch)
+    if valid is not None and valid.shape != (batch, num_tokens):
+        raise ValueError(f"valid must have shape {(batch, num_tokens)}, got {valid.shape}")
+    key = key[None] if layer is None else key
+    lengths = _or_default(kv_lengths, key.shape[2], batch)
+    padding = -num_tokens % block_size
+    query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    column = jnp.arange(num_tokens + padding, dtype=jnp.int32)[None, :]
+    positions = (_or_default(first_block, 0, batch) * block_size)[:, None] + column
+    if valid is None:
+        valid = (positions < lengths[:, None]) & (column < num_tokens)
+    else:
+        valid = jnp.pad(valid, ((0, 0), (0, padding)))
+    config = kernel_config or default_kernel_config()
+    rows = (batch, (num_tokens + padding) // block_size, block_size)
+    return _mass(
+        query.reshape(*rows, *query.shape[2:]),
+        key,
+        positions.reshape(rows),
+        valid.reshape(rows),
+        lengths,
+        block_size=block_size,
+        layer=layer,
+        scale=scale,
+        sum_heads=sum_heads,
+        row_tile=max(1, config.dense_rows // block_size),
+        keys_per_step=config.dense_keys,
+    )
+
+
+def token_mass(
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "*L B S K H"],
+    *,
+    block_size: int,
+    kv_lengths: Int[Array, "B"],
+    layer: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    sum_heads: bool = True,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B *N 1 J"]:
+    """Attention mass of every key block for one token per sequence, at `kv_lengths - 1`.
+
+    Args:
+      query: The current token's queries.
+      key: Keys, the current token's included, or a stacked cache with `layer`.
+      block_size: Tokens per block.
+      kv_lengths: Keys present in each sequence, the current token included.
+      layer: Layer of the stacked cache.
+      scale: Factor of the scores. Default `1 / sqrt(H)`.
+      sum_heads: Whether the query heads are summed; otherwise the result has an axis for them.
+      kernel_config: Tile sizes.
+
+    Returns:
+      Float32 `[B, 1, J]`, which sums to the number of query heads, or `[B, N, 1, J]`.
+
+    Raises:
+      ValueError: If shapes or dtypes do not fit together.
+    """
+    batch, num_tokens = check_qkv(query, key, key, layer)
+    if num_tokens != 1:
+        raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
+    check_per_sequence("kv_lengths", kv_lengths, batch)
+    lengths = jnp.asarray(kv_lengths, jnp.int32)
+    return _mass(
+        query[:, None],
+        key[None] if layer is None else key,
+        (lengths - 1)[:, None, None],
+        (lengths > 0)[:, None, None],
+        lengths,
+        block_size=block_size,
+        layer=layer,
+        scale=scale,
+        sum_heads=sum_heads,
+        row_tile=1,
+        keys_per_step=(kernel_config or default_kernel_config()).dense_decode_keys,
+    )
+
+
+def mass_recall(
+    mass: Float[Array, "B *N I J"], selection: BlockSelection
+) -> Float[Array, "B *N I"]:
+    """Share of each row's mass that its selected blocks hold.
+
+    `Σ_{j in list i} M[i, j] / Σ_j M[i, j]`
+
+    Args:
+      mass: From `block_mass` or `token_mass`; with the heads kept apart where the selection has
+        lists of their own for them.
+      selection: Lists of key blocks for the same rows.
+
+    Returns:
+      Float32 in [0, 1]; 0 for rows without queries, which a mean should leave out.
+
+    Raises:
+      ValueError: If the shapes do not fit together.
+    """
+    ids, counts = selection.ids, selection.counts
+    num_lists, heads = ids.shape[1], mass.shape[1:-2]
+    if ids.shape[0] != mass.shape[0] or ids.shape[2] != mass.shape[-2]:
+        raise ValueError(
+            f"selection must have lists for the rows of mass {mass.shape}, got ids {ids.shape}"
+        )
+    if (heads[0] if heads else 1) % num_lists:
+        raise ValueError(
+            f"mass must keep {num_lists} heads or a multiple apart for lists of their own "
+            f"(sum_heads=False), got shape {mass.shape}"
+        )
+    by_list = mass.reshape(mass.shape[0], num_lists, -1, *mass.shape[-2:])  # [B M G I J]
+    listed = jnp.arange(ids.shape[-1], dtype=jnp.int32) < counts[..., None]
+    ids = jnp.minimum(ids, mass.shape[-1] - 1)[:, :, None]
+    held = jnp.sum(jnp.take_along_axis(by_list, ids, -1) * listed[:, :, None], axis=-1)
+    total = jnp.sum(by_list, axis=-1)
+    recall = held / jnp.where(total > 0, total, 1.0)
+    return recall.reshape(mass.shape[:-1])
+
+
+def _or_default(x: Any, default: int, batch: int) -> Int[Array, "B"]:
+    return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
+
+
+def _mass(
+    query: Float[Array, "B I Q N H"],
+    key: Float[Array, "L B S K H"],
+    positions: Int[Array, "B I Q"],
+    valid: Bool[Array, "B I Q"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    block_size: int,
+    layer: Any,
+    scale: float | None,
+    sum_heads: bool,
+    row_tile: int,
+    keys_per_step: int,
+) -> Float[Array, "B *N I J"]:
+    """Mass of each row, `row_tile` rows at a time against `keys_per_step` keys at a time."""
+    batch, num_rows, tokens, num_heads, head_dim = query.shape
+    kv_heads, group = key.shape[3], num_heads // key.shape[3]
+    key = jnp.pad(key, ((0, 0), (0, 0), (0, -key.shape[2] % block_size), (0, 0), (0, 0)))
+    key = jax.lax.optimization_barrier(key)  # a fused cast would copy the whole cache
+    num_blocks = key.shape[2] // block_size
+    step = min(max(1, keys_per_step // block_size), num_blocks)
+    width = step * block_size
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
+    scale = default_scale(head_dim) if scale is None else scale
+    row_tile = min(row_tile, num_rows)
+    padding = ((0, 0), (0, -num_rows % row_tile), (0, 0))
+
+    def tiles(x: Array) -> Array:
+        x = jnp.pad(x, padding + ((0, 0),) * (x.ndim - 3))
+        x = x.reshape(batch, -1, row_tile * tokens, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 0)
+
+    def of_tile(tile: tuple[Array, Array, Array]) -> Float[Array, "B M R J"]:
+        tile_query, tile_positions, tile_valid = tile  # [B R·Q ...]
+        split = tile_query.reshape(batch, row_tile * tokens, kv_heads, group, head_dim)
+        merged = jnp.transpose(split, (0, 2, 3, 1, 4)).reshape(batch * kv_heads, -1, head_dim)
+
+        def visit(index: Int[Array, ""], block_lse: Array) -> Array:
+            # The last step reaches back, and finds for some blocks what an earlier one found.
+            block = jnp.minimum(index * step, num_blocks - step)
+            place = (layer, 0, block * block_size, 0, 0)
+            keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, head_dim))[0]
+            keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
+            scores = jax.lax.dot_general(
+                merged,
+                keys,
+                (((2,), (2,)), ((0,), (0,))),
+                precision=matmul_precision(keys),
+                preferred_element_type=jnp.float32,
+            )
+            position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
+            visible = position <= tile_positions[:, :, None]
+            visible &= position < kv_lengths[:, None, None]
+            shape = (batch, kv_heads, group, row_tile * tokens, width)
+            scores = jnp.where(visible[:, None, None], scores.reshape(shape) * scale, MASK_VALUE)
+            scores = scores.reshape(*shape[:-1], step, block_size)
+            lse = jax.nn.logsumexp(scores, axis=-1)
+            return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
+
+        reach = jnp.max(jnp.where(tile_valid, tile_positions + 1, 0))
+        shape = (batch, kv_heads, group, row_tile * tokens, num_blocks)
+        nothing = jnp.full(shape, MASK_VALUE, jnp.float32)
+        steps = jnp.minimum((reach + width - 1) // width, -(-num_blocks // step))
+        block_lse = jax.lax.fori_loop(0, steps, visit, nothing)
+        weights = jax.nn.softmax(block_lse, axis=-1)
+        is_real = tile_valid[:, None, None, :, None] & (block_lse > 0.5 * MASK_VALUE)
+        weights = jnp.where(is_real, weights, 0.0)
+        weights = weights.reshape(batch, num_heads, row_tile, tokens, num_blocks)
+        by_head = jnp.sum(weights, axis=3)
+        return jnp.sum(by_head, axis=1, keepdims=True) if sum_heads else by_head
+
+    mass = jax.lax.map(of_tile, (tiles(query), tiles(positions), tiles(valid)))
+    mass = jnp.moveaxis(mass, 0, 2).reshape(batch, mass.shape[2], -1, num_blocks)[:, :, :num_rows]
+    return mass[:, 0] if sum_heads else mass

@@ -1,0 +1,72 @@
+"""First and most recent blocks, whatever they hold: attention sinks and a sliding window."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.budget import BudgetPolicy, token_rows
+from sketchwalk_jax.selection import BlockSelection
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingConfig(BudgetPolicy):
+    """Keeps the first `sink_blocks` blocks and the most recent ones up to the budget.
+
+    Row `i` with budget `c` keeps `0 .. sink_blocks - 1` and `i - (c - sink_blocks) + 1 .. i`: the
+    pattern of StreamingLLM (arXiv:2309.17453) in blocks, with a window that grows with the row, so
+    that its density is the asked one. No query or key is looked at: the floor that a method which
+    does look must beat.
+
+    Attributes:
+      density: Share of the causal blocks of each row that is kept, in (0, 1].
+      sink_blocks: First blocks that every row keeps, inside its budget.
+      local_blocks: Fewest last blocks that every row keeps.
+      dense_layers: Leading layers that stay dense.
+
+    Raises:
+      ValueError: If a field is outside its range.
+
+    Example:
+      >>> StreamingConfig(density=0.1).sink_blocks
+      1
+    """
+
+    def select_prefill(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: PyTree,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+    ) -> tuple[BlockSelection, PyTree]:
+        """First and most recent blocks of every query block."""
+        return self._select(span.rows(self.block_size), key.shape[2] // self.block_size), walk
+
+    def select_decode(
+        self,
+        query: Float[Array, "B 1 N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: PyTree,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        positions: Int[Array, "B"],
+    ) -> tuple[BlockSelection, PyTree]:
+        """First and most recent blocks as seen from the token's own block."""
+        rows = token_rows(positions, self.block_size)
+        return self._select(rows, key.shape[2] // self.block_size), walk
+
+    def _select(self, rows: Int[Array, "B I"], num_blocks: int) -> BlockSelection:
+        counts = self.row_counts(rows, num_blocks)[..., None]
+        place = jnp.arange(int(self.budget(num_blocks)[-1]), dtype=jnp.int32)[None, None, :]
+        skipped = rows[..., None] + 1 - counts  # blocks between the first and the recent ones
+        ids = jnp.where(place < self.sink_blocks, place, place + skipped)
+        ids = jnp.where(place < counts, ids, num_blocks)
+        return BlockSelection(ids[:, None], counts[:, None, :, 0], self.block_size)
