@@ -1,6 +1,5 @@
 """Options that both commands have, and what is made of them."""
 
-import dataclasses
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
-from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 
 METHOD = "Method"
 
@@ -29,7 +28,7 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help=f"Which keys a query attends to: {' or '.join(POLICIES)}.",
+        help=f"Which keys a query attends to: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -77,18 +76,17 @@ def make_policy(policy: str, preset: str | None, density: float | None) -> Polic
     with usage_errors():
         if density is not None:
             SketchWalkConfig(density=density)
-        if policy == "dense":
-            by_name("sketchwalk", preset=preset)
-            for option, value in (("preset", preset), ("density", density)):
-                if value is not None:
-                    warnings.warn(f"--{option} has no effect with --policy dense", stacklevel=2)
-            return by_name(policy)
+        by_name("sketchwalk", preset=preset)
+        if policy != "sketchwalk" and preset is not None:
+            warnings.warn(f"--preset has no effect with --policy {policy}", stacklevel=2)
+            preset = None
         made = by_name(policy, preset=preset)
         if density is None:
             return made
-        if not any(field.name == "density" for field in dataclasses.fields(made)):
-            message = f"--density has no effect with --preset {preset}, which sets its own"
-            warnings.warn(message, stacklevel=2)
+        if not takes_density(made):
+            chosen = f"--policy {policy}" if preset is None else f"--preset {preset}"
+            reason = "" if preset is None else ", which sets its own"
+            warnings.warn(f"--density has no effect with {chosen}{reason}", stacklevel=2)
             return made
         return by_name(policy, preset=preset, density=density)
 
