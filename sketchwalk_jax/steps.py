@@ -22,7 +22,7 @@ from sketchwalk_jax.selection import BlockSelection, causal_pairs
 PyTree = Any
 
 
-def _all_layers(
+def all_layers(
     params: PyTree,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -54,9 +54,9 @@ def _all_layers(
     return hidden, state[0], jnp.concatenate(pairs), selection
 
 
-def _take_token(x: Float[Array, "B T D"], column: Int[Array, "B"]) -> Float[Array, "B D"]:
-    column = jnp.clip(column, 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, column[:, None, None], axis=1)[:, 0]
+def _take_columns(x: Float[Array, "B T D"], columns: Int[Array, "B C"]) -> Float[Array, "B C D"]:
+    columns = jnp.clip(columns, 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, columns[:, :, None], axis=1)
 
 
 def _prefill_chunk(
@@ -74,7 +74,7 @@ def _prefill_chunk(
     walk = settings.config.init_walk(
         batch=batch, num_rows=num_tokens // size, num_blocks=cache.capacity // size
     )
-    hidden, cache, pairs, selection = _all_layers(
+    hidden, cache, pairs, selection = all_layers(
         params,
         tokens,
         positions,
@@ -98,6 +98,30 @@ def prefill_step(
     settings: Settings,
 ) -> tuple[Array, Cache, BlockSelection | None]:
     """`prefill` without checks, for use inside `jit`. `is_fresh` says that the cache is empty."""
+    if settings.return_all_logits:
+        batch, num_tokens = tokens.shape
+        columns = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (batch, num_tokens))
+    else:
+        columns = (lengths - 1)[:, None]
+    hidden, cache, selection = prefill_hidden(
+        params, tokens, lengths, columns, cache, is_fresh=is_fresh, settings=settings
+    )
+    if not settings.return_all_logits:
+        hidden = hidden[:, 0]
+    return unembed(params, hidden, model_config=settings.model_config), cache, selection
+
+
+def prefill_hidden(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"],
+    cache: Cache,
+    *,
+    is_fresh: bool,
+    settings: Settings,
+) -> tuple[Float[Array, "B C D"], Cache, BlockSelection | None]:
+    """Reads the prompts; returns the last layer's output for some `columns` of `tokens` only."""
     size = settings.config.block_size
     batch, num_tokens = tokens.shape
     # Columns are moved so that column 0 stands on a block boundary.
@@ -106,9 +130,9 @@ def prefill_step(
     chunk = min(settings.chunk_size or reach, reach)
     chunk = -(-chunk // size) * size
     num_chunks = -(-reach // chunk)
-    columns = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
-    valid = (columns >= 0) & (columns < lengths[:, None])
-    tokens = jnp.take_along_axis(tokens, jnp.clip(columns, 0, num_tokens - 1), axis=1)
+    source = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
+    valid = (source >= 0) & (source < lengths[:, None])
+    tokens = jnp.take_along_axis(tokens, jnp.clip(source, 0, num_tokens - 1), axis=1)
     first_block = cache.lengths // size
     prompt_end = cache.lengths + lengths
 
@@ -131,31 +155,26 @@ def prefill_step(
             settings=settings,
         )
 
-    last_column = shift + lengths - 1
+    wanted = shift[:, None] + columns
     if num_chunks == 1:
         hidden, cache, selection = run(0, cache)
-        last = _take_token(hidden, last_column)
+        taken = _take_columns(hidden, wanted)
     else:
 
         def step(carry: tuple[Cache, Array], index: Array) -> Any:
-            cache, last = carry
+            cache, taken = carry
             hidden, cache, selection = run(index, cache)
-            column = last_column - index * chunk
+            column = wanted - index * chunk
             is_here = (column >= 0) & (column < chunk)
-            last = jnp.where(is_here[:, None], _take_token(hidden, column), last)
-            return (cache, last), (hidden if settings.return_all_logits else None, selection)
+            taken = jnp.where(is_here[:, :, None], _take_columns(hidden, column), taken)
+            return (cache, taken), selection
 
         embedding = params["embed"]["embedding"]
-        start = jnp.zeros((batch, embedding.shape[1]), embedding.dtype)
+        start = jnp.zeros((*wanted.shape, embedding.shape[1]), embedding.dtype)
         chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-        (cache, last), (hidden, selection) = jax.lax.scan(step, (cache, start), chunks)
+        (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
         selection = jax.tree.map(_join_chunks, selection)
-        if hidden is not None:
-            hidden = jnp.moveaxis(hidden, 0, 1).reshape(batch, num_chunks * chunk, -1)
-    if settings.return_all_logits:
-        back = jnp.arange(num_tokens, dtype=jnp.int32)[None, :] + shift[:, None]
-        last = jnp.take_along_axis(hidden, back[:, :, None], axis=1)
-    return unembed(params, last, model_config=settings.model_config), cache, selection
+    return taken, cache, selection
 
 
 def _join_chunks(x: Int[Array, "C L B M I *rest"]) -> Int[Array, "L B M CI *rest"]:
@@ -178,7 +197,7 @@ def decode_token(
     walk = config.init_walk(
         batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // config.block_size
     )
-    hidden, cache, pairs, selection = _all_layers(
+    hidden, cache, pairs, selection = all_layers(
         params,
         tokens[:, None],
         positions[:, None],
