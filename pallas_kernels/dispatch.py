@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
 
 
 def device_kind() -> str:
@@ -41,17 +42,82 @@ def choose_implementation(implementation: str | None, query: Any, *, block_size:
       ValueError: If the name is unknown.
       NotImplementedError: If the named implementation cannot take this call.
     """
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
-        )
-    if implementation == "xla":
-        return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size)
-    if implementation is None:
-        return "xla" if reason else "mosaic_gpu"
-    if reason:
+    return _choose(implementation, IMPLEMENTATIONS, reason)
+
+
+def why_not_cudnn(
+    query: Any, *, num_keys: int, has_offset: bool, return_lse: bool = False
+) -> str | None:
+    """Why cuDNN's flash attention cannot take this call of dense attention, or `None` if it can.
+
+    Args:
+      query: The queries `[B, T, N, H]`, an array or its abstract shape.
+      num_keys: Keys `S` that the key array holds.
+      has_offset: Whether queries may start elsewhere than at position 0.
+      return_lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    num_tokens, head_dim = query.shape[1], query.shape[3]
+    if not _is_nvidia_gpu():
+        return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
+    if query.dtype.name not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {query.dtype.name}"
+    if head_dim > 128 or head_dim % 8:
+        return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
+    if has_offset:
+        return "its causal mask starts at position 0, so query_offset must be None"
+    if num_tokens > num_keys:
+        return f"it needs a key for every query, not {num_keys} for {num_tokens}"
+    return "it keeps no float32 log-sum-exp" if return_lse else None
+
+
+def choose_dense_implementation(
+    implementation: str | None,
+    query: Any,
+    *,
+    num_keys: int,
+    has_offset: bool,
+    return_lse: bool = False,
+) -> str:
+    """The implementation of dense attention that will run: cuDNN's wherever it can.
+
+    Args:
+      implementation: `None` to choose; it always finds one. A name to insist.
+      query: The queries `[B, T, N, H]`, an array or its abstract shape.
+      num_keys: Keys `S` that the key array holds.
+      has_offset: Whether queries may start elsewhere than at position 0.
+      return_lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+      `"cudnn"` or `"xla"`.
+
+    Raises:
+      ValueError: If the name is unknown.
+      NotImplementedError: If the named implementation cannot take this call.
+    """
+    reason = why_not_cudnn(query, num_keys=num_keys, has_offset=has_offset, return_lse=return_lse)
+    return _choose(implementation, DENSE_IMPLEMENTATIONS, reason)
+
+
+def _choose(asked: str | None, names: tuple[str, str], reason: str | None) -> str:
+    """The first of two names unless there is a reason against it, or the one asked for."""
+    fast, general = names
+    if asked not in (None, *names):
+        raise ValueError(f"implementation must be None or one of {names}, got {asked!r}")
+    if asked == fast and reason:
         raise NotImplementedError(
-            f"implementation 'mosaic_gpu' cannot run here: {reason}; 'xla' can, and so does None"
+            f"implementation {fast!r} cannot run here: {reason}; {general!r} can, and so does None"
         )
-    return "mosaic_gpu"
+    return general if asked == general or reason else fast
+
+
+def _is_nvidia_gpu() -> bool:
+    """Whether the default device is one that cuDNN's flash attention runs on."""
+    if jax.default_backend() != "gpu":
+        return False
+    # "9.0" on NVIDIA, "gfx942" and the like on AMD
+    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return major.isdigit() and int(major) >= 8

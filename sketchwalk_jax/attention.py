@@ -9,10 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax import xla_attention
+from sketchwalk_jax import cudnn_attention, xla_attention
 from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv, check_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
+from sketchwalk_jax.pallas_kernels.dispatch import (
+    choose_dense_implementation,
+    choose_implementation,
+)
 from sketchwalk_jax.selection import BlockSelection
 
 
@@ -244,33 +247,51 @@ def dense_attention(
     kv_lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T N H"] | Any:
     """Exact causal attention over all keys, in tiles: no tokens × tokens array is formed.
 
-    The reference for accuracy and the denominator of every speed figure where cuDNN is absent.
+    The reference for accuracy and the denominator of every speed figure. On an NVIDIA GPU, queries
+    in bfloat16 or float16 that start at position 0 go through cuDNN's flash attention where it
+    takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for; all else,
+    decoding included, runs on XLA.
 
     Args:
       query: Queries at positions `query_offset + 0 .. T - 1`.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
       value: Values, shaped like `key`.
       layer: Layer of the stacked cache.
-      query_offset: Position of each sequence's first query token. Default 0.
-      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
+      query_offset: Position of each sequence's first query token. Default 0, which cuDNN needs.
+      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`. The
+        outputs of queries at later positions, which are padding, mean nothing.
       scale: Factor of the scores. Default `1 / sqrt(H)`.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      kernel_config: Tile sizes.
+      implementation: `"xla"`, `"cudnn"`, or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the XLA implementation.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
 
     Raises:
       ValueError: If shapes or dtypes do not fit together.
+      NotImplementedError: If `implementation` cannot run here.
     """
     batch, num_tokens = check_qkv(query, key, value, layer)
     num_heads, head_dim = query.shape[2:]
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
+    chosen = choose_dense_implementation(
+        implementation,
+        query,
+        num_keys=key.shape[-3],
+        has_offset=query_offset is not None,
+        return_lse=return_lse,
+    )
+    if chosen == "cudnn":
+        return cudnn_attention.attend_dense(
+            query, key, value, layer=layer, kv_lengths=kv_lengths, scale=scale
+        )
     config = kernel_config or default_kernel_config()
     key, value = _stack(key, layer), _stack(value, layer)
     tile = min(config.dense_rows, num_tokens)

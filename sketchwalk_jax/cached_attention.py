@@ -50,6 +50,11 @@ class Settings:
         """Whether sparse layers select blocks in this phase; the other phase is dense."""
         return self.phase in ("both", phase) and phase in self.config.phases
 
+    @property
+    def dense_implementation(self) -> str | None:
+        """What dense layers ask for: XLA where everything is to run on it, else the choice."""
+        return "xla" if self.implementation == "xla" else None
+
 
 def _observe(
     statistics: PyTree, query: Array, key: Array, *, config: Policy, index: Array, span: Span
@@ -117,8 +122,9 @@ def prefill_attention(
                 keys,
                 values,
                 layer=layer,
-                query_offset=offset,
+                query_offset=None if is_fresh else offset,
                 kv_lengths=span.end,
+                implementation=settings.dense_implementation,
                 kernel_config=settings.kernel_config,
             )
         cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
@@ -176,6 +182,7 @@ def decode_attention(
                 layer=layer,
                 query_offset=positions,
                 kv_lengths=end,
+                implementation=settings.dense_implementation,
                 kernel_config=settings.kernel_config,
             )
         cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
