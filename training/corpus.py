@@ -1,0 +1,196 @@
+"""Plain text to tokens: a byte-level BPE tokenizer of our own, and what the data generator needs.
+
+The tokenizer keeps every digit a token of its own, with the space before it if there is one, so
+that a number of five digits is five tokens wherever it stands.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from sketchwalk_jax.evaluation import templates
+from sketchwalk_jax.evaluation.text import read_text
+
+BEGIN, END = "<|begin|>", "<|end|>"
+BEGIN_ID, END_ID = 0, 1
+# Letters, one digit, punctuation: each with the space before it.
+_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_PASSAGE = 100_000  # characters that are encoded at a time
+_MIN_COUNT = 5  # a word asked for occurs at least this often
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Tokens of the parts that sentences are put together from.
+
+    Attributes:
+      words: Tokens of each word that may be asked for, its space included.
+      fixed: Tokens of the text between the places of a sentence, by sentence.
+      first_digit: Token of each digit with a space before it.
+      digit: Token of each digit alone.
+      comma: Token of the comma.
+      starts_word: For each token of the vocabulary, whether it begins with a space.
+    """
+
+    words: list[np.ndarray]
+    fixed: dict[str, list[np.ndarray]]
+    first_digit: np.ndarray
+    digit: np.ndarray
+    comma: int
+    starts_word: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text cut into a part for training and one for validation.
+
+    Attributes:
+      training: The first part, one line.
+      validation: The rest, one line.
+      name: File name.
+      sha256: Of the file.
+    """
+
+    training: str
+    validation: str
+    name: str
+    sha256: str
+
+
+def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
+    """Reads a text and keeps its last part for validation.
+
+    Args:
+      path: UTF-8 text, plain or `.xz`.
+      validation_share: Share of the text that is never trained on, in (0, 1).
+
+    Returns:
+      The two parts, white space collapsed.
+
+    Raises:
+      ValueError: If the share is out of range or a part is too short to train or validate on.
+    """
+    if not 0 < validation_share < 1:
+        raise ValueError(f"validation_share must be in (0, 1), got {validation_share}")
+    text = read_text(path)
+    cut = round(len(text.content) * (1 - validation_share))
+    corpus = Corpus(text.content[:cut], text.content[cut:], text.name, text.sha256)
+    if min(len(corpus.training), len(corpus.validation)) < _PASSAGE:
+        raise ValueError(
+            f"both parts of the text must have at least {_PASSAGE} characters, got "
+            f"{len(corpus.training)} and {len(corpus.validation)}"
+        )
+    return corpus
+
+
+def train_tokenizer(text: str, *, vocab_size: int, seed: int) -> Tokenizer:
+    """Byte-level BPE on a text and on numbers, which prose has few of."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_passages(text, seed), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, BEGIN_ID)]
+    )
+    missing = [digit for digit in range(10) if len(_ids(tokenizer, f" {digit}")) != 1]
+    if missing or tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the text must give {vocab_size} tokens with every digit among them, got "
+            f"{tokenizer.get_vocab_size()} without {missing}"
+        )
+    return tokenizer
+
+
+def _passages(text: str, seed: int) -> Iterator[str]:
+    rng = np.random.default_rng(seed)
+    for start in range(0, len(text), _PASSAGE):
+        yield text[start : start + _PASSAGE]
+        numbers = rng.integers(0, 100_000, 100)
+        yield "".join(templates.code_statement("it", f"{number:05}") for number in numbers)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint16)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Tokens of a long text, uint16, encoded passage by passage, cut at spaces."""
+    cuts = [0]
+    while len(text) - cuts[-1] > _PASSAGE:
+        cuts.append(text.rindex(" ", cuts[-1] + 1, cuts[-1] + _PASSAGE))
+    passages = [text[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    encoded = tokenizer.encode_batch(passages, add_special_tokens=False)
+    return np.concatenate([np.array(one.ids, np.uint16) for one in encoded])
+
+
+def find_words(text: str, *, held_out: bool) -> list[str]:
+    """Words of four to eight letters that sentences may ask for: for training, or held out."""
+    found = re.findall(r"\b[a-z]{4,8}\b", text)
+    words, counts = np.unique(found, return_counts=True)
+    return [
+        str(word)
+        for word, count in zip(words, counts, strict=True)
+        if count >= _MIN_COUNT and templates.is_held_out(str(word)) == held_out
+    ]
+
+
+def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
+    """Encodes everything that sentences consist of."""
+    # Each place is written as a letter that no sentence has, with the space before it.
+    marked = {
+        "code": templates.code_statement("\x01", "\x01"),
+        "code?": templates.code_question("\x01"),
+        "each?": templates.each_code_question(["\x01"]),
+        "all?": templates.all_codes_question("\x01"),
+        "value": templates.value_statement("\x01", "\x01"),
+        "value?": templates.value_question("\x01"),
+        "vote": templates.vote_statement("\x01"),
+        "vote?": templates.vote_question(),
+        "answer": templates.answer_text(["\x01"]),
+    }
+    size = tokenizer.get_vocab_size()
+    strings = [tokenizer.id_to_token(token) for token in range(size)]
+    return Pieces(
+        words=[_ids(tokenizer, f" {word}") for word in words],
+        fixed={
+            name: [_ids(tokenizer, part) for part in sentence.split(" \x01")]
+            for name, sentence in marked.items()
+        },
+        first_digit=np.concatenate([_ids(tokenizer, f" {digit}") for digit in range(10)]),
+        digit=np.concatenate([_ids(tokenizer, str(digit)) for digit in range(10)]),
+        comma=int(_ids(tokenizer, ",")[0]),
+        starts_word=np.array([string.startswith("Ġ") for string in strings]),
+    )
+
+
+def bigram_loss(training: np.ndarray, validation: np.ndarray, *, vocab_size: int) -> float:
+    """Mean cross-entropy (nats per token) of a bigram model smoothed with its unigrams.
+
+    `p(b | a) = (count(a, b) + m p(b)) / (count(a) + m)` with `m = 10`.
+    """
+    pairs = training[:-1].astype(np.int64) * vocab_size + training[1:]
+    counts = np.bincount(pairs, minlength=vocab_size**2).reshape(vocab_size, vocab_size)
+    unigram = (counts.sum(0) + 1.0) / (counts.sum() + vocab_size)
+    before, after = validation[:-1].astype(np.int64), validation[1:].astype(np.int64)
+    probability = (counts[before, after] + 10 * unigram[after]) / (counts.sum(1)[before] + 10)
+    return float(-np.log(probability).mean())
+
+
+def bytes_per_token(text: str, tokens: np.ndarray) -> float:
+    """UTF-8 bytes that one token stands for, on average."""
+    return len(text.encode()) / len(tokens)

@@ -1,0 +1,92 @@
+"""What is trained and for how long: sizes, stages, rates. Everything that a run depends on."""
+
+import dataclasses
+import math
+
+from sketchwalk_jax.models.config import ModelConfig, RopeConfig
+
+TEXT_SHARE_FOR_VALIDATION = 0.03
+VOCAB_SIZE = 1024
+CONTEXT = 16384
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=VOCAB_SIZE,
+    num_layers=12,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=CONTEXT,
+    rope=RopeConfig(theta=500_000.0),
+    bos_token_id=0,
+    eos_token_ids=(1,),
+    dtype="bfloat16",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a run with one shape of batch.
+
+    Attributes:
+      length: Tokens of a sequence.
+      sequences: Sequences of a batch.
+      share: Share of the run's time (or, where steps are given, ignored).
+    """
+
+    length: int
+    sequences: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One run.
+
+    Attributes:
+      stages: Short sequences first: what retrieval needs is learned there, and much faster.
+      peak: Highest learning rate, reached after `warm_up` steps.
+      final: Learning rate at the end, as a share of the highest; a half cosine leads there.
+      warm_up: Steps of linear increase.
+      weight_decay: Of AdamW, on kernels.
+      b2: Of AdamW.
+      clip: Largest norm of the gradient.
+    """
+
+    stages: tuple[Stage, ...]
+    peak: float
+    final: float = 0.05
+    warm_up: int = 300
+    weight_decay: float = 0.05
+    b2: float = 0.95
+    clip: float = 1.0
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """The rate at a step, `progress` in [0, 1] through the run."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        warm = min(1.0, (step + 1) / self.warm_up)
+        return self.peak * warm * (self.final + (1 - self.final) * cosine)
+
+
+RECIPES = {
+    "scratch": Recipe(
+        stages=(
+            Stage(256, 256, 0.06),
+            Stage(512, 128, 0.16),
+            Stage(1024, 64, 0.16),
+            Stage(2048, 32, 0.16),
+            Stage(4096, 16, 0.16),
+            Stage(8192, 8, 0.15),
+            Stage(16384, 4, 0.15),
+        ),
+        peak=2e-3,
+    ),
+    "continue": Recipe(
+        stages=(Stage(2048, 32, 0.15), Stage(8192, 8, 0.25), Stage(16384, 4, 0.6)),
+        peak=1e-3,
+        final=0.02,
+        warm_up=100,
+    ),
+}

@@ -1,0 +1,298 @@
+"""Trains the small long-context model that ships with the project.
+
+    python training/train.py --text FILE --out DIR [--minutes 9.3]
+    python training/train.py --text FILE --out DIR --recipe continue --init DIR/model
+
+The first command starts from random weights, the second goes on from a finished model with a fresh
+optimiser. Both write DIR/model, a Hugging Face directory; with --resume an interrupted run goes on.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import itertools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from card import make_card
+from checkpoints import Checkpoints, Position
+from export import export
+from flax import nnx
+from loader import Loader
+from prepare import Prepared, prepare
+from recipe import MODEL, RECIPES, Recipe, Stage
+from sequences import CLASSES, TEXT
+from step import Metrics, State, init_state, make_optimizer, train_step
+from validate import validate
+
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.flax import CausalLM
+from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.weights import load
+
+_LOG_SECONDS, _SAVE_SECONDS = 10.0, 120.0
+_IN_FLIGHT = 4  # steps that are dispatched before the first of them must be done
+
+
+@dataclasses.dataclass
+class Clock:
+    """Where a run stands: by steps where their numbers are given, by time otherwise.
+
+    Attributes:
+      recipe: The run.
+      seconds: Time for all stages.
+      steps: Steps of each stage, to repeat a run exactly.
+      elapsed: Seconds trained before this process, after a resumption.
+    """
+
+    recipe: Recipe
+    seconds: float
+    steps: tuple[int, ...] | None = None
+    elapsed: float = 0.0
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def spent(self) -> float:
+        """Seconds of training so far."""
+        return self.elapsed + time.perf_counter() - self.started
+
+    def progress(self, stage: int, step: int) -> float:
+        """Share of the run that is done, `step` being counted within the stage."""
+        if self.steps is None:
+            return self.spent() / self.seconds
+        return (sum(self.steps[:stage]) + step) / sum(self.steps)
+
+    def is_over(self, stage: int, step: int) -> bool:
+        """Whether the stage has had its share."""
+        if self.steps is not None:
+            return step >= self.steps[stage]
+        shares = [one.share for one in self.recipe.stages]
+        return self.spent() >= self.seconds * sum(shares[: stage + 1]) / sum(shares)
+
+
+def train(
+    state: State,
+    recipe: Recipe,
+    clock: Clock,
+    loader: Loader,
+    position: Position,
+    *,
+    model_config: ModelConfig,
+    dtype: str,
+    save: Callable[[State, Position], None],
+) -> tuple[State, Position]:
+    """Runs the stages from `position` on.
+
+    Returns:
+      The state after the last step, and the steps taken in every stage.
+    """
+    optimizer = make_optimizer(weight_decay=recipe.weight_decay, b2=recipe.b2, clip=recipe.clip)
+    update = jax.jit(
+        partial(train_step, model_config=model_config, optimizer=optimizer, dtype=dtype),
+        donate_argnums=0,
+    )
+    with ThreadPoolExecutor(2) as compiler:
+        # Later stages compile while the first one runs.
+        programs = [
+            compiler.submit(_compile, update, state, stage) if index >= position.stage else None
+            for index, stage in enumerate(recipe.stages)
+        ]
+        saved = time.perf_counter()
+        for index in range(position.stage, len(recipe.stages)):
+            stage, program = recipe.stages[index], _result(programs[index])
+            log = Log(stage)
+            shape = (stage.sequences, stage.length)
+            first = position.steps[index]
+            batches = loader.batches(index, shape, first)
+            for step in itertools.count(first):
+                if clock.is_over(index, step):
+                    break
+                rate = recipe.learning_rate(sum(position.steps), clock.progress(index, step))
+                state, metrics = program(state, *next(batches), jnp.float32(rate))
+                position = position.after(index, step + 1, clock.spent())
+                log.add(metrics, rate, clock)
+                if time.perf_counter() - saved > _SAVE_SECONDS:
+                    save(state, position)
+                    saved = time.perf_counter()
+            batches.close()
+            log.show(clock)
+    return state, position
+
+
+def _result(program: Future[Any] | None) -> Any:
+    if program is None:
+        raise ValueError("a stage must be compiled before it runs")
+    return program.result()
+
+
+def _compile(update: Any, state: State, stage: Stage) -> Any:
+    started = time.perf_counter()
+    shape = (stage.sequences, stage.length)
+    program = update.lower(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state),
+        jax.ShapeDtypeStruct((shape[0], shape[1] + 1), jnp.uint16),
+        jax.ShapeDtypeStruct(shape, jnp.uint8),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    ).compile()
+    print(f"compiled {shape} in {time.perf_counter() - started:.0f} s", flush=True)
+    return program
+
+
+class Log:
+    """Prints losses and the accuracy of each kind of answer token every few seconds."""
+
+    def __init__(self, stage: Stage) -> None:
+        """Starts with nothing seen."""
+        self.stage, self.metrics, self.steps = stage, [], 0
+        self.shown = time.perf_counter()
+        self.rate = 0.0
+
+    def add(self, metrics: Metrics, rate: float, clock: Clock) -> None:
+        """Counts one step; waits for one of the steps before."""
+        self.metrics.append(metrics)
+        self.steps, self.rate = self.steps + 1, rate
+        if len(self.metrics) > _IN_FLIGHT:
+            jax.block_until_ready(self.metrics[-_IN_FLIGHT])
+        if time.perf_counter() - self.shown > _LOG_SECONDS:
+            self.show(clock)
+
+    def show(self, clock: Clock) -> None:
+        """Prints what came since the last line."""
+        if not self.metrics:
+            return
+        total = jax.tree.map(lambda *parts: np.sum(np.stack(parts), axis=0), *self.metrics)
+        seconds = time.perf_counter() - self.shown
+        tokens = len(self.metrics) * self.stage.sequences * self.stage.length
+        count = np.maximum(total.count, 1)
+        right = {name: total.right[index] / count[index] for name, index in CLASSES.items()}
+        print(
+            f"{clock.spent():5.0f} s  T={self.stage.length:<5}  step {self.steps:<5} "
+            f"lr {self.rate:.1e}  {tokens / seconds / 1e6:.2f} M tokens/s  "
+            f"text {total.loss[TEXT] / count[TEXT]:.3f}  "
+            + "  ".join(f"{name} {value:.3f}" for name, value in right.items()),
+            flush=True,
+        )
+        self.metrics, self.shown = [], time.perf_counter()
+
+
+def _initial_params(init: Path | None, seed: int, model_config: ModelConfig) -> Params:
+    if init is not None:
+        return load(init, dtype="float32", progress=False)[0]
+    model = CausalLM(model_config, rngs=nnx.Rngs(seed), dtype=jnp.float32)
+    return model.params
+
+
+def main(
+    text: Annotated[Path, typer.Option(help="Plain UTF-8 text, or .xz of it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model and for resuming.")],
+    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "scratch",
+    init: Annotated[Path | None, typer.Option(help="Model to go on from.")] = None,
+    minutes: Annotated[float, typer.Option(help="For everything, from start to end.")] = 9.3,
+    steps: Annotated[str, typer.Option(help="Steps of each stage, instead of time.")] = "",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that make data.")] = 14,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where OUT stands.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
+    scale: Annotated[float, typer.Option(help="Scales lengths, to try the recipe out.")] = 1.0,
+) -> None:
+    """Trains, validates and exports."""
+    started = time.perf_counter()
+    if recipe not in RECIPES:
+        raise typer.BadParameter(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    if (recipe == "continue") != (init is not None):
+        raise typer.BadParameter("--init must be given with --recipe continue, and only then")
+    plan = _scaled(RECIPES[recipe], scale)
+    counts = tuple(int(part) for part in steps.split(",")) if steps else None
+    if counts is not None and len(counts) != len(plan.stages):
+        raise typer.BadParameter(f"--steps must be {len(plan.stages)} numbers, got {steps!r}")
+
+    prepared = prepare(text, out / "data", init=init, seed=seed)
+    loader = Loader(prepared.path, prepared.pieces, seed=seed, num_workers=workers)
+    params = _initial_params(init, seed, MODEL)
+    optimizer = make_optimizer(weight_decay=plan.weight_decay, b2=plan.b2, clip=plan.clip)
+    state = init_state(params, optimizer)
+    checkpoints = Checkpoints(out / "state")
+    position = Position.start(len(plan.stages))
+    if resume:
+        state, position = checkpoints.restore(state, position)
+    ready = time.perf_counter() - started
+    print(f"ready after {ready:.0f} s", flush=True)
+    reserve = 45.0 * min(1.0, minutes / 9)
+    clock = Clock(plan, minutes * 60 - ready - reserve, counts, position.seconds)
+    state, position = train(
+        state,
+        plan,
+        clock,
+        loader,
+        position,
+        model_config=MODEL,
+        dtype=dtype,
+        save=checkpoints.save,
+    )
+    loader.close()
+    checkpoints.save(state, position)
+    metrics = _metrics(prepared, plan, recipe, position, seed=seed, init=init)
+    params = jax.tree.map(lambda x: x.astype(MODEL.dtype), state.params)
+    del state
+    lengths = [stage.length for stage in plan.stages if stage.length >= 1024 * min(scale, 1)]
+    metrics["validation"] = validate(params, prepared, lengths, model_config=MODEL, dtype=dtype)
+    metrics["wall_seconds"] = round(time.perf_counter() - started)
+    card = make_card(metrics, MODEL)
+    export(
+        out / "model", params, prepared.tokenizer, model_config=MODEL, metrics=metrics, card=card
+    )
+    checkpoints.close()
+    print(json.dumps(metrics["validation"], indent=1))
+    print(f"written: {out / 'model'} after {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _scaled(recipe: Recipe, scale: float) -> Recipe:
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            length=max(64, int(stage.length * scale)),
+            sequences=max(1, round(stage.sequences * min(scale, 1.0))),
+        )
+        for stage in recipe.stages
+    )
+    return dataclasses.replace(recipe, stages=stages)
+
+
+def _metrics(
+    prepared: Prepared,
+    recipe: Recipe,
+    name: str,
+    position: Position,
+    *,
+    seed: int,
+    init: Path | None,
+) -> dict[str, Any]:
+    """What the model card says, but for the validation."""
+    before = json.loads((init / "metrics.json").read_text())["runs"] if init is not None else []
+    stages = [
+        dataclasses.asdict(stage) | {"steps": steps}
+        for stage, steps in zip(recipe.stages, position.steps, strict=True)
+    ]
+    rates = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "stages"}
+    run = {"recipe": name, "seed": seed, "seconds": round(position.seconds), **rates}
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    return {
+        "text": prepared.description,
+        "runs": [*before, run | {"stages": stages, "machine": machine}],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

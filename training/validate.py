@@ -1,0 +1,83 @@
+"""Accuracy on held-out words in held-out text, and the loss of that text, by length."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from corpus import BEGIN_ID
+from loader import make_batch
+from prepare import Prepared
+from sequences import CLASSES, SequenceMaker
+from step import validation_step
+
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import Params
+
+_TOKENS = 1 << 20  # per length
+_TOKENS_PER_BATCH = 1 << 16
+_SEED = 2**31  # batches of validation share none with those of training
+
+
+def validate(
+    params: Params,
+    prepared: Prepared,
+    lengths: list[int],
+    *,
+    model_config: ModelConfig,
+    dtype: str,
+) -> list[dict[str, Any]]:
+    """Measures the model densely, answers teacher-forced.
+
+    Returns:
+      For each length: the loss of the text (nats per token), and for each kind of question the
+      share of answers in which every token was the likeliest, with their number.
+    """
+    maker = SequenceMaker(prepared.validation, prepared.validation_pieces)
+    program = jax.jit(partial(validation_step, model_config=model_config))
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    rows = []
+    for length in sorted(set(lengths)):
+        sequences = max(1, min(_TOKENS_PER_BATCH, len(prepared.validation)) // length)
+        answers: dict[str, list[bool]] = {kind: [] for kind in CLASSES}
+        for index in range(max(1, min(_TOKENS, len(prepared.validation)) // (sequences * length))):
+            batch = make_batch(maker, (_SEED, length, index), (sequences, length))
+            _, right = jax.device_get(program(params, *batch))
+            for row, row_right in zip(batch.classes, right, strict=True):
+                for kind, all_right in _answers(row, row_right):
+                    answers[kind].append(all_right)
+        exact = {
+            kind: {"exact": float(np.mean(some)), "answers": len(some)}
+            for kind, some in answers.items()
+            if some
+        }
+        loss = _text_loss(program, params, prepared.validation, (sequences, length))
+        rows.append({"tokens": length, "text_loss": loss, "kinds": exact})
+    return rows
+
+
+def _text_loss(
+    program: Callable[..., Any], params: Params, text: np.ndarray, shape: tuple[int, int]
+) -> float:
+    """Mean loss of plain text, cut into sequences, nats per token."""
+    sequences, length = shape
+    windows = text[: len(text) // length * length].reshape(-1, length)
+    windows = windows[: len(windows) // sequences * sequences].reshape(-1, *shape)
+    begin = np.full((sequences, 1), BEGIN_ID, np.uint16)
+    losses = [
+        jax.device_get(program(params, np.concatenate([begin, some], axis=1), None)[0]).mean()
+        for some in windows[: _TOKENS // (sequences * length)]
+    ]
+    return float(np.mean(losses))
+
+
+def _answers(classes: np.ndarray, right: np.ndarray) -> list[tuple[str, bool]]:
+    """Kind of each answer of a sequence, and whether all of its tokens are right."""
+    cuts = np.flatnonzero(np.diff(classes)) + 1
+    names = {index: kind for kind, index in CLASSES.items()}
+    return [
+        (names[int(part[0])], bool(part_right.all()))
+        for part, part_right in zip(np.split(classes, cuts), np.split(right, cuts), strict=True)
+        if int(part[0]) in names
+    ]
