@@ -56,7 +56,7 @@ class Settings:
         return "xla" if self.implementation == "xla" else None
 
 
-def _observe(
+def observe_layer(
     statistics: PyTree, query: Array, key: Array, *, config: Policy, index: Array, span: Span
 ) -> tuple[PyTree, PyTree]:
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
@@ -98,7 +98,7 @@ def prefill_attention(
         statistics, pairs, kept = cache.statistics, all_pairs, None
         if is_sparse:
             index = layer - first_sparse
-            one, statistics = _observe(
+            one, statistics = observe_layer(
                 statistics, query, key, config=config, index=index, span=span
             )
         if is_sparse and settings.selects_in("prefill"):
@@ -155,7 +155,7 @@ def decode_attention(
         statistics, pairs, kept = cache.statistics, all_pairs, None
         if is_sparse:
             index = layer - first_sparse
-            one, statistics = _observe(
+            one, statistics = observe_layer(
                 statistics, query, key, config=config, index=index, span=span
             )
         if is_sparse and settings.selects_in("decode"):
