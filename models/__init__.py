@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sketchwalk_jax.models.bundled import bundled_model as bundled_model
     from sketchwalk_jax.models.checkpoint import save as save
     from sketchwalk_jax.models.config import ModelConfig as ModelConfig
     from sketchwalk_jax.models.config import RopeConfig as RopeConfig
@@ -20,6 +21,7 @@ _MODULES = {
     "ModelConfig": "config",
     "RopeConfig": "config",
     "apply_rope": "rope",
+    "bundled_model": "bundled",
     "init_params": "params",
     "load": "weights",
     "param_shapes": "params",

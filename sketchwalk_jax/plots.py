@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which are told apart with any kind of colour vision.
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+_BLUE, ORANGE = "#0072B2", "#D55E00"
 _LIGHT_GREY, _WHITE = "#E4E4E4", "#FFFFFF"
 _MAX_COLUMNS = 5
 
 
-def _import_pyplot() -> Any:
+def import_pyplot() -> Any:
+    """Imports `matplotlib.pyplot`, or raises an `ImportError` that says how to install it."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -125,7 +126,7 @@ def plot_block_map(
     shares = shares[:, :num_rows, : first_block + num_rows]
     layers = [layer] if layer is not None else list(range(dense_layers, last + 1))
 
-    pyplot = _import_pyplot()
+    pyplot = import_pyplot()
     columns = min(_MAX_COLUMNS, len(layers))
     rows = math.ceil(len(layers) / columns)
     panel = 4.6 if len(layers) == 1 else 2.3
@@ -143,7 +144,7 @@ def plot_block_map(
             axis.set_visible(False)
             continue
         kept = shares[layers[index] - dense_layers]
-        _draw_map(axis, kept, first_block)
+        draw_map(axis, kept, first_block)
         axis.set_title(f"layer {layers[index]}: {np.nanmean(kept):.0%} of blocks", fontsize=9)
     _explain_colours(axes[0, 0], has_shares=bool(np.any((shares > 0) & (shares < 1))))
     figure.supxlabel(f"key block ({size} tokens each)", fontsize=10)
@@ -153,7 +154,8 @@ def plot_block_map(
     return figure
 
 
-def _draw_map(axis: Any, shares: np.ndarray, first_block: int) -> None:
+def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
+    """Draws shares `[rows, key blocks]`, NaN where there is nothing, into a panel."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
@@ -165,7 +167,7 @@ def _draw_map(axis: Any, shares: np.ndarray, first_block: int) -> None:
         vmin=0.0,
         vmax=1.0,
         interpolation="none",
-        extent=(-0.5, num_blocks - 0.5, first_block + num_rows - 0.5, first_block - 0.5),
+        extent=(-0.5, num_blocks - 0.5, first_row + num_rows - 0.5, first_row - 0.5),
     )
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_locator(MaxNLocator(nbins=4, integer=True))
@@ -197,13 +199,13 @@ def plot_density(density: Density, *, title: str | None = None) -> "Figure":
     Example:
       >>> plot_density(generate(params, tokens).measured_density)  # doctest: +SKIP
     """
-    pyplot = _import_pyplot()
+    pyplot = import_pyplot()
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure, axis = pyplot.subplots(figsize=(5.6, 3.2), layout="constrained")
     for name, colour, style in (
         ("prefill", _BLUE, {"marker": "o", "markersize": 9, "markerfacecolor": "none"}),
-        ("decode", _ORANGE, {"marker": "s", "markersize": 4, "linestyle": "--"}),
+        ("decode", ORANGE, {"marker": "s", "markersize": 4, "linestyle": "--"}),
     ):
         if float(np.sum(getattr(density, f"{name}_causal"))) > 0:
             values = np.asarray(getattr(density, name))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax import Dense, SketchWalkConfig, make_generate
-from sketchwalk_jax.cli import main
+from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.sampling import Sampling
@@ -267,13 +267,19 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, run, monkeypa
     assert f"{size:,}" in text and "130 tokens" in text and "512 tokens" in text
 
 
-def test_info_without_a_model_describes_the_machine(run):
-    found = json.loads(run("info", "--json")[0])
-    assert found.keys() == {"environment"}
-    assert found["environment"]["devices"] == ["cpu"]
-    assert f"JAX {jax.__version__}" in run("info")[0]
+def test_info_describes_the_machine(model: Path, run):
+    found = json.loads(run("info", "--model", model, "--json")[0])["environment"]
+    assert found["devices"] == ["cpu"]
+    assert f"JAX {jax.__version__}" in run("info", "--model", model)[0]
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["info"]])
+def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, monkeypatch):
+    monkeypatch.setattr(options, "bundled_model", lambda: model)
+    assert json.loads(run("info", "--json")[0])["model"]["directory"] == str(model)
+    out = run("generate", "--prompt", PROMPT, "--max-new-tokens", 16, "--json")[0]
+    assert json.loads(out)["text"] == generate()["text"]
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["info"]])
 def test_help_names_the_options(command, run):
     assert "--help" in run(*command, "--help")[0]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax.cli import main
+from sketchwalk_jax.models import bundled
 
 GENERATE = sys.modules["sketchwalk_jax.cli.generate"]
 
@@ -47,7 +48,6 @@ def without_weights(monkeypatch: pytest.MonkeyPatch):
 
 
 MISTAKES = {
-    "no model": (["generate", "--prompt", "a"], "--model must be a checkpoint directory, got none"),
     "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
     "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
     "unknown policy": (["--policy", "quest"], "--policy must be one of ('dense', 'streaming'"),
@@ -74,7 +74,6 @@ MISTAKES = {
     "unknown option": (["--fast"], "--fast"),
     "unknown command": (["translate"], "translate"),
     "no command": ([], "command"),
-    "context without a model": (["info", "--context", 5], "together with --model"),
 }
 
 
@@ -128,6 +127,13 @@ def test_terminal_is_not_read_as_the_prompt(model, refuse, monkeypatch):
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", terminal)
     assert "a prompt must be given" in refuse(2, "generate", "--model", model)
+
+
+def test_installation_without_the_bundled_model_is_named(tmp_path, refuse, monkeypatch):
+    monkeypatch.setattr(bundled, "__file__", str(tmp_path / "bundled.py"))
+    message = refuse(1, "generate", "--prompt", "a")
+    assert "the bundled model must be installed with the package" in message
+    assert "without config.json, model.safetensors, tokenizer.json" in message
 
 
 def test_prompt_file_that_cannot_be_read_is_named(tmp_path, model, refuse):

@@ -1,22 +1,25 @@
-"""The command line: `sketchwalk generate` and `sketchwalk info`."""
+"""The command line: `sketchwalk demo`, `sketchwalk generate` and its other commands."""
 
 import io
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 from sketchwalk_jax._version import __version__
+from sketchwalk_jax.cli.demo import demo
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 from sketchwalk_jax.cli.generate import generate
 from sketchwalk_jax.cli.info import info
 
+COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "info": info}
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(generate)
-app.command()(info)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def _print_version(is_wanted: bool) -> bool:
@@ -70,6 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"error: {message}", file=sys.stderr)
     if status == 2:
         words = sys.argv[1:] if arguments is None else arguments
-        command = "".join(f" {word}" for word in words[:1] if word in ("generate", "info"))
+        command = "".join(f" {word}" for word in words[:1] if word in COMMANDS)
         print(f"Try 'sketchwalk{command} --help'.", file=sys.stderr)
     return status

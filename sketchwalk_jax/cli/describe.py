@@ -20,9 +20,7 @@ from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation, why_no
 from sketchwalk_jax.policies import Policy
 
 
-def environment(
-    *, num_heads: int = 32, head_dim: int = 128, block_size: int = 64, dtype: str = "bfloat16"
-) -> dict[str, Any]:
+def environment(*, num_heads: int, head_dim: int, block_size: int, dtype: str) -> dict[str, Any]:
     """This machine, and the implementation of attention that runs here for such queries."""
     query = jax.ShapeDtypeStruct((1, block_size, num_heads, head_dim), jnp.dtype(dtype))
     return {
@@ -104,11 +102,11 @@ def to_text(found: dict[str, Any]) -> str:
         ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
         ("devices", f"{devices} (backend {here['backend']})"),
         ("attention", f"{here['implementation']}{reason}"),
+        ("", ""),
+        *_model_rows(found["model"]),
+        ("", ""),
+        *_cache_rows(found["cache"]),
     ]
-    if "model" in found:
-        rows += [("", ""), *_model_rows(found["model"])]
-    if "cache" in found:
-        rows += [("", ""), *_cache_rows(found["cache"])]
     return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
 
 

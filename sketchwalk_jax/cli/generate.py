@@ -20,12 +20,12 @@ from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.streaming import stream
-from sketchwalk_jax.validation import PHASES, check_settings
+from sketchwalk_jax.validation import check_settings
 
 PROMPT, DRAWING, OUTPUT = "Prompt", "Choice of tokens", "Output"
 
 
-def _load(directory: Path, dtype: str) -> tuple[Params, ModelConfig]:
+def load_model(directory: Path, dtype: str) -> tuple[Params, ModelConfig]:
     """The weights, on the device, with a sign of life."""
     if not (directory / SAVED_CONFIG_FILE).exists():
         return jax.block_until_ready(load(directory, dtype=dtype, progress=is_shown()))
@@ -65,14 +65,7 @@ def generate(
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
     density: options.DensityOption = None,
-    phase: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(PHASES),
-            help="Where selection is sparse.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = "both",
+    phase: options.PhaseOption = "both",
     chunk_size: Annotated[
         int | None,
         typer.Option(
@@ -222,7 +215,7 @@ def generate(
     prepare(padded, lengths=lengths, model_config=model_config, **call)
 
     started = time.perf_counter()
-    params, model_config = _load(directory, chosen)
+    params, model_config = load_model(directory, chosen)
     load_s = time.perf_counter() - started
 
     chunks = stream(

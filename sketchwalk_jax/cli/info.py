@@ -29,32 +29,25 @@ def info(
 ) -> None:
     """Describe a checkpoint, and what would run here.
 
-    Reads the headers of the weight files only. Without --model, describes this machine.
+    Reads the headers of the weight files only.
     """
     config = options.make_policy(policy, preset, density)
-    if model is None:
-        if context is not None:
-            raise UsageError("--context must be given together with --model, got it alone")
-        found: dict[str, Any] = {"environment": describe.environment()}
-    else:
-        directory = options.check_model(model)
-        model_config = ModelConfig.from_pretrained(directory)
-        chosen = options.choose_dtype(dtype, model_config)
-        longest = model_config.context_length
-        if context is not None and context > longest:
-            raise UsageError(
-                f"--context must not exceed the model's context of {longest} tokens, got {context}"
-            )
-        found = {
-            "environment": describe.environment(
-                num_heads=model_config.num_heads,
-                head_dim=model_config.head_dim,
-                block_size=config.block_size,
-                dtype=chosen,
-            ),
-            "model": describe.checkpoint(directory, model_config, dtype=chosen),
-            "cache": describe.cache(
-                model_config, config, max_tokens=context or longest, dtype=chosen
-            ),
-        }
+    directory = options.check_model(model)
+    model_config = ModelConfig.from_pretrained(directory)
+    chosen = options.choose_dtype(dtype, model_config)
+    longest = model_config.context_length
+    if context is not None and context > longest:
+        raise UsageError(
+            f"--context must not exceed the model's context of {longest} tokens, got {context}"
+        )
+    found: dict[str, Any] = {
+        "environment": describe.environment(
+            num_heads=model_config.num_heads,
+            head_dim=model_config.head_dim,
+            block_size=config.block_size,
+            dtype=chosen,
+        ),
+        "model": describe.checkpoint(directory, model_config, dtype=chosen),
+        "cache": describe.cache(model_config, config, max_tokens=context or longest, dtype=chosen),
+    }
     print(json.dumps(found) if as_json else describe.to_text(found), flush=True)

@@ -1,4 +1,4 @@
-"""Options that both commands have, and what is made of them."""
+"""Options that several commands have, and what is made of them."""
 
 import warnings
 from pathlib import Path
@@ -9,8 +9,10 @@ import typer
 
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
+from sketchwalk_jax.validation import PHASES
 
 METHOD = "Method"
 
@@ -20,7 +22,7 @@ ModelOption = Annotated[
         "--model",
         metavar="DIR",
         help="Checkpoint directory: Hugging Face safetensors, or written by sketchwalk_jax.save.",
-        show_default=False,
+        show_default="the small model that ships with the package",
     ),
 ]
 PolicyOption = Annotated[
@@ -49,6 +51,15 @@ DensityOption = Annotated[
         metavar="FRACTION",
         help="Share of its causal blocks that a query keeps, above 0, at most 1.",
         show_default="0.2",
+        rich_help_panel=METHOD,
+    ),
+]
+PhaseOption = Annotated[
+    str,
+    typer.Option(
+        "--phase",
+        metavar="|".join(PHASES),
+        help="Where selection is sparse.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -92,16 +103,14 @@ def make_policy(policy: str, preset: str | None, density: float | None) -> Polic
 
 
 def check_model(model: Path | None) -> Path:
-    """The checkpoint directory.
+    """The checkpoint directory: the one given, or that of the bundled model.
 
     Raises:
-      UsageError: If no directory was given, or it does not exist.
+      UsageError: If the directory does not exist.
+      FileNotFoundError: If none was given and the installation lacks the bundled model.
     """
     if model is None:
-        raise UsageError(
-            "--model must be a checkpoint directory, got none; `hf download ORG/NAME --local-dir "
-            "DIR` makes one"
-        )
+        return bundled_model()
     try:
         return check_directory(model)
     except (ValueError, FileNotFoundError) as error:

@@ -1,0 +1,103 @@
+"""The demonstration's picture: what was attended to, and where the facts were."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sketchwalk_jax.cli.demo_prompt import Prompt
+from sketchwalk_jax.cli.demo_reader import Reader
+from sketchwalk_jax.plots import ORANGE, block_map, draw_map
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLUMNS = 5
+
+
+def save_picture(
+    path: Path, prompt: Prompt, dense: Reader, sparse: Reader, *, first_layer: int, title: str
+) -> None:
+    """Writes the picture of `draw_picture`.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      OSError: If the file cannot be written.
+    """
+    draw_picture(prompt, dense, sparse, first_layer=first_layer, title=title).savefig(path, dpi=110)
+
+
+def draw_picture(
+    prompt: Prompt, dense: Reader, sparse: Reader, *, first_layer: int, title: str
+) -> "Figure":
+    """Draws a block map for every sparse layer, and below them what each question attended to.
+
+    Orange marks stand below the blocks in which the facts are.
+
+    Args:
+      prompt: The text.
+      dense: Its answers stand beside those of `sparse`.
+      sparse: What selected the blocks that are drawn.
+      first_layer: The first sparse layer, as the model counts.
+      title: Title of the figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'the picture needs matplotlib: pip install "sketchwalk-jax[plots]"'
+        ) from error
+    assert sparse.selection is not None
+    size = sparse.selection.block_size
+    maps = block_map(sparse.selection)
+    num_blocks = -(-len(prompt.tokens) // size)
+    maps = maps[:, :num_blocks, :num_blocks]
+    places = [(fact.position - 1) // size for fact in prompt.facts]
+
+    rows = math.ceil(len(maps) / _COLUMNS)
+    heights = [2.4 * rows + 0.4, 0.5 + 1.2 * len(places)]
+    figure = Figure(figsize=(12, sum(heights) + 0.4), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
+    axes = above.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    for index, axis in enumerate(axes):
+        if index >= len(maps):
+            axis.set_visible(False)
+            continue
+        draw_map(axis, maps[index], 0)
+        share = np.nanmean(maps[index])
+        axis.set_title(f"layer {first_layer + index}: {share:.0%} of blocks", fontsize=9)
+        _mark(axis, places)
+    above.supxlabel(f"key block ({size} tokens each); orange: the facts", fontsize=10)
+    above.supylabel("query block", fontsize=10)
+    for axis, fact, place, was, now in zip(
+        below.subplots(len(places), 1, squeeze=False)[:, 0],
+        prompt.facts,
+        places,
+        dense.answers,
+        sparse.answers,
+        strict=True,
+    ):
+        assert now.blocks is not None
+        draw_map(axis, now.blocks, first_layer)
+        axis.set_aspect("auto")
+        _mark(axis, [place])
+        verdict = "right" if now.is_right else f"wrong: {now.text}"
+        axis.set_title(
+            f"question about {fact.word}, {fact.number}: dense {was.text}, sparse {verdict}",
+            fontsize=9,
+            loc="left",
+        )
+    below.supylabel("layer", fontsize=10)
+    return figure
+
+
+def _mark(axis: Any, places: Sequence[int]) -> None:
+    """Points at blocks from below the panel."""
+    bottom = axis.get_ylim()[0]
+    axis.plot(places, [bottom] * len(places), "^", color=ORANGE, markersize=5, clip_on=False)
