@@ -10,7 +10,7 @@ from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.tokenizer import encode
 
 # Beginnings that `Haystack.fit` tries: with bytes, about one in six gives the exact length.
-_NUM_STARTS = 64
+_NUM_STARTS = 128
 
 
 class WordEncoder:
@@ -70,7 +70,11 @@ def _opening_tokens(tokenizer: Any) -> list[int]:
 
 
 class Haystack:
-    """Random passages of a text that hold a number of tokens, each from the start of a word on."""
+    """Random passages of a text that hold a number of tokens, each from the start of a word on.
+
+    Attributes:
+      encoder: Encoder of its words.
+    """
 
     def __init__(self, text: Text, encoder: WordEncoder, num_tokens: int) -> None:
         """Finds where the last passage begins.
@@ -83,7 +87,8 @@ class Haystack:
         Raises:
           ValueError: If the text is shorter than one passage.
         """
-        self._content, self._encoder, self._num_tokens = text.content, encoder, num_tokens
+        self.encoder = encoder
+        self._content, self._num_tokens = text.content, num_tokens
         self._last_start = self._find_last_start()
 
     def _find_last_start(self) -> int:
@@ -107,7 +112,7 @@ class Haystack:
             size *= 2
 
     def _count(self, words: Sequence[str]) -> np.ndarray:
-        return np.array([len(tokens) for tokens in self._encoder.further(words)], int)
+        return np.array([len(tokens) for tokens in self.encoder.further(words)], int)
 
     def draw(self, rng: np.random.Generator) -> list[str]:
         """Words of a random passage, a few more than `num_tokens` tokens."""
@@ -137,7 +142,7 @@ class Haystack:
         """
         counts = self._count(words)
         ends = np.concatenate([[0], np.cumsum(counts)])  # tokens of words[:i]
-        heads = self._encoder.first(words[:_NUM_STARTS])
+        heads = self.encoder.first(words[:_NUM_STARTS])
         starts = np.arange(len(heads))
         targets = num_tokens - np.array([len(head) for head in heads]) + ends[starts + 1]
         stops = np.searchsorted(ends, targets, side="right") - 1
@@ -145,4 +150,4 @@ class Haystack:
         start = int(np.argmin(unused))
         if unused[start] > num_tokens:
             return []
-        return [heads[start], *self._encoder.further(words[start + 1 : stops[start]])]
+        return [heads[start], *self.encoder.further(words[start + 1 : stops[start]])]

@@ -112,8 +112,7 @@ def draw_samples(
       samples = draw_samples("multi_key", text, tokenizer, num_tokens=4096, count=100, seed=0)
     """
     _check(task, num_tokens, count, seed, hops, depths, num_keys)
-    encoder = WordEncoder(tokenizer)
-    haystack = Haystack(text, encoder, num_tokens)
+    haystack = Haystack(text, WordEncoder(tokenizer), num_tokens)
     samples = []
     for index in range(count):
         rng = np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
@@ -131,7 +130,6 @@ def draw_samples(
                 question,
                 haystack,
                 words,
-                encoder,
                 rng,
                 num_tokens=num_tokens,
                 depth=_depth(index, depths) if task == "single_needle" else None,
@@ -188,9 +186,6 @@ def _check(
         raise ValueError(f"hops must be None for {task}, got {hops}")
     if hops is not None and hops not in HOPS:
         raise ValueError(f"hops must be one of {HOPS}, got {hops}")
-    if task == "text_loss" and num_tokens < 2 * _NUM_SCORED_TOKENS:
-        least = 2 * _NUM_SCORED_TOKENS
-        raise ValueError(f"num_tokens must be at least {least} for {task}, got {num_tokens}")
 
 
 def _depth(index: int, depths: int) -> float:
@@ -202,7 +197,11 @@ def _depth(index: int, depths: int) -> float:
 
 
 def _text_sample(hay: Sequence[list[int]]) -> Sample:
-    tokens = np.concatenate([np.array(piece, np.int32) for piece in hay])
+    """A window of the text, of which tokens some way before its end are scored."""
+    tokens = np.array([token for piece in hay for token in piece], np.int32)
+    least = 2 * _NUM_SCORED_TOKENS
+    if len(tokens) < least:
+        raise ValueError(f"num_tokens must be at least {least} for text_loss, got {len(tokens)}")
     end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
     start = end - _NUM_SCORED_TOKENS
     return Sample("text_loss", tokens, start, tokens[start:end], start, "")
@@ -213,7 +212,6 @@ def _question_sample(
     question: Question,
     haystack: Haystack,
     words: Sequence[str],
-    encoder: WordEncoder,
     rng: np.random.Generator,
     *,
     num_tokens: int,
@@ -221,9 +219,9 @@ def _question_sample(
     hops: int | None,
 ) -> Sample:
     """Scatters the statements in a passage and puts the question where the task wants it."""
-    statements = [encoder.sentence(statement) for statement in question.statements]
-    asked = encoder.sentence(question.question)
-    answer = encoder.sentence(answer_text(question.values))
+    statements = [haystack.encoder.sentence(statement) for statement in question.statements]
+    asked = haystack.encoder.sentence(question.question)
+    answer = haystack.encoder.sentence(answer_text(question.values))
     hidden = sum(len(statement) for statement in statements)
     told = len(asked) + (len(answer) if task == "mid_prompt" else 0)
     hay = haystack.fit(words, num_tokens - hidden - told)

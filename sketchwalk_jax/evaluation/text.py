@@ -32,7 +32,8 @@ class Text:
     @functools.cached_property
     def held_out_words(self) -> tuple[str, ...]:
         """Lower-case words of 4 to 8 letters that no training has seen hidden, sorted."""
-        words = set(re.findall(r"\b[a-z]{4,8}\b", self.content))
+        # Not the beginning of a contraction: "wouldn" of "wouldn't" is no word.
+        words = set(re.findall(r"\b[a-z]{4,8}\b(?!['’]\w)", self.content))
         return tuple(sorted(word for word in words if is_held_out(word)))
 
 

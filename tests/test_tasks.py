@@ -1,0 +1,458 @@
+import dataclasses
+import hashlib
+import lzma
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sketchwalk_jax.evaluation.tasks import TASKS, Sample, draw_samples, score
+from sketchwalk_jax.evaluation.templates import is_held_out
+from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.tokenizer import decode, encode
+
+CODE = re.compile(r" The code of (\w+) is (\d{5})\.")
+VALUE = re.compile(r" Let (\w+) be (\w+)\.")
+VOTE = re.compile(r" One vote for (\w+)\.")
+QUESTION = re.compile(r" Q: .*?\? A:")
+MID_PROMPT = "mid_prompt"
+
+# Where tokenizers of Llama 3 cut a text before they merge anything.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level():
+    """Bytes, without merges and without special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def merged_bytes():
+    """The kind of Llama 3 and Qwen: merges within words, a first and, here, a last token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA_3), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator([TEXT.content[:50_000]], trainer)
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
+
+
+def spaces_as_characters():
+    """The kind of Llama 2: it puts a space before every text, and spells what it lacks in bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = [("▁", letter) for letter in "abcdeilmnoprstvwT"]
+    pairs += [("t", "h"), ("e", "r"), ("o", "f"), ("▁t", "he"), ("▁th", "e")]
+    letters = sorted(set("".join(map("".join, pairs))) | set("0123456789.,:?QA"))
+    vocabulary = ["<unk>", "<s>", *letters, *dict.fromkeys("".join(pair) for pair in pairs)]
+    vocabulary += ["he", "▁th"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
+    merges = [("h", "e"), ("▁t", "h"), *pairs]
+    merges = [pair for pair in merges if "".join(pair) in ids and set(pair) <= set(ids)]
+    model = Tokenizer(
+        models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    model.add_special_tokens([AddedToken("<s>", special=True)])
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", model.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", unk_token="<unk>")
+
+
+TEXT = read_text()
+TOKENIZERS = {
+    "bytes": byte_level(),
+    "merges": merged_bytes(),
+    "spaces as characters": spaces_as_characters(),
+}
+BYTES = TOKENIZERS["bytes"]
+
+
+def draw(task: str, *, tokenizer=BYTES, num_tokens=4096, count=5, seed=0, text=TEXT, **options):
+    return draw_samples(
+        task, text, tokenizer, num_tokens=num_tokens, count=count, seed=seed, **options
+    )
+
+
+def parts(sample: Sample, tokenizer=BYTES) -> tuple[str, str, str]:
+    """Text up to the question, the question, and what stands behind the question."""
+    start, stop = sample.question_start, sample.answer_start
+    pieces = [sample.tokens[:start], sample.tokens[start:stop], sample.tokens[stop:]]
+    before, question, behind = (decode(tokenizer, piece) for piece in pieces)
+    return before, question, behind
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("task", TASKS)
+def test_tokens_are_those_of_one_string_and_as_many_as_asked(name: str, task: str):
+    tokenizer = TOKENIZERS[name]
+    for sample in draw(task, tokenizer=tokenizer, num_tokens=4000):
+        assert len(sample.tokens) == 4000
+        assert sample.tokens.dtype == sample.answer.dtype == np.int32
+        whole = encode(tokenizer, decode(tokenizer, sample.tokens))
+        if whole[-1] == tokenizer.eos_token_id:
+            whole = whole[:-1]
+        np.testing.assert_array_equal(sample.tokens, whole)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "text_loss"])
+def test_question_and_answer_stand_where_the_sample_says(name: str, task: str):
+    tokenizer = TOKENIZERS[name]
+    for sample in draw(task, tokenizer=tokenizer):
+        question = decode(tokenizer, sample.tokens[sample.question_start : sample.answer_start])
+        assert QUESTION.fullmatch(" " + question.lstrip())
+        if task == MID_PROMPT:
+            stop = sample.answer_start + len(sample.answer)
+            np.testing.assert_array_equal(sample.tokens[sample.answer_start : stop], sample.answer)
+        else:
+            assert sample.answer_start == len(sample.tokens)
+        whole = np.concatenate([sample.tokens[: sample.answer_start], sample.answer])
+        text = decode(tokenizer, whole)
+        assert text.endswith(f"? A: {sample.expected}")
+        np.testing.assert_array_equal(encode(tokenizer, text)[: len(whole)], whole)
+
+
+def test_the_haystack_is_a_passage_of_the_text_from_a_word_on():
+    for sample in draw("multi_key"):
+        before, _, _ = parts(sample)
+        hay = CODE.sub("", before)
+        place = TEXT.content.index(hay)
+        assert place == 0 or TEXT.content[place - 1] == " "
+        assert TEXT.content[place + len(hay)] == " "
+
+
+def test_passages_come_from_all_over_the_text():
+    places = [TEXT.content.index(parts(s)[0]) for s in draw("text_loss", count=40)]
+    assert len(set(places)) > 35
+    counts, _ = np.histogram(places, bins=4, range=(0, len(TEXT.content)))
+    assert counts.min() >= 3
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "text_loss"])
+def test_words_are_held_out_and_occur_in_statements_only(task: str):
+    for sample in draw(task):
+        before, question, behind = parts(sample)
+        statements = CODE.findall(before) + VALUE.findall(before)
+        words = {word for pair in statements for word in pair if word.isalpha()}
+        words |= set(VOTE.findall(before))
+        assert words and all(is_held_out(word) for word in words)
+        hay = VOTE.sub("", VALUE.sub("", CODE.sub("", before))) + behind
+        assert not words & set(re.findall("[a-z]+", hay.lower()))
+        numbers = [number for pair in statements for number in pair if number.isdigit()]
+        assert len(numbers) == len(set(numbers))
+        assert all(10000 <= int(number) <= 99999 for number in numbers)
+
+
+def test_single_needle_stands_at_its_depth():
+    samples = draw("single_needle", count=25, depths=10)
+    centres = [(part + 0.5) / 10 for part in range(10)]
+    counts = Counter(sample.depth for sample in samples)
+    assert sorted(counts) == pytest.approx(centres)
+    assert set(counts.values()) == {2, 3}
+    for sample in samples:
+        before, question, _ = parts(sample)
+        ((word, number),) = CODE.findall(before)
+        assert question == f" Q: code of {word}? A:" and sample.expected == f"{number}."
+        length = len(CODE.sub("", before))
+        assert CODE.search(before).start() / length == pytest.approx(sample.depth, abs=0.01)
+
+
+@pytest.mark.parametrize("depths", range(1, 13))
+def test_every_depth_comes_once_before_any_comes_again(depths: int):
+    few = draw("single_needle", count=depths, num_tokens=256, depths=depths)
+    assert len({sample.depth for sample in few}) == depths
+
+
+def test_few_depths_are_spread_as_well():
+    depths = sorted(sample.depth for sample in draw("single_needle", count=3, num_tokens=1024))
+    assert min(np.diff(depths)) >= 0.25
+
+
+@pytest.mark.parametrize("num_keys", [1, 32])
+def test_multi_key_asks_for_one_of_the_codes(num_keys: int):
+    for sample in draw("multi_key", num_keys=num_keys):
+        before, question, _ = parts(sample)
+        codes = dict(CODE.findall(before))
+        assert len(codes) == num_keys
+        (word,) = re.findall(r"code of (\w+)\?", question)
+        assert sample.expected == f"{codes[word]}."
+
+
+def test_multi_query_asks_for_four_codes_in_its_own_order():
+    orders = set()
+    for sample in draw("multi_query"):
+        before, question, _ = parts(sample)
+        codes = dict(CODE.findall(before))
+        (listed,) = re.findall(r" Q: code of each of (.*)\? A:", question)
+        words = listed.split(", ")
+        assert len(codes) == 16 and len(set(words)) == 4
+        assert sample.expected == ", ".join(codes[word] for word in words) + "."
+        orders.add(tuple(np.argsort([list(codes).index(word) for word in words]).tolist()))
+    assert len(orders) > 1
+
+
+def test_multi_value_asks_for_all_codes_of_a_word_in_the_order_of_the_text():
+    for sample in draw("multi_value"):
+        before, question, _ = parts(sample)
+        (word,) = re.findall(r" Q: all codes of (\w+)\? A:", question)
+        statements = CODE.findall(before)
+        owners = Counter(owner for owner, _ in statements)
+        assert owners.pop(word) == 4
+        assert list(owners.values()) == [1] * 8
+        codes = [number for owner, number in statements if owner == word]
+        assert sample.expected == ", ".join(codes) + "."
+
+
+def test_variable_tracking_leads_to_the_number_in_as_many_statements_as_hops():
+    samples = draw("variable_tracking", count=10)
+    assert [sample.hops for sample in samples] == [2, 3, 4, 5, 6] * 2
+    samples += draw("variable_tracking", hops=4)
+    for sample in samples:
+        before, question, _ = parts(sample)
+        links = VALUE.findall(before)
+        values, places = dict(links), {name: i for i, (name, _) in enumerate(links)}
+        assert len(values) == len(links) == 3 * sample.hops
+        (name,) = re.findall(r" Q: value of (\w+)\? A:", question)
+        for hop in range(1, sample.hops + 1):
+            value = values[name]
+            if hop < sample.hops:
+                assert places[value] < places[name]  # what a name copies was said before
+                name = value
+        assert sample.expected == f"{value}."
+        assert sum(value.isdigit() for value in values.values()) == 3
+        # Chains of equal length: no name is copied twice, and three are never copied.
+        assert max(Counter(values.values()).values()) == 1
+        assert len(set(values) - set(values.values())) == 3
+    assert {sample.hops for sample in samples[10:]} == {4}
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 4096, 16384])
+def test_mid_prompt_goes_on_behind_the_answer(num_tokens: int):
+    shares = []
+    for sample in draw(MID_PROMPT, num_tokens=num_tokens, count=20):
+        before, question, behind = parts(sample)
+        codes = dict(CODE.findall(before))
+        assert len(codes) == 16
+        (word,) = re.findall(r" Q: code of (\w+)\? A:", question)
+        assert sample.expected == f"{codes[word]}."
+        assert behind.startswith(f" {sample.expected} ")
+        assert not CODE.search(behind)
+        assert len(sample.tokens) - sample.answer_start - len(sample.answer) >= 512
+        shares.append(sample.question_start / num_tokens)
+    assert 0.49 < min(shares) and max(shares) <= 0.75
+    assert max(shares) - min(shares) > 0.1
+
+
+def test_mid_prompt_without_room_for_much_behind_it_asks_in_the_middle():
+    for sample in draw(MID_PROMPT, tokenizer=TOKENIZERS["merges"], num_tokens=1024):
+        assert sample.question_start / 1024 == pytest.approx(0.5, abs=0.02)
+
+
+def test_aggregation_asks_for_the_word_with_most_votes():
+    for sample in draw("aggregation"):
+        before, question, _ = parts(sample)
+        votes = Counter(VOTE.findall(before))
+        (most, number), *others = votes.most_common()
+        assert question == " Q: most votes? A:" and sample.expected == f"{most}."
+        assert number == 12 and len(others) == 5
+        assert all(2 <= count <= 4 for _, count in others)
+
+
+@pytest.mark.parametrize(("num_tokens", "behind"), [(4096, 512), (1024, 256)])
+def test_text_loss_scores_tokens_before_the_end(num_tokens: int, behind: int):
+    for sample in draw("text_loss", num_tokens=num_tokens):
+        assert decode(BYTES, sample.tokens) in TEXT.content
+        assert sample.question_start == sample.answer_start == num_tokens - behind - 64
+        window = sample.tokens[sample.answer_start : num_tokens - behind]
+        np.testing.assert_array_equal(sample.answer, window)
+        assert sample.expected == ""
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_the_seed_and_not_on_their_number(task: str):
+    few, many = draw(task, count=2), draw(task, count=4)
+    for one, same in zip(few, many, strict=False):
+        np.testing.assert_array_equal(one.tokens, same.tokens)
+        np.testing.assert_array_equal(one.answer, same.answer)
+        assert (one.expected, one.depth, one.hops) == (same.expected, same.depth, same.hops)
+    assert not np.array_equal(many[0].tokens, many[1].tokens)
+    (other,) = draw(task, count=1, seed=1)
+    assert not np.array_equal(few[0].tokens, other.tokens)
+
+
+def test_where_no_cut_is_exact_a_prompt_is_shorter_never_longer():
+    words = [word for word in TEXT.held_out_words if len(word) == 8]
+    even = Text(" ".join(["seventy"] * 2000 + words), "even", "", 1.0)  # eight bytes a word
+    for sample in draw("multi_key", text=even, num_keys=2, num_tokens=2048, count=8):
+        assert 2048 - 8 < len(sample.tokens) <= 2048
+
+
+class CountingTokenizer:
+    """Counts the characters that are encoded."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.total = tokenizer, 0
+
+    def __call__(self, texts, **options):
+        self.total += sum(map(len, texts))
+        return self.tokenizer(texts, **options)
+
+
+@pytest.mark.parametrize("task", ["multi_key", "text_loss"])
+def test_the_text_is_not_encoded_again_for_every_prompt(task: str):
+    counting = CountingTokenizer(TOKENIZERS["merges"])
+    samples = draw(task, tokenizer=counting, num_tokens=30_000, count=50)
+    assert sum(len(sample.tokens) for sample in samples) > 49 * 30_000
+    assert counting.total < len(TEXT.content)
+
+
+ANSWERED = draw("single_needle", count=1)[0]
+ANSWERED = dataclasses.replace(ANSWERED, expected="12345.")
+PAIR = dataclasses.replace(ANSWERED, expected="12345, 67890.")
+WORD = dataclasses.replace(ANSWERED, expected="river.")
+
+
+@pytest.mark.parametrize(
+    ("sample", "text", "right"),
+    [
+        (ANSWERED, "12345.", True),
+        (ANSWERED, " 12345", True),
+        (ANSWERED, "\n12345. The", True),
+        (ANSWERED, "123456.", False),
+        (ANSWERED, "12345a", False),
+        (ANSWERED, "1234", False),
+        (ANSWERED, "The 12345.", False),
+        (ANSWERED, "", False),
+        (PAIR, " 12345, 67890.", True),
+        (PAIR, " 67890, 12345.", False),
+        (PAIR, " 12345.", False),
+        (WORD, " river.", True),
+        (WORD, " rivers.", False),
+    ],
+)
+def test_score(sample: Sample, text: str, right: bool):
+    assert score(sample, text) is right
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "text_loss"])
+def test_the_answer_of_a_sample_is_right_and_that_of_another_wrong(task: str):
+    one, other = draw(task, count=2)
+    assert score(one, decode(BYTES, one.answer))
+    assert not score(one, decode(BYTES, other.answer))
+
+
+def test_text_loss_has_no_score():
+    with pytest.raises(ValueError, match="sample must have an answer, got one of text_loss"):
+        score(draw("text_loss", count=1)[0], "12345.")
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("needle", {}, "task must be one of single_needle, .*, got 'needle'"),
+        ("multi_key", {"count": 0}, "count must be at least 1, got 0"),
+        ("multi_key", {"seed": -1}, "seed must be at least 0, got -1"),
+        ("multi_key", {"num_keys": 0}, "num_keys must be at least 1, got 0"),
+        ("single_needle", {"depths": 0}, "depths must be at least 1, got 0"),
+        ("multi_key", {"hops": 2}, "hops must be None for multi_key, got 2"),
+        ("variable_tracking", {"hops": 7}, r"hops must be one of \(2, 3, 4, 5, 6\), got 7"),
+        ("text_loss", {"num_tokens": 127}, "num_tokens must be at least 128 for text_loss"),
+        ("multi_key", {"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
+        ("multi_key", {"num_tokens": 1000}, "num_tokens must leave room for 32 statements"),
+        ("mid_prompt", {"num_tokens": 800}, "num_tokens must leave room for 16 statements"),
+        ("multi_key", {"num_tokens": 10**6}, "text must be long enough .* 1000000 tokens, got 45"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(task: str, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        draw(task, **options)
+
+
+def test_a_text_without_words_to_hide_is_refused():
+    text = dataclasses.replace(TEXT, content="wouldn't it " * 1000)
+    assert text.held_out_words == ()
+    message = "text must have at least 1 held-out words .* for single_needle, got 0"
+    with pytest.raises(ValueError, match=message):
+        draw("single_needle", text=text)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_file_becomes_one_line(tmp_path: Path, compressed: bool):
+    raw = "Ein Wort\n\n  und\tnoch  é.\n".encode()
+    raw = lzma.compress(raw) if compressed else raw
+    path = tmp_path / ("text.xz" if compressed else "text.txt")
+    path.write_bytes(raw)
+    text = read_text(path)
+    assert text == Text("Ein Wort und noch é.", path.name, hashlib.sha256(raw).hexdigest(), 1.0)
+    assert read_text(str(path), tail=0.5).content == "noch é."
+    assert read_text(path, tail=0.5).sha256 == text.sha256
+
+
+def test_the_default_text_is_the_same_prose_every_time():
+    again = read_text(tail=0.25)
+    assert again.name.startswith("pydoc_data.topics of Python 3.")
+    assert again.sha256 == TEXT.sha256 and TEXT.content.endswith(" " + again.content)
+    assert len(again.content) == pytest.approx(0.25 * len(TEXT.content), abs=100)
+    assert all(is_held_out(word) and 4 <= len(word) <= 8 for word in TEXT.held_out_words)
+
+
+@pytest.mark.parametrize("tail", [0.0, -0.5, 1.5])
+def test_a_tail_that_is_no_share_is_refused(tail: float):
+    with pytest.raises(ValueError, match=r"tail must be in \(0, 1\], got"):
+        read_text(tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("missing.txt", None, "path must be a readable UTF-8 file, got .*missing.txt"),
+        ("latin.txt", b"\xe9t\xe9", "path must be a readable UTF-8 file, got .*latin.txt"),
+        ("plain.xz", b"no archive", "path must be a readable UTF-8 file, got .*plain.xz"),
+        ("empty.txt", b" \n", "path must be a text with words in its last 1, got 'empty.txt'"),
+    ],
+)
+def test_an_unreadable_text_is_refused(tmp_path: Path, name: str, raw: bytes | None, message: str):
+    if raw is not None:
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path / name)
