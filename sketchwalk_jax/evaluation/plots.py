@@ -1,0 +1,250 @@
+"""Figures of an evaluation: accuracy against density, needles by depth, recall and error by layer.
+
+Each function makes one matplotlib figure from the rows of `quality.json` (`read_results`), and
+draws whatever policies, tasks, lengths and densities are there. matplotlib is the extra `plots`:
+`pip install "sketchwalk-jax[plots]"`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sketchwalk_jax.evaluation.drawing import (
+    BLUE,
+    LIGHT_GREY,
+    WHITE,
+    add_legend,
+    are_lowest,
+    check_choices,
+    make_panels,
+    nominal_density,
+    style_of,
+    tidy,
+)
+from sketchwalk_jax.evaluation.layer_plots import plot_mass_recall, plot_output_error
+from sketchwalk_jax.evaluation.summaries import (
+    Pooled,
+    Row,
+    policy_labels,
+    pool,
+    select,
+    tasks_of,
+    values_of,
+)
+from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest, task_title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SPREAD = 2.2  # points between the markers of policies at the same density
+
+
+def plot_accuracy(
+    rows: Sequence[Row],
+    *,
+    phase: str = "both",
+    tokens: int | None = None,
+    layers: str = "sparse_layers",
+    title: str | None = None,
+) -> "Figure":
+    """Draws right answers against measured density: a panel for each task, a line for each policy.
+
+    Bars are Wilson's 95 % intervals. Dense attention is the dashed line, with its interval as a
+    band. Markers of policies at the same density stand side by side, at most a few points from
+    their place. The panel of the text loss has nats per token on its axis: lower is better.
+
+    Args:
+      rows: Rows of one evaluation.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      tokens: Length; the longest by default.
+      layers: Which layers the density counts: `"sparse_layers"` or `"all_layers"`.
+      title: Title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If there are no rows, or none of this phase or length.
+
+    Example:
+      >>> plot_accuracy(read_results("quality.json").rows, phase="prefill")  # doctest: +SKIP
+    """
+    check_choices(rows, phase=phase, tokens=tokens)
+    if layers not in ("sparse_layers", "all_layers"):
+        raise ValueError(f"layers must be 'sparse_layers' or 'all_layers', got {layers!r}")
+    tokens = longest(rows) if tokens is None else tokens
+    chosen = select(rows, phase=phase, tokens=tokens)
+    labels = [label for label in policy_labels(chosen) if label != "dense"]
+    tasks = tasks_of(chosen, is_scored=False)
+    figure, axes = make_panels(len(tasks), size=(2.9, 2.5))
+    counted = layers.replace("_", " ")
+    measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
+    widest = max((x for x in measured if x is not None), default=1.0)
+    for task, axis, is_lowest in zip(tasks, axes, are_lowest(len(tasks)), strict=True):
+        some = select(chosen, task=task)
+        _draw_dense(axis, pool(select(some, label="dense")), is_loss=task == "text_loss")
+        for index, label in enumerate(labels):
+            shift = _SPREAD * (index - (len(labels) - 1) / 2)
+            points = _density_points(select(some, label=label), layers)
+            colour, marker = style_of(label, labels)
+            _draw_points(axis, points, colour, marker, shift, is_loss=task == "text_loss")
+        axis.set_title(task_title(task), fontsize=10)
+        axis.set_xlim(0.0, 1.15 * widest)
+        if is_lowest:
+            axis.set_xlabel(f"measured density, {counted}", fontsize=9)
+        if task == "text_loss":
+            axis.set_ylabel("nats per token (lower is better)", fontsize=9)
+        else:
+            if axis.get_subplotspec().is_first_col():
+                axis.set_ylabel("right answers", fontsize=9)
+            axis.set_ylim(-0.03, 1.03)
+        tidy(axis)
+    add_legend(figure, [*(["dense"] if select(chosen, label="dense") else []), *labels], labels)
+    place = "prefill and decode" if phase == "both" else phase
+    figure.suptitle(title or f"{tokens:,} tokens, sparse in {place}", fontsize=11)
+    return figure
+
+
+def _density_points(rows: Sequence[Row], layers: str) -> list[tuple[float, Pooled]]:
+    """Measured density and values of one policy at each nominal density, by measured density."""
+    nominal = values_of(rows, "density") or [None]
+    pooled = [pool(select(rows, density=density)) for density in nominal]
+    points = [(getattr(one, f"density_{layers}"), one) for one in pooled if one is not None]
+    return sorted((x, one) for x, one in points if x is not None)
+
+
+def _draw_dense(axis: Any, dense: Pooled | None, *, is_loss: bool) -> None:
+    value = None if dense is None else dense.text_loss if is_loss else dense.exact
+    if dense is None or value is None:
+        return
+    axis.axhline(value, color="black", linestyle="--", linewidth=1.2, zorder=1)
+    if dense.low is not None and not is_loss:
+        axis.axhspan(dense.low, dense.high, color="black", alpha=0.08, linewidth=0)
+
+
+def _draw_points(
+    axis: Any,
+    points: Sequence[tuple[float, Pooled]],
+    colour: str,
+    marker: str,
+    shift: float,
+    *,
+    is_loss: bool,
+) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
+    values = [(x, one.text_loss if is_loss else one.exact, one) for x, one in points]
+    kept = [(x, y, one) for x, y, one in values if y is not None]
+    if not kept:
+        return
+    places, heights = [x for x, _, _ in kept], [y for _, y, _ in kept]
+    bars = None
+    if not is_loss:
+        bars = np.abs([[y - one.low for _, y, one in kept], [one.high - y for _, y, one in kept]])
+    moved = axis.transData + ScaledTranslation(shift / 72, 0, axis.figure.dpi_scale_trans)
+    axis.errorbar(
+        places,
+        heights,
+        yerr=bars,
+        color=colour,
+        marker=marker,
+        markersize=4.5,
+        linewidth=1.0,
+        elinewidth=0.9,
+        transform=moved,
+        zorder=2,
+    )
+    # With a transform of their own, points do not count towards the limits of the axes.
+    axis.update_datalim(np.column_stack([places, heights]))
+    axis.autoscale_view()
+
+
+def plot_needle_depth(
+    rows: Sequence[Row],
+    *,
+    phase: str = "prefill",
+    density: float | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Draws how often a needle is found, by its depth and the length: a panel for each policy.
+
+    Args:
+      rows: Rows of one evaluation, those of the task `single_needle` with a depth among them.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+      title: Title of the figure.
+
+    Returns:
+      The figure. Cells without a measurement are left white.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If there are no such rows.
+
+    Example:
+      >>> plot_needle_depth(read_results("quality.json").rows, density=0.1)  # doctest: +SKIP
+    """
+    check_choices(rows, phase=phase)
+    needles = [row for row in select(rows, task="single_needle") if row["depth"] is not None]
+    if not needles:
+        raise ValueError("rows must hold needles by depth, got none")
+    density = nominal_density(needles, density)
+    needles = select(needles, phase=phase, density=density)
+    labels, lengths = policy_labels(needles), values_of(needles, "tokens")
+    depths = values_of(needles, "depth")
+    figure, axes = make_panels(
+        len(labels), size=(0.75 + 0.42 * len(lengths), 2.6), sharex=True, sharey=True
+    )
+    edges = np.linspace(0, 1, len(depths) + 1)
+    image = None
+    for label, axis in zip(labels, axes, strict=True):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for row in select(needles, label=label):
+            grid[depths.index(row["depth"]), lengths.index(row["tokens"])] = row["exact"]
+        image = _draw_grid(axis, grid, edges)
+        found = pool(
+            row
+            for row in select(rows, label=label, task="single_needle", phase=phase, density=density)
+        )
+        share = "" if found is None or found.exact is None else f": {found.exact:.0%}"
+        axis.set_title(f"{label}{share}", fontsize=9)
+        axis.set_xticks(range(len(lengths)), [f"{tokens / 1024:g}K" for tokens in lengths])
+        axis.tick_params(labelsize=8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar.set_label("needles found", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    figure.supxlabel("prompt, tokens", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
+    place = PHASE_TITLES[phase].lower()
+    figure.suptitle(title or f"Density {density:g}, sparse in {place}", fontsize=11)
+    return figure
+
+
+def _draw_grid(axis: Any, grid: np.ndarray, edges: np.ndarray) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import PercentFormatter
+
+    scale = LinearSegmentedColormap.from_list("found", [LIGHT_GREY, "#7FB4D6", BLUE, "#00304D"])
+    columns = np.arange(grid.shape[1] + 1) - 0.5
+    image = axis.pcolormesh(
+        columns,
+        edges,
+        np.ma.masked_invalid(grid),
+        cmap=scale.with_extremes(bad=WHITE),
+        vmin=0.0,
+        vmax=1.0,
+        edgecolors=WHITE,
+        linewidth=0.6,
+    )
+    axis.set_ylim(1.0, 0.0)  # the beginning of the prompt is at the top
+    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axis.set_yticks([0.0, 0.5, 1.0])
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    return image
+
+
+__all__ = ["plot_accuracy", "plot_mass_recall", "plot_needle_depth", "plot_output_error"]

@@ -1,0 +1,329 @@
+"""What the rows of an evaluation say: choosing them, pooling them, comparing them in pairs.
+
+A *row* is one entry of `rows` in `quality.json`: one policy, phase, task, length and density, with
+`is_right` for each prompt. The prompts of a task and length are the same for every policy, in the
+same order, so that two policies compare prompt by prompt.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sketchwalk_jax.evaluation.intervals import mean_interval, paired_interval, wilson_interval
+
+Row = Mapping[str, Any]
+
+TASK_TITLES = {
+    "single_needle": "Single needle",
+    "multi_key": "One of many keys",
+    "multi_query": "Several questions",
+    "multi_value": "Several values",
+    "variable_tracking": "Variable tracking",
+    "mid_prompt": "Question mid-prompt",
+    "aggregation": "Aggregation",
+    "text_loss": "Text loss",
+}
+"""What each task is called in tables and figures, in their order."""
+
+PHASES = ("prefill", "decode", "both")
+
+# Policies appear in this order, unknown ones between: what is exact, the method, simple rules.
+_FIRST = ("dense", "oracle", "paper", "damped", "one_hop", "released")
+_LAST = ("streaming", "random")
+_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """One evaluation.
+
+    Attributes:
+      meta: Model, text, seed, versions, hardware, date and command.
+      rows: What was measured.
+    """
+
+    meta: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+
+def read_results(path: str | Path) -> Results:
+    """Reads `quality.json`, as `sketchwalk eval` writes it.
+
+    Args:
+      path: The file.
+
+    Returns:
+      Its contents, checked.
+
+    Raises:
+      OSError: If the file cannot be read.
+      ValueError: If it is not JSON, lacks `meta` or `rows`, or a row lacks a field or comes twice.
+
+    Example:
+      >>> results = read_results("quality.json")  # doctest: +SKIP
+      >>> results.meta["seed"], len(results.rows)  # doctest: +SKIP
+      (0, 1584)
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON of `sketchwalk eval`, got {error}") from error
+    if not isinstance(found, dict) or not {"meta", "rows"} <= set(found):
+        raise ValueError(f"{path} must hold `meta` and `rows`, as `sketchwalk eval` writes them")
+    check_rows(found["rows"])
+    return Results(meta=found["meta"], rows=tuple(found["rows"]))
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raises a `ValueError` for no rows, a row without its fields, or two alike."""
+    if not rows:
+        raise ValueError("rows must hold at least one row, got none")
+    seen = set()
+    for index, row in enumerate(rows):
+        missing = sorted({*_KEY, "prompts", "exact", "text_loss"} - set(row))
+        if missing:
+            raise ValueError(f"rows must have all fields, got row {index} without {missing}")
+        key = tuple(row[field] for field in _KEY)
+        if key in seen:
+            raise ValueError(f"rows must differ, got twice {dict(zip(_KEY, key, strict=True))}")
+        seen.add(key)
+
+
+def policy_label(row: Row) -> str:
+    """What a row's policy is called: the preset where it has one, else the policy.
+
+    Example:
+      >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
+      'damped'
+    """
+    return row["preset"] or row["policy"]
+
+
+def policy_labels(rows: Iterable[Row]) -> list[str]:
+    """The policies of some rows, each once, in the order of tables and figures."""
+    found = list(dict.fromkeys(policy_label(row) for row in rows))
+    middle = [name for name in found if name not in (*_FIRST, *_LAST)]
+    return [name for name in (*_FIRST, *middle, *_LAST) if name in found]
+
+
+def values_of(rows: Iterable[Row], field: str) -> list[Any]:
+    """The different values of a field, ascending, without null."""
+    return sorted({row[field] for row in rows if row[field] is not None})
+
+
+def densities(rows: Iterable[Row]) -> list[float]:
+    """The nominal densities of sparse policies, ascending."""
+    return values_of((row for row in rows if not is_dense(row)), "density")
+
+
+def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:
+    """The tasks of some rows in their order, the text loss only with `is_scored=False`."""
+    found = {row["task"] for row in rows}
+    order = [*TASK_TITLES, *sorted(found - set(TASK_TITLES))]
+    return [task for task in order if task in found and not (is_scored and task == "text_loss")]
+
+
+def is_dense(row: Row) -> bool:
+    """Whether this is a row of dense attention, which no phase or density tells apart."""
+    return row["policy"] == "dense"
+
+
+def select(
+    rows: Iterable[Row],
+    *,
+    label: str | None = None,
+    phase: str | None = None,
+    task: str | None = None,
+    tokens: int | None = None,
+    density: float | None = None,
+) -> list[Row]:
+    """The rows with these values; `None` leaves a field open.
+
+    Dense rows answer to every phase and density, and rows without a nominal density (a preset that
+    sets its own) to every density.
+
+    Args:
+      rows: Rows of one evaluation.
+      label: As `policy_label` gives it.
+      phase: Where selection was sparse.
+      task: A task.
+      tokens: A length.
+      density: A nominal density.
+
+    Returns:
+      The rows, in their order.
+
+    Example:
+      >>> row = {"policy": "dense", "preset": None, "phase": "both", "density": 1.0}
+      >>> len(select([row], phase="decode", density=0.2))
+      1
+    """
+
+    def is_wanted(row: Row) -> bool:
+        is_open = is_dense(row)
+        return (
+            label in (None, policy_label(row))
+            and task in (None, row["task"])
+            and tokens in (None, row["tokens"])
+            and (is_open or phase in (None, row["phase"]))
+            and (is_open or None in (density, row["density"]) or row["density"] == density)
+        )
+
+    return [row for row in rows if is_wanted(row)]
+
+
+def without_parts(rows: Iterable[Row]) -> list[Row]:
+    """Leaves out the rows by depth wherever the row over all depths is there as well."""
+    rows = list(rows)
+
+    def setting(row: Row) -> tuple[Any, ...]:
+        return tuple(row[field] for field in _KEY if field != "depth")
+
+    whole = {setting(row) for row in rows if row["depth"] is None}
+    return [row for row in rows if row["depth"] is None or setting(row) not in whole]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """Several rows as one; fields are `None` where no row has them.
+
+    Attributes:
+      prompts: Prompts in all.
+      exact: Share of right answers.
+      low: Lower end of Wilson's 95 % interval of that share.
+      high: Its upper end.
+      text_loss: Mean loss, nats per token.
+      density_sparse_layers: Measured density of the sparse phase, over the sparse layers.
+      density_all_layers: The same over all layers.
+    """
+
+    prompts: int
+    exact: float | None
+    low: float | None
+    high: float | None
+    text_loss: float | None
+    density_sparse_layers: float | None
+    density_all_layers: float | None
+
+
+def pool(rows: Iterable[Row]) -> Pooled | None:
+    """Joins rows: right answers are added up, other values averaged over prompts.
+
+    Args:
+      rows: Rows of one policy; rows by depth are left out where a row over all depths is there.
+
+    Returns:
+      What they say together, or `None` without rows.
+    """
+    rows = without_parts(rows)
+    if not rows:
+        return None
+    scored = [row for row in rows if row["exact"] is not None]
+    count = sum(row["prompts"] for row in scored)
+    right = round(sum(row["exact"] * row["prompts"] for row in scored))
+    low, high = wilson_interval(right, count) if count else (None, None)
+    return Pooled(
+        prompts=sum(row["prompts"] for row in rows),
+        exact=right / count if count else None,
+        low=low,
+        high=high,
+        text_loss=_mean(rows, "text_loss"),
+        density_sparse_layers=_mean(rows, "measured_density_sparse_layers"),
+        density_all_layers=_mean(rows, "measured_density_all_layers"),
+    )
+
+
+def _mean(rows: Iterable[Row], field: str) -> float | None:
+    pairs = [(row[field], row["prompts"]) for row in rows if row.get(field) is not None]
+    total = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / total if total else None
+
+
+def mean_by_layer(rows: Iterable[Row], field: str) -> list[float | None]:
+    """The mean of a list by layer over rows, layer by layer; `None` where no row has a value.
+
+    Args:
+      rows: Rows of one policy.
+      field: `"mass_recall_by_layer"` or `"output_error_by_layer"`.
+
+    Returns:
+      One value per entry of the rows' lists; empty if all of them are null.
+    """
+    lists = [row[field] for row in without_parts(rows) if row.get(field)]
+    columns = zip(*lists, strict=True)
+    kept = [[value for value in column if value is not None] for column in columns]
+    return [sum(values) / len(values) if values else None for values in kept]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How two policies differ on the same prompts.
+
+    Attributes:
+      mean: Of the first policy minus that of the second.
+      low: Lower end of its 95 % interval.
+      high: Its upper end.
+      prompts: Prompts that both have.
+    """
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+
+
+def paired_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
+    """Compares the right answers of two policies prompt by prompt.
+
+    Args:
+      first: Rows of one policy.
+      second: Rows of another; rows are matched by task, length, depth and hops.
+
+    Returns:
+      The difference of their shares of right answers over all prompts that both have, with
+      `paired_interval`; `None` if there are none.
+    """
+    pairs = _pairs(first, second, "is_right")
+    if not pairs:
+        return None
+    counts = [pairs.count(one) for one in ((1, 1), (1, 0), (0, 1), (0, 0))]
+    low, high = paired_interval(*counts)
+    mean = (counts[1] - counts[2]) / len(pairs)
+    return Difference(mean=mean, low=low, high=high, prompts=len(pairs))
+
+
+def paired_loss_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
+    """Compares the text losses of two policies prompt by prompt.
+
+    Args:
+      first: Rows of one policy.
+      second: Rows of another.
+
+    Returns:
+      The mean difference in nats per token, with Student's interval; `None` for fewer than two
+      prompts that both have.
+    """
+    losses = [a - b for a, b in _pairs(first, second, "text_losses")]
+    if len(losses) < 2:
+        return None
+    low, high = mean_interval(losses)
+    return Difference(mean=sum(losses) / len(losses), low=low, high=high, prompts=len(losses))
+
+
+def _pairs(first: Iterable[Row], second: Iterable[Row], field: str) -> list[tuple[Any, Any]]:
+    """The values by prompt of a field, of both policies."""
+
+    def by_setting(rows: Iterable[Row]) -> dict[tuple[Any, ...], Sequence[Any]]:
+        names = ("task", "tokens", "depth", "hops")
+        rows = [row for row in without_parts(rows) if row.get(field)]
+        return {tuple(row[name] for name in names): row[field] for row in rows}
+
+    others = by_setting(second)
+    return [
+        pair
+        for setting, values in by_setting(first).items()
+        if len(values) == len(others.get(setting, ()))
+        for pair in zip(values, others[setting], strict=True)
+    ]

@@ -1,0 +1,257 @@
+"""Markdown tables of an evaluation: every number in them comes from its rows."""
+
+from collections.abc import Sequence
+
+from sketchwalk_jax.evaluation.summaries import (
+    PHASES,
+    TASK_TITLES,
+    Pooled,
+    Row,
+    mean_by_layer,
+    paired_difference,
+    paired_loss_difference,
+    policy_labels,
+    pool,
+    select,
+    tasks_of,
+    values_of,
+)
+
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
+"""What each phase is called where selection is sparse in it."""
+
+_NOTHING = "–"
+_MINUS = "\N{MINUS SIGN}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with its first column to the left and the others to the right.
+
+    Example:
+      >>> print(markdown_table(("Policy", "Exact"), [("dense", "1.00")]))
+      | Policy | Exact |
+      | --- | ---: |
+      | dense | 1.00 |
+    """
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def longest(rows: Sequence[Row]) -> int:
+    """The longest length that was measured, in tokens."""
+    return max(row["tokens"] for row in rows)
+
+
+def task_title(task: str) -> str:
+    """What a task is called for readers."""
+    return TASK_TITLES.get(task, task.replace("_", " "))
+
+
+def name_of(label: str) -> str:
+    """A policy for a table: presets and policies as code, dense as a word."""
+    return label if label == "dense" else f"`{label}`"
+
+
+def share(pooled: Pooled | None) -> str:
+    """Right answers with their interval, as `0.95 (0.90–0.98)`."""
+    if pooled is None or pooled.exact is None:
+        return _NOTHING
+    return f"{pooled.exact:.2f} ({pooled.low:.2f}–{pooled.high:.2f})"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference with its sign: `+0.12`, `−0.12` with a true minus, `0.00`."""
+    text = f"{value:+.{digits}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", _MINUS)
+
+
+def difference(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """A paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
+    found = paired_difference(first, second)
+    if found is None:
+        return _NOTHING
+    return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+
+
+def measured(pooled: Pooled | None) -> str:
+    """Measured density of the sparse layers and of all layers, as `0.20 / 0.34`."""
+    if pooled is None or pooled.density_sparse_layers is None or pooled.density_all_layers is None:
+        return _NOTHING
+    return f"{pooled.density_sparse_layers:.2f} / {pooled.density_all_layers:.2f}"
+
+
+def accuracy_table(rows: Sequence[Row], *, phase: str, density: float, tokens: int) -> str:
+    """Right answers of every policy in every task, with Wilson's 95 % intervals.
+
+    Args:
+      rows: Rows of one evaluation.
+      phase: Where selection is sparse.
+      density: Nominal density; policies that set their own are listed at that.
+      tokens: Length.
+
+    Returns:
+      A markdown table: a row for each policy, a column for each task, then all tasks together and
+      the measured density of the sparse layers and of all layers.
+
+    Example:
+      >>> print(accuracy_table(rows, phase="prefill", density=0.2, tokens=8192))  # doctest: +SKIP
+    """
+    tasks = tasks_of(rows)
+    header = ("Policy", *map(task_title, tasks), "All", "Density: sparse / all layers")
+    body = []
+    for label in policy_labels(rows):
+        chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
+        chosen = [row for row in chosen if row["task"] in tasks]
+        cells = [share(pool(select(chosen, task=task))) for task in tasks]
+        together = pool(chosen)
+        if together is not None:
+            body.append([name_of(label), *cells, share(together), measured(together)])
+    return markdown_table(header, body)
+
+
+def difference_table(rows: Sequence[Row], *, phase: str, density: float, tokens: int) -> str:
+    """Right answers beyond those of dense attention to the same prompts, with 95 % intervals.
+
+    Arguments as in `accuracy_table`.
+    """
+    tasks = tasks_of(rows)
+    dense = select(rows, label="dense", tokens=tokens)
+    body = []
+    for label in policy_labels(rows):
+        chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
+        if label == "dense" or not chosen:
+            continue
+        cells = [difference(select(chosen, task=task), select(dense, task=task)) for task in tasks]
+        body.append([name_of(label), *cells, difference(chosen, dense)])
+    return markdown_table(("Policy", *map(task_title, tasks), "All"), body)
+
+
+def summary_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
+    """All scored tasks together, by phase, beside the text loss and the measured density.
+
+    Arguments as in `accuracy_table`. The loss is that of sparse prefill.
+    """
+    loss = "Text loss, sparse prefill"
+    header = ["Right answers, sparse in", *PHASE_TITLES.values(), loss]
+    body = []
+    for label in policy_labels(rows):
+        chosen = select(rows, label=label, density=density, tokens=tokens)
+        by_phase = [select(chosen, phase=phase) for phase in PHASE_TITLES]
+        pooled = [pool(row for row in some if row["task"] != "text_loss") for some in by_phase]
+        losses = pool(select(by_phase[0], task="text_loss"))
+        first = next((one for one in pooled if one is not None), None)
+        cells = [share(one) for one in pooled]
+        if label == "dense":
+            cells = [share(first), "", ""]
+        body.append([name_of(label), *cells, _loss(losses), measured(first)])
+    return markdown_table([*header, "Density: sparse / all layers"], body)
+
+
+def hops_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
+    """Variable tracking by the number of statements to follow.
+
+    Arguments as in `accuracy_table`.
+    """
+    chosen = select(rows, task="variable_tracking", density=density, tokens=tokens)
+    hops = values_of(chosen, "hops")
+    body = []
+    for label in policy_labels(chosen):
+        for phase in PHASES if label != "dense" else ("both",):
+            some = select(chosen, label=label, phase=phase)
+            cells = [share(pool(row for row in some if row["hops"] == count)) for count in hops]
+            if some:
+                title = "" if label == "dense" else PHASE_TITLES[phase]
+                body.append([name_of(label), title, *cells])
+    header = ("Policy", "Sparse in", *(f"{count} statements" for count in hops))
+    return markdown_table(header, body)
+
+
+def lengths_table(rows: Sequence[Row], *, density: float) -> str:
+    """All scored tasks together by phase and length, with Wilson's 95 % intervals."""
+    lengths = values_of(rows, "tokens")
+    body = []
+    for label in policy_labels(rows):
+        for phase in PHASES if label != "dense" else ("both",):
+            chosen = select(rows, label=label, phase=phase, density=density)
+            chosen = [row for row in chosen if row["task"] != "text_loss"]
+            cells = [share(pool(select(chosen, tokens=tokens))) for tokens in lengths]
+            if chosen:
+                title = "" if label == "dense" else PHASE_TITLES[phase]
+                body.append([name_of(label), title, *cells])
+    header = ("Policy", "Sparse in", *(f"{tokens:,} tokens" for tokens in lengths))
+    return markdown_table(header, body)
+
+
+def loss_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int) -> str:
+    """Text loss beyond that of dense attention to the same text, nats per token.
+
+    Args:
+      rows: Rows of one evaluation.
+      densities: Nominal densities, with a column for each phase.
+      tokens: Length.
+
+    Returns:
+      A markdown table with 95 % intervals of the paired differences; the row of dense attention has
+      its loss itself.
+    """
+    chosen = select(rows, task="text_loss", tokens=tokens)
+    columns = [(density, phase) for density in densities for phase in PHASES]
+    dense = select(chosen, label="dense")
+    body = []
+    for label in policy_labels(chosen):
+        cells = [
+            _more_loss(select(chosen, label=label, phase=phase, density=density), dense)
+            for density, phase in columns
+        ]
+        if label == "dense":
+            cells = [_loss(pool(dense)), *[""] * (len(columns) - 1)]
+        body.append([name_of(label), *cells])
+    titles = (f"{PHASE_TITLES[phase]}, {density:g}" for density, phase in columns)
+    return markdown_table(("Policy", *titles), body)
+
+
+def _loss(pooled: Pooled | None) -> str:
+    return _NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
+
+
+def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
+    found = paired_loss_difference(first, second)
+    if found is None:
+        return _loss(pool(first))
+    ends = f"{signed(found.low, 3)} to {signed(found.high, 3)}"
+    return f"{signed(found.mean, 3)} ({ends})"
+
+
+def recall_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int) -> str:
+    """Mass recall and relative output error, means over tasks and sparse layers."""
+    fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
+    columns = [
+        (density, phase, field)
+        for density in densities
+        for phase in PHASES
+        for field in fields
+        if any(row.get(field) for row in _probed(rows, None, phase, density, tokens))
+    ]
+    body = []
+    for label in policy_labels(row for row in rows if any(row.get(field) for field in fields)):
+        cells = [
+            _mean_cell(mean_by_layer(_probed(rows, label, phase, density, tokens), field))
+            for density, phase, field in columns
+        ]
+        body.append([name_of(label), *cells])
+    titles = (
+        f"{PHASE_TITLES[phase]}, {density:g}: {fields[field]}" for density, phase, field in columns
+    )
+    return markdown_table(("Policy", *titles), body)
+
+
+def _probed(
+    rows: Sequence[Row], label: str | None, phase: str, density: float, tokens: int
+) -> list[Row]:
+    chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
+    return [row for row in chosen if row["policy"] != "dense"]
+
+
+def _mean_cell(by_layer: Sequence[float | None]) -> str:
+    values = [value for value in by_layer if value is not None]
+    return f"{sum(values) / len(values):.2f}" if values else _NOTHING
