@@ -1,12 +1,10 @@
 import dataclasses
-import hashlib
-import lzma
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_tokenizers import TOKENIZERS
 
 from sketchwalk_jax.evaluation.tasks import TASKS, Sample, draw_samples, score
 from sketchwalk_jax.evaluation.templates import is_held_out
@@ -19,91 +17,7 @@ VOTE = re.compile(r" One vote for (\w+)\.")
 QUESTION = re.compile(r" Q: .*?\? A:")
 MID_PROMPT = "mid_prompt"
 
-# Where tokenizers of Llama 3 cut a text before they merge anything.
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def byte_level():
-    """Bytes, without merges and without special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=model)
-
-
-def merged_bytes():
-    """The kind of Llama 3 and Qwen: merges within words, a first and, here, a last token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA_3), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator([TEXT.content[:50_000]], trainer)
-    model.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
-
-
-def spaces_as_characters():
-    """The kind of Llama 2: it puts a space before every text, and spells what it lacks in bytes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    pairs = [("▁", letter) for letter in "abcdeilmnoprstvwT"]
-    pairs += [("t", "h"), ("e", "r"), ("o", "f"), ("▁t", "he"), ("▁th", "e")]
-    letters = sorted(set("".join(map("".join, pairs))) | set("0123456789.,:?QA"))
-    vocabulary = ["<unk>", "<s>", *letters, *dict.fromkeys("".join(pair) for pair in pairs)]
-    vocabulary += ["he", "▁th"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
-    merges = [("h", "e"), ("▁t", "h"), *pairs]
-    merges = [pair for pair in merges if "".join(pair) in ids and set(pair) <= set(ids)]
-    model = Tokenizer(
-        models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    )
-    model.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    model.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    model.add_special_tokens([AddedToken("<s>", special=True)])
-    model.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", model.token_to_id("<s>"))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", unk_token="<unk>")
-
-
 TEXT = read_text()
-TOKENIZERS = {
-    "bytes": byte_level(),
-    "merges": merged_bytes(),
-    "spaces as characters": spaces_as_characters(),
-}
 BYTES = TOKENIZERS["bytes"]
 
 
@@ -414,45 +328,3 @@ def test_a_text_without_words_to_hide_is_refused():
     message = "text must have at least 1 held-out words .* for single_needle, got 0"
     with pytest.raises(ValueError, match=message):
         draw("single_needle", text=text)
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_file_becomes_one_line(tmp_path: Path, compressed: bool):
-    raw = "Ein Wort\n\n  und\tnoch  é.\n".encode()
-    raw = lzma.compress(raw) if compressed else raw
-    path = tmp_path / ("text.xz" if compressed else "text.txt")
-    path.write_bytes(raw)
-    text = read_text(path)
-    assert text == Text("Ein Wort und noch é.", path.name, hashlib.sha256(raw).hexdigest(), 1.0)
-    assert read_text(str(path), tail=0.5).content == "noch é."
-    assert read_text(path, tail=0.5).sha256 == text.sha256
-
-
-def test_the_default_text_is_the_same_prose_every_time():
-    again = read_text(tail=0.25)
-    assert again.name.startswith("pydoc_data.topics of Python 3.")
-    assert again.sha256 == TEXT.sha256 and TEXT.content.endswith(" " + again.content)
-    assert len(again.content) == pytest.approx(0.25 * len(TEXT.content), abs=100)
-    assert all(is_held_out(word) and 4 <= len(word) <= 8 for word in TEXT.held_out_words)
-
-
-@pytest.mark.parametrize("tail", [0.0, -0.5, 1.5])
-def test_a_tail_that_is_no_share_is_refused(tail: float):
-    with pytest.raises(ValueError, match=r"tail must be in \(0, 1\], got"):
-        read_text(tail=tail)
-
-
-@pytest.mark.parametrize(
-    ("name", "raw", "message"),
-    [
-        ("missing.txt", None, "path must be a readable UTF-8 file, got .*missing.txt"),
-        ("latin.txt", b"\xe9t\xe9", "path must be a readable UTF-8 file, got .*latin.txt"),
-        ("plain.xz", b"no archive", "path must be a readable UTF-8 file, got .*plain.xz"),
-        ("empty.txt", b" \n", "path must be a text with words in its last 1, got 'empty.txt'"),
-    ],
-)
-def test_an_unreadable_text_is_refused(tmp_path: Path, name: str, raw: bytes | None, message: str):
-    if raw is not None:
-        (tmp_path / name).write_bytes(raw)
-    with pytest.raises(ValueError, match=message):
-        read_text(tmp_path / name)
