@@ -31,8 +31,8 @@ def all_layers(
     *,
     settings: Settings,
     attention: Callable[..., Attend],
-) -> tuple[Float[Array, "B T D"], Cache, Float[Array, "L B"], BlockSelection | None]:
-    """Leading dense layers, then sparse ones."""
+) -> tuple[Float[Array, "B T D"], Cache, Float[Array, "L B"], PyTree]:
+    """Leading dense layers, then sparse ones; what `attention` returned of these comes last."""
     num_layers = settings.model_config.num_layers
     first_sparse = num_dense_layers(settings.model_config, settings.config)
     hidden, state, pairs, selection = embed(params, tokens), (cache, walk), [], None

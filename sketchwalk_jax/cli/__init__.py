@@ -12,10 +12,16 @@ import typer
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli.demo import demo
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
+from sketchwalk_jax.cli.evaluate import evaluate
 from sketchwalk_jax.cli.generate import generate
 from sketchwalk_jax.cli.info import info
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "generate": generate, "info": info}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "eval": evaluate,
+    "generate": generate,
+    "info": info,
+}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 for _name, _command in COMMANDS.items():

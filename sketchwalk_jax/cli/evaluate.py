@@ -1,0 +1,213 @@
+"""`sketchwalk eval`: what a selection loses on a checkpoint, at measured density."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sketchwalk_jax.cli import options, prompt
+from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.generate import load_model
+from sketchwalk_jax.cli.progress import elapsed, is_shown
+from sketchwalk_jax.cli.quality_table import quality_table
+from sketchwalk_jax.evaluation.results import hash_weights
+from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
+from sketchwalk_jax.evaluation.settings import EvaluationConfig
+from sketchwalk_jax.evaluation.text import read_text
+from sketchwalk_jax.models.config import ModelConfig
+
+_TEXT, _SIZE = "Text", "Amount"
+_DEFAULT = EvaluationConfig()
+_REDUCED = EvaluationConfig.reduced()
+# Options may be given several times; the library's fields hold all of their values.
+_FLAGS = {
+    "policies": "policy",
+    "presets": "preset",
+    "densities": "density",
+    "tasks": "task",
+    "phases": "phase",
+    "probe_prompts": "probe-prompts",
+    "tail": "text-tail",
+    "path": "text",
+}
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """As `usage_errors`, with the names of options that hold one value of several."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise UsageError(f"--{_FLAGS.get(name, name)} {rest}") from error
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _several(flag: str, metavar: str, help: str, default: Sequence[Any] | str, panel: str) -> Any:
+    shown = default if isinstance(default, str) else _listed(default)
+    return typer.Option(
+        flag,
+        metavar=metavar,
+        help=help,
+        show_default=shown,
+        rich_help_panel=panel,
+    )
+
+
+def _number(metavar: str, help: str, field: str) -> Any:
+    default, few = getattr(_DEFAULT, field), getattr(_REDUCED, field)
+    shown = f"{default}" if default == few else f"{default}; {few} with --reduced"
+    return typer.Option(metavar=metavar, help=help, show_default=shown, rich_help_panel=_SIZE)
+
+
+def evaluate(
+    model: options.ModelOption = None,
+    policy: Annotated[
+        list[str] | None,
+        _several("--policy", "NAME", "Policy to measure.", _DEFAULT.policies, options.METHOD),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        _several("--preset", "NAME", "Preset of sketchwalk.", _DEFAULT.presets, options.METHOD),
+    ] = None,
+    density: Annotated[
+        list[float] | None,
+        _several(
+            "--density",
+            "FRACTION",
+            "Nominal density.",
+            f"{_listed(_DEFAULT.densities)}; {_listed(_REDUCED.densities)} with --reduced",
+            options.METHOD,
+        ),
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        _several("--phase", "NAME", "Where selection is sparse.", _DEFAULT.phases, options.METHOD),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        _several(
+            "--tokens",
+            "N",
+            "Length: tokens of a prompt with its answer.",
+            f"{_listed(_DEFAULT.tokens)} within the model's context; "
+            f"{_listed(_REDUCED.tokens)} with --reduced",
+            _SIZE,
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None, _several("--task", "NAME", "Task.", _DEFAULT.tasks, _SIZE)
+    ] = None,
+    prompts: Annotated[
+        int | None, _number("N", "Prompts of each task and length.", "prompts")
+    ] = None,
+    probe_prompts: Annotated[
+        int | None,
+        _number("N", "Of these, measure mass recall by layer on as many.", "probe_prompts"),
+    ] = None,
+    reduced: Annotated[
+        bool,
+        typer.Option(
+            "--reduced",
+            help="Few and short prompts: minutes on two CPU cores.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Prompts at a time.",
+            show_default="by the device's memory",
+            rich_help_panel=_SIZE,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to hide facts in: UTF-8, plain or .xz.",
+            show_default="Python's help topics",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    text_tail: Annotated[
+        float,
+        typer.Option(
+            metavar="FRACTION",
+            help="Share of it to use, from its end: what the model was not trained on.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the prompts.", rich_help_panel=_TEXT)
+    ] = 0,
+    dtype: options.DTypeOption = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="File of the results. An interrupted evaluation is continued from there.",
+        ),
+    ] = Path("quality.json"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start afresh where the file exists.")
+    ] = False,
+) -> None:
+    """Measure how much a selection loses on a checkpoint.
+
+    Asks for facts hidden in long texts, with dense attention and with every policy, sparse in
+    prefill, in decode and in both, on the same prompts. Of --policy, --preset, --density, --phase,
+    --tokens and --task, several may be given. A table goes to standard output, all results to a
+    JSON file.
+    """
+    directory = options.check_model(model)
+    given: dict[str, Any] = {
+        "policies": policy,
+        "presets": preset,
+        "densities": density,
+        "phases": phase,
+        "tokens": tokens,
+        "tasks": task,
+        "prompts": prompts,
+        "probe_prompts": probe_prompts,
+        "batch": batch,
+        "seed": seed,
+    }
+    fields = {name: value for name, value in given.items() if value is not None}
+    model_config = ModelConfig.from_pretrained(directory)
+    with _usage_errors():
+        config = (EvaluationConfig.reduced if reduced else EvaluationConfig)(**fields)
+        check_lengths(config, model_config)
+        source = read_text(text, tail=text_tail)
+    if tokens is not None and max(tokens) > model_config.context_length:
+        raise UsageError(
+            f"--tokens must not exceed the model's context of {model_config.context_length}, got "
+            f"{max(tokens)}"
+        )
+    chosen = options.choose_dtype(dtype, model_config)
+    with elapsed("opening the tokenizer"):
+        tokenizer = prompt.open_tokenizer(directory)
+    keep_compiled_programs()
+    params, model_config = load_model(directory, chosen)
+    name = directory.resolve().name
+    results = evaluate_model(
+        params,
+        model_config,
+        tokenizer,
+        text=source,
+        model={"name": name, "sha256": hash_weights(directory)},
+        config=config,
+        out=out,
+        overwrite=overwrite,
+        progress=is_shown(),
+    )
+    print(quality_table(results["rows"]), flush=True)
+    print(f"{out}: {len(results['rows'])} rows", file=sys.stderr)

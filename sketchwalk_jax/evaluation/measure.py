@@ -1,0 +1,238 @@
+"""Every rule and phase on one batch of prompts, with as few prefills as they need."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from sketchwalk_jax.cache import Cache, num_dense_layers
+from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.evaluation.probe import ProbeSums, probe_decode, probe_prefill
+from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
+from sketchwalk_jax.evaluation.prompts import (
+    MAX_STEPS,
+    Prompts,
+    loss_in_decode,
+    loss_in_prefill,
+    right_in_decode,
+    right_in_prefill,
+)
+from sketchwalk_jax.evaluation.rows import Outcome
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.dense import Dense
+
+PyTree = Any
+Wanted = Mapping[Rule, Sequence[str]]
+"""Phases to run, by rule."""
+
+
+class Measurement:
+    """Programs for prompts of one length, and what they find.
+
+    Where the question ends the prompt, everything is prefilled and the answer decoded; sparse
+    prefill is shared by the phases `prefill` (the answer decoded densely) and `both`. Where text
+    stands behind the answer, `prefill` reads all of it and scores the answer's columns, `decode`
+    and `both` read what comes before the question and are fed the rest one by one. Dense attention
+    is measured as `prefill` is.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: PyTree,
+        model_config: ModelConfig,
+        wanted: Wanted,
+        *,
+        num_tokens: int,
+        batch: int,
+        probe_batch: int,
+    ) -> None:
+        """Starts to compile.
+
+        Args:
+          programs: Where programs are compiled.
+          params: Parameter tree.
+          model_config: The model.
+          wanted: Every rule and phase that some prompts will need.
+          num_tokens: Tokens of the prompts with their answers.
+          batch: Prompts at a time.
+          probe_batch: Prompts to probe at a time; 0 leaves probing out.
+        """
+        self._programs, self._params, self._model_config = programs, params, model_config
+        self.batch, self.probe_batch = batch, probe_batch
+        self._shape = {"batch": batch, "num_tokens": num_tokens}
+        self._policies = {rule: rule.make() for rule in wanted}
+        sparse = [rule for rule in wanted if rule != DENSE]
+        self._watched = [rule for rule in sparse if "decode" in wanted[rule]]
+        self._dense: Policy = Dense()
+        if self._watched:
+            self._dense = Together.of([self._policies[rule] for rule in self._watched])
+        self._probes: dict[int, list[Rule]] = {}
+        for rule in sparse if probe_batch else ():
+            self._probes.setdefault(self.num_dense_layers(rule), []).append(rule)
+        self._probe_shape = {"batch": probe_batch, "num_tokens": num_tokens}
+        self._start(wanted)
+
+    def _start(self, wanted: Wanted) -> None:
+        """Compiles in the order in which programs are needed."""
+        self._prefill_program(self._dense)
+        self._decode_program(Dense())
+        for rule, phases in wanted.items():
+            if rule != DENSE and {"prefill", "both"} & set(phases):
+                self._prefill_program(self._policies[rule])
+            if rule != DENSE and {"decode", "both"} & set(phases):
+                self._decode_program(self._policies[rule])
+        for rules in self._probes.values():
+            self._probe_programs(rules)
+
+    def num_dense_layers(self, rule: Rule) -> int:
+        """Leading layers in which a rule does not select; 0 for dense attention itself."""
+        return 0 if rule == DENSE else num_dense_layers(self._model_config, self._policies[rule])
+
+    def _settings(self, config: Policy) -> Settings:
+        # `Together` observes and never selects; the others select wherever they are run.
+        phase = "decode" if isinstance(config, Together) else "both"
+        return Settings(model_config=self._model_config, config=config, phase=phase)
+
+    def _prefill_program(self, config: Policy) -> Future[Any]:
+        return self._programs.prefill(self._settings(config), **self._shape)
+
+    def _decode_program(self, config: Policy) -> Future[Any]:
+        return self._programs.decode(self._settings(config), **self._shape)
+
+    def run(
+        self, prompts: Prompts, wanted: Wanted, tokenizer: Any, *, after: Any = None
+    ) -> dict[tuple[Rule, str], Outcome]:
+        """Measures rules in their phases on one batch.
+
+        Args:
+          prompts: The batch, of one task.
+          wanted: Phases of each rule.
+          tokenizer: A tokenizer of transformers.
+          after: Called whenever a rule is done.
+
+        Returns:
+          The outcome of every rule and phase.
+        """
+        found: dict[tuple[Rule, str], Outcome] = {}
+        dense: dict[bool, Prefilled] = {}
+        for rule, phases in wanted.items():
+            sparse: dict[bool, Prefilled] = {}
+            for phase in phases:
+                is_sparse = rule != DENSE and phase != "decode"
+                config = self._policies[rule] if is_sparse else self._dense
+                # Without text behind the answer both are the same prompt.
+                reads_all = phase == "prefill" or rule == DENSE or not prompts.has_text_behind
+                made = sparse if is_sparse else dense
+                if reads_all not in made:
+                    made[reads_all] = self._prefill(prompts, config, reads_all=reads_all)
+                if reads_all and prompts.has_text_behind:
+                    outcome = self._score_prefill(prompts, made[reads_all])
+                else:
+                    outcome = self._decode(prompts, made[reads_all], rule, phase, tokenizer)
+                found[rule, phase] = outcome
+            if after is not None:
+                after()
+        return found
+
+    def _prefill(self, prompts: Prompts, config: Policy, *, reads_all: bool) -> Prefilled:
+        lengths = prompts.lengths if reads_all else prompts.prompt_lengths
+        program = self._prefill_program(config).result()
+        return program(
+            self._params, prompts.tokens, lengths, prompts.columns(lengths), prompts.targets()
+        )
+
+    def _score_prefill(self, prompts: Prompts, made: Prefilled) -> Outcome:
+        likeliest, losses, density = jax.device_get(
+            (made.likeliest, made.losses, made.cache.density)
+        )
+        if prompts.task == "text_loss":
+            return _outcome(prompts, density, losses=loss_in_prefill(prompts, losses))
+        return _outcome(prompts, density, is_right=right_in_prefill(prompts, likeliest))
+
+    def _decode(
+        self, prompts: Prompts, made: Prefilled, rule: Rule, phase: str, tokenizer: Any
+    ) -> Outcome:
+        is_sparse = rule != DENSE and phase != "prefill"
+        config = self._policies[rule] if is_sparse else Dense()
+        program = self._decode_program(config).result()
+        decoded = program(
+            self._params,
+            self._cache_for(made.cache, rule, phase),
+            made.first,
+            prompts.continuation,
+            prompts.num_forced,
+            prompts.num_steps,
+        )
+        first, first_losses, likeliest, losses, density = jax.device_get(
+            (made.first, made.losses, decoded.likeliest, decoded.losses, decoded.density)
+        )
+        if prompts.task == "text_loss":
+            found = loss_in_decode(prompts, first_losses[:, -1], losses)
+            return _outcome(prompts, density, losses=found)
+        eos = self._model_config.eos_token_ids
+        is_right = right_in_decode(prompts, first, likeliest, tokenizer, eos)
+        return _outcome(prompts, density, is_right=is_right)
+
+    def _cache_for(self, cache: Cache, rule: Rule, phase: str) -> Cache:
+        """The cache with the statistics that the decode program of a rule expects."""
+        if rule == DENSE or phase == "prefill":
+            return dataclasses.replace(cache, statistics=None)
+        if phase == "both":
+            return cache
+        assert isinstance(self._dense, Together)
+        return self._dense.cache_of(cache, self._watched.index(rule), self._model_config)
+
+    def _probe_programs(self, rules: Sequence[Rule]) -> tuple[Future[Any], Future[Any]]:
+        together = Together.of([self._policies[rule] for rule in rules])
+        static = {"model_config": self._model_config, "together": together}
+        batch, num_tokens = self._probe_shape["batch"], self._probe_shape["num_tokens"]
+        lengths = jax.ShapeDtypeStruct((batch,), np.dtype("int32"))
+        tokens = jax.ShapeDtypeStruct((batch, num_tokens), lengths.dtype)
+        continuation = jax.ShapeDtypeStruct((batch, MAX_STEPS), lengths.dtype)
+        cache = self._programs.cache(self._settings(together), **self._probe_shape)
+        return (
+            self._programs.start(probe_prefill, tokens, lengths, **static),
+            self._programs.start(probe_decode, cache, continuation, lengths, **static),
+        )
+
+    def probe(self, prompts: Prompts) -> dict[tuple[Rule, str], tuple[list[float], list[float]]]:
+        """Mass recall and output error by sparse layer, of every rule and phase.
+
+        The tokens are those that each phase prefills and decodes, the right answer in the place of
+        the generated one; `both` counts the query tokens of prefill and decode together.
+
+        Args:
+          prompts: As many prompts as `probe_batch`, of one task.
+
+        Returns:
+          Two lists for every rule and phase, empty where it does not select.
+        """
+        found = {}
+        for rules in self._probes.values():
+            prefill, decode = (future.result() for future in self._probe_programs(rules))
+            everything, cache = prefill(self._params, prompts.tokens, prompts.lengths)
+            before = everything
+            if prompts.has_text_behind:
+                before, cache = prefill(self._params, prompts.tokens, prompts.prompt_lengths)
+            behind = decode(self._params, cache, prompts.continuation, prompts.num_told)
+            sums: dict[str, ProbeSums] = jax.device_get(
+                {"prefill": everything, "decode": behind, "both": before}
+            )
+            sums["both"] += sums["decode"]
+            for index, rule in enumerate(rules):
+                for phase, some in sums.items():
+                    found[rule, phase] = some.by_layer(index)
+        return found
+
+
+def _outcome(prompts: Prompts, density: Any, **found: Any) -> Outcome:
+    """Without the rows that only fill the batch."""
+    count = len(prompts.samples)
+    density = jax.tree.map(lambda x: x[..., :count], density)
+    return Outcome(**{"is_right": None, "losses": None} | found, density=density)

@@ -1,0 +1,289 @@
+"""Compiled programs of an evaluation: one for each shape and policy, compiled side by side.
+
+A *prefill* program makes a cache; a *decode* program continues it and leaves it as it was, so that
+one prefill serves several phases. Dense prefill keeps the statistics of all policies at once
+(`Together`), so that it runs once for all of them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers
+from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.density import Density
+from sketchwalk_jax.evaluation.prompts import MAX_STEPS, NUM_SCORED
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import unembed
+from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.steps import decode_token, prefill_hidden
+
+PyTree = Any
+
+_MAX_THREADS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """What a prefill program returns.
+
+    Attributes:
+      likeliest: The likeliest next token after each column asked for, int32 `[B, C]`.
+      losses: `-log p` of the right one, float32 `[B, C]`.
+      first: The likeliest next token after the last of these columns, int32 `[B]`.
+      cache: Holds the prompts.
+    """
+
+    likeliest: Int[Array, "B C"]
+    losses: Float[Array, "B C"]
+    first: Int[Array, "B"]
+    cache: Cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What a decode program returns.
+
+    Attributes:
+      likeliest: The likeliest next token after each token that was fed, int32 `[B, U]`.
+      losses: `-log p` of the right one, float32 `[B, U]`.
+      density: Pairs attended to, of the prefill before as well.
+    """
+
+    likeliest: Int[Array, "B U"]
+    losses: Float[Array, "B U"]
+    density: Density
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Together(Policy):
+    """Keeps the statistics of several policies while attention is dense; it never selects.
+
+    Attributes:
+      policies: The policies. Statistics are tuples, one element for each.
+    """
+
+    policies: tuple[Policy, ...]
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy]) -> "Together":
+        """With blocks and dense layers that suit all of them."""
+        return cls(
+            policies=tuple(policies),
+            block_size=max(policy.block_size for policy in policies),
+            dense_layers=min(policy.dense_layers for policy in policies),
+        )
+
+    def init_statistics(
+        self, shape: LayerShape, *, batch: int, num_blocks: int
+    ) -> tuple[PyTree, ...]:
+        """Empty statistics of every policy."""
+        sizes = [num_blocks * self.block_size // policy.block_size for policy in self.policies]
+        return tuple(
+            policy.init_statistics(shape, batch=batch, num_blocks=size)
+            for policy, size in zip(self.policies, sizes, strict=True)
+        )
+
+    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> None:
+        """Nothing to carry."""
+        return None
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: tuple[PyTree, ...],
+        *,
+        span: Span,
+    ) -> tuple[PyTree, ...]:
+        """Statistics of every policy. Spans start with block 0, whatever its size."""
+        return tuple(
+            policy.observe(query, key, own, span=span)
+            for policy, own in zip(self.policies, statistics, strict=True)
+        )
+
+    def select_prefill(self, *_: Any, **__: Any) -> NoReturn:
+        """Not for selection."""
+        raise NotImplementedError("statistics of several policies are for dense attention only")
+
+    select_decode = select_prefill
+
+    def cache_of(self, cache: Cache, index: int, model_config: ModelConfig) -> Cache:
+        """The cache as if one of the policies alone had watched."""
+        own = num_dense_layers(model_config, self.policies[index])
+        skipped = own - num_dense_layers(model_config, self)
+        statistics = cache.statistics[index]
+        if skipped:
+            statistics = jax.tree.map(lambda x: x[skipped:], statistics)
+        return dataclasses.replace(cache, statistics=statistics)
+
+
+def _next_tokens(
+    params: PyTree,
+    hidden: Float[Array, "B C D"],
+    targets: Int[Array, "B C"],
+    *,
+    model_config: ModelConfig,
+) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
+    """The likeliest next tokens, and the loss of the right ones, nats."""
+
+    def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, target = column
+        logits = unembed(params, hidden, model_config=model_config)
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - right
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), loss
+
+    # Column by column: the logits of all of them would be large for a large vocabulary.
+    found = jax.lax.map(one_column, (jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)))
+    return jnp.swapaxes(found[0], 0, 1), jnp.swapaxes(found[1], 0, 1)
+
+
+def prefill_program(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"],
+    targets: Int[Array, "B C"],
+    *,
+    settings: Settings,
+) -> Prefilled:
+    """Reads prompts into a new cache of `T` tokens; scores the tokens after some columns."""
+    cache = init_cache(
+        settings.model_config,
+        settings.config,
+        batch=tokens.shape[0],
+        max_tokens=tokens.shape[1],
+        dtype=params["embed"]["embedding"].dtype,
+    )
+    hidden, cache, _ = prefill_hidden(
+        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
+    )
+    likeliest, losses = _next_tokens(params, hidden, targets, model_config=settings.model_config)
+    return Prefilled(likeliest, losses, likeliest[:, -1], cache)
+
+
+def decode_program(
+    params: PyTree,
+    cache: Cache,
+    first: Int[Array, "B"],
+    continuation: Int[Array, "B U"],
+    num_forced: Int[Array, "B"],
+    num_steps: Int[Array, "B"],
+    *,
+    settings: Settings,
+) -> Decoded:
+    """Feeds `num_steps` tokens: `num_forced` of the continuation, then the likeliest ones.
+
+    `first` is the likeliest token after the prompt, for sequences that are forced nothing.
+    """
+    is_fed = jnp.arange(MAX_STEPS, dtype=jnp.int32)
+
+    def one_token(step: Array, carry: tuple[Array, Cache, Array, Array]) -> Any:
+        last, cache, likeliest, losses = carry
+        active = step < num_steps
+        token = jnp.where(step < num_forced, continuation[:, step], last)
+        logits, cache, _ = decode_token(params, token, cache, active=active, settings=settings)
+        last = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        target = continuation[:, jnp.minimum(step + 1, MAX_STEPS - 1)]
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - right
+        is_here = (is_fed == step)[None, :] & active[:, None]
+        likeliest = jnp.where(is_here, last[:, None], likeliest)
+        return last, cache, likeliest, jnp.where(is_here, loss[:, None], losses)
+
+    batch = first.shape[0]
+    carry = (
+        first,
+        cache,
+        jnp.zeros((batch, MAX_STEPS), jnp.int32),
+        jnp.zeros((batch, MAX_STEPS), jnp.float32),
+    )
+    carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
+    return Decoded(carry[2], carry[3], carry[1].density)
+
+
+class Programs:
+    """Programs of one model, compiled in threads from the moment they are asked for."""
+
+    def __init__(self, params: PyTree) -> None:
+        """Starts without programs.
+
+        Args:
+          params: Parameter tree: the first argument of every program.
+        """
+        self._params = jax.tree.map(_abstract, params)
+        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
+        self._started: dict[Any, Future[Any]] = {}
+
+    def start(self, function: Callable[..., Any], *arguments: Any, **static: Any) -> Future[Any]:
+        """Starts to compile a function of the parameters, unless that was done before.
+
+        Args:
+          function: Takes the parameters, then `arguments`.
+          *arguments: Arrays, or shapes and types of arrays, in any trees.
+          **static: Arguments by name that are no arrays.
+
+        Returns:
+          The future compiled program; it takes the parameters and `arguments`.
+        """
+        abstract = jax.tree.map(_abstract, arguments)
+        leaves, tree = jax.tree.flatten(abstract)
+        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+        key = (function, tuple(sorted(static.items())), tree, shapes)
+        if key not in self._started:
+            program = partial(function, **static)
+            self._started[key] = self._threads.submit(_compile, program, self._params, *abstract)
+        return self._started[key]
+
+    def prefill(self, settings: Settings, *, batch: int, num_tokens: int) -> Future[Any]:
+        """`prefill_program` for prompts of one shape."""
+        columns = (batch, NUM_SCORED + 1)
+        arguments = _integers((batch, num_tokens), (batch,), columns, columns)
+        return self.start(prefill_program, *arguments, settings=settings)
+
+    def decode(self, settings: Settings, *, batch: int, num_tokens: int) -> Future[Any]:
+        """`decode_program` for a cache of `num_tokens` tokens."""
+        cache = self.cache(settings, batch=batch, num_tokens=num_tokens)
+        arguments = _integers((batch,), (batch, MAX_STEPS), (batch,), (batch,))
+        return self.start(decode_program, cache, *arguments, settings=settings)
+
+    def cache(self, settings: Settings, *, batch: int, num_tokens: int) -> Cache:
+        """Shapes of a cache."""
+        dtype = self._params["embed"]["embedding"].dtype
+        return jax.eval_shape(
+            partial(
+                init_cache,
+                settings.model_config,
+                settings.config,
+                batch=batch,
+                max_tokens=num_tokens,
+                dtype=dtype,
+            )
+        )
+
+    def close(self) -> None:
+        """Drops what has not been compiled yet."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _integers(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def _compile(program: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.jit(program).lower(*arguments).compile()

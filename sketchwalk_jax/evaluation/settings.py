@@ -1,0 +1,141 @@
+"""What an evaluation runs: policies, densities, lengths, tasks and phases."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+from sketchwalk_jax.evaluation.tasks import TASKS
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
+from sketchwalk_jax.validation import PHASES
+
+# Hops of variable tracking, which has prompts for each of them.
+_NUM_HOPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A policy at a density, as a row of the results names it.
+
+    Attributes:
+      policy: Name of the policy.
+      preset: Preset of `sketchwalk`, None for the others.
+      density: Nominal density; 1 for dense, None for policies that set their own.
+    """
+
+    policy: str
+    preset: str | None = None
+    density: float | None = None
+
+    def make(self) -> Policy:
+        """The policy itself."""
+        return by_name(self.policy, preset=self.preset, density=self.density)
+
+    def __str__(self) -> str:
+        """What progress calls it, such as `paper 0.2`."""
+        name = self.preset or self.policy
+        return name if self.density is None or self == DENSE else f"{name} {self.density:g}"
+
+
+DENSE = Rule("dense", None, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What `evaluate` runs. Dense attention is always measured too: it is what all compare with.
+
+    Attributes:
+      policies: Names of policies.
+      presets: Presets of `sketchwalk`.
+      densities: Nominal densities of the policies that take one.
+      tokens: Lengths: tokens of a prompt with its answer.
+      tasks: Names of tasks.
+      phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
+      prompts: Prompts of each task and length; variable tracking has two fifths of them for every
+        number of hops.
+      probe_prompts: Prompts of each task and length on which mass recall and output error are
+        measured; 0 leaves them out.
+      batch: Prompts at a time, or None to choose by the memory of the device.
+      seed: Seed of the prompts.
+
+    Raises:
+      ValueError: If a name is unknown or repeated, or a number out of range.
+
+    Example:
+      >>> EvaluationConfig.reduced(policies=("streaming",)).prompts
+      5
+    """
+
+    policies: Sequence[str] = POLICIES
+    presets: Sequence[str] = PRESETS
+    densities: Sequence[float] = (0.1, 0.2)
+    tokens: Sequence[int] = (4096, 8192, 16384)
+    tasks: Sequence[str] = TASKS
+    phases: Sequence[str] = PHASES
+    prompts: int = 50
+    probe_prompts: int = 2
+    batch: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        known = {"policies": POLICIES, "presets": PRESETS, "tasks": TASKS, "phases": PHASES}
+        for name, values in known.items():
+            unknown = [one for one in getattr(self, name) if one not in values]
+            if unknown:
+                raise ValueError(f"{name} must be among {', '.join(values)}, got {unknown[0]!r}")
+        for name in (*known, "densities", "tokens"):
+            given = tuple(getattr(self, name))
+            object.__setattr__(self, name, given)
+            if not given or len(set(given)) < len(given):
+                raise ValueError(f"{name} must hold at least one value, each once, got {given}")
+        for name, least in (("prompts", 1), ("probe_prompts", 0), ("seed", 0), ("batch", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for count in self.tokens:
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"tokens must be positive integers, got {count!r}")
+        for rule in self.rules():
+            rule.make()
+
+    @classmethod
+    def reduced(
+        cls, *, densities: Sequence[float] = (0.2,), tokens: Sequence[int] = (2048,), **fields: Any
+    ) -> Self:
+        """Few and short prompts: all policies, tasks and phases on two CPU cores in ten minutes.
+
+        Args:
+          densities: As in the class.
+          tokens: As in the class.
+          **fields: Other fields of the class.
+        """
+        few = {"prompts": 5, "probe_prompts": 1} | fields
+        return cls(densities=densities, tokens=tokens, **few)
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Dense, then every policy at every density."""
+        found = [DENSE]
+        for policy in self.policies:
+            for preset in self.presets if policy == "sketchwalk" else (None,):
+                has_density = takes_density(by_name(policy, preset=preset))
+                for density in self.densities if has_density else (None,):
+                    found.append(Rule(policy, preset, density))
+        return tuple(rule for rule in found if rule.policy != "dense" or rule is DENSE)
+
+    def phases_of(self, policy: Policy) -> tuple[str, ...]:
+        """Phases to run a policy in: those of the evaluation in which it selects.
+
+        Dense attention has one row, called `both`. Policies that select in one phase only are not
+        run as `both`, which would be the same.
+        """
+        if len(policy.phases) == 2:
+            return tuple(self.phases)
+        return tuple(one for one in self.phases if one in policy.phases) or (
+            () if policy.phases else ("both",)
+        )
+
+    def num_prompts(self, task: str) -> int:
+        """Prompts of a task at each length."""
+        if task != "variable_tracking":
+            return self.prompts
+        return _NUM_HOPS * max(1, 2 * self.prompts // _NUM_HOPS)
