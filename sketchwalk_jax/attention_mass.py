@@ -169,9 +169,11 @@ def mass_recall(
             f"(sum_heads=False), got shape {mass.shape}"
         )
     by_list = mass.reshape(mass.shape[0], num_lists, -1, *mass.shape[-2:])  # [B M G I J]
-    listed = jnp.arange(ids.shape[-1], dtype=jnp.int32) < counts[..., None]
+    place = jnp.arange(ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
+    listed = place < counts[..., None]
     ids = jnp.minimum(ids, mass.shape[-1] - 1)[:, :, None]
-    held = jnp.sum(jnp.take_along_axis(by_list, ids, -1) * listed[:, :, None], axis=-1)
+    taken = jnp.take_along_axis(by_list, ids, axis=-1)
+    held = jnp.sum(jnp.where(listed[:, :, None], taken, 0.0), axis=-1)
     total = jnp.sum(by_list, axis=-1)
     recall = held / jnp.where(total > 0, total, 1.0)
     return recall.reshape(mass.shape[:-1])

@@ -34,9 +34,9 @@ def empty_statistics(config, query, key, num_blocks: int):
     return jax.tree.map(lambda x: jnp.stack([x] * num_layers), one)
 
 
-def _prefill(query, key, statistics, span, prompt_keys, *, config):
+def _prefill(query, key, statistics, span, cache, *, config):
     batch, num_tokens = query.shape[1:3]
-    num_blocks = jax.tree.leaves(statistics)[0].shape[2]
+    num_blocks = cache.shape[2] // config.block_size
     num_rows = num_tokens // config.block_size
     walk = config.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
 
@@ -44,7 +44,7 @@ def _prefill(query, key, statistics, span, prompt_keys, *, config):
         query, key, statistics, index = layer
         statistics = config.observe(query, key, statistics, span=span)
         selection, walk = config.select_prefill(
-            query, prompt_keys, statistics, walk, layer=index, span=span
+            query, cache, statistics, walk, layer=index, span=span
         )
         return walk, (statistics, selection.ids, selection.counts)
 
@@ -52,9 +52,9 @@ def _prefill(query, key, statistics, span, prompt_keys, *, config):
     return jax.lax.scan(step, walk, layers)[1]
 
 
-def _decode(query, key, statistics, positions, prompt_keys, *, config):
+def _decode(query, key, statistics, positions, cache, *, config):
     batch = query.shape[1]
-    num_blocks = jax.tree.leaves(statistics)[0].shape[2]
+    num_blocks = cache.shape[2] // config.block_size
     walk = config.init_walk(batch=batch, num_rows=1, num_blocks=num_blocks)
     end = positions + 1
     span = Span(positions // config.block_size, jnp.ones((batch, 1), bool), end, end)
@@ -63,7 +63,7 @@ def _decode(query, key, statistics, positions, prompt_keys, *, config):
         query, key, statistics, index = layer
         statistics = config.observe(query, key, statistics, span=span)
         selection, walk = config.select_decode(
-            query, prompt_keys, statistics, walk, layer=index, positions=positions
+            query, cache, statistics, walk, layer=index, positions=positions
         )
         return walk, (statistics, selection.ids, selection.counts)
 
@@ -92,6 +92,8 @@ def prefill_rows(config, query, key, lengths, *, chunk: int | None = None, num_b
     size, num_tokens = config.block_size, query.shape[2]
     num_blocks = num_blocks or num_tokens // size
     statistics = empty_statistics(config, query, key, num_blocks)
+    room = ((0, 0), (0, 0), (0, num_blocks * size - num_tokens), (0, 0), (0, 0))
+    cache = np.pad(key, room, constant_values=np.nan)
     lengths, chunk = np.asarray(lengths, np.int32), chunk or num_tokens
     collected = []
     for begin in range(0, num_tokens, chunk):
@@ -104,7 +106,7 @@ def prefill_rows(config, query, key, lengths, *, chunk: int | None = None, num_b
             jnp.asarray(lengths),
         )
         statistics, ids, counts = _prefill_jit(
-            query[:, :, columns], key[:, :, columns], statistics, span, key, config=config
+            query[:, :, columns], key[:, :, columns], statistics, span, cache, config=config
         )
         collected.append(as_rows(ids, counts))
     rows = [
@@ -118,8 +120,11 @@ def prefill_rows(config, query, key, lengths, *, chunk: int | None = None, num_b
     return kept, statistics
 
 
-def decode_rows(config, query, key, statistics, positions):
-    """Selected row of each layer and sequence for one token `[L, B, 1, heads, H]` each."""
+def decode_rows(config, query, key, statistics, positions, cache):
+    """Selected row of each layer and sequence for one token `[L, B, 1, heads, H]` each.
+
+    `cache` holds the keys of all tokens `[L, B, S, K, H]`, the new ones included.
+    """
     positions = jnp.asarray(positions, jnp.int32)
-    statistics, ids, counts = _decode_jit(query, key, statistics, positions, key, config=config)
+    statistics, ids, counts = _decode_jit(query, key, statistics, positions, cache, config=config)
     return [[seq[0] for seq in layer] for layer in as_rows(ids, counts)], statistics

@@ -59,7 +59,7 @@ def test_decode_selects_as_the_reference(length):
     compared = 0
     for position in range(length, length + 20):
         new = (x[:, :, position : position + 1] for x in (query, key))
-        rows, statistics = policy_runs.decode_rows(CONFIG, *new, statistics, [position])
+        rows, statistics = policy_runs.decode_rows(CONFIG, *new, statistics, [position], key)
         so_far = truncated(layers, position + 1)
         for layer in range(NUM_LAYERS):
             kept, row = reference.released_select_decode(

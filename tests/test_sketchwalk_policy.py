@@ -89,7 +89,7 @@ def test_decode_selects_as_the_reference(name, lengths):
             for x in (query, key)
         )
         rows, statistics = policy_runs.decode_rows(
-            config, new_query, new_key, statistics, positions
+            config, new_query, new_key, statistics, positions, key
         )
         for row, position in enumerate(positions.tolist()):
             so_far = truncated(drawn[row], position + 1)

@@ -1,0 +1,298 @@
+"""Policies without a memory: what they list, and the invariances that they share."""
+
+import dataclasses
+import functools
+
+import cases
+import float64_mass
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import policy_runs
+import pytest
+import tiny
+from hypothesis import given, settings
+from tolerances import tolerance
+
+from sketchwalk_jax import Dense, SketchWalkConfig, generate
+from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, takes_density
+from sketchwalk_jax.policies.oracle import OracleConfig
+from sketchwalk_jax.policies.random_blocks import RandomConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
+
+SIZE, CAPACITY, NUM_LAYERS = 16, 320, 3
+OPTIONS = {"block_size": SIZE, "dense_layers": 0, "density": 0.3}
+NAMES = ("streaming", "random", "oracle")
+FORCED = {"default": {}, "wide": {"sink_blocks": 2, "local_blocks": 3}}
+
+
+def draw(*lengths, seed=0):
+    """Queries and keys of sequences with these lengths, padded to the capacity."""
+    shape = {"block_size": SIZE, "heads": (6, 2), "spread": 0.7}
+    drawn = [
+        cases.draw_layers(seed + row, num_layers=NUM_LAYERS, num_tokens=length, **shape)
+        for row, length in enumerate(lengths)
+    ]
+    return drawn, *policy_runs.stack_sequences(drawn, CAPACITY)
+
+
+def selected(config, query, key, lengths, **options):
+    return policy_runs.prefill_rows(config, query, key, lengths, **options)[0]
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_streaming_keeps_first_and_recent_blocks(forced):
+    config = StreamingConfig(**OPTIONS, **FORCED[forced])
+    _, query, key = draw(311)
+    sink, counts = config.sink_blocks, config.budget(20)
+    wanted = [
+        sorted({*range(min(sink, row + 1)), *range(row + 1 - max(0, count - sink), row + 1)})
+        for row, count in enumerate(counts.tolist())
+    ]
+    assert [len(row) for row in wanted] == counts.tolist()
+    assert selected(config, query, key, [311]) == [[wanted]] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_random_fills_the_budget_evenly_and_differs_by_row_layer_and_seed(forced):
+    config = RandomConfig(**OPTIONS, **FORCED[forced])
+    _, query, key = draw(CAPACITY)
+    sink, local = config.sink_blocks, config.local_blocks
+    layers = selected(config, query, key, [CAPACITY])
+    for (rows,) in layers:
+        for row, (ids, count) in enumerate(zip(rows, config.budget(20).tolist(), strict=True)):
+            forced_ids = {*range(min(sink, row + 1)), *range(max(0, row + 1 - local), row + 1)}
+            assert len(set(ids)) == count and ids == sorted(ids) and forced_ids <= set(ids)
+            assert max(ids) == row
+    assert layers[0] != layers[1] != layers[2] != layers[0]
+    others = selected(dataclasses.replace(config, seed=1), query, key, [CAPACITY])
+    assert all(one != other for one, other in zip(layers, others, strict=True))
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_random_favours_no_block(forced):
+    config = RandomConfig(**OPTIONS, **FORCED[forced])
+    nothing = jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, CAPACITY, 1, 1)), None, None
+
+    def last_row(layer):
+        positions = jnp.array([CAPACITY - 1], jnp.int32)
+        return config.select_decode(*nothing, layer=layer, positions=positions)[0].ids[0, 0, 0]
+
+    ids = jax.jit(jax.vmap(last_row))(jnp.arange(2000, dtype=jnp.int32))
+    free = slice(config.sink_blocks, 20 - config.local_blocks)
+    hits = np.bincount(np.asarray(ids).ravel(), minlength=20)[free]
+    share = (config.budget(20)[-1] - config.sink_blocks - config.local_blocks) / len(hits)
+    assert np.abs(hits - 2000 * share).max() < 4 * np.sqrt(2000 * share * (1 - share))
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_oracle_keeps_the_heaviest_blocks(forced):
+    config = OracleConfig(**OPTIONS, **FORCED[forced])
+    lengths = (311, 64, 1)
+    forced_blocks = {"sink": config.sink_blocks, "local": config.local_blocks}
+
+    def with_lists(seed):
+        drawn, query, key = draw(*lengths, seed=10 * seed)
+        found = [
+            [
+                float64_mass.best_rows(
+                    float64_mass.block_mass(x.queries[layer], x.keys[layer], SIZE).sum(0),
+                    config.budget(-(-length // SIZE)),
+                    **forced_blocks,
+                )
+                for x, length in zip(drawn, lengths, strict=True)
+            ]
+            for layer in range(NUM_LAYERS)
+        ]
+        return query, key, found
+
+    query, key, found = cases.first_usable(
+        with_lists, lambda drawn: min(gap for layer in drawn[2] for _, gap in layer) > 1e-5
+    )
+    wanted = [[rows for rows, _ in layer] for layer in found]
+    assert selected(config, query, key, lengths) == wanted
+
+
+def test_no_policy_recalls_more_mass_than_the_oracle():
+    lengths = (CAPACITY, 200)
+    drawn, query, key = draw(*lengths)
+    masses = [
+        [float64_mass.block_mass(x.queries[layer], x.keys[layer], SIZE).sum(0) for x in drawn]
+        for layer in range(NUM_LAYERS)
+    ]
+
+    def recalls(config):
+        return np.array(
+            [
+                mass[row, ids].sum() / mass[row].sum()
+                for layer, rows_of in zip(
+                    masses, selected(config, query, key, lengths), strict=True
+                )
+                for mass, rows in zip(layer, rows_of, strict=True)
+                for row, ids in enumerate(rows)
+            ]
+        )
+
+    best = recalls(OracleConfig(**OPTIONS))
+    others = [by_name(name, **OPTIONS) for name in ("streaming", "random")]
+    others += [
+        by_name("sketchwalk", preset=name, **OPTIONS) for name in PRESETS if name != "released"
+    ]
+    for config in others:
+        other = recalls(config)
+        assert (other <= best + 1e-5).all() and other.mean() < best.mean()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=5)
+@given(lengths=st.tuples(*[st.integers(1, CAPACITY)] * 3), chunk=st.sampled_from([16, 80, 160]))
+def test_chunks_padding_and_batch_change_nothing(name, lengths, chunk):
+    config = by_name(name, **OPTIONS)
+    drawn, query, key = draw(*lengths)
+    whole = selected(config, query, key, lengths)
+    assert selected(config, query, key, lengths, chunk=chunk) == whole
+    assert selected(config, query, key, lengths, num_blocks=33) == whole
+    for row in range(3):
+        alone = selected(config, query[:, [row]], key[:, [row]], [lengths[row]])
+        assert alone == [[layer[row]] for layer in whole]
+    assert [len(rows) for rows in whole[0]] == [-(-length // SIZE) for length in lengths]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_density_lists_everything(name):
+    config = by_name(name, **(OPTIONS | {"density": 1.0}))
+    _, query, key = draw(200)
+    everything = [list(range(row + 1)) for row in range(13)]
+    assert selected(config, query, key, [200]) == [[everything]] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_selects_for_the_row_of_its_token(name):
+    config = by_name(name, **OPTIONS)
+    lengths = (CAPACITY, CAPACITY, CAPACITY)
+    drawn, query, key = draw(*lengths)
+    prompt = selected(config, query, key, lengths)
+    for positions in ([0, 15, 16], [17, 160, 319], [200, 255, 256]):
+        new = (
+            np.stack([x[:, row, [p]] for row, p in enumerate(positions)], axis=1)
+            for x in (query, key)
+        )
+        cache = np.array(key)
+        for row, position in enumerate(positions):
+            cache[:, row, position + 1 :] = np.nan
+        rows, _ = policy_runs.decode_rows(config, *new, None, positions, cache)
+        for layer in range(NUM_LAYERS):
+            for row, position in enumerate(positions):
+                block = position // SIZE
+                if name == "oracle":
+                    one = drawn[row]
+                    mass = float64_mass.block_mass(
+                        one.queries[layer][[position]],
+                        one.keys[layer][: position + 1],
+                        SIZE,
+                        first=position,
+                    ).sum(0)
+                    (wanted,), gap = float64_mass.best_rows(
+                        mass, config.budget(block + 1)[-1:], sink=1, local=1, first_row=block
+                    )
+                    assert gap > 1e-5
+                else:
+                    wanted = prompt[layer][row][block]
+                assert rows[layer][row] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("density", [0.1, 0.55])
+def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
+    config = by_name(name, block_size=SIZE, dense_layers=1, density=density)
+    tokens, lengths = tiny.prompts(500, 471)
+    out = generate(
+        tiny.params(),
+        tokens,
+        lengths=lengths,
+        config=config,
+        model_config=tiny.MODEL,
+        max_new_tokens=8,
+    )
+    density_of = out.measured_density
+    rows, causal = np.arange(1, 33), np.array([n * (n + 1) / 2 for n in lengths])
+    asked = np.maximum(density * rows, 2)  # forced blocks are kept whatever the density
+    nominal = density * causal.sum()
+    slack = 2 * SIZE * SIZE * (len(rows) + (asked - density * rows).sum())
+    pairs = np.asarray(density_of.prefill_pairs).sum(1)
+    np.testing.assert_allclose(pairs[0], causal.sum(), **tolerance("density"))
+    assert (np.abs(pairs[1:] - nominal) <= slack).all() and slack < 0.2 * causal.sum()
+    decode = np.asarray(density_of.decode)
+    np.testing.assert_allclose(decode[0], 1.0, **tolerance("density"))
+    assert (np.abs(decode[1:] - density) < 1 / 31).all()
+
+
+@functools.cache
+def generated(config, chunk_size=None):
+    tokens, lengths = tiny.prompts(100, 70)
+    return generate(
+        tiny.params(),
+        tokens,
+        lengths=lengths,
+        config=config,
+        model_config=tiny.MODEL,
+        max_new_tokens=6,
+        chunk_size=chunk_size,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_in_chunks_is_the_same(name):
+    config = by_name(name, block_size=SIZE, dense_layers=1, density=0.4)
+    np.testing.assert_array_equal(generated(config, 32).tokens, generated(config).tokens)
+    assert generated(config).cache.statistics is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_at_full_density_equals_dense(name):
+    out = generated(by_name(name, block_size=SIZE, dense_layers=1, density=1.0))
+    dense = generated(Dense(block_size=SIZE))
+    np.testing.assert_array_equal(out.tokens, dense.tokens)
+    np.testing.assert_allclose(out.measured_density.overall, 1.0, **tolerance("density"))
+
+
+def test_every_name_makes_its_policy():
+    assert isinstance(by_name("dense"), Dense)
+    assert by_name("dense", density=0.1) == Dense()
+    assert by_name("streaming", density=0.1) == StreamingConfig(density=0.1)
+    assert by_name("random", seed=3) == RandomConfig(seed=3)
+    assert by_name("oracle", density=None) == OracleConfig()
+    assert by_name("sketchwalk") == SketchWalkConfig.paper()
+    assert {by_name(name).dense_layers for name in POLICIES} == {0, 2}
+    assert [takes_density(by_name(name)) for name in POLICIES] == [n != "dense" for n in POLICIES]
+    takers = [takes_density(by_name("sketchwalk", preset=preset)) for preset in PRESETS]
+    assert takers == [preset != "released" for preset in PRESETS]
+    for name in POLICIES:
+        assert hash(by_name(name)) == hash(by_name(name))  # static under jit
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("quest", {}, "policy must be one of"),
+        ("streaming", {"preset": "paper"}, "preset must be None for the streaming policy"),
+        ("dense", {"preset": "paper"}, "preset must be None for the dense policy"),
+        ("sketchwalk", {"preset": "best"}, "preset must be one of"),
+        ("oracle", {"seed": 1}, "oracle must be given fields that it has"),
+        ("oracle", {"density": 0.0}, "density must be in"),
+        ("streaming", {"density": float("nan")}, "density must be in"),
+        ("random", {"sink_blocks": -1}, "sink_blocks must be an integer of at least 0"),
+        ("random", {"local_blocks": 0}, "local_blocks must be an integer of at least 1"),
+        ("random", {"seed": 2**32}, "seed must be an integer from 0"),
+        ("random", {"seed": True}, "seed must be an integer from 0"),
+        ("oracle", {"block_size": 24}, "block_size must be a power of two"),
+    ],
+)
+def test_wrong_names_and_fields_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        by_name(name, **options)
