@@ -15,12 +15,14 @@ from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 from sketchwalk_jax.cli.evaluate import evaluate
 from sketchwalk_jax.cli.generate import generate
 from sketchwalk_jax.cli.info import info
+from sketchwalk_jax.cli.quality_report import report
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "eval": evaluate,
     "generate": generate,
     "info": info,
+    "report": report,
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -43,11 +43,11 @@ def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
             raise ValueError(f"{name} must be one of {list(found)}, got {value!r}")
 
 
-def nominal_density(rows: Sequence[Row], density: float | None) -> float:
-    """The density asked for, or the highest one below 1."""
+def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
+    """The density asked for, or the highest one below 1; `None` if every policy sets its own."""
     found = densities(rows)
     if density is None:
-        return max((one for one in found if one < 1.0), default=1.0)
+        return max((one for one in found if one < 1.0), default=found[-1] if found else None)
     if density not in found:
         raise ValueError(f"density must be one of {found}, got {density!r}")
     return density

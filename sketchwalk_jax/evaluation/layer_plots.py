@@ -15,7 +15,7 @@ from sketchwalk_jax.evaluation.drawing import (
     tidy,
 )
 from sketchwalk_jax.evaluation.summaries import Row, mean_by_layer, policy_labels, select
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest
+from sketchwalk_jax.evaluation.tables import PHASE_TITLES, density_title, longest
 from sketchwalk_jax.plots import import_pyplot
 
 if TYPE_CHECKING:
@@ -123,5 +123,7 @@ def _plot_by_layer(
     tidy(axis)
     add_legend(figure, labels, labels, place="outside right center", columns=1)
     place = PHASE_TITLES[phase].lower()
-    axis.set_title(title or f"{tokens:,} tokens, density {density:g}, {place}", fontsize=11)
+    axis.set_title(
+        title or f"{density_title(density)}, sparse in {place}, {tokens:,} tokens", fontsize=11
+    )
     return figure

@@ -32,7 +32,7 @@ from sketchwalk_jax.evaluation.summaries import (
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest, task_title
+from sketchwalk_jax.evaluation.tables import PHASE_TITLES, density_title, longest, task_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,7 +219,7 @@ def plot_needle_depth(
     figure.supxlabel("prompt, tokens", fontsize=10)
     figure.supylabel("depth of the needle", fontsize=10)
     place = PHASE_TITLES[phase].lower()
-    figure.suptitle(title or f"Density {density:g}, sparse in {place}", fontsize=11)
+    figure.suptitle(title or f"{density_title(density)}, sparse in {place}", fontsize=11)
     return figure
 
 

@@ -118,6 +118,12 @@ def densities(rows: Iterable[Row]) -> list[float]:
     return values_of((row for row in rows if not is_dense(row)), "density")
 
 
+def measured_phases(rows: Sequence[Row]) -> list[str]:
+    """The phases in which some policy was sparse, in their order."""
+    found = {row["phase"] for row in rows if not is_dense(row)}
+    return [phase for phase in PHASES if phase in found]
+
+
 def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:
     """The tasks of some rows in their order, the text loss only with `is_scored=False`."""
     found = {row["task"] for row in rows}

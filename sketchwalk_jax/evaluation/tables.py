@@ -47,6 +47,15 @@ def task_title(task: str) -> str:
     return TASK_TITLES.get(task, task.replace("_", " "))
 
 
+def density_title(density: float | None) -> str:
+    """A nominal density as a title; `None` where every policy sets its own."""
+    return "Densities of their own" if density is None else f"Density {density:g}"
+
+
+def _column_title(phase: str, density: float | None) -> str:
+    return PHASE_TITLES[phase] + ("" if density is None else f", {density:g}")
+
+
 def name_of(label: str) -> str:
     """A policy for a table: presets and policies as code, dense as a word."""
     return label if label == "dense" else f"`{label}`"
@@ -80,7 +89,7 @@ def measured(pooled: Pooled | None) -> str:
     return f"{pooled.density_sparse_layers:.2f} / {pooled.density_all_layers:.2f}"
 
 
-def accuracy_table(rows: Sequence[Row], *, phase: str, density: float, tokens: int) -> str:
+def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
     """Right answers of every policy in every task, with Wilson's 95 % intervals.
 
     Args:
@@ -109,7 +118,7 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float, tokens: i
     return markdown_table(header, body)
 
 
-def difference_table(rows: Sequence[Row], *, phase: str, density: float, tokens: int) -> str:
+def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
     """Right answers beyond those of dense attention to the same prompts, with 95 % intervals.
 
     Arguments as in `accuracy_table`.
@@ -126,7 +135,7 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float, tokens:
     return markdown_table(("Policy", *map(task_title, tasks), "All"), body)
 
 
-def summary_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
+def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
     """All scored tasks together, by phase, beside the text loss and the measured density.
 
     Arguments as in `accuracy_table`. The loss is that of sparse prefill.
@@ -147,7 +156,7 @@ def summary_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
     return markdown_table([*header, "Density: sparse / all layers"], body)
 
 
-def hops_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
+def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
     """Variable tracking by the number of statements to follow.
 
     Arguments as in `accuracy_table`.
@@ -166,7 +175,7 @@ def hops_table(rows: Sequence[Row], *, density: float, tokens: int) -> str:
     return markdown_table(header, body)
 
 
-def lengths_table(rows: Sequence[Row], *, density: float) -> str:
+def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
     """All scored tasks together by phase and length, with Wilson's 95 % intervals."""
     lengths = values_of(rows, "tokens")
     body = []
@@ -182,7 +191,7 @@ def lengths_table(rows: Sequence[Row], *, density: float) -> str:
     return markdown_table(header, body)
 
 
-def loss_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int) -> str:
+def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
     """Text loss beyond that of dense attention to the same text, nats per token.
 
     Args:
@@ -206,7 +215,7 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int) 
         if label == "dense":
             cells = [_loss(pool(dense)), *[""] * (len(columns) - 1)]
         body.append([name_of(label), *cells])
-    titles = (f"{PHASE_TITLES[phase]}, {density:g}" for density, phase in columns)
+    titles = (_column_title(phase, density) for density, phase in columns)
     return markdown_table(("Policy", *titles), body)
 
 
@@ -222,7 +231,7 @@ def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
     return f"{signed(found.mean, 3)} ({ends})"
 
 
-def recall_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int) -> str:
+def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
     """Mass recall and relative output error, means over tasks and sparse layers."""
     fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
     columns = [
@@ -240,13 +249,13 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float], tokens: int
         ]
         body.append([name_of(label), *cells])
     titles = (
-        f"{PHASE_TITLES[phase]}, {density:g}: {fields[field]}" for density, phase, field in columns
+        f"{_column_title(phase, density)}: {fields[field]}" for density, phase, field in columns
     )
     return markdown_table(("Policy", *titles), body)
 
 
 def _probed(
-    rows: Sequence[Row], label: str | None, phase: str, density: float, tokens: int
+    rows: Sequence[Row], label: str | None, phase: str, density: float | None, tokens: int
 ) -> list[Row]:
     chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
     return [row for row in chosen if row["policy"] != "dense"]

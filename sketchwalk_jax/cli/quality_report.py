@@ -1,0 +1,72 @@
+"""`sketchwalk report`: tables and figures from the results of `sketchwalk eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sketchwalk_jax.cli import options, prompt
+from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.generate import load_model
+from sketchwalk_jax.cli.progress import elapsed
+
+
+def report(
+    results: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Results that `sketchwalk eval` wrote."),
+    ] = Path("quality.json"),
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder for report.md and its figures."),
+    ] = Path("quality-report"),
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The checkpoint that was measured: adds the blocks that it attends to in one "
+            "prompt, and powers of its attention.",
+            show_default=False,
+        ),
+    ] = None,
+    no_figures: Annotated[bool, typer.Option("--no-figures", help="Write tables only.")] = False,
+) -> None:
+    """Make a report of an evaluation: tables, figures, and claims checked against its numbers.
+
+    Figures take matplotlib. Nothing is measured again.
+    """
+    from sketchwalk_jax.evaluation.report import write_report
+    from sketchwalk_jax.evaluation.results import hash_weights
+    from sketchwalk_jax.evaluation.summaries import read_results
+    from sketchwalk_jax.plots import import_pyplot
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out must be a folder, got the file {str(out)!r}")
+    if model is not None and no_figures:
+        raise UsageError("--model must not be given together with --no-figures: it adds figures")
+    found = read_results(results)
+    if not no_figures:
+        try:
+            import_pyplot()
+        except ImportError as error:
+            raise UsageError(f"--no-figures must be given without matplotlib: {error}") from error
+        import matplotlib
+
+        matplotlib.use("Agg")  # files only, no windows
+    more = {}
+    if model is not None:
+        directory = options.check_model(model)
+        if hash_weights(directory) != found.meta["model"]["sha256"]:
+            raise UsageError(
+                f"--model must be the checkpoint that {results} is of, "
+                f"{found.meta['model']['name']}; got other weights in {str(model)!r}"
+            )
+        from sketchwalk_jax.evaluation.model_figures import model_drawings
+
+        tokenizer = prompt.open_tokenizer(directory)
+        params, model_config = load_model(directory, "float32")
+        more = model_drawings(params, model_config, tokenizer)
+    with elapsed("drawing"):
+        written = write_report(found, out, has_figures=not no_figures, more=more)
+    figures = len(written) - 1
+    print(f"{written[0]}: tables{f' and {figures} figures' if figures else ''}", flush=True)
