@@ -23,7 +23,7 @@ from sketchwalk_jax.cli.generate import load_model
 from sketchwalk_jax.cli.progress import elapsed
 from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies import PRESETS, Policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.validation import check_settings
 
@@ -36,7 +36,14 @@ _TEXT = "Text"
 
 def demo(
     model: options.ModelOption = None,
-    preset: options.PresetOption = PRESET,
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = PRESET,
     density: options.DensityOption = None,
     phase: options.PhaseOption = PHASE,
     dtype: options.DTypeOption = None,
@@ -93,6 +100,7 @@ def demo(
     keep_compiled_programs()
     params, model_config = load_model(directory, chosen)
 
+    name = _describe(config, preset, phase)
     table = Table(is_shown=not as_json)
     _introduce(table, directory, text)
     with Stopwatch() as stopwatch:
@@ -100,16 +108,18 @@ def demo(
             Reader(params, model_config, one, tokenizer, phase=phase, stopwatch=stopwatch)
             for one in (Dense(block_size=config.block_size), config)
         )
-        _compare(table, text, dense, sparse, num_tokens=num_tokens, name=_describe(config, preset))
+        _compare(table, text, dense, sparse, num_tokens=num_tokens, name=name)
         compile_s = stopwatch.compile_s
     table.line()
     table.line(summary(dense, sparse))
 
-    is_drawn = not no_plot and _draw(out, text, dense, sparse, model_config, config, preset)
+    is_drawn = not no_plot and _draw(
+        out, text, dense, sparse, first_layer=num_dense_layers(model_config, config), name=name
+    )
     total_s = time.perf_counter() - started
     if as_json:
         found = {
-            "model": str(directory.name),
+            "model": directory.resolve().name,
             "device": jax.devices()[0].device_kind,
             "dtype": chosen,
             "text": SOURCE,
@@ -133,7 +143,8 @@ def demo(
     if is_drawn:
         table.line(f"What was attended to is drawn in {out}.")
     table.line(
-        f"{total_s:.0f} s in all; {compile_s:.0f} s of them compiled, and count nowhere above."
+        f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; "
+        "the times above leave that out."
     )
 
 
@@ -156,14 +167,19 @@ def _check_picture(out: Path) -> None:
         raise UsageError(f"--out must lie in an existing folder, got {str(out)!r}")
 
 
-def _describe(config: Policy, preset: str | None) -> str:
+def _describe(config: Policy, preset: str, phase: str) -> str:
     density = getattr(config, "density", None)
-    return f"{preset or 'paper'}" + ("" if density is None else f", density {density:g}")
+    parts = [
+        preset,
+        "" if density is None else f"density {density:g}",
+        "" if phase == "both" else f"{phase} only",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _introduce(table: Table, directory: Path, text: Prompt) -> None:
     device = jax.devices()[0].device_kind
-    who = f"read by {directory.name} on {device}"
+    who = f"read by {directory.resolve().name} on {device}"
     table.line(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
     for fact in text.facts:
         share = fact.position / len(text.tokens)
@@ -204,9 +220,9 @@ def _draw(
     text: Prompt,
     dense: Reader,
     sparse: Reader,
-    model_config: ModelConfig,
-    config: Policy,
-    preset: str | None,
+    *,
+    first_layer: int,
+    name: str,
 ) -> bool:
     """Saves the picture, or says on standard error why there is none."""
     if sparse.selection is None:
@@ -214,17 +230,10 @@ def _draw(
         return False
     title = (
         f"Blocks attended to in {len(text.tokens):,} tokens with {len(text.facts)} facts "
-        f"({_describe(config, preset)}; {sparse.read_density:.0%} of all pairs)"
+        f"({name}; {sparse.read_density:.0%} of all pairs)"
     )
     try:
-        save_picture(
-            out,
-            text,
-            dense,
-            sparse,
-            first_layer=num_dense_layers(model_config, config),
-            title=title,
-        )
+        save_picture(out, text, dense, sparse, first_layer=first_layer, title=title)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
         return False

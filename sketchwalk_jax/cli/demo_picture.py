@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sketchwalk_jax.cli.demo_prompt import Prompt
-from sketchwalk_jax.cli.demo_reader import Reader
+from sketchwalk_jax.cli.demo_reader import Answer, Reader
 from sketchwalk_jax.plots import ORANGE, block_map, draw_map
 
 if TYPE_CHECKING:
@@ -60,41 +60,44 @@ def draw_picture(
     places = [(fact.position - 1) // size for fact in prompt.facts]
 
     rows = math.ceil(len(maps) / _COLUMNS)
-    heights = [2.4 * rows + 0.4, 0.5 + 1.2 * len(places)]
-    figure = Figure(figsize=(12, sum(heights) + 0.4), layout="constrained")
+    heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)]
+    figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=12)
     above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
-    axes = above.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat
-    for index, axis in enumerate(axes):
+    panels = above.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    for index, panel in enumerate(panels):
         if index >= len(maps):
-            axis.set_visible(False)
+            panel.set_visible(False)
             continue
-        draw_map(axis, maps[index], 0)
+        draw_map(panel, maps[index], 0)
+        _mark(panel, places)
         share = np.nanmean(maps[index])
-        axis.set_title(f"layer {first_layer + index}: {share:.0%} of blocks", fontsize=9)
-        _mark(axis, places)
-    above.supxlabel(f"key block ({size} tokens each); orange: the facts", fontsize=10)
+        panel.set_title(f"layer {first_layer + index}: {share:.0%} of blocks", fontsize=9)
+    above.supxlabel(f"key block ({size} tokens each), marks: the facts", fontsize=10)
     above.supylabel("query block", fontsize=10)
-    for axis, fact, place, was, now in zip(
-        below.subplots(len(places), 1, squeeze=False)[:, 0],
-        prompt.facts,
-        places,
-        dense.answers,
-        sparse.answers,
-        strict=True,
-    ):
+
+    strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
+    asked = zip(strips, prompt.facts, places, dense.answers, sparse.answers, strict=True)
+    for strip, fact, place, was, now in asked:
         assert now.blocks is not None
-        draw_map(axis, now.blocks, first_layer)
-        axis.set_aspect("auto")
-        _mark(axis, [place])
-        verdict = "right" if now.is_right else f"wrong: {now.text}"
-        axis.set_title(
-            f"question about {fact.word}, {fact.number}: dense {was.text}, sparse {verdict}",
+        draw_map(strip, now.blocks, first_layer)
+        strip.set_aspect("auto")
+        _mark(strip, [place])
+        strip.set_title(
+            f"{fact.word}, {fact.number}: dense {_verdict(was)}; sparse {_verdict(now)}",
             fontsize=9,
             loc="left",
         )
+    below.supxlabel("key blocks that the end of each question attended to", fontsize=10)
     below.supylabel("layer", fontsize=10)
     return figure
+
+
+def _verdict(answer: Answer) -> str:
+    if answer.is_right:
+        return "right"
+    text = answer.text.encode("ascii", errors="replace").decode()  # which every font can write
+    return f"wrong, {text}" if text else "silent"
 
 
 def _mark(axis: Any, places: Sequence[int]) -> None:

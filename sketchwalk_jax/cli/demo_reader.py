@@ -1,6 +1,7 @@
 """One reader of the demonstration's text: a policy with its cache, asked one question at a time."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,13 @@ class Answer:
     text: str = ""
     is_right: bool = False
     blocks: np.ndarray | None = None
+
+    def add(self, piece: str, fact: Fact) -> None:
+        """Appends generated text."""
+        # What a terminal would take for a command is replaced.
+        shown = (char if char.isprintable() or char.isspace() else "�" for char in piece)
+        self.text = re.sub(r"\s+", " ", self.text + "".join(shown)).lstrip()
+        self.is_right = fact.is_answer(self.text)
 
 
 class Reader:
@@ -129,16 +137,18 @@ class Reader:
             last = (self._num_tokens + len(fact.question) - 1) // self._block_size
             answer.blocks = block_map(start.selection, first_block=first)[:, last - first]
         yield answer
-        text, density = "", start.measured_density
-        while "." not in text:
+        density, is_over = start.measured_density, False
+        while not is_over:
             chunk, seconds = self._stopwatch.time(lambda: next(chunks, None))
             if chunk is None:
-                break
-            density = chunk.measured_density
-            self._decode_s += seconds
-            self._num_decoded += 1
-            text += decoder.push(chunk.tokens[0, : int(chunk.lengths[0])])
-            answer.text, answer.is_right = " ".join(text.split()), fact.is_answer(text)
+                answer.add(decoder.finish(), fact)
+                is_over = True
+            else:
+                density = chunk.measured_density
+                self._decode_s += seconds
+                self._num_decoded += 1
+                answer.add(decoder.push(chunk.tokens[0, : int(chunk.lengths[0])]), fact)
+                is_over = "." in answer.text
             yield answer
         self._decode_pairs += float(np.mean(density.decode_pairs))
         self._decode_causal += float(np.sum(density.decode_causal))

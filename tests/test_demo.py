@@ -1,0 +1,349 @@
+"""`sketchwalk demo`: what it hides and asks, what it computes, what it shows and draws."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+from matplotlib import colors
+
+from sketchwalk_jax import Dense, SketchWalkConfig, load, make_generate
+from sketchwalk_jax.cli import demo_table, main
+from sketchwalk_jax.cli.demo_picture import draw_picture
+from sketchwalk_jax.cli.demo_prompt import WORDS, Fact, Prompt, hide_facts, prose
+from sketchwalk_jax.cli.demo_reader import ANSWER_TOKENS, ROOM, Answer, Reader
+from sketchwalk_jax.cli.stopwatch import Stopwatch
+from sketchwalk_jax.evaluation.templates import code_question, code_statement, is_held_out
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.tokenizer import decode, load_tokenizer
+
+TOKENS, FACTS = 500, 2
+NUM_LAYERS = 4  # the first two stay dense
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    tensors = checkpoints.write_checkpoint(directory, tokenizer=True, num_hidden_layers=NUM_LAYERS)
+    # So that random weights attend to few tokens, and write letters, which can be told apart.
+    for name in tensors:
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensors[name] *= np.float32(3)
+    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
+    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
+    checkpoints.write_tensors(directory, tensors)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path):
+    return load_tokenizer(model)
+
+
+@pytest.fixture
+def demo(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch):
+    """Runs the demonstration in an empty folder; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def demo(*arguments: object) -> tuple[str, str]:
+        command = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
+        status = main([str(argument) for argument in command])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out, err
+
+    return demo
+
+
+def hidden(tokenizer, **changes) -> Prompt:
+    """The text that the command makes of the options above."""
+    options = {"num_tokens": TOKENS - ROOM, "num_facts": FACTS, "seed": 0} | changes
+    return hide_facts(tokenizer, **options)
+
+
+def test_facts_stand_in_the_text_once_and_are_asked_for(tokenizer):
+    text = hidden(tokenizer, num_facts=3)
+    content = decode(tokenizer, text.tokens)
+    for fact in text.facts:
+        assert content.count(code_statement(fact.word, fact.number)) == 1
+        assert len(re.findall(rf"\b{fact.word}\b", content)) == 1
+        assert decode(tokenizer, text.tokens[: fact.position]).endswith(fact.number)
+        assert decode(tokenizer, fact.question) == code_question(fact.word)
+    positions = [fact.position for fact in text.facts]
+    assert positions == sorted(positions)
+    assert len({fact.number for fact in text.facts}) == len({f.word for f in text.facts}) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [256, 436, 3000])
+def test_text_fills_the_room_and_never_exceeds_it(num_tokens, tokenizer):
+    assert num_tokens - 32 < len(hidden(tokenizer, num_tokens=num_tokens).tokens) <= num_tokens
+
+
+def test_text_longer_than_the_topics_repeats_them(tokenizer):
+    num_tokens = sum(map(len, prose())) + 5000
+    assert num_tokens - 32 < len(hidden(tokenizer, num_tokens=num_tokens).tokens) <= num_tokens
+
+
+def test_text_and_facts_follow_the_seed(tokenizer):
+    first, again, other = (hidden(tokenizer, seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert [(f.word, f.number) for f in first.facts] == [(f.word, f.number) for f in again.facts]
+    assert decode(tokenizer, first.tokens)[:50] != decode(tokenizer, other.tokens)[:50]
+    assert {f.number for f in first.facts}.isdisjoint(f.number for f in other.facts)
+
+
+def test_special_tokens_begin_the_text_and_no_question(tmp_path: Path):
+    checkpoints.write_byte_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    from tokenizers.processors import TemplateProcessing
+
+    begin = ("<begin>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<begin> $A", None, [begin])
+    text = hidden(tokenizer)
+    assert text.tokens[0] == tokenizer.bos_token_id and len(text.tokens) <= TOKENS - ROOM
+    for fact in text.facts:
+        assert tokenizer.bos_token_id not in fact.question
+        assert decode(tokenizer, text.tokens[: fact.position]).endswith(fact.number)
+
+
+def test_words_are_held_out_from_training():
+    assert len(set(WORDS)) == len(WORDS) >= 40
+    assert all(is_held_out(word) and re.fullmatch("[a-z]{4,8}", word) for word in WORDS)
+
+
+def test_prose_is_english_without_code():
+    paragraphs = prose()
+    assert sum(map(len, paragraphs)) > 60_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not [line for line in paragraphs if ">>>" in line or "::=" in line]
+    assert all(" the " in line or " a " in line or " is " in line for line in paragraphs[:50])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" 12345.", True),
+        ("12345", True),
+        ("12345, and more", True),
+        ("1234", False),
+        ("123456.", False),
+        ("12345th", False),
+        ("no 12345.", False),
+        ("", False),
+    ],
+)
+def test_answer_is_right_if_it_begins_with_the_code(text, expected):
+    assert Fact("river", "12345", 7, np.zeros(3, np.int32)).is_answer(text) == expected
+
+
+def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer) -> str:
+    """The answer when text and question are given as one prompt, up to its full stop."""
+    call = make_generate(model_config, config, max_new_tokens=ANSWER_TOKENS)
+    generation = call(params, np.concatenate([text.tokens, fact.question])[None])
+    text = decode(tokenizer, np.asarray(generation.tokens)[0, : int(generation.lengths[0])])
+    answer = Answer()
+    answer.add(re.sub(r"\..*", ".", text, flags=re.DOTALL), fact)
+    return answer.text
+
+
+def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
+    found = json.loads(demo("--preset", "paper", "--density", 0.5, "--no-plot", "--json")[0])
+    params, model_config = load(model, dtype="float32")
+    text = hidden(tokenizer)
+    for name, config in (("dense", Dense()), ("sketchwalk", SketchWalkConfig.paper(density=0.5))):
+        for fact, answer in zip(text.facts, found[name]["answers"], strict=True):
+            assert answer["text"] == one_prompt(params, model_config, config, text, fact, tokenizer)
+    dense, sparse = (found[name]["answers"] for name in ("dense", "sketchwalk"))
+    assert [one["text"] for one in dense] != [one["text"] for one in sparse]
+
+
+def test_json_is_one_object_with_the_measurements(demo, tokenizer):
+    out, err = demo("--preset", "paper", "--density", 0.5, "--no-plot", "--json")
+    found = json.loads(out)
+    text = hidden(tokenizer)
+    assert err == "" and out.count("\n") == 1
+    assert (found["preset"], found["nominal_density"], found["phase"]) == ("paper", 0.5, "both")
+    assert found["tokens"] == len(text.tokens) and found["picture"] is None
+    assert found["model"] == "tiny" and found["dtype"] == "float32"
+    assert [fact["position"] for fact in found["facts"]] == [f.position for f in text.facts]
+    for name, low, high in (("dense", 1.0, 1.0), ("sketchwalk", 0.5, 0.95)):
+        assert low <= found[name]["measured_density_prefill"] <= high
+        assert low <= found[name]["measured_density_decode"] <= high
+        assert found[name]["read_s"] > 0 and found[name]["tokens_per_s"] > 0
+    assert 0 <= found["compile_s"] < found["total_s"]
+
+
+@pytest.mark.parametrize(("phase", "dense_part"), [("prefill", "decode"), ("decode", "prefill")])
+def test_other_phase_stays_dense(phase, dense_part, demo):
+    out, err = demo("--phase", phase, "--preset", "paper", "--json")
+    sparse = json.loads(out)["sketchwalk"]
+    assert sparse[f"measured_density_{dense_part}"] == 1.0
+    assert sparse[f"measured_density_{phase}"] < 1.0
+    assert ("no picture: nothing was selected" in err) == (phase == "decode")
+
+
+def test_files_get_plain_lines(demo, tokenizer):
+    out, err = demo("--preset", "paper", "--density", 1)
+    assert err == "" and not re.search(r"[\x1b\r]", out)
+    lines = out.splitlines()
+    text = hidden(tokenizer)
+    assert f"{len(text.tokens):,} tokens of English" in lines[0] and "by tiny on cpu" in lines[0]
+    for fact in text.facts:
+        assert any(line.endswith(f"The code of {fact.word} is {fact.number}.") for line in lines)
+        (line,) = (line for line in lines if line.startswith(f"code of {fact.word}?"))
+        assert line.count("WRONG") == 2  # random weights know nothing
+    assert any(line.split() == ["right", "0", "of", "2", "0", "of", "2"] for line in lines)
+    assert "answers none of the questions" in out
+    assert re.search(r"\d+ s in all, \d+ s of which went into compiling", lines[-1])
+    assert Path("sketchwalk-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_terminal_sees_both_answers_grow(demo, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    demo("--no-plot", "--facts", 1)
+    shown = [
+        frame
+        for frame in re.split("[\r\n]|\x1b.K", terminal.getvalue())
+        if frame.startswith("code of ")
+    ]
+    assert len(shown) >= ANSWER_TOKENS / 2
+    assert "WRONG" in shown[-1] and not any("WRONG" in frame for frame in shown[:-1])
+    # What a terminal keeps of each line is the frame after the last return.
+    kept = [line.rpartition("\x1b[K")[2] for line in terminal.getvalue().split("\n")]
+    assert sum(line.startswith("code of ") for line in kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "message"),
+    [
+        ("++", "++", "Sketch-and-Walk found every fact that dense attention found."),
+        ("++", "+-", "Sketch-and-Walk lost 1 of the 2 facts that dense attention found."),
+        ("+-", "-+", "Sketch-and-Walk lost 1 of the 1 facts that dense attention found."),
+        ("+-", "++", "Sketch-and-Walk found every fact that dense attention found, and 1 more."),
+        ("--", "--", "This model answers none of the questions, with dense attention neither."),
+    ],
+)
+def test_summary_says_what_was_lost(dense, sparse, message):
+    readers = (reader([Answer("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
+    assert demo_table.summary(*readers) == message
+
+
+def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Reader:
+    """A reader that has answered already."""
+    made = object.__new__(Reader)
+    made.answers, made.selection = answers, selection
+    return made
+
+
+def test_missing_matplotlib_costs_only_the_picture(demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out, err = demo()
+    assert "no picture: " in err and "sketchwalk-jax[plots]" in err
+    assert "seconds" not in out and "in all" in out
+    assert not list(Path().iterdir())
+
+
+def test_picture_shows_maps_questions_and_places_of_the_facts():
+    size, num_layers, num_rows = 16, 3, 8
+    causal = np.tri(num_rows, dtype=np.int32)
+    ids = np.broadcast_to(
+        np.arange(num_rows, dtype=np.int32), (num_layers, 1, 1, num_rows, num_rows)
+    )
+    counts = np.broadcast_to(causal.sum(1, dtype=np.int32), (num_layers, 1, 1, num_rows))
+    facts = tuple(
+        Fact(word, "12345", position, np.zeros(3, np.int32))
+        for word, position in (("river", 17), ("button", 112))
+    )
+    prompt = Prompt(np.zeros(7 * size + 1, np.int32), facts)
+    blocks = np.eye(num_layers, num_rows, dtype=np.float32)
+    answers = [Answer("12345.", True, blocks), Answer("99\u4f60.", False, blocks)]
+    sparse = reader(answers, BlockSelection(ids, counts, size))
+    dense = reader([Answer("12345.", True), Answer("", False)])
+    figure = draw_picture(prompt, dense, sparse, first_layer=2, title="Blocks")
+    *maps, first, second = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_title() for axis in maps] == [f"layer {n}: 100% of blocks" for n in (2, 3, 4)]
+    assert first.get_title(loc="left") == "river, 12345: dense right; sparse right"
+    assert second.get_title(loc="left") == "button, 12345: dense silent; sparse wrong, 99?."
+    for axis, places in ((maps[0], [1, 6]), (first, [1]), (second, [6])):
+        (marks,) = axis.get_lines()
+        assert list(marks.get_xdata()) == places
+        assert colors.same_color(marks.get_color(), "#D55E00")
+    for axis in (first, second):
+        np.testing.assert_array_equal(axis.get_images()[0].get_array(), blocks)
+        assert axis.get_ylim() == (4.5, 1.5)  # layers as the model counts them
+    assert figure.get_suptitle() == "Blocks"
+
+
+MISTAKES = {
+    "beyond the context": (
+        ["--tokens", 513],
+        "--tokens must not exceed the model's context of 512",
+    ),
+    "too few tokens": (["--tokens", 319], "--tokens must be at least 320 for 2 facts, got 319"),
+    "no fact": (["--facts", 0], "'--facts'"),
+    "too many facts": (["--facts", 17], "'--facts'"),
+    "unknown preset": (["--preset", "best"], "--preset must be one of ('paper',"),
+    "density 0": (["--density", 0], "--density must be in (0, 1], got 0.0"),
+    "unknown phase": (["--phase", "all"], "--phase must be one of ('both',"),
+    "unknown dtype": (["--dtype", "int8"], "--dtype must be one of"),
+    "no picture's name": (["--out", "a.txt"], "--out must end in one of ('.png', '.pdf', '.svg')"),
+    "folder missing": (["--out", "b/a.png"], "--out must lie in an existing folder, got 'b/a.png'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_named_before_anything_is_read(
+    arguments, message, model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["sketchwalk_jax.cli.demo"], "load_model", None)
+    command = ["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err
+
+
+def test_short_context_is_the_default_length(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--model", str(model), "--facts", "1", "--no-plot", "--json"]) == 0
+    assert 512 - ROOM - 32 < json.loads(capsys.readouterr().out)["tokens"] <= 512 - ROOM
+
+
+def test_compilation_is_timed_apart():
+    @jax.jit
+    def twice(x):
+        return jax.jit(lambda x: x + x)(x)
+
+    with Stopwatch() as stopwatch:
+        result, run_s = stopwatch.time(lambda: twice(np.float32(2)))
+        compile_s = stopwatch.compile_s
+        assert result == 4 and 0 <= run_s and 0 < compile_s
+        stopwatch.time(lambda: twice(np.float32(3)))
+        assert stopwatch.compile_s == compile_s
+
+
+def test_compilation_inside_another_counts_once(monkeypatch):
+    events = [("trace", 2.0, 5.0), ("trace", 3.0, 4.0), ("lower", 4.5, 6.0), ("backend", 7.0, 8.0)]
+    clock = iter([1.0, 10.0])
+
+    def call() -> int:
+        for name, start, end in events:
+            jax.monitoring.record_event_time_span(f"/jax/core/compile/{name}", start, end)
+        jax.monitoring.record_event_time_span("/jax/other", 0.0, 9.0)
+        return 7
+
+    with Stopwatch() as stopwatch:
+        monkeypatch.setattr("time.time", lambda: next(clock))
+        assert stopwatch.time(call) == (7, 4.0)
+        assert stopwatch.compile_s == 5.0
+    monkeypatch.undo()
+    call()
+    assert stopwatch.compile_s == 5.0
