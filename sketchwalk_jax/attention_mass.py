@@ -56,9 +56,10 @@ def block_mass(
       rows without queries are 0.
 
     Raises:
-      ValueError: If shapes or dtypes do not fit together.
+      ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
+    _check_block_size(block_size)
     check_per_sequence("first_block", first_block, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
@@ -117,9 +118,10 @@ def token_mass(
       Float32 `[B, 1, J]`, which sums to the number of query heads, or `[B, N, 1, J]`.
 
     Raises:
-      ValueError: If shapes or dtypes do not fit together.
+      ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
+    _check_block_size(block_size)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     check_per_sequence("kv_lengths", kv_lengths, batch)
@@ -177,6 +179,11 @@ def mass_recall(
     total = jnp.sum(by_list, axis=-1)
     recall = held / jnp.where(total > 0, total, 1.0)
     return recall.reshape(mass.shape[:-1])
+
+
+def _check_block_size(block_size: Any) -> None:
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
 
 
 def _or_default(x: Any, default: int, batch: int) -> Int[Array, "B"]:

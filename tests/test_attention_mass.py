@@ -140,6 +140,8 @@ def test_wrong_arguments_are_named():
     query, key = (jnp.zeros(shape) for shape in ((2, 32, 6, 8), (2, 32, 2, 8)))
     with pytest.raises(ValueError, match="key must have shape"):
         block_mass(query, key, block_size=16, layer=0)
+    with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
+        block_mass(query, key, block_size=0)
     with pytest.raises(ValueError, match="valid must have shape"):
         block_mass(query, key, block_size=16, valid=jnp.ones((2, 30), bool))
     with pytest.raises(ValueError, match="first_block must have shape"):

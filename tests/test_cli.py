@@ -12,6 +12,8 @@ from sketchwalk_jax import Dense, SketchWalkConfig, make_generate
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
+from sketchwalk_jax.policies.oracle import OracleConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
 from sketchwalk_jax.sampling import Sampling
 
 PROMPT = "Walk with the sketch,\r\nthen walk again: né, 你.\n" * 4
@@ -135,6 +137,8 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
         ([], {"config": SketchWalkConfig.paper(), "phase": "both", "every": 8}),
         ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
         (["--policy", "dense"], {"config": Dense()}),
+        (["--policy", "oracle"], {"config": OracleConfig()}),
+        (["--policy", "streaming", "--density", 0.5], {"config": StreamingConfig(density=0.5)}),
         (["--preset", "damped"], {"config": SketchWalkConfig.damped()}),
         (["--preset", "released"], {"config": SketchWalkConfig.released()}),
         (["--density", 0.5], {"config": SketchWalkConfig.paper(density=0.5)}),
@@ -156,6 +160,7 @@ def test_options_reach_the_generation(arguments, expected, started):
     [
         (["--policy", "dense", "--density", 0.5], Dense(), "--density has no effect with --policy"),
         (["--policy", "dense", "--preset", "paper"], Dense(), "--preset has no effect with"),
+        (["--policy", "oracle", "--preset", "paper"], OracleConfig(), "with --policy oracle"),
         (["--preset", "released", "--density", 0.5], SketchWalkConfig.released(), "sets its own"),
     ],
 )

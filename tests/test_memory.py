@@ -28,6 +28,7 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.selection import block_budget
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +41,7 @@ NUM_LAYERS = 4
 CONFIGS = {
     "paper": SketchWalkConfig.paper(density=0.1),
     "released": SketchWalkConfig.released(),
+    "oracle": OracleConfig(density=0.1),
     "dense": Dense(),
 }
 MODEL = ModelConfig(
@@ -165,7 +167,13 @@ def assert_cache_is_updated_in_place(compiled, cache, *, limit: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [("paper", "both"), ("paper", "prefill"), ("released", "both"), ("dense", "both")],
+    [
+        ("paper", "both"),
+        ("paper", "prefill"),
+        ("released", "both"),
+        ("oracle", "both"),
+        ("dense", "both"),
+    ],
 )
 def test_decode_step_copies_no_cache(name, phase):
     config = CONFIGS[name]

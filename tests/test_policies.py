@@ -15,7 +15,14 @@ import tiny
 from hypothesis import given, settings
 from tolerances import tolerance
 
-from sketchwalk_jax import Dense, SketchWalkConfig, generate
+from sketchwalk_jax import (
+    Dense,
+    SketchWalkConfig,
+    dense_attention,
+    generate,
+    init_walk,
+    sketchwalk_attention,
+)
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, takes_density
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.random_blocks import RandomConfig
@@ -258,6 +265,15 @@ def test_generation_at_full_density_equals_dense(name):
     dense = generated(Dense(block_size=SIZE))
     np.testing.assert_array_equal(out.tokens, dense.tokens)
     np.testing.assert_allclose(out.measured_density.overall, 1.0, **tolerance("density"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_layer_at_full_density_equals_dense(name):
+    config = by_name(name, block_size=SIZE, density=1.0)
+    query, key = (jnp.asarray(x[0]) for x in draw(CAPACITY, CAPACITY)[1:])
+    walk = init_walk(2, CAPACITY, config=config)
+    out, _ = sketchwalk_attention(query, key, key, walk, config=config)
+    np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
 
 
 def test_every_name_makes_its_policy():

@@ -232,7 +232,7 @@ def generate(
         about = {
             "load_s": round(load_s, 4),
             "policy": policy,
-            "preset": preset or ("paper" if policy == "sketchwalk" else None),
+            "preset": (preset or "paper") if policy == "sketchwalk" else None,
             "phase": phase,
             "dtype": chosen,
         }
