@@ -1,13 +1,14 @@
-"""Writes the tables of README.md from the JSON results; no number in them is typed.
+"""Writes the tables of README.md and QUALITY.md from the JSON results; no number is typed.
 
     python benchmarks/report.py            # rewrites the tables
     python benchmarks/report.py --check    # fails if they differ from the results
 
-A table stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`.
+What is written stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`.
 """
 
 import argparse
 import difflib
+import functools
 import json
 import re
 import sys
@@ -15,7 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import ROOT  # which finds the package in a checkout that is not installed
+
+from sketchwalk_jax.evaluation.report import TITLES, describe_run, sections
+from sketchwalk_jax.evaluation.summaries import densities, read_results
+from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest, markdown_table, summary_table
+
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "QUALITY.md")
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 Results = dict[str, Any]
 
@@ -24,21 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrites or checks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, fail on differences")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args(arguments)
-    old = options.readme.read_text(encoding="utf-8")
-    new = render(old, options.results)
-    if old == new:
-        return 0
-    if options.check:
+    is_equal = [
+        update(page, options.results, is_check=options.check) for page in options.page or PAGES
+    ]
+    return 0 if all(is_equal) or not options.check else 1
+
+
+def update(page: Path, results: Path, *, is_check: bool = False) -> bool:
+    """Rewrites a page, or only shows how it differs; returns whether it was right before."""
+    old = page.read_text(encoding="utf-8")
+    new = render(old, results)
+    if old != new and is_check:
         lines = difflib.unified_diff(
-            old.splitlines(), new.splitlines(), str(options.readme), "from the results", lineterm=""
+            old.splitlines(), new.splitlines(), str(page), "from the results", lineterm=""
         )
         print("\n".join(lines))
-        return 1
-    options.readme.write_text(new, encoding="utf-8")
-    return 0
+    elif old != new:
+        page.write_text(new, encoding="utf-8")
+    return old == new
 
 
 def render(text: str, results: Path) -> str:
@@ -51,31 +64,21 @@ def render(text: str, results: Path) -> str:
         if name not in TABLES:
             raise ValueError(f"a benchmark section must be one of {sorted(TABLES)}, got {name!r}")
         file, make = TABLES[name]
-        data = json.loads((results / file).read_text(encoding="utf-8"))
-        if data["meta"].get("is_quick"):
-            raise ValueError(f"{file} must be of a whole run, got one with --quick")
-        return f"{opening}{make(data)}\n\n{caption(data['meta'])}\n{closing}"
+        return f"{opening}{make(results / file)}\n{closing}"
 
     return SECTION.sub(replace, text)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, numbers to the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
+    """A section of a file of speeds: its table, then hardware, versions, date and command."""
 
+    def section(path: Path) -> str:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["meta"].get("is_quick"):
+            raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
+        return f"{make(data)}\n\n{describe_run(data['meta'])}"
 
-def caption(meta: dict[str, Any]) -> str:
-    """Hardware, versions, date and command."""
-    versions = meta["versions"]
-    machine = f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB"
-    if meta["device"] != "cpu":
-        machine = f"{meta['device']} in a machine with {machine}"
-    return (
-        f"{machine}; "
-        f"Python {versions['python']}, JAX {versions['jax']}; {meta['date']}; "
-        f"`{meta['command']}`"
-    )
+    return section
 
 
 def select(data: Results, part: str) -> dict[int, dict[str, Any]]:
@@ -117,7 +120,7 @@ def attention_table(data: Results) -> str:
         cells += [times(sparse["speedup"]), seconds(alone["wall_s"])]
         held = [mebibytes(row["temporary_bytes"]) for row in (dense, sparse)]
         rows.append([*cells, " / ".join(held)])
-    return table(header, rows)
+    return markdown_table(header, rows)
 
 
 def prefill_table(data: Results) -> str:
@@ -127,7 +130,7 @@ def prefill_table(data: Results) -> str:
         + [times(by_policy["sparse"]["speedup"])]
         for tokens, by_policy in select(data, "prefill").items()
     ]
-    return table(("Prompt tokens", "Dense", "Sparse", "Faster"), rows)
+    return markdown_table(("Prompt tokens", "Dense", "Sparse", "Faster"), rows)
 
 
 def decode_table(data: Results) -> str:
@@ -139,7 +142,7 @@ def decode_table(data: Results) -> str:
         cells = [f"{tokens:,}", seconds(dense["wall_s"]), seconds(sparse["wall_s"])]
         cells += [times(sparse["speedup"]), mebibytes(sparse["cache_bytes"])]
         rows.append([*cells, mebibytes(sparse["temporary_bytes"])])
-    return table(header, rows)
+    return markdown_table(header, rows)
 
 
 def start_table(data: Results) -> str:
@@ -149,39 +152,94 @@ def start_table(data: Results) -> str:
         for tokens, by_policy in select(data, "start").items()
         for policy, row in by_policy.items()
     ]
-    return table(("", "Prompt tokens", "First call, compiling", "Later calls"), rows)
+    return markdown_table(("", "Prompt tokens", "First call, compiling", "Later calls"), rows)
 
 
-def needles_table(data: Results) -> str:
-    """Right answers by preset and phase."""
-    phases = {"both": "Prefill and decode", "prefill": "Prefill only", "decode": "Decode only"}
-    names = {"dense": "dense", "full": "`paper`, density 1.0"}
-    by_name: dict[str, dict[str, Any]] = {}
-    for row in data["rows"]:
-        by_name.setdefault(row["name"], {})[row["phase"]] = row
-    rows = []
-    for name, by_phase in by_name.items():
-        measured = by_phase["both"]["measured_density"]
-        pair = (measured["overall"], measured["prefill_sparse_layers"])
-        cells = [right(by_phase[phase]) if phase in by_phase else "" for phase in phases]
-        rows.append([names.get(name, f"`{name}`"), *cells, f"{pair[0]:.2f} / {pair[1]:.2f}"])
-    header = ("Right answers, sparse in", *phases.values())
-    header += ("Measured density, all layers / sparse layers",)
-    return table(header, rows)
+@functools.cache
+def quality_sections(path: Path) -> dict[str, str]:
+    """The sections of a quality report, by name."""
+    if not path.exists():
+        return dict.fromkeys(TITLES, UNMEASURED)
+    return sections(read_results(path), plots="plots")
 
 
-def right(row: dict[str, Any]) -> str:
-    """Right answers with the interval of their share."""
-    low, high = row["interval"]
-    return f"{row['exact']} of {row['count']} ({low:.2f}–{high:.2f})"
+def quality_summary(path: Path) -> str:
+    """All tasks together at the highest density below 1, for README.md."""
+    if not path.exists():
+        return UNMEASURED
+    results = read_results(path)
+    density = max(one for one in densities(results.rows) if one < 1)
+    tokens = longest(results.rows)
+    table = summary_table(results.rows, density=density, tokens=tokens)
+    what = f"Nominal density {density:g}, prompts of {tokens:,} tokens, 95 % intervals"
+    return f"{table}\n\n{what}. {describe_run(results.meta)}"
 
 
-TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "cpu-attention": ("cpu.json", attention_table),
-    "cpu-prefill": ("cpu.json", prefill_table),
-    "cpu-decode": ("cpu.json", decode_table),
-    "cpu-start": ("cpu.json", start_table),
-    "needles": ("needles.json", needles_table),
+def paper_ruler(path: Path) -> str:
+    """The paper's tables of RULER, as one."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return paper_table(data, "RULER")
+
+
+def paper_longbench(path: Path) -> str:
+    """The averages of the paper's tables of LongBench."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return paper_table(data, "LongBench", ("average", "average_without_passage_count"))
+
+
+def paper_table(data: Results, benchmark: str, columns: Sequence[str] = ()) -> str:
+    """Dense attention once for each model, then every method in every phase."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    sources = [one for one in data["tables"] if one["benchmark"] == benchmark]
+    columns = columns or sources[0]["columns"]
+    for source in sorted(sources, key=lambda one: list(PHASE_TITLES).index(one["phase"])):
+        for row in source["rows"]:
+            is_dense = row["method"] == "dense"
+            phase = "" if is_dense else PHASE_TITLES[source["phase"]]
+            values = dict(zip(source["columns"], row["values"], strict=True))
+            numbers = [f"{values[column]:.2f}" for column in columns]
+            table = "" if is_dense else str(source["table"])
+            cells = [row["model"], phase, row["method"], *numbers, table]
+            rows.setdefault((row["model"], phase, row["method"]), cells)
+    titles = [column.replace("_", " ") for column in columns]
+    order = sorted(rows, key=lambda key: list(dict.fromkeys(one[0] for one in rows)).index(key[0]))
+    header = ("Model", "Sparse in", "Method", *titles, "Table")
+    table = markdown_table(header, [rows[key] for key in order], num_names=3)
+    return (
+        f"{table}\n\n{data['meta']['source']}; {data['meta']['unit']}; {data['meta']['setting']}."
+    )
+
+
+def paper_statements(path: Path) -> str:
+    """What the paper says of figures whose numbers it does not print."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    places = {
+        one["about"]: f"Figure {one['figure']}{one['panel'] or ''}" if one["figure"] else "abstract"
+        for one in data["statements"]
+    }
+    return "\n".join(
+        f"- {one['about'].capitalize()}: {one['text']} ({places[one['about']]})."
+        for one in data["statements"]
+    )
+
+
+UNMEASURED = (
+    "*Not measured yet.* `sketchwalk eval --out benchmarks/results/quality.json`, then "
+    "`python benchmarks/quality.py`."
+)
+
+TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "cpu-attention": ("cpu.json", captioned(attention_table)),
+    "cpu-prefill": ("cpu.json", captioned(prefill_table)),
+    "cpu-decode": ("cpu.json", captioned(decode_table)),
+    "cpu-start": ("cpu.json", captioned(start_table)),
+    "quality": ("quality.json", quality_summary),
+    "paper-ruler": ("paper.json", paper_ruler),
+    "paper-longbench": ("paper.json", paper_longbench),
+    "paper-statements": ("paper.json", paper_statements),
+} | {
+    f"quality-{name}": ("quality.json", lambda path, name=name: quality_sections(path)[name])
+    for name in TITLES
 }
 
 

@@ -1,4 +1,4 @@
-"""The numbers in README.md are those of the benchmarks' results."""
+"""The numbers in README.md and on the results page are those of the benchmarks' results."""
 
 import json
 import re
@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-NAMES = ("cpu-attention", "cpu-prefill", "needles")
+PAGES = ("README.md", "benchmarks/QUALITY.md")
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+has_quality = pytest.mark.skipif(
+    not (RESULTS / "quality.json").exists(), reason="the quality is not measured yet"
+)
 
 
 def report(repository: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -21,21 +26,23 @@ def report(repository: Path, *arguments: str | Path) -> subprocess.CompletedProc
 
 def section(text: str, name: str) -> str:
     found = re.search(rf"<!-- benchmark:{name} -->\n(.*?)<!-- /benchmark -->", text, re.DOTALL)
-    assert found is not None, f"README.md has no section benchmark:{name}"
+    assert found is not None, f"the page has no section benchmark:{name}"
     return found[1]
 
 
-def test_readme_tables_equal_the_results(repository):
+def test_tables_equal_the_results(repository):
     done = report(repository, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["cpu-attention", "cpu-prefill", pytest.param("quality", marks=has_quality)]
+)
 def test_readme_has_the_table_with_hardware_versions_and_command(repository, name):
     text = section((repository / "README.md").read_text(encoding="utf-8"), name)
     assert text.count("\n| ") >= 3
     assert re.search(r"\d+ cores, \d+ GiB; Python 3\.\d+\.\d+, JAX 0\.\d+", text)
-    assert "`python benchmarks/" in text
+    assert re.search(r"`(python benchmarks/|sketchwalk eval)", text)
 
 
 def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
@@ -43,15 +50,43 @@ def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
     original = (repository / "README.md").read_text(encoding="utf-8")
     table = section(original, "cpu-attention")
     readme.write_text(original.replace(table, table.replace("**", "**1", 1)), encoding="utf-8")
-    assert report(repository, "--check", "--readme", readme).returncode == 1
-    assert report(repository, "--readme", readme).returncode == 0
+    assert report(repository, "--check", "--page", readme).returncode == 1
+    assert report(repository, "--page", readme).returncode == 0
     assert readme.read_text(encoding="utf-8") == original
 
 
-def test_full_density_answered_as_dense_did_token_for_token(repository):
-    results = json.loads((repository / "benchmarks" / "results" / "needles.json").read_text())
-    (full,) = (row for row in results["rows"] if row["name"] == "full")
-    assert full["equal_to_dense"] == full["count"] >= 50
+@pytest.mark.parametrize("name", ["paper-ruler", "paper-longbench"])
+def test_the_results_page_has_the_figures_of_the_paper(repository, name):
+    text = section((repository / "benchmarks" / "QUALITY.md").read_text(encoding="utf-8"), name)
+    for method in ("dense", "Sketch&Walk", "FlexPrefill", "Quest"):
+        assert f"| {method} |" in text
+    assert "arXiv:2602.07397" in text
+
+
+def test_averages_of_the_paper_agree_with_the_columns_they_are_of():
+    """As printed they are rounded; a wrong digit in any column would show."""
+    data = json.loads((RESULTS / "paper.json").read_text(encoding="utf-8"))
+    assert [one["table"] for one in data["tables"]] == [1, 2, 3, 4, 5, 6]
+    for table in data["tables"]:
+        for row in table["rows"]:
+            values = dict(zip(table["columns"], row["values"], strict=True))
+            averages = {name: values.pop(name) for name in list(values) if "average" in name}
+            assert np.mean(list(values.values())) == pytest.approx(averages["average"], abs=0.015)
+            if table["benchmark"] == "LongBench":
+                del values["passage_count"]
+                rest = averages["average_without_passage_count"]
+                assert np.mean(list(values.values())) == pytest.approx(rest, abs=0.015)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_and_links_of_a_page_lead_somewhere(repository, page):
+    path = repository / page
+    targets = re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
+    local = {target for target in targets if "://" not in target}
+    assert local
+    if not (RESULTS / "quality.json").exists():
+        local -= {"results/quality.json", "plots/attention_powers.png"}
+    assert not [target for target in local if not (path.parent / target).exists()]
 
 
 def test_results_of_a_quick_run_are_refused(repository, tmp_path):
@@ -60,11 +95,11 @@ def test_results_of_a_quick_run_are_refused(repository, tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps(results))
     readme = tmp_path / "README.md"
     readme.write_text("<!-- benchmark:cpu-prefill -->\n<!-- /benchmark -->\n")
-    done = report(repository, "--readme", readme, "--results", tmp_path)
+    done = report(repository, "--page", readme, "--results", tmp_path)
     assert done.returncode != 0 and "--quick" in done.stderr
 
 
-@pytest.mark.parametrize("file", ["cpu.json", "needles.json"])
+@pytest.mark.parametrize("file", ["cpu.json", pytest.param("quality.json", marks=has_quality)])
 def test_results_name_no_folder_of_a_machine(repository, file):
     text = (repository / "benchmarks" / "results" / file).read_text()
     assert not re.search(r'["\s=](/|~|[A-Z]:\\)', text)

@@ -24,8 +24,10 @@ _NOTHING = "–"
 _MINUS = "\N{MINUS SIGN}"
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with its first column to the left and the others to the right.
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int = 1
+) -> str:
+    """A table with its first columns, `num_names` of them, to the left and the others to the right.
 
     Example:
       >>> print(markdown_table(("Policy", "Exact"), [("dense", "1.00")]))
@@ -33,7 +35,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
       | --- | ---: |
       | dense | 1.00 |
     """
-    rule = ["---", *["---:"] * (len(header) - 1)]
+    rule = ["---"] * num_names + ["---:"] * (len(header) - num_names)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
@@ -172,7 +174,7 @@ def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> st
                 title = "" if label == "dense" else PHASE_TITLES[phase]
                 body.append([name_of(label), title, *cells])
     header = ("Policy", "Sparse in", *(f"{count} statements" for count in hops))
-    return markdown_table(header, body)
+    return markdown_table(header, body, num_names=2)
 
 
 def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
@@ -188,7 +190,7 @@ def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
                 title = "" if label == "dense" else PHASE_TITLES[phase]
                 body.append([name_of(label), title, *cells])
     header = ("Policy", "Sparse in", *(f"{tokens:,} tokens" for tokens in lengths))
-    return markdown_table(header, body)
+    return markdown_table(header, body, num_names=2)
 
 
 def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
