@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,12 @@ def reference_python() -> str:
     if interpreter is None:
         pytest.skip("SKETCHWALK_REFERENCE_PYTHON names no interpreter with torch")
     return interpreter
+
+
+@pytest.fixture(scope="session")
+def parity_seed() -> int:
+    """Seed of what is drawn for the live comparison; every failure shows it."""
+    return int(os.environ.get("SKETCHWALK_PARITY_SEED") or random.SystemRandom().randrange(10**6))
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ run and needs the interpreter of SKETCHWALK_REFERENCE_PYTHON; SKETCHWALK_PARITY_
 """
 
 import json
-import os
-import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -71,12 +69,6 @@ def test_goldens_cover_every_family_rope_type_and_switch():
         assert {getattr(config, switch) for config in configs} == {False, True}, switch
     assert any(c.num_heads * c.head_dim != c.hidden_size for c in configs)
     assert any(len(config.eos_token_ids) > 1 for config in configs)
-
-
-@pytest.fixture(scope="session")
-def parity_seed() -> int:
-    """Seed of the drawn models; every failure shows it."""
-    return int(os.environ.get("SKETCHWALK_PARITY_SEED") or random.SystemRandom().randrange(10**6))
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
     room = num_tokens - len(encode(tokenizer, "".join(statements))) - num_facts
     # From the beginning again where a long context outlasts the topics.
     text = _passage(itertools.islice(itertools.cycle(paragraphs), first, None), tokenizer, room)
-    words = [word for word in words if word not in text][:num_facts]
+    words = [word for word in words if word not in text.lower()][:num_facts]
 
     whole, ends, last = "", [], 0
     for word, number, share in zip(words, numbers, shares, strict=True):

@@ -2,7 +2,7 @@
 
     python tests/parity/reference_worker.py JOB.json DIRECTORY
 
-The job is `{"cases": [...], "rope": [...]}`. A case makes a random model, saves it into
+The job is `{"cases": [...], "checkpoints": [...], "rope": [...]}`. A case makes a random model, saves it into
 DIRECTORY/NAME, loads it back from there, and adds `expected.npz` with logits and greedy tokens:
 
     name            folder of the case
@@ -18,6 +18,10 @@ DIRECTORY/NAME, loads it back from there, and adds `expected.npz` with logits an
     num_eos         how many of the tokens that come up are declared as end tokens
     length          prompt tokens, default 24
     new_tokens      greedy tokens, default 12
+
+A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: a directory that exists already, and
+batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. Its
+`expected.npz` has the logits after the prompt only.
 
 An entry of "rope" is `{"name", "config"}`; frequencies of all go into DIRECTORY/rope.npz.
 This file needs torch, transformers, numpy and safetensors, nothing of this project.
@@ -132,6 +136,26 @@ def run_case(case, root):
     np.savez(directory / "expected.npz", **expected)
 
 
+def run_checkpoint(checkpoint, root):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint["directory"], dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    for prompts in checkpoint["prompts"]:
+        tokens = torch.tensor(prompts)
+        generated, gap = greedy(model, tokens, checkpoint["new_tokens"], None)
+        if gap > MIN_GAP:
+            break
+    else:
+        raise SystemExit(f"{checkpoint['name']}: every prompt has nearly equal logits")
+    directory = root / checkpoint["name"]
+    directory.mkdir()
+    np.savez(
+        directory / "expected.npz",
+        tokens=tokens.int().numpy(),
+        logits=compute_logits(model, tokens)[:, -1],
+        greedy=generated.int().numpy(),
+    )
+
+
 def compute_logits(model, tokens):
     with torch.no_grad():
         return model(tokens).logits.float().numpy()
@@ -152,6 +176,8 @@ def run(job, root):
     torch.manual_seed(0)
     for case in job.get("cases", []):
         run_case(case, root)
+    for checkpoint in job.get("checkpoints", []):
+        run_checkpoint(checkpoint, root)
     arrays = {}
     for entry in job.get("rope", []):
         frequencies, factor = rope_frequencies(entry["config"])
