@@ -137,7 +137,9 @@ def run_case(case, root):
 
 
 def run_checkpoint(checkpoint, root):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint["directory"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint["directory"], dtype=torch.float32
+    ).eval()
     model.generation_config.eos_token_id = None
     for prompts in checkpoint["prompts"]:
         tokens = torch.tensor(prompts)
