@@ -2,8 +2,10 @@
 
     python tests/parity/reference_worker.py JOB.json DIRECTORY
 
-The job is `{"cases": [...], "checkpoints": [...], "rope": [...]}`. A case makes a random model, saves it into
-DIRECTORY/NAME, loads it back from there, and adds `expected.npz` with logits and greedy tokens:
+The job is `{"cases": [...], "checkpoints": [...], "rope": [...]}`.
+
+A case makes a random model, saves it into DIRECTORY/NAME, loads it back from there, and adds
+`expected.npz` with logits and greedy tokens:
 
     name            folder of the case
     model_type      "llama", "qwen2" or "qwen3"
@@ -19,8 +21,8 @@ DIRECTORY/NAME, loads it back from there, and adds `expected.npz` with logits an
     length          prompt tokens, default 24
     new_tokens      greedy tokens, default 12
 
-A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: a directory that exists already, and
-batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. Its
+A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: a directory that exists already,
+and batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. Its
 `expected.npz` has the logits after the prompt only.
 
 An entry of "rope" is `{"name", "config"}`; frequencies of all go into DIRECTORY/rope.npz.
