@@ -17,7 +17,7 @@ from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.demo_picture import save_picture
 from sketchwalk_jax.cli.demo_prompt import MAX_FACTS, SOURCE, TOKENS_PER_FACT, Prompt, hide_facts
 from sketchwalk_jax.cli.demo_reader import ROOM, Reader
-from sketchwalk_jax.cli.demo_table import Table, speed, summary, verdict
+from sketchwalk_jax.cli.demo_table import Table, shorten, speed, summary, verdict
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.generate import load_model
 from sketchwalk_jax.cli.progress import elapsed
@@ -203,9 +203,9 @@ def _compare(
         label = f"code of {fact.word}?"
         # Token by token in turns, so that both answers grow at once.
         for left, right in itertools.zip_longest(dense.ask(fact), sparse.ask(fact)):
-            table.update(
-                label, (left or dense.answers[-1]).text, (right or sparse.answers[-1]).text
-            )
+            # The one that has ended stays as it is.
+            left, right = left or dense.answers[-1], right or sparse.answers[-1]
+            table.update(label, shorten(left), shorten(right))
         table.line(label, verdict(dense.answers[-1]), verdict(sparse.answers[-1]))
     table.line("  attended pairs", f"{dense.decode_density:.1%}", f"{sparse.decode_density:.1%}")
     table.line(

@@ -39,8 +39,12 @@ class Table:
 
 def verdict(answer: Answer) -> str:
     """An answer and whether it is right, for one column."""
-    text = answer.text if len(answer.text) <= 16 else answer.text[:15] + "…"
-    return f"{text or '(nothing)'}  {'right' if answer.is_right else 'WRONG'}"
+    return f"{shorten(answer) or '(nothing)'}  {'right' if answer.is_right else 'WRONG'}"
+
+
+def shorten(answer: Answer) -> str:
+    """As much of an answer as a column has room for."""
+    return answer.text if len(answer.text) <= 16 else answer.text[:15] + "…"
 
 
 def speed(dense: Reader, sparse: Reader) -> str:
