@@ -17,6 +17,7 @@ TASKS = (
     "text_loss",
 )
 DENSE = ("dense", None)
+LONGEST = 16384  # tokens, by default
 # Share of right answers at density 0.2, mass recall and loss beyond dense, all made up.
 POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
     DENSE: (0.97, 1.0, 0.0),
@@ -153,3 +154,17 @@ def _score(is_right: np.ndarray) -> dict[str, Any]:
         "exact_high": float(interval.high),
         "is_right": [int(one) for one in is_right],
     }
+
+
+def right_answers(
+    rows: list[dict[str, Any]], label: str, phase: str, task: str, density: float = 0.2
+) -> list[int]:
+    """Right answers of the longest prompts, straight from the rows."""
+    found = []
+    for row in rows:
+        name = row["preset"] or row["policy"]
+        is_here = label == "dense" or (row["phase"] == phase and row["density"] in (None, density))
+        place = (row["task"], row["tokens"], row["depth"])
+        if name == label and is_here and place == (task, LONGEST, None):
+            found += row["is_right"]
+    return found

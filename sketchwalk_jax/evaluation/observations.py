@@ -1,36 +1,14 @@
-"""Claims about sparse attention, each checked against the rows of an evaluation by a fixed rule.
+"""Claims about sparse attention, checked against the rows of an evaluation.
 
-The claims are the paper's own and those of two earlier studies with smaller models. A rule decides
-from intervals wherever it can: what chance may explain is left open.
+The claims are the paper's own and those of two earlier studies with smaller models.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from sketchwalk_jax.evaluation.claims import CLAIMS, SMALL, View
 from sketchwalk_jax.evaluation.drawing import check_choices, nominal_density
-from sketchwalk_jax.evaluation.summaries import (
-    PHASES,
-    Difference,
-    Row,
-    mean_by_layer,
-    paired_difference,
-    paired_loss_difference,
-    pool,
-    select,
-    values_of,
-)
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, signed
-
-HELD, FAILED, OPEN, UNTESTED = "held", "did not hold", "undecided", "not tested"
-
-# Policies that score a block by the mean of its keys, and those that keep the extremes of each
-# channel.
-_MEAN_KEYS = ("paper", "damped", "one_hop")
-_EXTREMES = ("quest",)
-# Tasks whose question ends the prompt and whose answer stands in one place of it.
-_LOOKUPS = ("single_needle", "multi_key")
-_NEAR = 0.02  # "near-lossless": at most this share of answers lost
-_LITTLE = 0.1
+from sketchwalk_jax.evaluation.summaries import Row, select, values_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,43 +26,6 @@ class Observation:
     claim: str
     verdict: str
     evidence: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _View:
-    """The rows of one length and nominal density."""
-
-    rows: Sequence[Row]
-
-    def choose(self, label: str, phase: str, tasks: Sequence[str] = ()) -> list[Row]:
-        """Scored rows of a policy; of all tasks by default."""
-        rows = select(self.rows, label=label, phase=phase)
-        return [
-            row for row in rows if row["exact"] is not None and (not tasks or row["task"] in tasks)
-        ]
-
-    def compare(
-        self, first: str, second: str, phase: str, tasks: Sequence[str] = ()
-    ) -> Difference | None:
-        """The first policy's right answers minus the second's."""
-        return paired_difference(
-            self.choose(first, phase, tasks), self.choose(second, phase, tasks)
-        )
-
-    def best(self, labels: Sequence[str], phase: str, tasks: Sequence[str]) -> str | None:
-        """The policy with the most right answers, or `None` if there are no rows."""
-        found = {label: pool(self.choose(label, phase, tasks)) for label in labels}
-        shares = {label: one.exact for label, one in found.items() if one is not None}
-        return max(shares, key=lambda label: shares[label] or 0.0) if shares else None
-
-    def recall(self, label: str) -> float | None:
-        """Mass recall in prefill, mean over layers and tasks."""
-        rows = select(self.rows, label=label, phase="prefill")
-        values = [one for one in mean_by_layer(rows, "mass_recall_by_layer") if one is not None]
-        return sum(values) / len(values) if values else None
-
-
-_Check = Callable[[_View], tuple[str, list[str]]]
 
 
 def check_observations(
@@ -110,9 +51,9 @@ def check_observations(
     check_choices(rows, tokens=tokens)
     density = nominal_density(rows, density)
     tokens = values_of(rows, "tokens")[-1] if tokens is None else tokens
-    view = _View(select(rows, density=density, tokens=tokens))
+    view = View(select(rows, density=density, tokens=tokens))
     found = []
-    for number, (claim, check) in _CLAIMS.items():
+    for number, (claim, check) in CLAIMS.items():
         verdict, evidence = check(view)
         found.append(
             Observation(number=number, claim=claim, verdict=verdict, evidence=tuple(evidence))
@@ -121,222 +62,12 @@ def check_observations(
 
 
 def observations_text(observations: Sequence[Observation]) -> str:
-    """A markdown list of claims, verdicts and numbers."""
-    return "\n".join(
+    """A markdown list of claims, verdicts and numbers, after the rule that decides."""
+    rule = (
+        "A loss or gain is one if its 95 % interval keeps clear of 0, and none if the interval "
+        f"keeps below {SMALL:g}; in between, a claim stays undecided."
+    )
+    return f"{rule}\n\n" + "\n".join(
         f"- **{one.number}. {one.claim}** *{one.verdict.capitalize()}.* {' '.join(one.evidence)}"
         for one in observations
     )
-
-
-def _says(difference: Difference, first: str, second: str, where: str) -> str:
-    return (
-        f"`{first}` minus `{second}`, {where}: {signed(difference.mean)} "
-        f"({signed(difference.low)} to {signed(difference.high)}; {difference.prompts} prompts)."
-    )
-
-
-def _is_below(difference: Difference, bound: float) -> str:
-    """The verdict on "the difference is below `bound`"."""
-    if difference.high < bound:
-        return HELD
-    return FAILED if difference.low >= bound else OPEN
-
-
-def _opposite(verdict: str) -> str:
-    return {HELD: FAILED, FAILED: HELD}.get(verdict, verdict)
-
-
-def _missing(*labels: str) -> tuple[str, list[str]]:
-    return UNTESTED, [f"It takes rows of {' and '.join(f'`{label}`' for label in labels)}."]
-
-
-def _near_lossless(view: _View) -> tuple[str, list[str]]:
-    found = {phase: view.compare("paper", "dense", phase) for phase in PHASES}
-    known = {phase: one for phase, one in found.items() if one is not None}
-    if not known:
-        return _missing("paper", "dense")
-    verdicts = [_opposite(_is_below(one, -_NEAR)) for one in known.values()]
-    verdict = FAILED if FAILED in verdicts else OPEN if OPEN in verdicts else HELD
-    return verdict, [
-        _says(one, "paper", "dense", f"all tasks, {PHASE_TITLES[phase].lower()}")
-        for phase, one in known.items()
-    ]
-
-
-def _mean_keys(phase: str) -> _Check:
-    def check(view: _View) -> tuple[str, list[str]]:
-        label = view.best(_MEAN_KEYS, phase, _LOOKUPS)
-        found = None if label is None else view.compare(label, "oracle", phase, _LOOKUPS)
-        if label is None or found is None:
-            return _missing("oracle", "a policy with mean keys")
-        where = f"the best mean-key policy, look-ups, {PHASE_TITLES[phase].lower()}"
-        return _is_below(found, 0.0), [_says(found, label, "oracle", where)]
-
-    return check
-
-
-def _extremes(phase: str) -> _Check:
-    def check(view: _View) -> tuple[str, list[str]]:
-        label = view.best(_EXTREMES, phase, _LOOKUPS)
-        other = view.best(_MEAN_KEYS, phase, _LOOKUPS)
-        if label is None or other is None:
-            return UNTESTED, ["No policy here keeps the extremes of a block's keys."]
-        found = view.compare(other, label, phase, _LOOKUPS)
-        if found is None:
-            return _missing(label, other)
-        where = f"look-ups, {PHASE_TITLES[phase].lower()}"
-        return _is_below(found, 0.0), [_says(found, other, label, where)]
-
-    return check
-
-
-def _shared_list(view: _View) -> tuple[str, list[str]]:
-    found = view.compare("oracle", "dense", "prefill", _LOOKUPS)
-    if found is None:
-        return _missing("oracle", "dense")
-    evidence = _says(found, "oracle", "dense", "look-ups, prefill")
-    return _opposite(_is_below(found, -_LITTLE)), [evidence]
-
-
-def _even_power(view: _View) -> tuple[str, list[str]]:
-    names = ("paper", "random")
-    found = view.compare(*names, "prefill")
-    losses = paired_loss_difference(
-        *(select(view.rows, label=name, phase="prefill", task="text_loss") for name in names)
-    )
-    verdicts, evidence = [], []
-    if found is not None:
-        verdicts.append(_is_below(found, 0.0))
-        evidence.append(_says(found, *names, "right answers, all tasks, prefill"))
-    if losses is not None:
-        verdicts.append(FAILED if losses.high < 0 else HELD if losses.low > 0 else OPEN)
-        evidence.append(_says(losses, *names, "text loss, prefill"))
-    recalls = [view.recall(name) for name in names]
-    if None not in recalls:
-        evidence.append(f"Mass recall: {recalls[0]:.3f} and {recalls[1]:.3f}.")
-    if not verdicts:
-        return _missing(*names)
-    return verdicts[0] if len(set(verdicts)) == 1 else OPEN, evidence
-
-
-def _damping(view: _View) -> tuple[str, list[str]]:
-    recalls = {name: view.recall(name) for name in ("paper", "damped", "one_hop", "oracle")}
-    known = {name: value for name, value in recalls.items() if value is not None}
-    if not {"paper", "oracle"} < set(known):
-        return _missing("paper", "oracle", "damped or one_hop")
-    gap = known["oracle"] - known["paper"]
-    if gap <= 0:
-        return UNTESTED, ["`paper` holds as much mass as `oracle`: there is nothing to repair."]
-    closed = {
-        name: (known[name] - known["paper"]) / gap
-        for name in ("damped", "one_hop")
-        if name in known
-    }
-    evidence = [
-        f"`{name}` closes {share:.0%} of the gap in mass recall between `paper` "
-        f"({known['paper']:.3f}) and `oracle` ({known['oracle']:.3f})."
-        for name, share in closed.items()
-    ]
-    for name in closed:
-        found = view.compare(name, "paper", "prefill")
-        if found is not None:
-            evidence.append(_says(found, name, "paper", "all tasks, prefill"))
-    return HELD if max(closed.values()) > 0.5 else FAILED, evidence
-
-
-def _walk(view: _View) -> tuple[str, list[str]]:
-    names, task = ("damped", "one_hop"), ("variable_tracking",)
-    evidence, gains = [], []
-    for phase in PHASES:
-        found = view.compare(*names, phase, task)
-        if found is None:
-            continue
-        gains.append(found.low > 0)
-        evidence.append(_says(found, *names, f"variable tracking, {PHASE_TITLES[phase].lower()}"))
-        chosen = [view.choose(name, phase, task) for name in names]
-        hops = values_of(chosen[0], "hops")
-        parts = [
-            (
-                count,
-                paired_difference(
-                    *([row for row in some if row["hops"] == count] for some in chosen)
-                ),
-            )
-            for count in hops
-        ]
-        by_hops = [f"{signed(one.mean)} for {count}" for count, one in parts if one is not None]
-        if len(by_hops) > 1:
-            evidence.append(f"By statements to follow: {', '.join(by_hops)}.")
-    if not gains:
-        return _missing(*names)
-    evidence.append("The two differ in the walk alone.")
-    return FAILED if any(gains) else HELD, evidence
-
-
-def _dense_tail(view: _View) -> tuple[str, list[str]]:
-    names = ("released", "dense")
-    last = view.compare(*names, "prefill", _LOOKUPS)
-    others = {
-        "questions mid-prompt, prefill": view.compare(*names, "prefill", ("mid_prompt",)),
-        "look-ups, decode": view.compare(*names, "decode", _LOOKUPS),
-    }
-    known = {where: one for where, one in others.items() if one is not None}
-    if last is None or not known:
-        return _missing(*names)
-    evidence = [_says(last, *names, "look-ups at the end, prefill")]
-    evidence += [_says(one, *names, where) for where, one in known.items()]
-    evidence.append(
-        "`released` reads the last four blocks of a prompt densely, at its own density."
-    )
-    if any(last.low > one.high for one in known.values()):
-        return HELD, evidence
-    is_no_better = all(last.mean <= one.mean for one in known.values())
-    return FAILED if is_no_better else OPEN, evidence
-
-
-def _untested(reason: str) -> _Check:
-    return lambda view: (UNTESTED, [reason])
-
-
-_CLAIMS: dict[str, tuple[str, _Check]] = {
-    "P": (
-        f"The printed method is near-lossless: it loses at most {_NEAR:.0%} of the answers.",
-        _near_lossless,
-    ),
-    "1a": (
-        "Scoring a block by the mean of its keys loses single facts that true attention mass "
-        "would keep.",
-        _mean_keys("prefill"),
-    ),
-    "1b": ("Keeping the extremes of each channel of the keys keeps them.", _extremes("prefill")),
-    "1c": (
-        f"One list of blocks for all heads costs little: less than {_LITTLE:.0%} of the answers, "
-        "if it is the right list.",
-        _shared_list,
-    ),
-    "2a": (
-        "The even power, which forgets the sign of a score, and the undamped product select worse "
-        "than chance.",
-        _even_power,
-    ),
-    "2b": ("Softmax transitions and damping repair most of that.", _damping),
-    "3": (
-        "The walk adds nothing over one hop, even where several steps must be followed.",
-        _walk,
-    ),
-    "4": (
-        "A dense end of the prompt is worth most of the accuracy where the question comes last, "
-        "and hides what selection loses.",
-        _dense_tail,
-    ),
-    "5a": (
-        "Mean keys lose facts in decode too, with the query of a single token.",
-        _mean_keys("decode"),
-    ),
-    "5b": ("Extremes keep them there.", _extremes("decode")),
-    "6": (
-        "Retrieval is learnt on short sequences first, and does not reach past the trained length.",
-        _untested("That is about training: the model card has its curves."),
-    ),
-}
-"""Number, claim and check; the numbers are those of the first study's conclusions."""
