@@ -1,11 +1,5 @@
 """What the benchmarks share: alternating timers, hardware and versions, JSON files."""
 
-import datetime
-import importlib.metadata
-import json
-import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -24,30 +18,9 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
 
 def describe_machine(**details: Any) -> dict[str, Any]:
     """Hardware, versions, date and command of this run, with `details` of the benchmark's own."""
-    import jax
+    from sketchwalk_jax.evaluation import results
 
-    packages = ("jax", "jaxlib", "numpy")
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", _relative(sys.argv[0]), *map(_relative, sys.argv[1:])]),
-        **details,
-    }
-
-
-def _cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    names = {name.strip(): value.strip() for name, value in fields.items()}
-    return names.get("model name", platform.processor() or platform.machine())
+    return results.describe_machine(["python", *map(_relative, sys.argv)], **details)
 
 
 def _relative(argument: str) -> str:
@@ -116,7 +89,9 @@ def memory(compiled: Any) -> dict[str, int]:
 
 def write_results(path: str | Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Writes the JSON file that `report.py` reads."""
+    from sketchwalk_jax.evaluation import results
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    results.write_results(path, meta, rows)
     print(f"written: {path}")

@@ -137,7 +137,7 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
         "versions": {"python": platform.python_version(), "sketchwalk-jax": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(_relative(word) for word in (command or sys.argv)),
+        "command": shlex.join(_relative(word) for word in (command or _own_command())),
         **details,
     }
 
@@ -148,6 +148,12 @@ def _cpu_model() -> str:
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     names = {name.strip(): value.strip() for name, value in fields.items()}
     return names.get("model name", platform.processor() or platform.machine())
+
+
+def _own_command() -> list[str]:
+    program = Path(sys.argv[0])
+    is_module = program.name == "__main__.py"
+    return [*(("python", "-m", program.parent.name) if is_module else sys.argv[:1]), *sys.argv[1:]]
 
 
 def _relative(word: str) -> str:

@@ -1,0 +1,217 @@
+"""Phases, batches and shared prefills, against `generate`, `forward`, `prefill`, `decode_step`."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from evaluation_samples import LENGTH, WITHIN, samples
+from tiny import MODEL, params
+from tolerances import tolerance
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.evaluation import measure
+from sketchwalk_jax.evaluation.measure import Measurement
+from sketchwalk_jax.evaluation.programs import Programs
+from sketchwalk_jax.evaluation.prompts import make_prompts
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.tasks import TASKS
+
+pytestmark = pytest.mark.slow
+
+PHASES = ("both", "prefill", "decode")
+SPARSE = Rule("sketchwalk", "damped", 0.4)
+RELEASED = Rule("sketchwalk", "released")
+FULL = Rule("sketchwalk", "paper", 1.0)
+WANTED = {DENSE: ("both",), SPARSE: PHASES, RELEASED: PHASES}
+CLOSE = tolerance("logits")
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return params()
+
+
+@pytest.fixture(scope="module")
+def programs(weights):
+    return Programs(weights)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What scoring was given: `(task, kind)` to a list of arrays, one per rule and phase."""
+    seen = {}
+
+    def note(kind, result):
+        def scoring(prompts, *arrays):
+            count = len(prompts.samples)
+            arrays = [np.asarray(x)[:count] for x in arrays if isinstance(x, np.ndarray)]
+            if kind.endswith("decode"):
+                arrays = [np.concatenate([arrays[0][:, None], arrays[1]], axis=1)]
+            seen.setdefault((prompts.task, kind), []).append(arrays[0])
+            return result[:count]
+
+        return scoring
+
+    for name in ("right_in_decode", "right_in_prefill"):
+        monkeypatch.setattr(measure, name, note(name, np.zeros(9, bool)))
+    for name in ("loss_in_decode", "loss_in_prefill"):
+        monkeypatch.setattr(measure, name, note(name, np.zeros(9)))
+    return seen
+
+
+def _run(programs, weights, some, answers, *, batch=3, wanted=WANTED):
+    """Outcomes by rule and phase, and what was scored, in the same order."""
+    answers.clear()
+    measurement = Measurement(
+        programs, weights, MODEL, wanted, num_tokens=LENGTH, batch=batch, probe_batch=0
+    )
+    prompts = make_prompts(some, batch=batch, num_tokens=LENGTH)
+    outcomes = measurement.run(prompts, wanted, None)
+    in_prefill = some[0].task in WITHIN
+    scored = {}
+    for kind in ("prefill", "decode"):
+        found = [
+            array
+            for (_, name), arrays in answers.items()
+            if name.endswith(kind)
+            for array in arrays
+        ]
+        keys = [
+            key
+            for key in outcomes
+            if (in_prefill and (key[0] == DENSE or key[1] == "prefill")) == (kind == "prefill")
+        ]
+        scored |= dict(zip(keys, found, strict=True))
+    return outcomes, scored, prompts
+
+
+def _padded(some):
+    tokens = np.zeros((len(some), LENGTH), np.int32)
+    for row, one in zip(tokens, some, strict=True):
+        row[: len(one.tokens)] = one.tokens
+    return tokens, np.array([len(one.tokens) for one in some], np.int32)
+
+
+def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers):
+    some = samples("multi_key")
+    tokens, lengths = _padded(some)
+    outcomes, scored, prompts = _run(programs, weights, some, answers)
+    assert list(outcomes) == [(rule, phase) for rule, phases in WANTED.items() for phase in phases]
+    for (rule, phase), following in scored.items():
+        made = sw.generate(
+            weights,
+            tokens,
+            lengths=lengths,
+            model_config=MODEL,
+            config=rule.make(),
+            phase=phase,
+            max_new_tokens=16,
+        )
+        for row in range(3):
+            count = prompts.num_steps[row] + 1
+            np.testing.assert_array_equal(
+                following[row, :count], made.tokens[row, :count], err_msg=f"{rule} {phase}"
+            )
+        found = outcomes[rule, phase].density
+        np.testing.assert_allclose(
+            found.prefill_pairs, made.measured_density.prefill_pairs, rtol=1e-6
+        )
+
+
+def test_text_behind_the_answer_is_scored_as_forward_does(programs, weights, answers):
+    for task in WITHIN:
+        some = samples(task)
+        tokens, lengths = _padded(some)
+        _, scored, _ = _run(programs, weights, some, answers)
+        for rule in WANTED:
+            phase = "both" if rule == DENSE else "prefill"
+            logits = sw.forward(
+                weights, tokens, lengths=lengths, model_config=MODEL, config=rule.make()
+            )
+            for row, one in enumerate(some):
+                size = len(one.answer)
+                columns = one.answer_start - 1 + np.arange(size)
+                expected = np.argmax(logits[row, columns], axis=-1)
+                if task == "text_loss":
+                    log_p = jax.nn.log_softmax(logits[row, columns])
+                    expected = -np.take_along_axis(np.array(log_p), one.answer[:, None], 1)[:, 0]
+                np.testing.assert_allclose(scored[rule, phase][row, :size], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("phase", ["decode", "both"])
+@pytest.mark.parametrize("rule", [SPARSE, RELEASED])
+def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
+    programs, weights, answers, rule, phase
+):
+    for task in WITHIN:
+        one = samples(task)[1]
+        _, scored, prompts = _run(programs, weights, [one], answers, wanted={rule: (phase,)})
+        start = one.question_start
+        config = rule.make()
+        cache = sw.init_cache(MODEL, config, batch=1, max_tokens=LENGTH)
+        options = {"model_config": MODEL, "config": config, "phase": phase}
+        logits, cache = sw.prefill(weights, one.tokens[None, :start], cache, **options)
+        expected = []
+        for step in range(prompts.num_steps[0] + 1):
+            target = one.tokens[start + step]
+            log_p = jax.nn.log_softmax(logits[0])
+            expected.append(-log_p[target] if task == "text_loss" else np.argmax(log_p))
+            is_forced = step < prompts.num_forced[0]
+            token = target if is_forced else int(np.argmax(log_p))
+            fed = np.array([token], np.int32)
+            logits, cache = sw.decode_step(weights, fed, cache, **options)
+        found = scored[rule, phase][0, : len(expected)]
+        np.testing.assert_allclose(found, np.array(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_full_density_equals_dense(programs, weights, answers, task):
+    wanted = {DENSE: ("both",), FULL: PHASES}
+    some = samples(task)
+    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    dense = scored[DENSE, "both"]
+    for phase in PHASES:
+        found = scored[FULL, phase]
+        assert outcomes[FULL, phase].measured_density(phase, np.ones(3, bool), first_layer=2) == 1
+        for row in range(3):
+            # Of mid_prompt, dense is told the answer as it goes: the first token is comparable.
+            start = prompts.num_forced[row] if task == "mid_prompt" and phase != "prefill" else 0
+            size = {"text_loss": 64, "mid_prompt": 1}.get(task, prompts.num_steps[row] + 1)
+            np.testing.assert_allclose(found[row, start : start + size], dense[row, :size], **CLOSE)
+
+
+@pytest.mark.parametrize("task", ["multi_key", *WITHIN])
+def test_batch_equals_one_by_one(programs, weights, answers, task):
+    some, wanted = samples(task), {DENSE: ("both",), SPARSE: PHASES}
+    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    for row, one in enumerate(some):
+        alone, scored_alone, _ = _run(programs, weights, [one], answers, batch=1, wanted=wanted)
+        size = 64 if task == "text_loss" else prompts.num_steps[row] + 1
+        for key, outcome in alone.items():
+            np.testing.assert_allclose(
+                scored_alone[key][0, :size], scored[key][row, :size], **CLOSE
+            )
+            for field in dataclasses.fields(outcome.density):
+                both = [getattr(x.density, field.name) for x in (outcome, outcomes[key])]
+                np.testing.assert_allclose(both[0][..., 0], both[1][..., row], rtol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["multi_key", *WITHIN])
+def test_attention_is_sparse_only_in_the_phase_named(programs, weights, answers, task):
+    wanted = {DENSE: ("both",), SPARSE: PHASES}
+    outcomes, *_ = _run(programs, weights, samples(task), answers, wanted=wanted)
+    everything = np.ones(3, bool)
+    for phase in PHASES:
+        outcome = outcomes[SPARSE, phase]
+        for part in ("prefill", "decode"):
+            density = outcome.measured_density(part, everything, first_layer=2)
+            if density is None:
+                assert task in WITHIN and part == "decode" and phase == "prefill"
+            elif phase in ("both", part):
+                assert 0.1 < density < 0.8
+            else:
+                assert density == 1
+        every_layer = outcome.measured_density("both", everything, first_layer=0)
+        sparse_layers = outcome.measured_density("both", everything, first_layer=2)
+        assert every_layer == pytest.approx((1 + sparse_layers) / 2)
