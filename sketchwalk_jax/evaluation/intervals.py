@@ -55,7 +55,7 @@ def paired_interval(
     ends = [wilson_interval(one, count) for one in right]
     below = [share - low for share, (low, _) in zip(shares, ends, strict=True)]
     above = [high - share for share, (_, high) in zip(shares, ends, strict=True)]
-    excess = both * neither - only_first * only_second
+    excess: float = both * neither - only_first * only_second
     if excess > 0:
         excess = max(excess - count / 2, 0)
     scale = math.prod(one * (count - one) for one in right)

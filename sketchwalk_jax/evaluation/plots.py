@@ -135,14 +135,15 @@ def _draw_points(
 ) -> None:
     from matplotlib.transforms import ScaledTranslation
 
-    values = [(x, one.text_loss if is_loss else one.exact, one) for x, one in points]
-    kept = [(x, y, one) for x, y, one in values if y is not None]
+    values: list[tuple[Any, ...]] = [
+        (x, one.text_loss, None, None) if is_loss else (x, one.exact, one.low, one.high)
+        for x, one in points
+    ]
+    kept = [value for value in values if value[1] is not None]
     if not kept:
         return
-    places, heights = [x for x, _, _ in kept], [y for _, y, _ in kept]
-    bars = None
-    if not is_loss:
-        bars = np.abs([[y - one.low for _, y, one in kept], [one.high - y for _, y, one in kept]])
+    places, heights, lows, highs = zip(*kept, strict=True)
+    bars = None if is_loss else np.abs([np.subtract(heights, lows), np.subtract(highs, heights)])
     moved = axis.transData + ScaledTranslation(shift / 72, 0, axis.figure.dpi_scale_trans)
     axis.errorbar(
         places,

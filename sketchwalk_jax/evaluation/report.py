@@ -62,7 +62,8 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     """
     rows = results.rows
     # Where every policy sets its own density, `None` leaves the density open.
-    tokens, nominal = longest(rows), densities(rows)[::-1] or [None]
+    tokens = longest(rows)
+    nominal: list[float | None] = [*densities(rows)[::-1]] or [None]
     images = drawings(rows) if plots is not None else {}
 
     def show(prefix: str) -> list[str]:
