@@ -73,18 +73,22 @@ class Recipe:
 RECIPES = {
     "scratch": Recipe(
         stages=(
-            Stage(256, 256, 0.06),
-            Stage(512, 128, 0.16),
-            Stage(1024, 64, 0.16),
-            Stage(2048, 32, 0.16),
-            Stage(4096, 16, 0.16),
+            Stage(512, 64, 0.3),
+            Stage(1024, 32, 0.15),
+            Stage(2048, 32, 0.2),
+            Stage(4096, 16, 0.2),
             Stage(8192, 8, 0.15),
-            Stage(16384, 4, 0.15),
         ),
         peak=2e-3,
+        final=0.25,  # "continue" goes on from here
     ),
     "continue": Recipe(
-        stages=(Stage(2048, 32, 0.15), Stage(8192, 8, 0.25), Stage(16384, 4, 0.6)),
+        stages=(
+            Stage(1024, 32, 0.1),
+            Stage(4096, 16, 0.15),
+            Stage(8192, 8, 0.2),
+            Stage(16384, 4, 0.55),
+        ),
         peak=1e-3,
         final=0.02,
         warm_up=100,

@@ -127,11 +127,11 @@ class Measurement:
                 is_sparse = rule != DENSE and phase != "decode"
                 config = self._policies[rule] if is_sparse else self._dense
                 # Without text behind the answer both are the same prompt.
-                reads_all = phase == "prefill" or rule == DENSE or not prompts.has_text_behind
+                reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
                 made = sparse if is_sparse else dense
                 if reads_all not in made:
                     made[reads_all] = self._prefill(prompts, config, reads_all=reads_all)
-                if reads_all and prompts.has_text_behind:
+                if reads_all and prompts.has_answer:
                     outcome = self._score_prefill(prompts, made[reads_all])
                 else:
                     outcome = self._decode(prompts, made[reads_all], rule, phase, tokenizer)
@@ -218,7 +218,7 @@ class Measurement:
             prefill, decode = (future.result() for future in self._probe_programs(rules))
             everything, cache = prefill(self._params, prompts.tokens, prompts.lengths)
             before = everything
-            if prompts.has_text_behind:
+            if prompts.has_answer:
                 before, cache = prefill(self._params, prompts.tokens, prompts.prompt_lengths)
             behind = decode(self._params, cache, prompts.continuation, prompts.num_told)
             sums: dict[str, ProbeSums] = jax.device_get(

@@ -55,9 +55,9 @@ class Prompts:
         return self.samples[0].task
 
     @property
-    def has_text_behind(self) -> bool:
-        """Whether tokens stand behind the answer, so that prefilling all of them scores it."""
-        return self.task in ("mid_prompt", "text_loss")
+    def has_answer(self) -> bool:
+        """Whether `tokens` hold the answer, so that prefilling all of them scores it."""
+        return self.samples[0].answer_start < len(self.samples[0].tokens)
 
     def columns(self, lengths: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B C"]:
         """Columns whose next token is wanted of a prefill: before the answer, and the last one."""

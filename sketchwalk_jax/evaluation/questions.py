@@ -116,10 +116,10 @@ def _several_codes(words: list[str], rng: np.random.Generator) -> Question:
 def _chains(
     draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator
 ) -> Question:
-    """Chains of variables, one among another; the number at the start of one is asked for.
+    """Chains of variables, one among another; one is to be followed name by name to its number.
 
-    Following a chain means reading `hops` statements: `hops - 1` names that copy a name, and the
-    number (`num_hops` of RULER counts the copies).
+    Following a chain means reading `hops` statements: `hops - 1` that copy a name, and the number
+    (`num_hops` of RULER counts the copies; its answer lists the names as well).
     """
     names = np.array(draw_words(_NUM_CHAINS * hops)).reshape(_NUM_CHAINS, hops).tolist()
     numbers = _draw_numbers(_NUM_CHAINS, rng)
@@ -129,7 +129,8 @@ def _chains(
     ]
     order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), hops))
     statements = [links[chain].pop(0) for chain in order]
-    return Question(statements, templates.value_question(names[0][-1]), [numbers[0]])
+    *before, asked = names[0]
+    return Question(statements, templates.value_question(asked), [*before[::-1], numbers[0]])
 
 
 def _votes(words: list[str], rng: np.random.Generator) -> Question:

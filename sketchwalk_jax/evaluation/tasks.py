@@ -6,7 +6,7 @@ single_needle | one code, at a depth | the code
 multi_key | `num_keys` codes | one of them
 multi_query | 16 codes | four of them in one question
 multi_value | 4 codes of one word, 8 of others | all four, in the order of the text
-variable_tracking | 3 chains of `hops` variables | the number at the start of one chain
+variable_tracking | 3 chains of `hops` variables | one chain, name by name to its number
 mid_prompt | 16 codes | one of them, in the second half of the prompt, with text after the answer
 aggregation | 12 votes for a word, 2 to 4 for each of five others | the word with the most votes
 text_loss | nothing | nothing: the loss of 64 tokens of the text
@@ -37,6 +37,10 @@ TASKS = (
     "text_loss",
 )
 
+# Tasks whose answers belong to the prompt, so that a prefill alone reads them. Of variable tracking,
+# because an answer has a look-up in every part: all of them are to happen in the phase tested.
+ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
+
 # Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
 # than any policy's dense end of the prompt.
 _NUM_TOKENS_BEHIND = 512
@@ -49,8 +53,8 @@ class Sample:
 
     Attributes:
       task: Name of the task.
-      tokens: int32, everything in order: the prompt, and in mid_prompt and text_loss the answer and
-        the text behind it.
+      tokens: int32, everything in order: the prompt; the answer, in variable_tracking, mid_prompt
+        and text_loss; and the text behind it, in the last two.
       answer_start: Index in `tokens` of the first answer token; `len(tokens)` where the question
         ends the prompt.
       answer: int32, the tokens of the answer with its full stop; in text_loss the scored tokens.
@@ -223,7 +227,7 @@ def _question_sample(
     asked = haystack.encoder.sentence(question.question)
     answer = haystack.encoder.sentence(answer_text(question.values))
     hidden = sum(len(statement) for statement in statements)
-    told = len(asked) + (len(answer) if task == "mid_prompt" else 0)
+    told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0)
     hay = haystack.fit(words, num_tokens - hidden - told)
     ends = np.cumsum([len(piece) for piece in hay])
     stop = len(hay)  # words before the question
@@ -248,7 +252,7 @@ def _question_sample(
             question_start = len(tokens)
             tokens += asked
             answer_start = len(tokens)
-            tokens += answer if task == "mid_prompt" else []
+            tokens += answer if task in ANSWERED_TASKS else []
     return Sample(
         task=task,
         tokens=np.array(tokens, np.int32),
