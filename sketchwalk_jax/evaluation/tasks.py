@@ -37,8 +37,8 @@ TASKS = (
     "text_loss",
 )
 
-# Tasks whose answers belong to the prompt, so that a prefill alone reads them. Of variable tracking,
-# because an answer has a look-up in every part: all of them are to happen in the phase tested.
+# Tasks whose answers belong to the prompt, so that a prefill alone reads them: of variable tracking
+# because every part of the answer is a look-up, and all are to happen in the phase tested.
 ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
 
 # Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
