@@ -1,15 +1,15 @@
-"""Samples of random tokens for `tiny.MODEL`, in the three layouts that tasks have."""
+"""Samples of random tokens for `tiny.MODEL`, in the layouts that tasks have."""
 
 import numpy as np
 
 from sketchwalk_jax.evaluation.tasks import TASKS, Sample
 
 LENGTH = 512
-WITHIN = ("mid_prompt", "text_loss")
+WITHIN = ("variable_tracking", "mid_prompt", "text_loss")  # the answer is among the tokens
 
 
 def sample(task: str, seed: int, *, length: int = 400) -> Sample:
-    """A sample of `length` tokens: the answer behind them, or within and text after it."""
+    """A sample of `length` tokens: the answer follows them, or ends them, or has text behind it."""
     rng = np.random.default_rng([seed, TASKS.index(task)])
     tokens = rng.integers(2, 64, length).astype(np.int32)
     common = {"depth": None, "hops": None}
@@ -17,7 +17,7 @@ def sample(task: str, seed: int, *, length: int = 400) -> Sample:
         answer = rng.integers(2, 64, 5 + seed).astype(np.int32)
         return Sample(task, tokens, length, answer, length - 9, "12345.", **common)
     num_answer = 64 if task == "text_loss" else 5
-    start = length - 100 - seed
+    start = length - (num_answer if task == "variable_tracking" else 100 + seed)
     question = start if task == "text_loss" else start - 7
     answer = tokens[start : start + num_answer]
     expected = "" if task == "text_loss" else "12345."

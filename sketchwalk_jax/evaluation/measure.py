@@ -35,10 +35,10 @@ class Measurement:
     """Programs for prompts of one length, and what they find.
 
     Where the question ends the prompt, everything is prefilled and the answer decoded; sparse
-    prefill is shared by the phases `prefill` (the answer decoded densely) and `both`. Where text
-    stands behind the answer, `prefill` reads all of it and scores the answer's columns, `decode`
-    and `both` read what comes before the question and are fed the rest one by one. Dense attention
-    is measured as `prefill` is.
+    prefill is shared by the phases `prefill` (the answer decoded densely) and `both`. Where the
+    answer is among the tokens, `prefill` reads all of them and scores the answer's columns;
+    `decode` and `both` read what comes before the question and are fed the rest one by one. Dense
+    attention is measured as `prefill` is.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Measurement:
             for phase in phases:
                 is_sparse = rule != DENSE and phase != "decode"
                 config = self._policies[rule] if is_sparse else self._dense
-                # Without text behind the answer both are the same prompt.
+                # Where the answer is not among the tokens, both are the same prompt.
                 reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
                 made = sparse if is_sparse else dense
                 if reads_all not in made:

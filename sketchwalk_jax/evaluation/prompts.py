@@ -11,7 +11,7 @@ from sketchwalk_jax.evaluation.tasks import Sample, score
 from sketchwalk_jax.tokenizer import decode
 
 ANSWER_ROOM = 64
-"""Tokens of the length that a task leaves to its answer where the question ends the prompt."""
+"""Tokens of the length that are left to generated answers, where these can be the last tokens."""
 NUM_SCORED = 64
 """Tokens whose loss the task text_loss takes; answers within a prompt have at most as many."""
 MAX_STEPS = 96
