@@ -119,6 +119,8 @@ IMPORT_ALL = f"import {', '.join(PUBLIC_MODULES)}, json, sys\n" + (
     f"print(json.dumps([sys.modules[name].__file__ for name in {PUBLIC_MODULES}]))"
 )
 
+BUNDLED = "from sketchwalk_jax.models import bundled_model; print(bundled_model(), end='')"
+
 
 def test_every_package_folder_is_declared(repository: Path, project: dict):
     assert set(project["tool"]["setuptools"]["packages"]) == set(_package_folders(repository))
@@ -143,6 +145,7 @@ def test_source_distribution_holds_no_tests_and_no_notebooks(distributions):
 @pytest.mark.slow
 def test_wheel_imports_its_own_files_beside_a_decoy(installed: Path, decoy: Path, run_python):
     files = json.loads(run_python(IMPORT_ALL, python=installed, cwd=decoy))
+    files.append(run_python(BUNDLED, python=installed, cwd=decoy))
     assert all(Path(file).is_relative_to(installed.parents[1]) for file in files)
 
 
@@ -156,6 +159,7 @@ def test_strict_editable_install_imports_beside_a_decoy(
     options = ("--no-deps", "--config-setting", "editable_mode=strict", "--python", python)
     _uv("pip", "install", "--quiet", *options, "--editable", checkout, cwd=folder)
     files = json.loads(run_python(IMPORT_ALL, python=python, cwd=decoy))
+    files.append(run_python(BUNDLED, python=python, cwd=decoy))
     assert all(Path(file).is_relative_to(checkout / "build") for file in files)
 
 
@@ -166,6 +170,8 @@ def test_checkout_imports_without_an_install(source: Path, run_python, tmp_path:
     files = json.loads(run_python(code, python=python))
     folders = [Path(file).parent.resolve() for file in files]
     assert folders == [source / folder for folder in MAPPED]
+    code = f"import sys; sys.path.insert(0, {str(source)!r})\n{BUNDLED}"
+    assert Path(run_python(code, python=python)) == source / "models" / "sketchwalk_8m"
 
 
 @pytest.mark.slow

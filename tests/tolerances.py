@@ -23,6 +23,8 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "rope": {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3},
     # Logits of a whole model against transformers, or of one path against another.
     "logits": {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3},
+    # Logits of the bundled model, which reach 30, against transformers after a long prompt.
+    "trained_logits": {"float32": 1e-4},
     # Probabilities and processed logits of the sampler against transformers.
     "sampling": {"float32": 1e-6},
     # Fractions that follow from integer counts: density, recall, accuracy.
