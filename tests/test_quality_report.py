@@ -201,7 +201,8 @@ def test_claims_fail_where_the_rows_speak_against_them():
         "2a": "did not hold",
         "2b": "not tested",
         "3": "did not hold",
-        "4": "did not hold",
+        "4a": "held",
+        "4b": "did not hold",
         "5a": "did not hold",
         "5b": "did not hold",
         "6": "not tested",
@@ -211,6 +212,19 @@ def test_claims_fail_where_the_rows_speak_against_them():
 def test_claims_about_policies_that_were_not_run_are_not_tested():
     found = verdicts({"dense": (1.0, 1.0, 0.0), "streaming": (0.2, 0.8, 0.1)})
     assert set(found.values()) == {"not tested"}
+
+
+def test_a_dense_end_is_judged_by_where_the_question_stands():
+    sure, unsure = (20.0, 0.8, 0.0), (0.1, 0.8, 0.0)
+    policies = {DENSE: sure, ("sketchwalk", "released"): sure, ("sketchwalk", "one_hop"): sure}
+    rows = make_rows(policies=policies, lengths=(4096,), densities=(0.2,), prompts=100)
+    for row in rows:
+        if row["task"] == "mid_prompt" and row["policy"] != "dense":
+            row |= {"exact": 0.0, "is_right": [0] * 100}
+    found = {one.number: one.verdict for one in check_observations(rows)}
+    assert (found["4a"], found["4b"]) == ("did not hold", "held")
+    found = verdicts({"dense": sure, "released": sure, "one_hop": unsure})
+    assert found["4a"] == "held"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +259,7 @@ def test_every_section_is_filled():
     [
         {"tasks": ("text_loss",)},
         {"tasks": ("multi_key",), "phases": ("decode",)},
+        {"tasks": ("multi_key",), "phases": ("both",)},
         {"policies": {DENSE: (1.0, 1.0, 0.0)}},
         {"policies": {("sketchwalk", "released"): (0.6, 0.85, 0.02)}},
         {"policies": {("streaming", None): (0.6, 0.85, 0.02)}, "densities": (1.0,)},

@@ -25,8 +25,9 @@ HELD, FAILED, OPEN, UNTESTED = "held", "did not hold", "undecided", "not tested"
 # channel.
 _MEAN_KEYS = ("paper", "damped", "one_hop")
 _EXTREMES = ("quest",)
-# Tasks whose question ends the prompt and whose answer stands in one place of it.
-_LOOKUPS = ("single_needle", "multi_key")
+# Tasks that ask for one fact: with the question at the end of the prompt, and in the middle too.
+_LAST = ("single_needle", "multi_key")
+_FACTS = (*_LAST, "mid_prompt")
 _NEAR = 0.02  # "near-lossless": at most this share of answers lost
 _LITTLE = 0.1
 SMALL = 0.05  # a difference that is none
@@ -111,11 +112,11 @@ def _near_lossless(view: View) -> tuple[str, list[str]]:
 
 def _mean_keys(phase: str) -> Check:
     def check(view: View) -> tuple[str, list[str]]:
-        label = view.best(_MEAN_KEYS, phase, _LOOKUPS)
-        found = None if label is None else view.compare(label, "oracle", phase, _LOOKUPS)
+        label = view.best(_MEAN_KEYS, phase, _FACTS)
+        found = None if label is None else view.compare(label, "oracle", phase, _FACTS)
         if label is None or found is None:
             return _missing("oracle", "a policy with mean keys")
-        where = f"the best mean-key policy, look-ups, {PHASE_TITLES[phase].lower()}"
+        where = f"the best mean-key policy, single facts, {PHASE_TITLES[phase].lower()}"
         return _is_loss(found), [_says(found, label, "oracle", where)]
 
     return check
@@ -123,24 +124,24 @@ def _mean_keys(phase: str) -> Check:
 
 def _extremes(phase: str) -> Check:
     def check(view: View) -> tuple[str, list[str]]:
-        label = view.best(_EXTREMES, phase, _LOOKUPS)
-        other = view.best(_MEAN_KEYS, phase, _LOOKUPS)
+        label = view.best(_EXTREMES, phase, _FACTS)
+        other = view.best(_MEAN_KEYS, phase, _FACTS)
         if label is None or other is None:
             return UNTESTED, ["No policy here keeps the extremes of a block's keys."]
-        found = view.compare(other, label, phase, _LOOKUPS)
+        found = view.compare(other, label, phase, _FACTS)
         if found is None:
             return _missing(label, other)
-        where = f"look-ups, {PHASE_TITLES[phase].lower()}"
+        where = f"single facts, {PHASE_TITLES[phase].lower()}"
         return _is_loss(found), [_says(found, other, label, where)]
 
     return check
 
 
 def _shared_list(view: View) -> tuple[str, list[str]]:
-    found = view.compare("oracle", "dense", "prefill", _LOOKUPS)
+    found = view.compare("oracle", "dense", "prefill", _FACTS)
     if found is None:
         return _missing("oracle", "dense")
-    evidence = _says(found, "oracle", "dense", "look-ups, prefill")
+    evidence = _says(found, "oracle", "dense", "single facts, prefill")
     return _opposite(_is_below(found, -_LITTLE)), [evidence]
 
 
@@ -222,24 +223,39 @@ def _walk(view: View) -> tuple[str, list[str]]:
 
 
 def _dense_tail(view: View) -> tuple[str, list[str]]:
-    names = ("released", "dense")
-    last = view.compare(*names, "prefill", _LOOKUPS)
-    others = {
-        "questions mid-prompt, prefill": view.compare(*names, "prefill", ("mid_prompt",)),
-        "look-ups, decode": view.compare(*names, "decode", _LOOKUPS),
-    }
-    known = {where: one for where, one in others.items() if one is not None}
-    if last is None or not known:
+    names = ("released", "one_hop")
+    found = view.compare(*names, "prefill", _LAST)
+    if found is None:
         return _missing(*names)
-    evidence = [_says(last, *names, "look-ups at the end, prefill")]
-    evidence += [_says(one, *names, where) for where, one in known.items()]
-    evidence.append(
-        "`released` reads the last four blocks of a prompt densely, at its own density."
-    )
-    if any(last.low > one.high for one in known.values()):
-        return HELD, evidence
-    is_no_better = all(last.mean <= one.mean for one in known.values())
-    return FAILED if is_no_better else OPEN, evidence
+    evidence = [_says(found, *names, "questions at the end, prefill")]
+    middle = view.compare(*names, "prefill", ("mid_prompt",))
+    if middle is not None:
+        evidence.append(_says(middle, *names, "questions mid-prompt, prefill"))
+    evidence.append("`released` has the dense end, and a density of its own.")
+    return HELD if found.low > 0 else FAILED if found.high < SMALL else OPEN, evidence
+
+
+def _hidden_loss(view: View) -> tuple[str, list[str]]:
+    verdicts, evidence = [], []
+    for name in ("released", "one_hop"):
+        last = view.compare(name, "dense", "prefill", _LAST)
+        others = {
+            "questions mid-prompt, prefill": view.compare(
+                name, "dense", "prefill", ("mid_prompt",)
+            ),
+            "questions at the end, decode": view.compare(name, "dense", "decode", _LAST),
+        }
+        known = {where: one for where, one in others.items() if one is not None}
+        if last is None or not known:
+            continue
+        evidence.append(_says(last, name, "dense", "questions at the end, prefill"))
+        evidence += [_says(one, name, "dense", where) for where, one in known.items()]
+        is_smaller = any(last.low > one.high for one in known.values())
+        is_no_smaller = all(last.mean <= one.mean for one in known.values())
+        verdicts.append(HELD if is_smaller else FAILED if is_no_smaller else OPEN)
+    if not verdicts:
+        return _missing("released", "one_hop", "dense")
+    return verdicts[0] if len(set(verdicts)) == 1 else OPEN, evidence
 
 
 def _untested(reason: str) -> Check:
@@ -272,10 +288,14 @@ CLAIMS: dict[str, tuple[str, Check]] = {
         "The walk adds nothing over one hop, even where several steps must be followed.",
         _walk,
     ),
-    "4": (
-        "A dense end of the prompt is worth most of the accuracy where the question comes last, "
-        "and hides what selection loses.",
+    "4a": (
+        "A dense end of the prompt is worth most of the accuracy where the question comes last.",
         _dense_tail,
+    ),
+    "4b": (
+        "Such questions, answered densely, hide what selection loses in the middle of a prompt and "
+        "in decode.",
+        _hidden_loss,
     ),
     "5a": (
         "Mean keys lose facts in decode too, with the query of a single token.",

@@ -12,7 +12,7 @@ from sketchwalk_jax.evaluation.plots import (
     plot_needle_depth,
     plot_output_error,
 )
-from sketchwalk_jax.evaluation.summaries import Row, measured_phases, select
+from sketchwalk_jax.evaluation.summaries import Row, measured_phases, probed_phases, select
 from sketchwalk_jax.evaluation.tables import PHASE_TITLES
 from sketchwalk_jax.plots import import_pyplot
 
@@ -63,11 +63,9 @@ def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
         ("mass_recall_by_layer", "mass_recall", plot_mass_recall, "Attention mass kept"),
         ("output_error_by_layer", "output_error", plot_output_error, "Error of the output"),
     ):
-        for phase in phases:
-            if any(row.get(field) for row in select(rows, phase=phase)):
-                draw = partial(plot, rows, phase=phase)
-                title = f"{what} by layer, {PHASE_TITLES[phase].lower()} sparse"
-                found[f"{name}_{phase}"] = Drawing(title, draw)
+        for phase in probed_phases(rows, field):
+            title = f"{what} by layer, {PHASE_TITLES[phase].lower()} sparse"
+            found[f"{name}_{phase}"] = Drawing(title, partial(plot, rows, phase=phase))
     return found
 
 

@@ -196,7 +196,7 @@ def plot_needle_depth(
     labels, lengths = policy_labels(needles), values_of(needles, "tokens")
     depths = values_of(needles, "depth")
     figure, axes = make_panels(
-        len(labels), size=(0.75 + 0.42 * len(lengths), 2.6), sharex=True, sharey=True
+        len(labels), size=(max(1.4, 0.75 + 0.42 * len(lengths)), 2.6), sharex=True, sharey=True
     )
     edges = np.linspace(0, 1, len(depths) + 1)
     image = None

@@ -118,10 +118,16 @@ def densities(rows: Iterable[Row]) -> list[float]:
     return values_of((row for row in rows if not is_dense(row)), "density")
 
 
-def measured_phases(rows: Sequence[Row]) -> list[str]:
+def measured_phases(rows: Iterable[Row]) -> list[str]:
     """The phases in which some policy was sparse, in their order."""
     found = {row["phase"] for row in rows if not is_dense(row)}
     return [phase for phase in PHASES if phase in found]
+
+
+def probed_phases(rows: Iterable[Row], field: str) -> list[str]:
+    """The phases with values by layer; both together only where neither stands alone."""
+    found = measured_phases(row for row in rows if row.get(field))
+    return [phase for phase in found if phase != "both"] or found
 
 
 def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:

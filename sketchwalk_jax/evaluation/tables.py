@@ -8,10 +8,12 @@ from sketchwalk_jax.evaluation.summaries import (
     Pooled,
     Row,
     mean_by_layer,
+    measured_phases,
     paired_difference,
     paired_loss_difference,
     policy_labels,
     pool,
+    probed_phases,
     select,
     tasks_of,
     values_of,
@@ -140,22 +142,24 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
 def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
     """All scored tasks together, by phase, beside the text loss and the measured density.
 
-    Arguments as in `accuracy_table`. The loss is that of sparse prefill.
+    Arguments as in `accuracy_table`. Loss and density are those of sparse prefill, or of the first
+    phase that was measured.
     """
-    loss = "Text loss, sparse prefill"
-    header = ["Right answers, sparse in", *PHASE_TITLES.values(), loss]
+    phases = measured_phases(rows) or ["both"]
+    first = PHASE_TITLES[phases[0]].lower()
     body = []
     for label in policy_labels(rows):
         chosen = select(rows, label=label, density=density, tokens=tokens)
-        by_phase = [select(chosen, phase=phase) for phase in PHASE_TITLES]
+        by_phase = [select(chosen, phase=phase) for phase in phases]
         pooled = [pool(row for row in some if row["task"] != "text_loss") for some in by_phase]
-        losses = pool(select(by_phase[0], task="text_loss"))
-        first = next((one for one in pooled if one is not None), None)
         cells = [share(one) for one in pooled]
         if label == "dense":
-            cells = [share(first), "", ""]
-        body.append([name_of(label), *cells, _loss(losses), measured(first)])
-    return markdown_table([*header, "Density: sparse / all layers"], body)
+            cells = [cells[0], *[""] * (len(cells) - 1)]
+        loss = pool(select(by_phase[0], task="text_loss"))
+        body.append([name_of(label), *cells, _loss(loss), measured(pooled[0])])
+    header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
+    header += [f"Text loss, {first}", f"Density, {first}: sparse / all layers"]
+    return markdown_table(header, body)
 
 
 def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
@@ -239,7 +243,7 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], toke
     columns = [
         (density, phase, field)
         for density in densities
-        for phase in PHASES
+        for phase in probed_phases(rows, "mass_recall_by_layer")
         for field in fields
         if any(row.get(field) for row in _probed(rows, None, phase, density, tokens))
     ]
