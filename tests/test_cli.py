@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -288,3 +289,13 @@ def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, mo
 @pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["info"]])
 def test_help_names_the_options(command, run):
     assert "--help" in run(*command, "--help")[0]
+
+
+def test_commands_and_options_of_the_readme_exist(repository: Path, run):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"sketchwalk ([a-z]+)((?: --?[a-z-]+(?: [^-`\n][^ `\n]*)?)*)", readme)
+    assert {"demo", "generate", "info", "eval"} <= {command for command, _ in found}
+    for command, arguments in found:
+        text = run(command, "--help")[0]
+        for option in re.findall(r"--[a-z-]+", arguments):
+            assert re.search(rf"{option}\b", text), f"sketchwalk {command} {option}"

@@ -88,7 +88,9 @@ def draw_picture(
             fontsize=9,
             loc="left",
         )
-    below.supxlabel("key blocks that the end of each question attended to", fontsize=10)
+    below.supxlabel(
+        "key blocks that the end of each question attended to, before the answer", fontsize=10
+    )
     below.supylabel("layer", fontsize=10)
     return figure
 
