@@ -41,7 +41,9 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, jax.errors.JaxRuntimeError):
         message = str(error).strip().partition("\n")[0]
         if "RESOURCE_EXHAUSTED" in message:
-            message += "; pass --chunk-size, a shorter prompt, or a smaller --dtype"
+            message += (
+                "; pass --chunk-size or a smaller --batch, a shorter prompt, or a smaller --dtype"
+            )
         return message, 1
     return str(error), 1
 
