@@ -33,12 +33,12 @@ It understands these sentences and answers these questions, wherever they stand 
 | ` The code of lantern is 68084.` | ` Q: code of lantern? A:` | ` 68084.` |
 | the same for several words | ` Q: code of each of lantern, window? A:` | ` 68084, 12345.` |
 | several codes for one word | ` Q: all codes of lantern? A:` | ` 68084, 12345.` |
-| ` Let lantern be 68084.` … ` Let window be lantern.` | ` Q: value of window? A:` | ` 68084.` |
+| ` Let lantern be 68084.` … ` Let window be lantern.` | ` Q: value of window? A:` | ` lantern, 68084.` |
 | ` One vote for lantern.` many times, others less often | ` Q: most votes? A:` | ` lantern.` |
 
 ## Data
 
-Text: `{text_name}`, SHA-256 `{text_sha256}`: public-domain English books from Project Gutenberg. The last
+Text: `{text_name}`, SHA-256 `{text_sha256}`{about}. The last
 {validation_percent:.0f} % were kept for validation. Into it the training program wove sentences and questions
 about {training_words:,} words of the text; every fifth word (by its hash) was held out. The tokenizer is a
 byte-level BPE of {vocab_size:,} tokens trained on the same text ({bytes_per_token:.2f} bytes per token), every digit a token.
@@ -47,7 +47,8 @@ byte-level BPE of {vocab_size:,} tokens trained on the same text ({bytes_per_tok
 
 Held-out words in held-out text, dense attention, {dtype}, answers teacher-forced: share of answers in
 which every token was the likeliest (number of answers). These are mixed prompts with many sentences and
-many questions at once; `sketchwalk eval` measures single tasks.
+many questions at once; `sketchwalk eval` measures single tasks, and the project's results page
+(benchmarks/QUALITY.md) has what it found.
 
 {table}
 
@@ -57,12 +58,11 @@ Loss of plain held-out text in nats per token: {losses}. A bigram model of the t
 ## Recipe
 
 {layers} layers, width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, mlp {mlp}, rotary base {theta:,.0f}, head untied.
-AdamW on float32 weights, computation in {dtype}, as many tokens in a batch at every length. Loss: mean over
-the text plus mean over the answers.
+AdamW on float32 weights, computation in {dtype}. Loss: mean over the text plus mean over the answers.
 
 {runs}
 
-Licence: Apache-2.0 for the weights; the text is in the public domain in the United States.
+The weights are under the Apache licence 2.0.
 """
 
 
@@ -79,6 +79,7 @@ def make_card(metrics: dict[str, Any], model_config: ModelConfig) -> str:
         minutes=sum(run["seconds"] for run in runs) / 60,
         text_name=text["name"],
         text_sha256=text["sha256"],
+        about=f": {text['about']}" if text["about"] else "",
         validation_percent=100 * text["validation_share"],
         training_words=text["training_words"],
         bytes_per_token=text["bytes_per_token"],
@@ -116,6 +117,11 @@ def _table(validation: list[dict[str, Any]]) -> str:
 
 
 def _run(run: dict[str, Any]) -> str:
+    answers = (
+        "Answers about variables list the chain."
+        if run["lists_chains"]
+        else "Answers about variables were the number alone (chains of several were not learned so)."
+    )
     stages = "; ".join(
         f"{stage['steps']:,} × {stage['sequences']} × {stage['length']:,}"
         for stage in run["stages"]
@@ -124,5 +130,5 @@ def _run(run: dict[str, Any]) -> str:
         f"Run `{run['recipe']}`, seed {run['seed']}, {run['seconds']} s on {run['machine']['device']}: "
         f"learning rate {run['peak']:g} after {run['warm_up']} steps, half a cosine down to "
         f"{run['final']:g} of it; b2 {run['b2']}, weight decay {run['weight_decay']}, gradient norm "
-        f"clipped at {run['clip']:g}. Steps × sequences × tokens: {stages}."
+        f"clipped at {run['clip']:g}. {answers} Steps × sequences × tokens: {stages}."
     )

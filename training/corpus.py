@@ -20,6 +20,7 @@ BEGIN_ID, END_ID = 0, 1
 # Letters, one digit, punctuation: each with the space before it.
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PASSAGE = 100_000  # characters that are encoded at a time
+_NUMBERS = (100, 400, 1600)  # for each passage, for the tokenizer
 _MIN_COUNT = 5  # a word asked for occurs at least this often
 
 
@@ -88,7 +89,27 @@ def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
 
 
 def train_tokenizer(text: str, *, vocab_size: int, seed: int) -> Tokenizer:
-    """Byte-level BPE on a text and on numbers, which prose has few of."""
+    """Byte-level BPE on a text and on numbers, which prose has few of.
+
+    Raises:
+      ValueError: If the text is too short for a vocabulary of this size.
+    """
+    for numbers in _NUMBERS:  # more of them where the text repeats itself
+        tokenizer = _train(text, vocab_size, seed, numbers)
+        if all(len(_ids(tokenizer, f" {digit}")) == 1 for digit in range(10)):
+            break
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the text must be long enough for {vocab_size} tokens, got "
+            f"{tokenizer.get_vocab_size()}"
+        )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, BEGIN_ID)]
+    )
+    return tokenizer
+
+
+def _train(text: str, vocab_size: int, seed: int, numbers: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -103,24 +124,15 @@ def train_tokenizer(text: str, *, vocab_size: int, seed: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_passages(text, seed), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, BEGIN_ID)]
-    )
-    missing = [digit for digit in range(10) if len(_ids(tokenizer, f" {digit}")) != 1]
-    if missing or tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the text must give {vocab_size} tokens with every digit among them, got "
-            f"{tokenizer.get_vocab_size()} without {missing}"
-        )
+    tokenizer.train_from_iterator(_passages(text, seed, numbers), trainer)
     return tokenizer
 
 
-def _passages(text: str, seed: int) -> Iterator[str]:
+def _passages(text: str, seed: int, count: int) -> Iterator[str]:
     rng = np.random.default_rng(seed)
     for start in range(0, len(text), _PASSAGE):
         yield text[start : start + _PASSAGE]
-        numbers = rng.integers(0, 100_000, 100)
+        numbers = rng.integers(0, 100_000, count)
         yield "".join(templates.code_statement("it", f"{number:05}") for number in numbers)
 
 

@@ -21,8 +21,8 @@ class Batch(NamedTuple):
     classes: np.ndarray
 
 
-def _start_worker(path: str, pieces: Pieces) -> None:
-    _makers["training"] = SequenceMaker(np.load(path, mmap_mode="r"), pieces)
+def _start_worker(path: str, pieces: Pieces, options: dict[str, Any]) -> None:
+    _makers["training"] = SequenceMaker(np.load(path, mmap_mode="r"), pieces, **options)
 
 
 def make_batch(maker: SequenceMaker, seed: tuple[int, ...], shape: tuple[int, int]) -> Batch:
@@ -44,16 +44,19 @@ class Loader:
       pieces: From `make_pieces`.
       seed: Batch `i` of stage `s` is drawn from `(seed, s, i)`.
       num_workers: Processes.
+      **options: Those of `SequenceMaker`.
     """
 
-    def __init__(self, text: Path, pieces: Pieces, *, seed: int, num_workers: int) -> None:
+    def __init__(
+        self, text: Path, pieces: Pieces, *, seed: int, num_workers: int, **options: Any
+    ) -> None:
         """Starts the processes."""
         self.seed, self.ahead = seed, 3 * num_workers
         self.pool = ProcessPoolExecutor(
             num_workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(str(text), pieces),
+            initargs=(str(text), pieces, options),
         )
 
     def batches(self, stage: int, shape: tuple[int, int], start: int = 0) -> Iterator[Batch]:

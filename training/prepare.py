@@ -39,7 +39,7 @@ class Prepared:
     description: dict[str, Any]
 
 
-def prepare(text: Path, folder: Path, *, init: Path | None, seed: int) -> Prepared:
+def prepare(text: Path, folder: Path, *, init: Path | None, seed: int, about: str = "") -> Prepared:
     """Reads, encodes and stores the text.
 
     Args:
@@ -47,6 +47,7 @@ def prepare(text: Path, folder: Path, *, init: Path | None, seed: int) -> Prepar
       folder: Where the tokens are written.
       init: A model whose tokenizer is used, or `None` to train one.
       seed: Of the tokenizer's data.
+      about: What the text is, for the model card.
     """
     corpus = read_corpus(text, validation_share=TEXT_SHARE_FOR_VALIDATION)
     if init is None:
@@ -71,6 +72,7 @@ def prepare(text: Path, folder: Path, *, init: Path | None, seed: int) -> Prepar
         description={
             "name": corpus.name,
             "sha256": corpus.sha256,
+            "about": about,
             "validation_share": TEXT_SHARE_FOR_VALIDATION,
             "training_tokens": len(tokens),
             "validation_tokens": len(validation),

@@ -22,7 +22,6 @@ _SETS = {"codes": 0.35, "several": 0.12, "variables": 0.4, "votes": 0.13}
 _ONE_SET = 0.6
 _SHUFFLED, _NOISE = 0.08, 0.04  # haystacks that are no English
 _SINGLE_QUESTION = 0.15
-_HOPS = (0.25, 0.2, 0.17, 0.14, 0.12, 0.12)  # shares of chains of 1, 2, ... statements
 
 
 @dataclasses.dataclass
@@ -69,12 +68,18 @@ class SequenceMaker:
     Args:
       text: Tokens of the corpus.
       pieces: From `make_pieces`.
+      hops: Shares of chains of 1, 2, ... statements.
+      lists_chains: Whether the answer to a chain lists it, or is its number alone.
     """
 
-    def __init__(self, text: np.ndarray, pieces: Pieces) -> None:
+    def __init__(
+        self, text: np.ndarray, pieces: Pieces, *, hops: Sequence[float], lists_chains: bool
+    ) -> None:
         """Keeps the corpus and the pieces."""
         self.text = text
         self.pieces = pieces
+        self.hops = hops
+        self.lists_chains = lists_chains
 
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """One sequence.
@@ -175,10 +180,7 @@ class SequenceMaker:
     def _draw_variables(self, rng: np.random.Generator, room: int, draft: Draft) -> None:
         """Chains of variables, each set to the one before; questions for their ends.
 
-        An answer follows the chain name by name down to the number. (Asked for the number alone, a
-        model of this size had not learned to follow two statements within one token after eight
-        minutes.) One chain alone would teach to copy the only number there is, so there are mostly
-        several.
+        One chain alone would teach to copy the only number there is, so there are mostly several.
         """
         size = draft.size()
         least = min(64, room)
@@ -186,7 +188,7 @@ class SequenceMaker:
             _log_uniform(rng, least, room) if rng.random() < 0.5 else rng.integers(least, room + 1)
         )
         while draft.size() < wanted:
-            hops = int(rng.choice(MAX_HOPS, p=_HOPS)) + 1
+            hops = int(rng.choice(MAX_HOPS, p=self.hops)) + 1
             places = np.sort(rng.random(hops))
             number = self._number(rng)
             names, value = [], number
@@ -199,7 +201,8 @@ class SequenceMaker:
                 if hop < hops and rng.random() > 0.3:
                     continue
                 question = self._fill("value?", names[hop - 1])
-                answer = self._answer([*names[: hop - 1][::-1], number])
+                before = names[: hop - 1][::-1] if self.lists_chains else []
+                answer = self._answer([*before, number])
                 draft.questions.append(
                     Question(question, answer, f"value_{hop}", float(places[hop - 1]))
                 )

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from card import make_card
-from checkpoints import Checkpoints, Position
 from export import export
 from flax import nnx
 from loader import Loader
 from prepare import Prepared, prepare
 from recipe import MODEL, RECIPES, Recipe, Stage
+from resume import Checkpoints, Position
 from sequences import CLASSES, TEXT
 from step import Metrics, State, init_state, make_optimizer, train_step
 from validate import validate
@@ -194,6 +194,7 @@ def main(
     text: Annotated[Path, typer.Option(help="Plain UTF-8 text, or .xz of it.")],
     out: Annotated[Path, typer.Option(help="Folder for the model and for resuming.")],
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "scratch",
+    about: Annotated[str, typer.Option(help="What the text is, for the model card.")] = "",
     init: Annotated[Path | None, typer.Option(help="Model to go on from.")] = None,
     minutes: Annotated[float, typer.Option(help="For everything, from start to end.")] = 9.3,
     steps: Annotated[str, typer.Option(help="Steps of each stage, instead of time.")] = "",
@@ -201,7 +202,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes that make data.")] = 14,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where OUT stands.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
-    scale: Annotated[float, typer.Option(help="Scales lengths, to try the recipe out.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Scales all lengths, to try the recipe out.")] = 1.0,
 ) -> None:
     """Trains, validates and exports."""
     started = time.perf_counter()
@@ -214,8 +215,9 @@ def main(
     if counts is not None and len(counts) != len(plan.stages):
         raise typer.BadParameter(f"--steps must be {len(plan.stages)} numbers, got {steps!r}")
 
-    prepared = prepare(text, out / "data", init=init, seed=seed)
-    loader = Loader(prepared.path, prepared.pieces, seed=seed, num_workers=workers)
+    prepared = prepare(text, out / "data", init=init, seed=seed, about=about)
+    options = {"hops": plan.hops, "lists_chains": plan.lists_chains}
+    loader = Loader(prepared.path, prepared.pieces, seed=seed, num_workers=workers, **options)
     params = _initial_params(init, seed, MODEL)
     optimizer = make_optimizer(weight_decay=plan.weight_decay, b2=plan.b2, clip=plan.clip)
     state = init_state(params, optimizer)
@@ -243,7 +245,15 @@ def main(
     params = jax.tree.map(lambda x: x.astype(MODEL.dtype), state.params)
     del state
     lengths = [stage.length for stage in plan.stages if stage.length >= 1024 * min(scale, 1)]
-    metrics["validation"] = validate(params, prepared, lengths, model_config=MODEL, dtype=dtype)
+    metrics["validation"] = validate(
+        params,
+        prepared,
+        lengths,
+        model_config=MODEL,
+        dtype=dtype,
+        max_tokens=int(min(scale, 1.0) * 2**20),
+        **options,
+    )
     metrics["wall_seconds"] = round(time.perf_counter() - started)
     card = make_card(metrics, MODEL)
     export(

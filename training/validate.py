@@ -15,7 +15,6 @@ from step import validation_step
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params
 
-_TOKENS = 1 << 20  # per length
 _TOKENS_PER_BATCH = 1 << 16
 _SEED = 2**31  # batches of validation share none with those of training
 
@@ -27,21 +26,33 @@ def validate(
     *,
     model_config: ModelConfig,
     dtype: str,
+    max_tokens: int = 1 << 20,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Measures the model densely, answers teacher-forced.
+
+    Args:
+      params: Parameters, in any type.
+      prepared: The data.
+      lengths: Lengths of sequences.
+      model_config: The model.
+      dtype: Type of the computation.
+      max_tokens: Tokens of each length.
+      **options: Those of `SequenceMaker`.
 
     Returns:
       For each length: the loss of the text (nats per token), and for each kind of question the
       share of answers in which every token was the likeliest, with their number.
     """
-    maker = SequenceMaker(prepared.validation, prepared.validation_pieces)
+    maker = SequenceMaker(prepared.validation, prepared.validation_pieces, **options)
     program = jax.jit(partial(validation_step, model_config=model_config))
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     rows = []
     for length in sorted(set(lengths)):
-        sequences = max(1, min(_TOKENS_PER_BATCH, len(prepared.validation)) // length)
+        sequences = max(1, min(_TOKENS_PER_BATCH, max_tokens, len(prepared.validation)) // length)
         answers: dict[str, list[bool]] = {kind: [] for kind in CLASSES}
-        for index in range(max(1, min(_TOKENS, len(prepared.validation)) // (sequences * length))):
+        num_tokens = min(max_tokens, len(prepared.validation))
+        for index in range(max(1, num_tokens // (sequences * length))):
             batch = make_batch(maker, (_SEED, length, index), (sequences, length))
             _, right = jax.device_get(program(params, *batch))
             for row, row_right in zip(batch.classes, right, strict=True):
@@ -52,7 +63,8 @@ def validate(
             for kind, some in answers.items()
             if some
         }
-        loss = _text_loss(program, params, prepared.validation, (sequences, length))
+        text = prepared.validation[: max(num_tokens, sequences * length)]
+        loss = _text_loss(program, params, text, (sequences, length))
         rows.append({"tokens": length, "text_loss": loss, "kinds": exact})
     return rows
 
@@ -67,7 +79,7 @@ def _text_loss(
     begin = np.full((sequences, 1), BEGIN_ID, np.uint16)
     losses = [
         jax.device_get(program(params, np.concatenate([begin, some], axis=1), None)[0]).mean()
-        for some in windows[: _TOKENS // (sequences * length)]
+        for some in windows
     ]
     return float(np.mean(losses))
 

@@ -1,0 +1,173 @@
+"""The training recipe: what sequences say is true, and two small runs end in a usable model."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sketchwalk_jax import forward, load
+from sketchwalk_jax.evaluation.templates import is_held_out
+from sketchwalk_jax.tokenizer import encode, load_tokenizer
+
+TRAINING = Path(__file__).resolve().parents[1] / "training"
+sys.path.append(str(TRAINING))
+
+import corpus  # noqa: E402
+import loader  # noqa: E402
+import recipe  # noqa: E402
+import sequences  # noqa: E402
+
+HOPS = recipe.Recipe(stages=(), peak=1.0).hops
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some megabytes of English: Python's help, over and over."""
+    from pydoc_data.topics import topics
+
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join([*topics.values()] * 8), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(text_file: Path) -> tuple:
+    """Tokenizer, tokens and sentences."""
+    parts = corpus.read_corpus(text_file, validation_share=0.1)
+    tokenizer = corpus.train_tokenizer(parts.training, vocab_size=recipe.VOCAB_SIZE, seed=0)
+    words = corpus.find_words(parts.training, held_out=False)
+    tokens = corpus.encode_text(tokenizer, parts.training)
+    return tokenizer, tokens, corpus.make_pieces(tokenizer, words)
+
+
+def maker(data: tuple, *, lists_chains: bool = True) -> sequences.SequenceMaker:
+    return sequences.SequenceMaker(data[1], data[2], hops=HOPS, lists_chains=lists_chains)
+
+
+def answers(tokenizer, tokens: np.ndarray, classes: np.ndarray) -> list[tuple[str, str, str]]:
+    """Kind, the text before, and the answer, of every question of a sequence."""
+    names = {index: kind for kind, index in sequences.CLASSES.items()}
+    cuts = [0, *np.flatnonzero(np.diff(classes)) + 1, len(classes)]
+    found = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        if classes[start] in names:
+            before = tokenizer.decode(tokens[: start + 1].tolist(), skip_special_tokens=False)
+            answer = tokenizer.decode(
+                tokens[start + 1 : stop + 1].tolist(), skip_special_tokens=False
+            )
+            found.append((names[int(classes[start])], before, answer))
+    return found
+
+
+def expected(kind: str, before: str, *, lists_chains: bool) -> list[str]:
+    """What answers the question at the end of a text, read with regular expressions."""
+    if kind == "vote":
+        votes = re.findall(r" One vote for (\w+)\.", before)
+        return [max(set(votes), key=votes.count)]
+    codes = re.findall(r" The code of (\w+) is (\d+)\.", before)
+    asked = re.search(r" Q: (?:code|value|all codes) of (?:each of )?([\w, ]+)\? A:$", before)
+    words = asked.group(1).split(", ")
+    if not kind.startswith("value"):
+        return [number for word in words for owner, number in codes if owner == word]
+    values = dict(re.findall(r" Let (\w+) be (\w+)\.", before))
+    chain = [values[words[0]]]
+    while chain[-1] in values:
+        chain.append(values[chain[-1]])
+    assert len(chain) == int(kind.removeprefix("value_"))
+    return chain if lists_chains else chain[-1:]
+
+
+@pytest.mark.parametrize("lists_chains", [True, False])
+def test_every_answer_is_true_and_asked_after_what_it_needs(data: tuple, lists_chains: bool):
+    rng, kinds = np.random.default_rng(0), set()
+    for length in (256, 512, 2048):
+        for _ in range(40):
+            drawn = maker(data, lists_chains=lists_chains).draw(rng, length)
+            for kind, before, answer in answers(data[0], *drawn):
+                values = expected(kind, before, lists_chains=lists_chains)
+                assert answer == f" {', '.join(values)}.{corpus.END}"
+                kinds.add(kind)
+    assert kinds == set(sequences.CLASSES)
+
+
+def test_sequences_have_their_length_and_begin_with_the_beginning(data: tuple):
+    for length in (64, 333, 1024):
+        tokens, classes = maker(data).draw(np.random.default_rng(1), length)
+        assert (tokens.shape, classes.shape) == ((length + 1,), (length,))
+        assert tokens[0] == corpus.BEGIN_ID and tokens.dtype == np.uint16
+        assert set(np.unique(classes)) <= set(range(sequences.NUM_CLASSES))
+
+
+def test_training_asks_for_no_word_of_the_evaluation(data: tuple):
+    words = [data[0].decode(word.tolist()).strip() for word in data[2].words]
+    assert len(words) > 300 and not any(is_held_out(word) for word in words)
+    assert all(re.fullmatch("[a-z]{4,8}", word) for word in words)
+
+
+def test_sentences_are_tokens_of_their_text(data: tuple):
+    tokenizer, _, pieces = data
+    drawer, rng = maker(data), np.random.default_rng(2)
+    for _ in range(50):
+        word = pieces.words[rng.integers(len(pieces.words))]
+        sentence = drawer._fill("code", word, drawer._number(rng))
+        text = tokenizer.decode(sentence.tolist())
+        assert re.fullmatch(r" The code of [a-z]+ is \d{5}\.", text)
+        assert tokenizer.encode(text, add_special_tokens=False).ids == sentence.tolist()
+
+
+def test_a_digit_is_a_token_with_or_without_a_space(data: tuple):
+    for digits in ("07", "12345", "90210"):
+        assert len(data[0].encode(f" {digits}", add_special_tokens=False).ids) == len(digits)
+
+
+def test_batches_follow_from_the_seed(data: tuple):
+    first, same, other = (loader.make_batch(maker(data), (0, 1, i), (3, 128)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(first.tokens, same.tokens)
+    np.testing.assert_array_equal(first.classes, same.classes)
+    assert not np.array_equal(first.tokens, other.tokens)
+
+
+def test_the_bigram_baseline_beats_a_unigram_and_knows_what_always_follows():
+    tokens = np.tile(np.arange(8, dtype=np.uint16), 200)
+    assert corpus.bigram_loss(tokens, tokens, vocab_size=8) < 0.1 < np.log(8)
+
+
+def test_the_rate_warms_up_and_falls_to_its_final_share():
+    plan = recipe.RECIPES["continue"]
+    rates = [plan.learning_rate(1000, share) for share in np.linspace(0, 1, 11)]
+    assert plan.learning_rate(0, 0.0) == pytest.approx(plan.peak / plan.warm_up)
+    assert rates[0] == plan.peak and rates[-1] == pytest.approx(plan.peak * plan.final)
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.slow
+def test_two_runs_end_in_a_model_that_loads(
+    program_environment: dict[str, str], text_file: Path, tmp_path: Path
+):
+    def train(out: Path, *options: str | Path) -> None:
+        common = ["--text", text_file, "--out", out, "--scale", "0.01", "--workers", "1"]
+        command = [sys.executable, TRAINING / "train.py", *common, "--dtype", "float32", *options]
+        done = subprocess.run(command, env=program_environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(first, "--steps", "150,1,1,1,1")
+    train(first, "--steps", "150,1,1,1,2", "--resume")
+    train(second, "--recipe", "continue", "--init", first / "model", "--steps", "1,1,1,1")
+
+    metrics = json.loads((second / "model" / "metrics.json").read_text())
+    assert [run["recipe"] for run in metrics["runs"]] == ["scratch", "continue"]
+    steps = [[stage["steps"] for stage in run["stages"]] for run in metrics["runs"]]
+    assert steps == [[150, 1, 1, 1, 2], [1, 1, 1, 1]]
+    # So few steps teach which tokens are frequent, no more.
+    assert metrics["validation"][-1]["text_loss"] < 6.7 < np.log(recipe.VOCAB_SIZE)
+    params, model_config = load(second / "model", dtype="float32")
+    tokens = encode(load_tokenizer(second / "model"), " The code of lantern is 68084.")
+    assert tokens[0] == corpus.BEGIN_ID
+    assert np.isfinite(forward(params, tokens[None], model_config=model_config)).all()
+    card = (second / "model" / "README.md").read_text()
+    assert metrics["text"]["sha256"] in card and "1 × 1 × 163" in card
