@@ -153,7 +153,8 @@ def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer
 
 
 def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
-    found = json.loads(demo("--preset", "paper", "--density", 0.5, "--no-plot", "--json")[0])
+    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    found = json.loads(demo(*options, "--no-plot", "--json")[0])
     params, model_config = load(model, dtype="float32")
     text = hidden(tokenizer)
     for name, config in (("dense", Dense()), ("sketchwalk", SketchWalkConfig.paper(density=0.5))):
@@ -164,7 +165,8 @@ def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, token
 
 
 def test_json_is_one_object_with_the_measurements(demo, tokenizer):
-    out, err = demo("--preset", "paper", "--density", 0.5, "--no-plot", "--json")
+    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    out, err = demo(*options, "--no-plot", "--json")
     found = json.loads(out)
     text = hidden(tokenizer)
     assert err == "" and out.count("\n") == 1

@@ -28,7 +28,7 @@ from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.validation import check_settings
 
 # What is shown unless something else is asked for.
-PRESET, PHASE = "released", "both"
+PRESET, PHASE = "released", "prefill"
 TOKENS, FACTS = 8192, 4
 _PICTURES = (".png", ".pdf", ".svg")
 _TEXT = "Text"
@@ -112,6 +112,8 @@ def demo(
         compile_s = stopwatch.compile_s
     table.line()
     table.line(summary(dense, sparse))
+    if phase == "prefill":
+        table.line("Its answers were written densely; --phase both makes them sparse as well.")
 
     is_drawn = not no_plot and _draw(
         out, text, dense, sparse, first_layer=num_dense_layers(model_config, config), name=name

@@ -34,7 +34,8 @@ def draw_picture(
 ) -> "Figure":
     """Draws a block map for every sparse layer, and below them what each question attended to.
 
-    Orange marks stand below the blocks in which the facts are.
+    Orange marks stand below the blocks in which the facts are. Where every question attended to
+    everything, as with a preset that reads the end of a prompt densely, that part is left out.
 
     Args:
       prompt: The text.
@@ -59,11 +60,13 @@ def draw_picture(
     maps = maps[:, :num_blocks, :num_blocks]
     places = [(fact.position - 1) // size for fact in prompt.facts]
 
+    has_strips = not all(_is_full(answer) for answer in sparse.answers)
     rows = math.ceil(len(maps) / _COLUMNS)
-    heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)]
+    heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)][: 1 + has_strips]
     figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=12)
-    above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    above = parts[0]
     panels = above.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat
     for index, panel in enumerate(panels):
         if index >= len(maps):
@@ -76,6 +79,24 @@ def draw_picture(
     above.supxlabel(f"key block ({size} tokens each), marks: the facts", fontsize=10)
     above.supylabel("query block", fontsize=10)
 
+    if has_strips:
+        _draw_strips(parts[1], prompt, places, dense, sparse, first_layer)
+    return figure
+
+
+def _is_full(answer: Answer) -> bool:
+    return answer.blocks is not None and bool(np.nanmin(answer.blocks) == 1.0)
+
+
+def _draw_strips(
+    below: Any,
+    prompt: Prompt,
+    places: Sequence[int],
+    dense: Reader,
+    sparse: Reader,
+    first_layer: int,
+) -> None:
+    """What the end of each question attended to, layer by layer."""
     strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
     asked = zip(strips, prompt.facts, places, dense.answers, sparse.answers, strict=True)
     for strip, fact, place, was, now in asked:
@@ -92,7 +113,6 @@ def draw_picture(
         "key blocks that the end of each question attended to, before the answer", fontsize=10
     )
     below.supylabel("layer", fontsize=10)
-    return figure
 
 
 def _verdict(answer: Answer) -> str:
