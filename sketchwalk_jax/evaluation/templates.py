@@ -1,8 +1,8 @@
 """The sentences that tasks hide in a text, their questions and their answers, as strings.
 
 Training data and evaluation are made of the same sentences; their words are disjoint
-(`is_held_out`). Every piece begins with a space and none ends with one, so that pieces can follow one
-another and a tokenizer sees the same tokens wherever they stand.
+(`is_held_out`). Every piece begins with a space and none ends with one, so that pieces can follow
+one another and a tokenizer sees the same tokens wherever they stand.
 """
 
 import hashlib
