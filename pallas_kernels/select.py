@@ -1,0 +1,179 @@
+"""Top-τ and compaction in one kernel: from scores to block lists (Algorithm 1 step 7).
+
+One warpgroup per row. Scores become 32-bit integers of the same order; bisection finds the
+threshold that keeps the row's count, and stops as soon as the count is met. Ties at the threshold
+go to the lower index. Every warp owns a stretch of consecutive columns, so that ballots give each
+kept column its place in the ascending list.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.pallas_kernels import warp_ops
+from sketchwalk_jax.selection import BlockSelection
+
+# Keys of +inf (forced blocks), -inf (blocks above the diagonal), and of columns that do not exist.
+_FORCED = 0x7F800000
+_BEYOND = ~0x7F800000
+_ABSENT = -(1 << 31)
+_COLUMNS_PER_WARPGROUP = 128
+# A lower and an upper key, and how many keys are at least the upper one.
+_Bracket = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]
+MAX_COLUMNS = 16384
+
+
+def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Integers in the order of the scores; both zeros are one number."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where((bits & 0x7FFFFFFF) == 0, 0, keys)
+
+
+def row_keys(
+    scores: Float[Array, "J"],
+    columns: Int[Array, "J"],
+    row: Int[Array, ""],
+    *,
+    num_blocks: int,
+    sink_blocks: int,
+    local_blocks: int,
+) -> Int[Array, "J"]:
+    """Keys of one row with the forced blocks on top and the blocks above the diagonal below."""
+    keys = ordered_keys(scores)
+    forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    keys = jnp.where(forced, _FORCED, keys)
+    keys = jnp.where(columns > row, _BEYOND, keys)
+    if scores.shape[-1] == num_blocks:
+        return keys
+    return jnp.where(columns < num_blocks, keys, _ABSENT)
+
+
+def bisect_threshold(
+    keys: Int[Array, "J"], count: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+    """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`."""
+
+    def is_open(state: _Bracket) -> Bool[Array, ""]:
+        lower, upper, above = state
+        return (above != count) & (lower + 1 < upper)
+
+    def halve(state: _Bracket) -> _Bracket:
+        lower, upper, above = state
+        middle = (lower >> 1) + (upper >> 1) + (lower & upper & 1)
+        kept = jnp.sum((keys >= middle).astype(jnp.int32))
+        is_upper = kept <= count
+        return (
+            jnp.where(is_upper, lower, middle),
+            jnp.where(is_upper, middle, upper),
+            jnp.where(is_upper, kept, above),
+        )
+
+    start = (jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0))
+    lower, upper, above = jax.lax.while_loop(is_open, halve, start)
+    return lower, upper, count - above
+
+
+def select_row(
+    scores: Float[Array, "J"],
+    row: Int[Array, ""],
+    count: Int[Array, ""],
+    ids_ref: Any,
+    scratch: Any,
+    *,
+    num_blocks: int,
+    sink_blocks: int,
+    local_blocks: int,
+    interpret: bool,
+) -> None:
+    """Writes the list of one row, whose scores are in registers in `warp_ops.row_layout`."""
+    columns = plgpu.broadcasted_iota(
+        jnp.int32, scores.shape, 0, layout=warp_ops.row_layout(scores.shape[0])
+    )
+    keys = row_keys(
+        scores,
+        columns,
+        row,
+        num_blocks=num_blocks,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+    )
+    lower, upper, missing = bisect_threshold(keys, count)
+    warp_ops.write_kept(
+        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, interpret=interpret
+    )
+
+
+def padded_columns(num_blocks: int) -> int:
+    """Columns of a row in registers: a multiple of the threads of a warpgroup."""
+    return -(-num_blocks // _COLUMNS_PER_WARPGROUP) * _COLUMNS_PER_WARPGROUP
+
+
+def select_blocks_kernel(
+    scores: Float[Array, "B I J"],
+    rows: Int[Array, "B I"],
+    counts: Int[Array, "B I"],
+    *,
+    sink_blocks: int,
+    local_blocks: int,
+    max_count: int,
+    block_size: int = 64,
+    interpret: bool = False,
+) -> BlockSelection:
+    """`selection.select_blocks` as one Hopper kernel: the same lists for the same scores.
+
+    Args:
+      scores: Block scores of each row, float32 without NaN; only their order within a row matters.
+      rows: Absolute block index of each row; blocks above it are not eligible.
+      counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      max_count: Static upper bound of `counts`: the length `P` of the lists.
+      block_size: Tokens per block, recorded in the result.
+      interpret: Whether to interpret the kernel, which needs no GPU.
+
+    Returns:
+      A `BlockSelection` shared by all heads, padded with the number of blocks.
+
+    Raises:
+      ValueError: If a row has more than 16,384 blocks, which no longer fit in registers.
+    """
+    batch, num_rows, num_blocks = scores.shape
+    if num_blocks > MAX_COLUMNS:
+        raise ValueError(f"scores must have at most {MAX_COLUMNS} columns, got {num_blocks}")
+    max_count = min(max_count, num_blocks)
+    width = padded_columns(num_blocks)
+    if width != num_blocks:
+        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, width - num_blocks)))
+
+    def select_rows(
+        scores_ref: Any, rows_ref: Any, counts_ref: Any, ids_ref: Any, scratch: Any
+    ) -> None:
+        index = jax.lax.axis_index("row")
+        layout = warp_ops.row_layout(width)
+        select_row(
+            plgpu.load(scores_ref.at[index], layout=layout, optimized=False),
+            rows_ref[index],
+            counts_ref[index],
+            ids_ref.at[index],
+            scratch,
+            num_blocks=num_blocks,
+            sink_blocks=sink_blocks,
+            local_blocks=local_blocks,
+            interpret=interpret,
+        )
+
+    total = batch * num_rows
+    ids = plgpu.kernel(
+        select_rows,
+        out_type=jax.ShapeDtypeStruct((total, max_count), jnp.int32),
+        grid=(total,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((warp_ops.WARPS,), jnp.int32)],
+        compiler_params=warp_ops.compiler_params(),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )(scores.reshape(total, width), rows.reshape(total), counts.reshape(total))
+    return BlockSelection(ids.reshape(batch, 1, num_rows, max_count), counts[:, None], block_size)
