@@ -19,6 +19,8 @@ class KernelConfig:
       dense_rows: Query tokens in a tile of dense attention.
       dense_keys: Keys in a step of dense attention.
       dense_decode_keys: Keys in a step of dense decoding.
+      interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
+        slow, to see what a kernel does.
 
     Raises:
       ValueError: If a size is not a positive integer.
@@ -30,12 +32,16 @@ class KernelConfig:
     dense_rows: int = 256
     dense_keys: int = 256
     dense_decode_keys: int = 1024
+    interpret: bool = False
 
     def __post_init__(self) -> None:
         """Checks that every size is a positive integer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if field.type is bool:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{field.name} must be True or False, got {value!r}")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
 
 

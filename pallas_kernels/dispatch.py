@@ -4,8 +4,14 @@ from typing import Any
 
 import jax
 
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
+PREFILL_BLOCK_SIZES = (64, 128)
+DECODE_BLOCK_SIZES = (16, 64, 128)
+# Whether `None` takes the kernels wherever they can run.
+CHOOSES_KERNELS = False
 
 
 def device_kind() -> str:
@@ -13,27 +19,52 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
-def why_not_mosaic_gpu(query: Any, *, block_size: int) -> str | None:
+def is_hopper() -> bool:
+    """Whether the default device is an NVIDIA GPU of compute capability 9.0: H100, H200."""
+    if jax.default_backend() != "gpu":
+        return False
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) -> str | None:
     """Why the Hopper kernels cannot take this call, or `None` if they can.
 
     Args:
-      query: The queries, an array or its abstract shape.
+      query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per block.
+      interpret: Whether the kernels run in the interpreter, which needs no GPU.
 
     Returns:
       A reason to show to the caller.
     """
-    del query, block_size
-    return "this version of sketchwalk-jax has no Mosaic GPU kernels"
+    num_tokens, head_dim = query.shape[1], query.shape[3]
+    sizes = DECODE_BLOCK_SIZES if num_tokens == 1 else PREFILL_BLOCK_SIZES
+    if not interpret and not is_hopper():
+        return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
+    if query.dtype.name not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {query.dtype.name}"
+    if head_dim > 128 or head_dim % 8:
+        return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
+    if block_size not in sizes:
+        phase = "decode" if num_tokens == 1 else "prefill"
+        return f"it takes a block_size of {' or '.join(map(str, sizes))} in {phase}"
+    return None
 
 
-def choose_implementation(implementation: str | None, query: Any, *, block_size: int) -> str:
+def choose_implementation(
+    implementation: str | None,
+    query: Any,
+    *,
+    block_size: int,
+    config: KernelConfig | None = None,
+) -> str:
     """The implementation that will run.
 
     Args:
       implementation: `None` to choose; it always finds one. A name to insist.
-      query: The queries, an array or its abstract shape.
+      query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per block.
+      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
 
     Returns:
       `"mosaic_gpu"` or `"xla"`.
@@ -42,7 +73,10 @@ def choose_implementation(implementation: str | None, query: Any, *, block_size:
       ValueError: If the name is unknown.
       NotImplementedError: If the named implementation cannot take this call.
     """
-    reason = why_not_mosaic_gpu(query, block_size=block_size)
+    interpret = config is not None and config.interpret
+    if implementation is None and (interpret or not CHOOSES_KERNELS):
+        return "xla"
+    reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
     return _choose(implementation, IMPLEMENTATIONS, reason)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax import cudnn_attention, xla_attention
+from sketchwalk_jax import cudnn_attention, kernel_attention, xla_attention
 from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv, check_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.pallas_kernels.dispatch import (
@@ -29,7 +29,7 @@ def _pad_keys(x: Float[Array, "L B S K H"], multiple: int) -> Float[Array, "L B 
 
 
 def _finish(
-    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], return_lse: bool
+    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"] | None, return_lse: bool
 ) -> Float[Array, "B T N H"] | Any:
     return (out, lse) if return_lse else out
 
@@ -122,13 +122,14 @@ def block_sparse_attention(
         layer=layer,
         kv_lengths=kv_lengths,
         scale=scale,
+        return_lse=return_lse,
         implementation=implementation,
         kernel_config=kernel_config,
     )
     if query_offset is not None:
         back = column[:, :num_tokens] + shift[:, None]
-        out, lse = _take_columns(out, back), _take_columns(lse, back)
-    return _finish(out[:, :num_tokens], lse[:, :num_tokens], return_lse)
+        out, lse = _take_columns(out, back), lse if lse is None else _take_columns(lse, back)
+    return _finish(out[:, :num_tokens], lse if lse is None else lse[:, :num_tokens], return_lse)
 
 
 def attend_rows(
@@ -141,21 +142,36 @@ def attend_rows(
     layer: Int[Array, ""] | int | None,
     kv_lengths: Int[Array, "B"] | None,
     scale: float | None = None,
+    return_lse: bool = True,
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """`block_sparse_attention` for queries that already lie on block boundaries.
 
     `T` is a multiple of the block size and the first column stands at block `first_block`; this is
-    what inference calls. Returns the output and its log-sum-exp.
+    what inference calls. Returns the output and its log-sum-exp, if that is wanted.
     """
     batch, num_tokens, num_heads, head_dim = query.shape
     size = selection.block_size
     num_rows = num_tokens // size
-    choose_implementation(implementation, query, block_size=size)
     config = kernel_config or default_kernel_config()
+    chosen = choose_implementation(implementation, query, block_size=size, config=config)
     key, value = _stack(key, layer), _stack(value, layer)
     kv_lengths = _per_sequence(kv_lengths, key.shape[2], batch)
+    scale = xla_attention.default_scale(head_dim) if scale is None else scale
+    if chosen == "mosaic_gpu":
+        return kernel_attention.attend_rows(
+            query,
+            _pad_keys(key, size),
+            _pad_keys(value, size),
+            selection,
+            layer=_layer_index(layer),
+            first_block=first_block,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            return_lse=return_lse,
+            config=config,
+        )
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     positions = (first_block * size)[:, None] + column
     out, lse = xla_attention.attend_lists(
@@ -166,7 +182,7 @@ def attend_rows(
         positions.reshape(batch, num_rows, size),
         layer=_layer_index(layer),
         kv_lengths=kv_lengths,
-        scale=xla_attention.default_scale(head_dim) if scale is None else scale,
+        scale=scale,
         row_tile=config.row_tile,
         block_step=config.block_step,
     )
@@ -219,20 +235,36 @@ def block_sparse_decode(
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     check_selection(selection, query, key, 1)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    choose_implementation(implementation, query, block_size=selection.block_size)
     size = selection.block_size
+    config = kernel_config or default_kernel_config()
+    chosen = choose_implementation(implementation, query, block_size=size, config=config)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
+    key, value = (_pad_keys(_stack(x, layer), size) for x in (key, value))
+    scale = xla_attention.default_scale(query.shape[-1]) if scale is None else scale
+    if chosen == "mosaic_gpu":
+        out, lse = kernel_attention.attend_token(
+            query,
+            key,
+            value,
+            selection,
+            layer=_layer_index(layer),
+            kv_lengths=lengths,
+            scale=scale,
+            return_lse=return_lse,
+            config=config,
+        )
+        return _finish(out, lse, return_lse)
     out, lse = xla_attention.attend_lists(
         query[:, None],
-        _pad_keys(_stack(key, layer), size),
-        _pad_keys(_stack(value, layer), size),
+        key,
+        value,
         selection,
         (lengths - 1)[:, None, None],
         layer=_layer_index(layer),
         kv_lengths=lengths,
-        scale=xla_attention.default_scale(query.shape[-1]) if scale is None else scale,
+        scale=scale,
         row_tile=1,
-        block_step=(kernel_config or default_kernel_config()).decode_block_step,
+        block_step=config.decode_block_step,
     )
     return _finish(out[:, 0], lse[:, 0], return_lse)
 

@@ -113,6 +113,7 @@ def prefill_attention(
                 first_block=span.first_block,
                 layer=layer,
                 kv_lengths=span.end,
+                return_lse=False,
                 implementation=settings.implementation,
                 kernel_config=settings.kernel_config,
             )

@@ -112,6 +112,7 @@ def sketchwalk_attention(
         layer=None,
         kv_lengths=lengths,
         scale=scale,
+        return_lse=False,
         implementation=implementation,
         kernel_config=kernel_config,
     )

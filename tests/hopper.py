@@ -1,0 +1,149 @@
+"""Compiles kernels for Hopper on a machine without a GPU, and reads what the assembler said.
+
+As a program, in an environment with JAX's CUDA plugin and `ptxas` (CONTRIBUTING.md): takes names of
+cases of `kernel_cases.COMPILED`, a line each, and answers each with a line of JSON. The tests use
+`Compiler`, which starts that program.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# All that the compiler asks about the chip: an H100 or H200, with its own (`a`) instructions.
+TARGET = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647
+  threads_per_warp: 32
+}
+"""
+_FACTS = {
+    "registers": r"Used (\d+) registers",
+    "stack_bytes": r"(\d+) bytes stack frame",
+    "spill_store_bytes": r"(\d+) bytes spill stores",
+    "spill_load_bytes": r"(\d+) bytes spill loads",
+}
+
+
+def read_assembler(text: str) -> dict[str, Any]:
+    """Registers, stack, spills and complaints in the messages of `ptxas -v` about one kernel."""
+    facts: dict[str, Any] = {}
+    for name, pattern in _FACTS.items():
+        found = [int(number) for number in re.findall(pattern, text)]
+        if not found:
+            raise ValueError(f"no {name} in what the assembler said:\n{text}")
+        facts[name] = max(found)
+    lines = text.splitlines()
+    facts["complaints"] = [x for x in lines if re.search("warning|performance loss|error", x, re.I)]
+    return facts
+
+
+class Compiler:
+    """The program below in another environment; a case that kills it leaves the others alone."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._log = tempfile.TemporaryFile("w+")
+        self._program: subprocess.Popen[str] | None = None
+
+    def compile(self, name: str) -> dict[str, Any]:
+        """The kernels of one case, by name; fails with the program's last words."""
+        if self._program is None or self._program.poll() is not None:
+            self._program = subprocess.Popen(
+                [self._python, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=self._environment(),
+            )
+        assert self._program.stdin is not None and self._program.stdout is not None
+        print(name, file=self._program.stdin, flush=True)
+        answer = self._program.stdout.readline()
+        if not answer:
+            self._program.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"compiling {name} ended the compiler: {self._log.read()[-4000:]}")
+        result = json.loads(answer)
+        if "error" in result:
+            raise RuntimeError(f"{name} does not compile: {result['error']}")
+        return result
+
+    def close(self) -> None:
+        """Ends the program."""
+        if self._program is not None:
+            self._program.communicate()
+        self._log.close()
+
+    def _environment(self) -> dict[str, str]:
+        folder = Path(__file__).resolve().parent
+        search = [str(folder.parent), str(folder)]
+        # `ptxas` of NVIDIA's wheel, which puts it beside its libraries
+        wheel = Path(self._python).parents[1].glob("lib/python3*/site-packages/nvidia/*/bin")
+        programs = [*map(str, wheel), os.environ["PATH"]]
+        drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program says nothing
+        kept = {name: value for name, value in os.environ.items() if name not in drop}
+        return kept | {
+            "JAX_PLATFORMS": "cpu",
+            "PATH": os.pathsep.join(programs),
+            "PYTHONPATH": os.pathsep.join(search),
+        }
+
+
+def _serve() -> None:
+    """Answers names from standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever compilers print is not an answer
+    with _prepare() as compile_case:
+        for line in sys.stdin:
+            try:
+                answer = compile_case(line.strip())
+            except Exception as error:  # the tests show it
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+@contextmanager
+def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        # Read when JAX is imported; autotuning would run programs.
+        os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        import jax
+        import kernel_cases
+        from jax.experimental import topologies
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        topology = topologies.get_topology_desc(
+            "", platform="cuda", topology="1x1x1", target_config=TARGET
+        )
+        mesh = topologies.make_mesh(topology, (1,), ("device",))
+        sharding = NamedSharding(mesh, PartitionSpec())
+
+        def compile_case(name: str) -> dict[str, Any]:
+            function, arguments = kernel_cases.program(kernel_cases.COMPILED[name])
+            arguments = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+            )
+            jax.jit(function).lower(*arguments).compile()
+            kernels = {}
+            for path in sorted(Path(folder).iterdir()):
+                if path.suffix == ".ptxas":
+                    kernels[path.stem] = read_assembler(path.read_text())
+                path.unlink()
+            return kernels
+
+        yield compile_case
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,135 @@
+"""Inputs of the kernels' cases, what the equations make of them, and memory full of NaN."""
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_cases import (
+    LAYER,
+    NUM_LAYERS,
+    AttentionKernelCase,
+    SelectionKernelCase,
+    reference_budget,
+)
+
+from sketchwalk_jax import SketchWalkConfig, reference
+
+# What lists may hold beyond their count, besides the number of blocks.
+NONSENSE = (0, -1, 2**30)
+
+
+def poison(shapes: Any) -> None:
+    """Fills memory with NaN where a call that returns such shapes is likely to put them."""
+    arrays = []
+    for leaf in jax.tree.leaves(shapes):
+        words = -(-leaf.size * leaf.dtype.itemsize // 4)
+        arrays += [jnp.full((words,), jnp.nan, jnp.float32) for _ in range(4)]
+    jax.block_until_ready(arrays)
+    for array in arrays:
+        array.delete()
+
+
+def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...], np.ndarray]:
+    """Arguments of the kernel, and the mask of blocks `[B, M, I, J]` that its lists spell.
+
+    The cache is NaN beyond every sequence's length and in all other layers. In prefill the second
+    row, if it is not the last, has an empty list.
+    """
+    rng = np.random.default_rng(seed)
+    batch, (num_heads, num_kv_heads) = len(case.lengths), case.heads
+    tokens = case.num_rows * case.block_size if case.op == "prefill" else 1
+    query = rng.standard_normal((batch, tokens, num_heads, case.head_dim), np.float32)
+    blocks = case.num_blocks
+    one = (batch, blocks * case.block_size, num_kv_heads, case.head_dim)
+    key, value = np.full((2, NUM_LAYERS, *one), np.nan, np.float32)
+    for row, length in enumerate(case.lengths):
+        shape = (2, length, num_kv_heads, case.head_dim)
+        key[LAYER, row, :length], value[LAYER, row, :length] = rng.standard_normal(
+            shape, np.float32
+        )
+    first = np.array(case.first_blocks or [0] * batch, np.int32)
+    if case.op == "decode":
+        first = (np.array(case.lengths, np.int32) - 1) // case.block_size
+    absolute = first[:, None] + np.arange(case.num_rows)
+    columns = np.arange(blocks)
+    mask = rng.random((batch, case.num_lists, case.num_rows, blocks)) < 0.5
+    mask |= (columns == absolute[..., None])[:, None]
+    # As selections do, lists name blocks up to the diagonal, none of them without a token.
+    there = columns * case.block_size < np.array(case.lengths)[:, None]
+    mask &= ((columns <= absolute[..., None]) & there[:, None])[:, None]
+    if case.num_rows > 2:
+        mask[:, :, 1] = False
+    ids, counts = cases.pack_lists(mask, padding=blocks)
+    ids = np.pad(ids, ((0, 0),) * 3 + ((0, blocks - ids.shape[-1]),), constant_values=blocks)
+    beyond = np.arange(blocks) >= counts[..., None]
+    ids[beyond] = rng.choice([blocks, *NONSENSE], int(beyond.sum()))
+    floats = [jnp.asarray(x, case.dtype) for x in (query, key, value)]
+    integers = (ids, counts, np.int32(LAYER), np.array(case.lengths, np.int32), first)
+    return (*floats, *(jnp.asarray(x, jnp.int32) for x in integers)), mask
+
+
+def expected_attention(
+    case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray, row: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The output and log-sum-exp of one sequence, in float32."""
+    query, key, value = (x.astype(jnp.float32) for x in arguments[:3])
+    first, length = int(arguments[-1][row]) * case.block_size, case.lengths[row]
+    tokens = query.shape[1]
+    positions = first + np.arange(tokens) if case.op == "prefill" else np.array([length - 1])
+    rows = np.arange(tokens) // case.block_size
+    keys = np.arange(key.shape[2])
+    allowed = mask[row][:, rows][:, :, keys // case.block_size]
+    allowed = allowed & (keys <= positions[:, None]) & (keys < length)
+    allowed = np.repeat(allowed, case.heads[0] // len(allowed), axis=0)
+    key, value = (jnp.nan_to_num(x[LAYER, row]) for x in (key, value))
+    out, lse = reference.masked_attention(query[row], key, value, allowed)
+    return np.asarray(out), np.asarray(lse)
+
+
+def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
+    """Queries of a sequence that stand at real positions; what follows is padding."""
+    if case.op == "decode":
+        return 1
+    there = case.lengths[row] - first * case.block_size
+    return int(np.clip(there, 0, case.num_rows * case.block_size))
+
+
+def draw_scores(case: SelectionKernelCase, seed: int) -> tuple[Any, ...]:
+    """Scores, absolute rows and counts."""
+    rng = np.random.default_rng(seed)
+    shape = (len(case.rows), case.num_rows, case.num_blocks)
+    if case.kind == "wide":
+        bits = rng.integers(0, 2**32, shape, np.uint32)
+        scores = np.nan_to_num(bits.view(np.float32), nan=0.0, posinf=1e38, neginf=-1e38)
+        scores[rng.random(shape) < 0.1] = -0.0
+    elif case.kind == "equal":
+        scores = np.full(shape, 0.25, np.float32)
+    else:
+        scores = rng.standard_normal(shape, np.float32)
+        scores = np.round(scores) if case.kind == "tied" else scores
+    rows = np.array(case.rows)[:, None] + np.arange(case.num_rows)
+    counts = reference_budget(case)[np.minimum(rows, case.num_blocks - 1)]
+    return jnp.asarray(scores), jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32)
+
+
+def expected_ids(case: SelectionKernelCase, arguments: tuple[Any, ...]) -> np.ndarray:
+    """Lists `[B, I, P]` from the reference, padded with the number of blocks."""
+    scores, rows, counts = map(np.asarray, arguments)
+    sinks, local = case.forced
+    config = SketchWalkConfig.paper(density=case.density, sink_blocks=sinks, local_blocks=local)
+    wanted = np.full((*rows.shape, int(reference_budget(case)[-1])), case.num_blocks)
+    for index in np.ndindex(*rows.shape):
+        upto = slice(min(int(rows[index]), case.num_blocks - 1) + 1)
+        # A walk row without a positive entry would be ranked by the other one: give both.
+        row = scores[index][upto]
+        kept = reference.select(row, row, int(counts[index]), config)
+        wanted[index][: len(kept)] = kept
+    return wanted
+
+
+def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
+    """`‖actual - wanted‖ / ‖wanted‖` over everything."""
+    scale = float(np.linalg.norm(wanted))
+    return float(np.linalg.norm(actual.astype(np.float32) - wanted)) / max(scale, 1e-30)

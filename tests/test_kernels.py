@@ -1,0 +1,150 @@
+"""The kernels against the equations: in Pallas' interpreter, or on a GPU with larger cases too.
+
+On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import kernel_draws
+import numpy as np
+import pytest
+from tolerances import TOLERANCES, tolerance
+
+from sketchwalk_jax import (
+    BlockSelection,
+    KernelConfig,
+    block_sparse_attention,
+    block_sparse_decode,
+)
+from sketchwalk_jax.pallas_kernels import dispatch
+
+ON_GPU = dispatch.is_hopper()
+CONFIG = None if ON_GPU else KernelConfig(interpret=True)
+SEEDS = (0, 1, 2) if ON_GPU else (0,)  # the interpreter is slow
+CASES = kernel_cases.CASES + (kernel_cases.LARGE_CASES if ON_GPU else ())
+ATTENTION_CASES = [case for case in CASES if case.op != "select"]
+SELECTION_CASES = [case for case in CASES if case.op == "select"]
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu" and not ON_GPU,
+    reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
+)
+
+
+def run_twice(case, arguments, capfd):
+    """The results of two runs in memory full of NaN, which are the same bit for bit."""
+    function, shapes = kernel_cases.program(case, config=CONFIG)
+    assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, shapes)
+    function = jax.jit(function)
+    runs = []
+    for _ in range(2 if ON_GPU else 1):
+        kernel_draws.poison(jax.eval_shape(function, *arguments))
+        runs.append(jax.block_until_ready(function(*arguments)))
+    for one, other in zip(*map(jax.tree.leaves, (runs[0], runs[-1])), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    return runs[0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention_equals_the_reference(case, seed, capfd):
+    kernel_cases.skip_without_kernel(case)
+    arguments, mask = kernel_draws.draw_attention(case, seed)
+    assert_attention(case, arguments, mask, run_twice(case, arguments, capfd))
+
+
+def assert_attention(case, arguments, mask, results):
+    out, *lse = results
+    assert len(lse) == case.return_lse
+    assert out.dtype == jnp.dtype(case.dtype) and out.shape == arguments[0].shape
+    out = np.asarray(out, np.float32)
+    assert np.isfinite(out).all()
+    for row in range(len(case.lengths)):
+        wanted, wanted_lse = kernel_draws.expected_attention(case, arguments, mask, row)
+        upto = kernel_draws.real_tokens(case, row, int(arguments[-1][row]))
+        wanted, one = wanted[:upto], out[row, :upto]
+        error = kernel_draws.relative_error(one, wanted)
+        assert error < TOLERANCES["kernel"][case.dtype], f"sequence {row}"
+        np.testing.assert_allclose(one, wanted, **tolerance("attention", case.dtype))
+        is_empty = wanted_lse[:upto] == -np.inf
+        assert not one[is_empty].any()
+        if case.return_lse:
+            assert lse[0].dtype == jnp.float32
+            np.testing.assert_allclose(
+                lse[0][row, :upto], wanted_lse[:upto], **tolerance("lse", case.dtype)
+            )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", SELECTION_CASES, ids=str)
+def test_selection_equals_the_reference_exactly(case, seed, capfd):
+    kernel_cases.skip_without_kernel(case)
+    arguments = kernel_draws.draw_scores(case, seed)
+    selection = run_twice(case, arguments, capfd)
+    np.testing.assert_array_equal(selection.counts[:, 0], arguments[2])
+    wanted = kernel_draws.expected_ids(case, arguments)
+    np.testing.assert_array_equal(selection.ids[:, 0], wanted)
+
+
+# The public functions, which shift queries to block boundaries and bring lists of their own.
+PUBLIC = {
+    "prefill": ((70, 33), None),
+    "chunk": ((40, 20), (50, 77)),
+    "decode": ((70, 129), None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_take_the_kernels(name):
+    """Against the XLA implementation, whose own tests are elsewhere."""
+    new, offset = PUBLIC[name]
+    op = "decode" if name == "decode" else "prefill"
+    lengths = new if name == "decode" else (100, 100)
+    case = kernel_cases.AttentionKernelCase(op=op, heads=(4, 2), lengths=lengths, head_dim=64)
+    kernel_cases.skip_without_kernel(case)
+    (query, key, value, ids, counts, layer, *_), _ = kernel_draws.draw_attention(case, 5)
+    lengths = jnp.asarray(np.add(new, offset or 0), jnp.int32)
+    options = {"layer": layer, "kv_lengths": lengths, "return_lse": True}
+    key, value = (jnp.nan_to_num(x) for x in (key, value))
+    if name == "decode":
+        function = block_sparse_decode
+    else:
+        function = block_sparse_attention
+        query = query[:, : max(new)]
+        options["query_offset"] = None if offset is None else jnp.asarray(offset, jnp.int32)
+        rows = -(-(max(new) + (63 if offset else 0)) // 64)
+        ids, counts = ids[:, :, :rows], counts[:, :, :rows]
+    selection = BlockSelection(ids, counts, 64)
+    call = functools.partial(function, selection=selection, **options)
+    ours = jax.jit(functools.partial(call, implementation="mosaic_gpu", kernel_config=CONFIG))
+    out, lse = ours(query, key, value)
+    wanted, wanted_lse = jax.jit(functools.partial(call, implementation="xla"))(query, key, value)
+    for row, length in enumerate(new):
+        upto = slice(1 if name == "decode" else length)
+        one, other = (np.asarray(x[row, upto], np.float32) for x in (out, wanted))
+        np.testing.assert_allclose(one, other, **tolerance("attention", case.dtype))
+        np.testing.assert_allclose(
+            lse[row, upto], wanted_lse[row, upto], **tolerance("lse", case.dtype)
+        )
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+def test_a_derivative_of_a_kernel_is_refused_in_words(op):
+    case = kernel_cases.AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
+    kernel_cases.skip_without_kernel(case)
+    (query, key, value, ids, counts, layer, lengths, _), _ = kernel_draws.draw_attention(case, 0)
+    function = block_sparse_decode if op == "decode" else block_sparse_attention
+
+    def total(query):
+        selection = BlockSelection(ids, counts, 64)
+        options = {"implementation": "mosaic_gpu", "kernel_config": KernelConfig(interpret=True)}
+        options |= {"layer": layer, "kv_lengths": lengths}
+        return jnp.sum(function(query, key, value, selection, **options).astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match="no derivative.* reference.masked_attention"):
+        jax.eval_shape(jax.grad(total), query)
