@@ -19,6 +19,10 @@ class KernelConfig:
       dense_rows: Query tokens in a tile of dense attention.
       dense_keys: Keys in a step of dense attention.
       dense_decode_keys: Keys in a step of dense decoding.
+      decode_keys: Keys in a step of the decode kernel, a multiple of 64.
+      decode_buffer_kib: Shared memory for keys and values in the decode kernel, in KiB.
+      decode_programs: Programs of the decode kernel that a GPU runs at a time.
+      decode_splits: Parts into which the decode kernel splits a list; chosen by shape if left out.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
         slow, to see what a kernel does.
 
@@ -32,6 +36,10 @@ class KernelConfig:
     dense_rows: int = 256
     dense_keys: int = 256
     dense_decode_keys: int = 1024
+    decode_keys: int = 64
+    decode_buffer_kib: int = 192
+    decode_programs: int = 132
+    decode_splits: int | None = None
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -41,6 +49,8 @@ class KernelConfig:
             if field.type is bool:
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}")
+            elif value is None and field.default is None:
+                continue
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
 
