@@ -12,9 +12,7 @@ Keys and values come through several stages of asynchronous copies, a step of `d
 a time. A second small kernel adds the parts in a fixed order; one part alone needs none.
 """
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -24,91 +22,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.decode_parts import (
+    BY_HEAD,
+    LAYOUT,
+    LOG2_E,
+    ROWS,
+    DecodeShape,
+    by_rows,
+    combine_body,
+    finish,
+    num_splits,
+    store_transposed,
+)
 
 # A finite stand-in for log(0) and a running maximum above it: a masked score weighs exp2(-5e29) = 0
 # whatever else a part holds, and an empty part weighs nothing beside others.
 _MASK_VALUE = -1e30
 _FIRST_MAXIMUM = -5e29
-_ROWS = 64  # of a matrix instruction
-_MAX_SPLITS = 64
-_LOG2_E = math.log2(math.e)
-_LAYOUT = plgpu.Layout.WGMMA
-_BY_HEAD = _LAYOUT.reduce(0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """Everything static about a call.
-
-    Attributes:
-      batch: Sequences.
-      units: Groups of heads that share a list and a key/value head, in each sequence.
-      group: Query heads of a unit.
-      kv_heads: Key/value heads.
-      num_lists: Lists per sequence: 1, or one for each key/value or query head.
-      head_dim: Features.
-      key_tokens: Keys of a sequence that the cache holds.
-      block_size: Tokens per block.
-      step_keys: Keys of one step.
-      stages: Steps that are in shared memory at a time.
-      splits: Parts of a list.
-      dtype: Type of queries, keys, values and output.
-      scale: Factor of the scores.
-    """
-
-    batch: int
-    units: int
-    group: int
-    kv_heads: int
-    num_lists: int
-    head_dim: int
-    key_tokens: int
-    block_size: int
-    step_keys: int
-    stages: int
-    splits: int
-    dtype: Any
-    scale: float
-
-    @property
-    def columns(self) -> int:
-        """Heads, padded to what a matrix instruction takes."""
-        return -(-self.group // 8) * 8
-
-    @property
-    def features(self) -> int:
-        """Features, padded to what a matrix instruction takes as rows."""
-        return -(-self.head_dim // _ROWS) * _ROWS
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes of the pattern of shared memory; a tile of it must divide the features."""
-        return next(x for x in (128, 64, 32) if self.head_dim * 2 % x == 0)
-
-    @property
-    def step_blocks(self) -> int:
-        """Blocks of one step."""
-        return self.step_keys // self.block_size
-
-
-def _by_rows(x: Float[Array, "n"], shape: tuple[int, int]) -> Float[Array, "m n"]:
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (1,)), _LAYOUT)
-
-
-def _store_transposed(ref: Any, x: Float[Array, "m n"]) -> None:
-    """Writes `xᵀ` to shared memory, for matrix instructions and copies to read."""
-    x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    ref.transpose((1, 0))[...] = x
-
-
-def _finish(
-    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
-) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
-    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
-    is_empty = total == 0.0
-    safe = jnp.where(is_empty, 1.0, total)
-    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / _LOG2_E)
-    return o * _by_rows(1.0 / safe, o.shape), lse
+_SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
 
 
 def _decode_body(
@@ -121,7 +52,7 @@ def _decode_body(
     kv_lengths: Any,
     out: Any,
     *rest: Any,
-    shape: _Shape,
+    shape: DecodeShape,
 ) -> None:
     """One part of one unit's list; see the module's docstring."""
     *statistics, q_raw, q_tile, k_tiles, v_tiles, p_tile, q_bar, k_bars, v_bars = rest
@@ -135,7 +66,9 @@ def _decode_body(
     row = unit if shape.num_lists > 1 else 0
 
     heads = pl.ds(place * shape.group, shape.group)
-    own_heads = (pl.ds(0, shape.group), pl.ds(0, width))
+    own_heads = pl.ds(0, shape.group)
+    if shape.overlap and shape.splits > 1:
+        plgpu.griddepcontrol_launch_dependents()
     plgpu.copy_gmem_to_smem(query.at[heads], q_raw.at[own_heads], q_bar.at[0])
     count = counts[batch, row]
     length = kv_lengths[batch]
@@ -153,22 +86,22 @@ def _decode_body(
         for index in range(blocks):
             source = (pl.ds(first_row + block_id(step, index) * size, size), head)
             for tiles, cache, bars in ((k_tiles, key, k_bars), (v_tiles, value, v_bars)):
-                block = tiles.at[slot, pl.ds(index * size, size), pl.ds(0, width)]
+                block = tiles.at[slot, pl.ds(index * size, size)]
                 plgpu.copy_gmem_to_smem(cache.at[source], block, bars.at[slot])
 
     for ahead in range(stages):
 
         @pl.when(start + ahead < stop)
-        def _() -> None:
+        def _(ahead: int = ahead) -> None:
             fetch(start + ahead, ahead)
 
     plgpu.barrier_wait(q_bar.at[0])
-    raw = plgpu.load(q_raw.transpose((1, 0)), layout=_LAYOUT, optimized=False)
-    _store_transposed(q_tile, raw)
+    raw = plgpu.load(q_raw.transpose((1, 0)), layout=LAYOUT, optimized=False)
+    store_transposed(q_tile, raw)
     plgpu.commit_smem()
 
     scores_shape = (shape.step_keys, shape.columns)
-    offset = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=_LAYOUT)
+    offset = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
 
     def limits(step: Any) -> list[Any]:
         """For each block of a step, its keys that count."""
@@ -196,97 +129,64 @@ def _decode_body(
             plgpu.wgmma(acc, k_tiles.at[slot], q_tile.at[:, pl.ds(0, width)].transpose((1, 0)))
             return acc[...]
 
-        s = pl.run_scoped(multiply_keys, plgpu.ACC(scores_shape)) * (shape.scale * _LOG2_E)
+        s = pl.run_scoped(multiply_keys, plgpu.ACC(scores_shape)) * (shape.scale * LOG2_E)
         s = hide(s, offset, visible, _MASK_VALUE)
         new_maximum = jnp.maximum(maximum, jnp.max(s, axis=0))
-        p = jnp.exp2(s - _by_rows(new_maximum, scores_shape))
+        p = jnp.exp2(s - by_rows(new_maximum, scores_shape))
         decay = jnp.exp2(maximum - new_maximum)
-        total = total * _by_rows(decay, scores_shape) + p
-        _store_transposed(p_tile, p)
+        total = total * by_rows(decay, scores_shape) + p
+        store_transposed(p_tile, p)
         plgpu.barrier_wait(v_bars.at[slot])
 
         @pl.when(functools.reduce(jnp.minimum, visible) < size)
         def _() -> None:
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-            for index in range(0, shape.step_keys, _ROWS):
-                tile = v_tiles.at[slot, pl.ds(index, _ROWS)]
-                shown = (_ROWS, shape.features)
-                places = plgpu.broadcasted_iota(jnp.int32, shown, 0, layout=_LAYOUT) + index
-                tile[...] = hide(plgpu.load(tile, layout=_LAYOUT), places, visible, 0.0)
+            for index in range(0, shape.step_keys, ROWS):
+                tile = v_tiles.at[slot, pl.ds(index, ROWS)]
+                shown = (ROWS, width)
+                places = plgpu.broadcasted_iota(jnp.int32, shown, 0, layout=LAYOUT) + index
+                tile[...] = hide(plgpu.load(tile, layout=LAYOUT), places, visible, 0.0)
 
         plgpu.commit_smem()  # also: everyone has left the previous step
 
-        def multiply_values(acc: Any) -> Array:
-            values = v_tiles.at[slot].transpose((1, 0))
-            plgpu.wgmma(acc, values, p_tile.transpose((1, 0)))
+        def multiply_values(*accumulators: Any) -> tuple[Array, ...]:
+            for acc, first in zip(accumulators, shape.chunks, strict=True):
+                values = v_tiles.at[slot, :, pl.ds(first, ROWS)].transpose((1, 0))
+                plgpu.wgmma(acc, values, p_tile.transpose((1, 0)))
 
             @pl.when((step > start) & (step - 1 + stages < stop))
             def _() -> None:
                 fetch(step - 1 + stages, jax.lax.rem(step - 1 - start, stages))
 
-            return acc[...]
+            return tuple(acc[...] for acc in accumulators)
 
-        update = pl.run_scoped(multiply_values, plgpu.ACC((shape.features, shape.columns)))
-        return new_maximum, total, o * _by_rows(decay, o.shape) + update
+        accumulators = [plgpu.ACC((ROWS, shape.columns)) for _ in shape.chunks]
+        updates = pl.run_scoped(multiply_values, *accumulators)
+        decay = by_rows(decay, updates[0].shape)
+        o = tuple(x * decay + update for x, update in zip(o, updates, strict=True))
+        return new_maximum, total, o
 
     def zeros(rows: int) -> Array:
-        return plgpu.layout_cast(jnp.zeros((rows, shape.columns), jnp.float32), _LAYOUT)
+        return plgpu.layout_cast(jnp.zeros((rows, shape.columns), jnp.float32), LAYOUT)
 
-    first = plgpu.layout_cast(jnp.full((shape.columns,), _FIRST_MAXIMUM, jnp.float32), _BY_HEAD)
-    running = (first, zeros(shape.step_keys), zeros(shape.features))
+    first = plgpu.layout_cast(jnp.full((shape.columns,), _FIRST_MAXIMUM, jnp.float32), BY_HEAD)
+    running = (first, zeros(shape.step_keys), tuple(zeros(ROWS) for _ in shape.chunks))
     maximum, total, o = jax.lax.fori_loop(start, stop, one_step, running)
     total = jnp.sum(total, axis=0)
+    tiles = [pl.ds(index * ROWS, ROWS) for index in range(len(shape.chunks))]
     if shape.splits > 1:
-        out[split, place] = o
+        for tile, x in zip(tiles, o, strict=True):
+            out[split, place, tile] = x
         statistics[0][split, place, 0] = maximum
         statistics[0][split, place, 1] = total
         return
-    o, lse = _finish(o, total, maximum)
+    for tile, x in zip(tiles, o, strict=True):
+        x, lse = finish(x, total, maximum)
+        store_transposed(q_raw.at[:, tile], x)
     if statistics:
         statistics[0][place] = lse
-    _store_transposed(q_raw, o)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_raw.at[own_heads], out.at[heads])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: _Shape) -> None:
-    """Adds the parts of one unit, in order, for one tile of its features."""
-    *lse_out, tile = rest
-    place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
-
-    def by_head(split: int, index: int) -> Array:
-        return plgpu.load(statistics.at[split, place, index], layout=_BY_HEAD, optimized=False)
-
-    splits = range(shape.splits)
-    maxima = [by_head(split, 0) for split in splits]
-    maximum = functools.reduce(jnp.maximum, maxima)
-    weights = [jnp.exp2(x - maximum) for x in maxima]
-    total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
-    rows = pl.ds(chunk * _ROWS, _ROWS)
-    o = None
-    for split in splits:
-        part = plgpu.load(parts.at[split, place, rows], layout=_LAYOUT, optimized=False)
-        part = part * _by_rows(weights[split], part.shape)
-        o = part if o is None else o + part
-    o, lse = _finish(o, total, maximum)
-    if lse_out:
-
-        @pl.when(chunk == 0)
-        def _() -> None:
-            lse_out[0][place] = lse
-
-    _store_transposed(tile, o)
-    plgpu.commit_smem()
-    for index in range(shape.features // _ROWS):
-        width = min(_ROWS, shape.head_dim - index * _ROWS)
-
-        @pl.when(chunk == index)
-        def _(index: int = index, width: int = width) -> None:
-            source = tile.at[pl.ds(0, shape.group), pl.ds(0, width)]
-            heads = pl.ds(place * shape.group, shape.group)
-            plgpu.copy_smem_to_gmem(source, out.at[heads, pl.ds(index * _ROWS, width)])
-
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -306,29 +206,6 @@ def _parameters() -> Any:
         unsafe_no_auto_barriers=True,
         lowering_semantics=plgpu.LoweringSemantics.Lane,
     )
-
-
-def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConfig) -> int:
-    """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
-
-    Args:
-      units: Lists times key/value heads to attend with, in all sequences.
-      list_blocks: Capacity of a list.
-      block_size: Tokens per block.
-      config: Tile sizes.
-
-    Returns:
-      A number from 1 to 64.
-    """
-    steps = -(-list_blocks * block_size // max(config.decode_keys, block_size))
-    if config.decode_splits is not None:
-        return min(config.decode_splits, steps, _MAX_SPLITS)
-
-    def time(splits: int) -> tuple[float, int]:  # in steps; starting and combining cost some
-        waves = -(-units * splits // config.decode_programs)
-        return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
-
-    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
 def block_sparse_decode_kernel(
@@ -366,36 +243,39 @@ def block_sparse_decode_kernel(
     config = config or KernelConfig()
     batch, _, num_heads, head_dim = query.shape
     num_layers, _, key_tokens, kv_heads, _ = key.shape
-    if padding := -head_dim % 16:  # copies whole caches: for the sake of completeness
-        widths = ((0, 0), (0, 0), (0, 0), (0, padding))
-        query = jnp.pad(query, widths)
-        key, value = (jnp.pad(x, ((0, 0), *widths)) for x in (key, value))
+    if padding := max(ROWS - head_dim, -head_dim % 16):  # for completeness: copies whole caches
+        query = _pad_features(query, padding)
+        key, value = _pad_features(key, padding), _pad_features(value, padding)
     num_lists = ids.shape[1]
     units = max(num_lists, kv_heads)
     step_keys = max(config.decode_keys, block_size)
     splits = num_splits(batch * units, ids.shape[-1], block_size, config)
-    features = -(-head_dim // _ROWS) * _ROWS
-    stage_bytes = step_keys * 2 * features * query.dtype.itemsize
+    group = num_heads // units
+    # beside keys and values: queries, twice, and weights, whose heads are padded to 8
+    other_bytes = (group + 7) * (2 * 2 * ROWS + step_keys) * query.dtype.itemsize
+    buffer_bytes = min(config.decode_buffer_kib * 1024, _SHARED_BYTES - other_bytes)
+    stage_bytes = step_keys * 2 * (head_dim + padding) * query.dtype.itemsize
     steps = -(-ids.shape[-1] * block_size // (step_keys * splits))
-    shape = _Shape(
+    shape = DecodeShape(
         batch=batch,
         units=units,
-        group=num_heads // units,
+        group=group,
         kv_heads=kv_heads,
         num_lists=num_lists,
         head_dim=head_dim + padding,
         key_tokens=key_tokens,
         block_size=block_size,
         step_keys=step_keys,
-        stages=max(2, min(config.decode_buffer_kib * 1024 // stage_bytes, steps + 1)),
+        stages=max(2, min(buffer_bytes // stage_bytes, steps + 1)),
         splits=splits,
         dtype=query.dtype,
         scale=scale,
+        overlap=config.decode_overlap and not config.interpret,
     )
     rows = (num_layers * batch * key_tokens, kv_heads, shape.head_dim)
     out, lse = _run(
         shape,
-        query.reshape(batch * num_heads, shape.head_dim),
+        _pad_features(query, shape.features - shape.head_dim).reshape(-1, shape.features),
         key.reshape(rows),
         value.reshape(rows),
         ids[:, :, 0],
@@ -405,15 +285,23 @@ def block_sparse_decode_kernel(
         return_lse=return_lse,
         interpret=config.interpret,
     )
-    out = out.reshape(batch, 1, num_heads, shape.head_dim)[..., :head_dim]
+    out = out.reshape(batch, 1, num_heads, shape.features)
+    if shape.features > shape.head_dim:  # the chunks overlap
+        rest = out[..., shape.features - (shape.head_dim - ROWS) :]
+        out = jnp.concatenate([out[..., :ROWS], rest], axis=-1)
+    out = out[..., :head_dim]
     if not return_lse:
         return out
     lse = lse.reshape(batch, units, -1)[:, :, : shape.group]
     return out, lse.reshape(batch, 1, num_heads)
 
 
+def _pad_features(x: Array, padding: int) -> Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
+
+
 def _run(
-    shape: _Shape, query: Array, *operands: Array, return_lse: bool, interpret: bool
+    shape: DecodeShape, query: Array, *operands: Array, return_lse: bool, interpret: bool
 ) -> tuple[Array, Array | None]:
     """Launches the kernel, and the one that combines parts if there are several."""
     places, columns, features = shape.batch * shape.units, shape.columns, shape.features
@@ -438,7 +326,7 @@ def _run(
             plgpu.SMEM((columns, features), dtype),
             _tiled((columns, features), dtype, swizzle),
             _tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle),
-            _tiled((shape.stages, shape.step_keys, features), dtype, swizzle),
+            _tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle),
             _tiled((columns, shape.step_keys), dtype, swizzle),
             _barriers(1),
             _barriers(shape.stages, shape.step_blocks),
@@ -449,11 +337,11 @@ def _run(
     )(query, *operands)
     if shape.splits > 1:
         outputs = plgpu.kernel(
-            functools.partial(_combine_body, shape=shape),
+            functools.partial(combine_body, shape=shape),
             out_type=final,
-            grid=(places, features // _ROWS),
+            grid=(places, features // ROWS),
             grid_names=("unit", "chunk"),
-            scratch_types=[plgpu.SMEM((columns, _ROWS), dtype)],
+            scratch_types=[plgpu.SMEM((columns, ROWS), dtype)],
             kernel_name="combine_decode",
             **common,
         )(*outputs)
