@@ -172,6 +172,7 @@ def select_blocks_kernel(
         out_type=jax.ShapeDtypeStruct((total, max_count), jnp.int32),
         grid=(total,),
         grid_names=("row",),
+        kernel_name="sketchwalk_select_rows",
         scratch_types=[plgpu.SMEM((warp_ops.WARPS,), jnp.int32)],
         compiler_params=warp_ops.compiler_params(),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,

@@ -1,0 +1,45 @@
+"""The block-sum kernel, interpreted, adds up what the equations say."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+from sketchwalk_jax.sketch import block_sums, group_heads
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "num_groups"),
+    [(4, 2, 128, 1), (4, 2, 64, 1), (7, 1, 128, 1), (4, 2, 128, 2), (12, 4, 128, 4)],
+)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_sums_equal_the_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_groups: int, block_size: int
+) -> None:
+    rng = np.random.default_rng(num_heads)
+    valid = rng.random((2, 128)) > 0.3
+    valid[1, 64:] = False
+    combine = "mean" if num_groups == 1 else "sum"
+    tokens = []
+    for heads in (num_heads, num_kv_heads):
+        x = rng.normal(size=(2, 128, heads, head_dim))
+        x[~valid] = np.nan  # what padding holds never matters
+        tokens.append(jnp.asarray(x, jnp.bfloat16))
+    got = block_sums_kernel(
+        *tokens,
+        jnp.asarray(valid),
+        num_groups=num_groups,
+        is_mean=combine == "mean",
+        block_size=block_size,
+        interpret=True,
+    )
+    for sums, x in zip(got, tokens, strict=True):
+        grouped = group_heads(x, num_groups, combine=combine)
+        want = block_sums(grouped, jnp.asarray(valid), block_size)
+        np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_do_not_fill_rows_are_refused() -> None:
+    query, key = jnp.zeros((1, 64, 3, 64)), jnp.zeros((1, 64, 1, 64))
+    with pytest.raises(ValueError, match="must fill rows of 128"):
+        block_sums_kernel(query, key, jnp.ones((1, 64), bool), num_groups=1, is_mean=True)
