@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import kernel_report
 from common import ROOT  # which finds the package in a checkout that is not installed
 
 from sketchwalk_jax.evaluation.report import TITLES, describe_run, sections
@@ -233,6 +234,9 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "cpu-prefill": ("cpu.json", captioned(prefill_table)),
     "cpu-decode": ("cpu.json", captioned(decode_table)),
     "cpu-start": ("cpu.json", captioned(start_table)),
+    "kernels-prefill": ("kernels.json", captioned(kernel_report.prefill_table)),
+    "kernels-decode": ("kernels.json", captioned(kernel_report.decode_table)),
+    "kernels-selection": ("kernels.json", captioned(kernel_report.selection_table)),
     "quality": ("quality.json", quality_summary),
     "paper-ruler": ("paper.json", paper_ruler),
     "paper-longbench": ("paper.json", paper_longbench),

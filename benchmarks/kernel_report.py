@@ -1,0 +1,171 @@
+"""Tables and the figure of `results/kernels.json`.
+
+    python benchmarks/kernels.py          # on a Hopper GPU
+    python benchmarks/kernel_report.py    # draws plots/kernels_speedup.png, writes README.md
+
+`report.py` writes the tables alone.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
+
+from sketchwalk_jax.evaluation.tables import markdown_table
+from sketchwalk_jax.plots import import_pyplot
+
+Row = dict[str, Any]
+Results = dict[str, Any]
+# Okabe and Ito's colours; markers repeat what they say.
+_STYLES = (("#D55E00", "o"), ("#0072B2", "s"), ("#009E73", "D"), ("#CC79A7", "^"))
+_DPI = 150
+MAIN_SHAPE = {"batch": 1, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+def main() -> None:
+    """Draws the figure and writes the tables."""
+    import matplotlib
+    import report
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
+    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
+    options = parser.parse_args()
+    matplotlib.use("Agg")
+    data = json.loads((options.results / "kernels.json").read_text(encoding="utf-8"))
+    options.plots.mkdir(parents=True, exist_ok=True)
+    speedup_figure(data["rows"]).savefig(options.plots / "kernels_speedup.png", dpi=_DPI)
+    for page in options.page or report.PAGES:
+        report.update(page, options.results)
+
+
+def rows_of(data: Results, op: str) -> list[Row]:
+    """Rows of one operation, in the order that they were measured in."""
+    return [row for row in data["rows"] if row["op"] == op]
+
+
+def heads(row: Row) -> str:
+    """Query and key/value heads, and their size."""
+    return f"{row['num_heads']}/{row['num_kv_heads']} × {row['head_dim']}"
+
+
+def duration(row: Row, side: str) -> str:
+    """A median and the distance of its quartiles, in the unit that suits."""
+    value, spread = row[f"{side}_ms"], row[f"{side}_ms_iqr"]
+    unit = "ms"
+    if value < 1:
+        value, spread, unit = value * 1e3, spread * 1e3, "µs"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit} ({spread:.2g})"
+
+
+def _table(
+    data: Results, op: str, columns: Sequence[tuple[str, Callable[[Row], str]]], num_names: int
+) -> str:
+    lines = [[cell(row) for _, cell in columns] for row in rows_of(data, op)]
+    return markdown_table([title for title, _ in columns], lines, num_names=num_names)
+
+
+def prefill_table(data: Results) -> str:
+    """Attention over the lists of a whole prompt, beside dense attention."""
+    columns = (
+        ("Heads", heads),
+        ("Tokens", lambda row: f"{row['tokens']:,}"),
+        ("Density", lambda row: f"{row['density']:g}"),
+        ("cuDNN, dense", lambda row: duration(row, "peer")),
+        ("Ours", lambda row: duration(row, "ours")),
+        ("Faster", lambda row: f"**{row['ratio']:.1f}×**"),
+        ("Density's own", lambda row: f"{1 / row['attended_pairs']:.1f}×"),
+        ("TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
+    )
+    return _table(data, "prefill", columns, 1)
+
+
+def decode_table(data: Results) -> str:
+    """One token per sequence over its list, beside dense decoding."""
+    columns = (
+        ("Heads", heads),
+        ("Batch", lambda row: str(row["batch"])),
+        ("Tokens", lambda row: f"{row['tokens']:,}"),
+        ("Density", lambda row: f"{row['density']:g}"),
+        ("Block", lambda row: str(row["block_size"])),
+        ("cuDNN, dense", lambda row: duration(row, "peer")),
+        ("Ours", lambda row: duration(row, "ours")),
+        ("Faster", lambda row: f"**{row['ratio']:.1f}×**"),
+        ("TB/s", lambda row: f"{row['tb_per_s']:.2f}"),
+        ("Of a copy's", lambda row: f"{row['fraction_of_copy_bandwidth']:.0%}"),
+    )
+    return _table(data, "decode", columns, 1)
+
+
+def selection_table(data: Results) -> str:
+    """Selection of one layer, beside the attention that it saves."""
+    titles = {"select_prefill": "prefill", "select_decode": "decode"}
+    lines = [
+        [
+            titles[op],
+            f"{row['tokens']:,}",
+            f"{row['density']:g}",
+            duration(row, "ours"),
+            "" if row["share_of_attention"] is None else f"{row['share_of_attention']:.1%}",
+        ]
+        for op in titles
+        for row in rows_of(data, op)
+    ]
+    header = ("Selection in", "Tokens", "Density", "Time", "Of the attention's")
+    return markdown_table(header, lines)
+
+
+def speedup_figure(rows: Sequence[Row]) -> Any:
+    """How many times faster than cuDNN's dense attention prefill is, against the context.
+
+    One line for each density below 1, and dashed what a kernel would reach whose time is its
+    density: 1 / density.
+    """
+    pyplot = import_pyplot()
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    chosen = [
+        row
+        for row in rows
+        if row["op"] == "prefill" and all(row[name] == MAIN_SHAPE[name] for name in MAIN_SHAPE)
+    ]
+    if not chosen:
+        raise ValueError(f"rows must hold prefill of {MAIN_SHAPE}, got none")
+    figure, axis = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    densities = sorted({row["density"] for row in chosen})
+    for density, (colour, marker) in zip(densities, _STYLES, strict=False):
+        line = sorted((row["tokens"], row["ratio"]) for row in chosen if row["density"] == density)
+        tokens, ratios = zip(*line, strict=True)
+        label = f"density {density:g}"
+        axis.plot(tokens, ratios, color=colour, marker=marker, label=label)
+        axis.axhline(1 / density, color=colour, linestyle="--", linewidth=1)
+        axis.annotate(
+            f"{1 / density:g}×",
+            (1.0, 1 / density),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+        )
+    lengths = sorted({row["tokens"] for row in chosen})
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(FixedLocator(lengths))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticklabels([f"{length // 1024}K" for length in lengths])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("prompt, tokens")
+    axis.set_ylabel("times faster than cuDNN's dense attention")
+    axis.set_title("Prefill attention, 32/8 heads of 128, bfloat16; dashed: 1 / density", size=10)
+    axis.legend(frameon=False, loc="center left")
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The benchmark of the kernels: it runs anywhere with `--quick`; its tables and its figure."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FIELDS = {
+    "op",
+    "batch",
+    "tokens",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "density",
+    "dtype",
+    "block_size",
+    "ours_ms",
+    "ours_ms_iqr",
+    "peer",
+    "peer_ms",
+    "peer_ms_iqr",
+    "ratio",
+}
+OPS = {
+    "prefill": {"tflops", "relative_error", "is_bit_equal"},
+    "decode": {"tb_per_s", "fraction_of_copy_bandwidth", "relative_error", "is_bit_equal"},
+    "select_prefill": {"share_of_attention"},
+    "select_decode": {"share_of_attention"},
+}
+
+
+def run(repository, script, *arguments):
+    done = subprocess.run(
+        [sys.executable, repository / "benchmarks" / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def results(repository, tmp_path_factory):
+    path = tmp_path_factory.mktemp("results") / "kernels.json"
+    run(repository, "kernels.py", "--quick", "--out", path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_every_operation_is_measured_and_checked(results):
+    assert results["meta"]["is_quick"] and results["meta"]["copy_tb_per_s"] > 0
+    assert [row["op"] for row in results["rows"]] == list(OPS)
+    for row in results["rows"]:
+        assert row.keys() >= FIELDS | OPS[row["op"]]
+        assert row["ours_ms"] > 0
+        if "relative_error" in row:
+            assert row["is_bit_equal"] and row["relative_error"] < 5e-3
+            assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
+
+
+@pytest.mark.slow
+def test_tables_and_figure_are_made_of_the_results(repository, results, tmp_path):
+    results["meta"]["is_quick"] = False
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    results["rows"] += [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
+    (tmp_path / "kernels.json").write_text(json.dumps(results), encoding="utf-8")
+    page = tmp_path / "page.md"
+    names = ("kernels-prefill", "kernels-decode", "kernels-selection")
+    sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
+    page.write_text("".join(sections), encoding="utf-8")
+    where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
+    run(repository, "kernel_report.py", *where)
+    text = page.read_text(encoding="utf-8")
+    for cells in ("| 32/8 × 128 | 2,048 | 0.1 |", "| 32/8 × 128 | 2 | 2,048 |", "| decode | 2,048"):
+        assert cells in text
+    assert text.count("`python benchmarks/kernels.py --quick --out kernels.json`") == len(names)
+    assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
