@@ -42,7 +42,7 @@ def test_readme_has_the_table_with_hardware_versions_and_command(repository, nam
     text = section((repository / "README.md").read_text(encoding="utf-8"), name)
     assert text.count("\n| ") >= 3
     assert re.search(r"\d+ cores, \d+ GiB; Python 3\.\d+\.\d+, JAX 0\.\d+", text)
-    assert re.search(r"`(python benchmarks/|sketchwalk eval)", text)
+    assert re.search(r"`(python benchmarks/|python -m sketchwalk_jax eval|sketchwalk eval)", text)
 
 
 def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
