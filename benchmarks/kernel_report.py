@@ -162,7 +162,7 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
     axis.set_xlabel("prompt, tokens")
     axis.set_ylabel("times faster than cuDNN's dense attention")
     axis.set_title("Prefill attention, 32/8 heads of 128, bfloat16; dashed: 1 / density", size=10)
-    axis.legend(frameon=False, loc="center left")
+    figure.legend(frameon=False, loc="outside lower center", ncols=len(densities))
     axis.spines[["top", "right"]].set_visible(False)
     return figure
 
