@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_parts import (
     BY_HEAD,
+    COLUMNS,
     LAYOUT,
     LOG2_E,
     ROWS,
@@ -39,6 +40,7 @@ from sketchwalk_jax.pallas_kernels.decode_parts import (
 # whatever else a part holds, and an empty part weighs nothing beside others.
 _MASK_VALUE = -1e30
 _FIRST_MAXIMUM = -5e29
+_MAX_HEADS = 32  # of a program, so that registers suffice
 _SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
 
 
@@ -63,7 +65,7 @@ def _decode_body(
     width = shape.head_dim
     place = batch * shape.units + unit
     head = unit // (shape.units // shape.kv_heads)
-    row = unit if shape.num_lists > 1 else 0
+    row = unit // (shape.units // shape.num_lists)
 
     heads = pl.ds(place * shape.group, shape.group)
     own_heads = pl.ds(0, shape.group)
@@ -247,10 +249,11 @@ def block_sparse_decode_kernel(
         query = _pad_features(query, padding)
         key, value = _pad_features(key, padding), _pad_features(value, padding)
     num_lists = ids.shape[1]
-    units = max(num_lists, kv_heads)
+    group = num_heads // max(num_lists, kv_heads)
+    group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+    units = num_heads // group
     step_keys = max(config.decode_keys, block_size)
     splits = num_splits(batch * units, ids.shape[-1], block_size, config)
-    group = num_heads // units
     # beside keys and values: queries, twice, and weights, whose heads are padded to 8
     other_bytes = (group + 7) * (2 * 2 * ROWS + step_keys) * query.dtype.itemsize
     buffer_bytes = min(config.decode_buffer_kib * 1024, _SHARED_BYTES - other_bytes)
@@ -329,8 +332,7 @@ def _run(
             _tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle),
             _tiled((columns, shape.step_keys), dtype, swizzle),
             _barriers(1),
-            _barriers(shape.stages, shape.step_blocks),
-            _barriers(shape.stages, shape.step_blocks),
+            *[_barriers(shape.stages, shape.step_blocks)] * 2,
         ],
         kernel_name="block_sparse_decode",
         **common,
@@ -339,9 +341,9 @@ def _run(
         outputs = plgpu.kernel(
             functools.partial(combine_body, shape=shape),
             out_type=final,
-            grid=(places, features // ROWS),
-            grid_names=("unit", "chunk"),
-            scratch_types=[plgpu.SMEM((columns, ROWS), dtype)],
+            grid=(places, columns // COLUMNS, features // ROWS),
+            grid_names=("unit", "heads", "chunk"),
+            scratch_types=[plgpu.SMEM((COLUMNS, ROWS), dtype)],
             kernel_name="combine_decode",
             **common,
         )(*outputs)

@@ -15,6 +15,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
 MAX_SPLITS = 64
 ROWS = 64  # of a matrix instruction
+COLUMNS = 8  # the fewest of a matrix instruction
 LOG2_E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA
 BY_HEAD = LAYOUT.reduce(0)
@@ -82,7 +83,7 @@ class DecodeShape:
     @property
     def columns(self) -> int:
         """Heads, padded to what a matrix instruction takes."""
-        return -(-self.group // 8) * 8
+        return -(-self.group // COLUMNS) * COLUMNS
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -127,24 +128,27 @@ def finish(
 
 
 def combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: DecodeShape) -> None:
-    """Adds the parts of one unit, in order, for one tile of its features."""
+    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
     *lse_out, tile = rest
     if shape.overlap:
         plgpu.griddepcontrol_wait()
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
+    first = jax.lax.axis_index("heads") * COLUMNS
+    columns, rows = pl.ds(first, COLUMNS), pl.ds(chunk * ROWS, ROWS)
 
     def by_head(split: int, index: int) -> Array:
-        return plgpu.load(statistics.at[split, place, index], layout=BY_HEAD, optimized=False)
+        return plgpu.load(
+            statistics.at[split, place, index, columns], layout=BY_HEAD, optimized=False
+        )
 
     splits = range(shape.splits)
     maxima = [by_head(split, 0) for split in splits]
     maximum = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2(x - maximum) for x in maxima]
     total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
-    rows = pl.ds(chunk * ROWS, ROWS)
     o = None
     for split in splits:
-        part = plgpu.load(parts.at[split, place, rows], layout=LAYOUT, optimized=False)
+        part = plgpu.load(parts.at[split, place, rows, columns], layout=LAYOUT, optimized=False)
         part = part * by_rows(weights[split], part.shape)
         o = part if o is None else o + part
     o, lse = finish(o, total, maximum)
@@ -152,10 +156,18 @@ def combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: Decod
 
         @pl.when(chunk == 0)
         def _() -> None:
-            lse_out[0][place] = lse
+            lse_out[0][place, columns] = lse
 
     store_transposed(tile, o)
     plgpu.commit_smem()
-    heads = pl.ds(place * shape.group, shape.group)
-    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, shape.group)], out.at[heads, rows])
+
+    def write(heads: int) -> None:
+        target = out.at[pl.ds(place * shape.group + first, heads), rows]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
+
+    whole, rest = divmod(shape.group, COLUMNS)
+    if whole:
+        pl.when(first < whole * COLUMNS)(lambda: write(COLUMNS))
+    if rest:
+        pl.when(first == whole * COLUMNS)(lambda: write(rest))
     plgpu.wait_smem_to_gmem(0)
