@@ -37,7 +37,7 @@ def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConf
     if config.decode_splits is not None:
         return min(config.decode_splits, steps, MAX_SPLITS)
 
-    def time(splits: int) -> tuple[float, int]:  # in steps; starting and combining cost some
+    def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
         waves = -(-units * splits // config.decode_programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
