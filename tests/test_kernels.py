@@ -34,11 +34,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@functools.cache
+def compiled(case):
+    function, shapes = kernel_cases.program(case, config=CONFIG)
+    return jax.jit(function), shapes
+
+
 def run_twice(case, arguments, capfd):
     """The results of two runs in memory full of NaN, which are the same bit for bit."""
-    function, shapes = kernel_cases.program(case, config=CONFIG)
+    function, shapes = compiled(case)
     assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, shapes)
-    function = jax.jit(function)
     runs = []
     for _ in range(2 if ON_GPU else 1):
         kernel_draws.poison(jax.eval_shape(function, *arguments))
