@@ -270,10 +270,15 @@ def measure_decode(shape: Shape, repeats: int) -> Row:
     return row | compare(program(query, inputs, 0), program(query, inputs, 0), wanted)
 
 
+def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose policy selects with what is measured here."""
+    return dispatch.selecting_with(IMPLEMENTATION)(function)
+
+
 def measure_select_prefill(shape: Shape, repeats: int) -> Row:
     """Block sums, scores, walk and lists of a whole prompt, in one layer."""
     sets = kernel_inputs.selection_sets(shape)
-    run = in_turns(kernel_inputs.prefill_selection(shape), sets)
+    run = in_turns(selecting(kernel_inputs.prefill_selection(shape)), sets)
     return row_of(shape, rounds({"ours": run}, repeats))
 
 
@@ -281,7 +286,7 @@ def measure_select_decode(shape: Shape, repeats: int) -> Row:
     """Scores, walk row and list of one token, layer after layer."""
     step, first, inputs = kernel_inputs.decode_selection(shape)
     layers = len(inputs)
-    run = in_loop(step, first, inputs, layers)
+    run = in_loop(selecting(step), first, inputs, layers)
     return row_of(shape, rounds({"ours": run}, repeats, step=layers))
 
 

@@ -1,5 +1,8 @@
 """Which implementation of attention runs: chosen by device, dtype and shape, or as asked."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +27,25 @@ def is_hopper() -> bool:
     if jax.default_backend() != "gpu":
         return False
     return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+_asked_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("asked_for", default=None)
+
+
+@contextlib.contextmanager
+def selecting_with(implementation: str | None) -> Iterator[None]:
+    """While it is open, policies that are traced select with what was asked for attention."""
+    token = _asked_for.set(implementation)
+    try:
+        yield
+    finally:
+        _asked_for.reset(token)
+
+
+def selects_with_kernels() -> bool:
+    """Whether policies take the selection kernels, where these can make the same lists."""
+    asked = _asked_for.get()
+    return is_hopper() and (asked == "mosaic_gpu" or (asked is None and CHOOSES_KERNELS))
 
 
 def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) -> str | None:

@@ -16,6 +16,7 @@ from sketchwalk_jax.cache import write_prompt, write_token
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.dispatch import selecting_with
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.selection import causal_pairs
 
@@ -90,6 +91,7 @@ def prefill_attention(
     num_new = jnp.sum(row_queries, axis=-1, dtype=jnp.int32)
     all_pairs = causal_pairs(span.end - num_new, num_new)
 
+    @selecting_with(settings.implementation)
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
         start = None if is_fresh else offset
@@ -149,6 +151,7 @@ def decode_attention(
     is_counted = active.astype(jnp.int32)
     all_pairs = causal_pairs(positions, is_counted)
 
+    @selecting_with(settings.implementation)
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
         keys = write_token(cache.key, key, layer=layer, positions=positions, active=active)

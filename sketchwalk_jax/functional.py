@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.attention import attend_rows
 from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.dispatch import selecting_with
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.walk import WalkState
 from sketchwalk_jax.walk import init_walk as _init_walk
@@ -99,10 +100,11 @@ def sketchwalk_attention(
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     shape = LayerShape(num_heads, key.shape[2], head_dim)
     statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
-    statistics = config.observe(query, key, statistics, span=span)
-    selection, walk = config.select_prefill(
-        query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
-    )
+    with selecting_with(implementation):
+        statistics = config.observe(query, key, statistics, span=span)
+        selection, walk = config.select_prefill(
+            query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
+        )
     out, _ = attend_rows(
         query,
         key,

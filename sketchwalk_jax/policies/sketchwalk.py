@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax import kernel_selection
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import (
@@ -76,11 +79,35 @@ def observe(
     blocks = span.first_block[:, None] + jnp.arange(tokens // size, dtype=jnp.int32)[None, :]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
-    def add(total: Float[Array, "B J C R"], x: Array) -> Float[Array, "B J C R"]:
-        new = project(block_sums(_combined(config, x, key.shape[2]), span.valid, size), omega)
-        return total.at[sequence, blocks].add(new, mode="drop")
+    new = None
+    if dispatch.selects_with_kernels():
+        groups = sums.query.shape[2]
+        new = kernel_selection.block_sums(
+            query,
+            key,
+            span.valid,
+            num_groups=groups,
+            combine=config.head_combination,
+            block_size=size,
+        )
+    if new is None:
+        combined = (_combined(config, x, key.shape[2]) for x in (query, key))
+        new = tuple(block_sums(x, span.valid, size) for x in combined)
 
-    return SketchSums(add(sums.query, query), add(sums.key, key))
+    def add(total: Float[Array, "B J C R"], x: Array) -> Float[Array, "B J C R"]:
+        return total.at[sequence, blocks].add(project(x, omega), mode="drop")
+
+    return SketchSums(add(sums.query, new[0]), add(sums.key, new[1]))
+
+
+def _budget(config: "SketchWalkConfig", num_blocks: int) -> np.ndarray:
+    return block_budget(
+        num_blocks,
+        density=config.density,
+        top_blocks=config.top_blocks,
+        sink_blocks=config.sink_blocks,
+        local_blocks=config.local_blocks,
+    )
 
 
 def _select(
@@ -107,29 +134,19 @@ def _select(
         walk_degree=config.walk_degree,
         beta=config.beta,
     )
-    budget = block_budget(
-        num_blocks,
-        density=config.density,
-        top_blocks=config.top_blocks,
-        sink_blocks=config.sink_blocks,
-        local_blocks=config.local_blocks,
-    )
+    budget = _budget(config, num_blocks)
     max_count = int(budget[-1])
     counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
     if config.dense_tail and tail_start is not None:
         in_tail = (rows + 1) * config.block_size > tail_start[:, None]
         counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
         max_count = num_blocks
-    selection = select_blocks(
-        selecting,
-        rows,
-        counts,
-        sink_blocks=config.sink_blocks,
-        local_blocks=config.local_blocks,
-        max_count=max_count,
-        block_size=config.block_size,
-    )
-    return selection, walk
+    sizes = {"sink_blocks": config.sink_blocks, "local_blocks": config.local_blocks}
+    sizes |= {"max_count": max_count, "block_size": config.block_size}
+    selection = None
+    if dispatch.selects_with_kernels():
+        selection = kernel_selection.select_blocks(selecting, rows, counts, **sizes)
+    return selection or select_blocks(selecting, rows, counts, **sizes), walk
 
 
 def select_prefill(
@@ -166,6 +183,22 @@ def select_decode(
     omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
     token = project(_combined(config, query, key.shape[3]), omega)
     rows = (positions // config.block_size)[:, None]
+    if dispatch.selects_with_kernels():
+        num_blocks = sums.key.shape[1]
+        budget = _budget(config, num_blocks)
+        selected = kernel_selection.select_token(
+            config,
+            token,
+            sums.query,
+            sums.key,
+            walk,
+            positions=positions,
+            counts=jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)],
+            max_count=int(budget[-1]),
+            head_dim=query.shape[-1],
+        )
+        if selected is not None:
+            return selected
     is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
     means = block_means(sums.query, positions + 1, config.block_size)
     return _select(
