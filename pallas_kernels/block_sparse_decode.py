@@ -66,7 +66,6 @@ def _decode_body(
     place = batch * shape.units + unit
     head = unit // (shape.units // shape.kv_heads)
     row = unit // (shape.units // shape.num_lists)
-
     heads = pl.ds(place * shape.group, shape.group)
     own_heads = pl.ds(0, shape.group)
     if shape.overlap and shape.splits > 1:
@@ -194,7 +193,8 @@ def _decode_body(
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     tiling = (8, swizzle // jnp.dtype(dtype).itemsize)
-    transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(swizzle))
+    gpu: Any = plgpu  # whose annotations make these two abstract
+    transforms = (gpu.TilingTransform(tiling), gpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -293,7 +293,7 @@ def block_sparse_decode_kernel(
         rest = out[..., shape.features - (shape.head_dim - ROWS) :]
         out = jnp.concatenate([out[..., :ROWS], rest], axis=-1)
     out = out[..., :head_dim]
-    if not return_lse:
+    if lse is None:
         return out
     lse = lse.reshape(batch, units, -1)[:, :, : shape.group]
     return out, lse.reshape(batch, 1, num_heads)

@@ -106,7 +106,7 @@ class DecodeShape:
         return self.step_keys // self.block_size
 
 
-def by_rows(x: Float[Array, "n"], shape: tuple[int, int]) -> Float[Array, "m n"]:
+def by_rows(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
     """Repeats a row: one number for each head."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (1,)), LAYOUT)
 
@@ -146,11 +146,13 @@ def combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: Decod
     maximum = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2(x - maximum) for x in maxima]
     total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
-    o = None
-    for split in splits:
-        part = plgpu.load(parts.at[split, place, rows, columns], layout=LAYOUT, optimized=False)
-        part = part * by_rows(weights[split], part.shape)
-        o = part if o is None else o + part
+
+    def weighted(split: int) -> Array:
+        part = parts.at[split, place, rows, columns]
+        part = plgpu.load(part, layout=LAYOUT, optimized=False)
+        return part * by_rows(weights[split], part.shape)
+
+    o = functools.reduce(jnp.add, [weighted(split) for split in splits])
     o, lse = finish(o, total, maximum)
     if lse_out:
 
@@ -165,9 +167,9 @@ def combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: Decod
         target = out.at[pl.ds(place * shape.group + first, heads), rows]
         plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
 
-    whole, rest = divmod(shape.group, COLUMNS)
+    whole, remaining = divmod(shape.group, COLUMNS)
     if whole:
         pl.when(first < whole * COLUMNS)(lambda: write(COLUMNS))
-    if rest:
-        pl.when(first == whole * COLUMNS)(lambda: write(rest))
+    if remaining:
+        pl.when(first == whole * COLUMNS)(lambda: write(remaining))
     plgpu.wait_smem_to_gmem(0)
