@@ -15,7 +15,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from sketch_kernel_cases import SKETCH_CASES, SketchCase
 
 from sketchwalk_jax import KernelConfig, reference
 
@@ -118,7 +118,7 @@ class SelectionKernelCase:
         )
 
 
-Case = AttentionKernelCase | SelectionKernelCase
+Case = AttentionKernelCase | SelectionKernelCase | SketchCase
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
 Decode = functools.partial(AttentionKernelCase, op="decode")
 Select = SelectionKernelCase
@@ -188,33 +188,24 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    return (*attention, *select)
+    return (*attention, *select, *SKETCH_CASES)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}
 
 
 def kernel(case: Case) -> Callable[..., Any]:
-    """The kernel of a case. Raises `ImportError` while there is none."""
+    """The kernel of a case."""
     module, name = MODULES[case.op]
-    try:
-        return getattr(importlib.import_module(f"sketchwalk_jax.pallas_kernels.{module}"), name)
-    except AttributeError as error:
-        raise ImportError(f"pallas_kernels.{module} has no {name}") from error
-
-
-def skip_without_kernel(case: Case) -> None:
-    """Skips the test while there is no such kernel."""
-    try:
-        kernel(case)
-    except ImportError as error:
-        pytest.skip(str(error))
+    return getattr(importlib.import_module(f"sketchwalk_jax.pallas_kernels.{module}"), name)
 
 
 def program(
     case: Case, *, config: KernelConfig | None = None
 ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The kernel as a function of arrays alone, and the shapes of these."""
+    if isinstance(case, SketchCase):
+        return case.program()
     function = kernel(case)
     if isinstance(case, SelectionKernelCase):
         sinks, local = case.forced

@@ -58,7 +58,6 @@ def run_twice(case, arguments, capfd):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_attention_equals_the_reference(case, seed, capfd):
-    kernel_cases.skip_without_kernel(case)
     arguments, mask = kernel_draws.draw_attention(case, seed)
     assert_attention(case, arguments, mask, run_twice(case, arguments, capfd))
 
@@ -88,7 +87,6 @@ def assert_attention(case, arguments, mask, results):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", SELECTION_CASES, ids=str)
 def test_selection_equals_the_reference_exactly(case, seed, capfd):
-    kernel_cases.skip_without_kernel(case)
     arguments = kernel_draws.draw_scores(case, seed)
     selection = run_twice(case, arguments, capfd)
     np.testing.assert_array_equal(selection.counts[:, 0], arguments[2])
@@ -111,7 +109,6 @@ def test_public_functions_take_the_kernels(name):
     op = "decode" if name == "decode" else "prefill"
     lengths = new if name == "decode" else (100, 100)
     case = kernel_cases.AttentionKernelCase(op=op, heads=(4, 2), lengths=lengths, head_dim=64)
-    kernel_cases.skip_without_kernel(case)
     (query, key, value, ids, counts, layer, *_), _ = kernel_draws.draw_attention(case, 5)
     lengths = jnp.asarray(np.add(new, offset or 0), jnp.int32)
     options = {"layer": layer, "kv_lengths": lengths, "return_lse": True}
@@ -141,7 +138,6 @@ def test_public_functions_take_the_kernels(name):
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_a_derivative_of_a_kernel_is_refused_in_words(op):
     case = kernel_cases.AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
-    kernel_cases.skip_without_kernel(case)
     (query, key, value, ids, counts, layer, lengths, _), _ = kernel_draws.draw_attention(case, 0)
     function = block_sparse_decode if op == "decode" else block_sparse_attention
 

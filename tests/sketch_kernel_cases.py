@@ -1,0 +1,103 @@
+"""Shapes at which the kernels of sketches and of decoding's selection must compile."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSumsCase:
+    """Sums of queries and keys over blocks."""
+
+    heads: tuple[int, int]
+    head_dim: int
+    tokens: int = 16384
+    num_groups: int = 1
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    op: str = "block_sums"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        heads = "x".join(map(str, self.heads))
+        return (
+            f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}-groups{self.num_groups}"
+            f"-block{self.block_size}-{self.dtype}"
+        )
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+
+        function = functools.partial(
+            block_sums_kernel,
+            num_groups=self.num_groups,
+            is_mean=self.num_groups == 1,
+            block_size=self.block_size,
+        )
+        shapes = [(1, self.tokens, heads, self.head_dim) for heads in self.heads]
+        arguments = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        return function, (*arguments, jax.ShapeDtypeStruct((1, self.tokens), jnp.bool_))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSelectionCase:
+    """Scores, walk row and list of one token per sequence."""
+
+    num_blocks: int
+    batch: int = 1
+    num_groups: int = 1
+    sketch_dim: int = 64
+    power: int = 8
+    op: str = "select_token"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return (
+            f"select_token-J{self.num_blocks}-B{self.batch}-groups{self.num_groups}"
+            f"-R{self.sketch_dim}-power{self.power}"
+        )
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The kernels as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select_decode import select_decode_kernel
+
+        function = functools.partial(
+            select_decode_kernel,
+            head_dim=128,
+            power=self.power,
+            sink_blocks=1,
+            local_blocks=1,
+            max_count=max(2, self.num_blocks // 10),
+        )
+        sketch = (self.num_groups, self.sketch_dim)
+        sums = (self.batch, self.num_blocks, *sketch)
+        floats = [(self.batch, *sketch), sums, sums, (self.batch, 1, self.num_blocks)]
+        integers: list[tuple[int, ...]] = [(), (self.batch,), (self.batch, 1)]
+        return function, (
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers),
+        )
+
+
+SketchCase = BlockSumsCase | TokenSelectionCase
+SKETCH_CASES: tuple[SketchCase, ...] = (
+    *(
+        BlockSumsCase(heads=heads, head_dim=head_dim, dtype=dtype)
+        for heads, head_dim, dtype in (
+            ((32, 8), 128, "bfloat16"),
+            ((28, 4), 128, "float16"),
+            ((32, 8), 64, "bfloat16"),
+            ((14, 2), 64, "float16"),
+        )
+    ),
+    BlockSumsCase(heads=(32, 8), head_dim=128, num_groups=8),
+    BlockSumsCase(heads=(32, 8), head_dim=128, block_size=16),
+    *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
+    TokenSelectionCase(num_blocks=512, batch=128, power=4),
+    TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),
+)
