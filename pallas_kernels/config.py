@@ -25,8 +25,7 @@ class KernelConfig:
       decode_splits: Parts into which the decode kernel splits a list; chosen by shape if left out.
       decode_overlap: Whether the kernel that combines splits starts early, and waits for them.
       prefill_stages: Steps of keys and values that the prefill kernel holds in shared memory.
-      prefill_programs: Programs of the prefill kernel, each of which takes tile after tile; one per
-        tile if left out.
+      prefill_programs: Programs of the prefill kernel, each of which takes tile after tile.
       prefill_takes_turns: Whether the two heads of a program use the tensor cores in turns.
       prefill_heads_first: Whether programs that run at a time share a key/value head, not a row.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
@@ -48,7 +47,7 @@ class KernelConfig:
     decode_splits: int | None = None
     decode_overlap: bool = False
     prefill_stages: int = 2
-    prefill_programs: int | None = 132
+    prefill_programs: int = 132
     prefill_takes_turns: bool = True
     prefill_heads_first: bool = False
     interpret: bool = False

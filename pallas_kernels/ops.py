@@ -1,0 +1,130 @@
+"""What the attention kernels do with tensor cores, each with a stand-in for the interpreter.
+
+The interpreter of Pallas knows neither matrix products whose left operand lies in registers, nor
+accumulators that outlive a product.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+# Shared memory as TMA and the tensor cores want it: rows of 128 bytes, swizzled.
+SWIZZLE_BYTES = 128
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices (the last two axes) that tensor cores multiply."""
+    width = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def interpreter(interpret: bool) -> Any:
+    """What `plgpu.kernel` takes as `interpret`."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+
+def compiler_params(**changes: Any) -> plgpu.CompilerParams:
+    """Parameters of the attention kernels; the default semantics differ between JAX versions."""
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **changes
+    )
+
+
+def row_vector(rows: int, value: float) -> Float[Array, "rows"]:
+    """One number for each row of an accumulator."""
+    vector = jnp.full((rows,), value, jnp.float32)
+    return plgpu.layout_cast(vector, plgpu.Layout.WGMMA.reduce(1))
+
+
+def along_rows(vector: Array, columns: int) -> Array:
+    """A number for each row, repeated along the columns."""
+    return jax.lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])
+
+
+def matrix_index(shape: tuple[int, int], axis: int) -> Array:
+    """Row or column indices of an accumulator."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def pinned(matrix: Array) -> Array:
+    """A matrix in an accumulator's layout, computed here: no compiler moves that elsewhere."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout),
+    )
+    def pin(_: Any, matrix: Any) -> Any:
+        return mgpu.optimization_barrier(matrix)
+
+    return pin(matrix)
+
+
+class Accumulator:
+    """Sums of products in registers: `+= left · right`, in flight until they are loaded."""
+
+    def __init__(self, ref: Any) -> None:
+        """Wraps an accumulator's reference."""
+        self._ref = ref
+
+    def add_product(self, left: Any, right: Any) -> None:
+        """Starts `+= left · right`; `left` is a reference or, in registers, an array."""
+        plgpu.wgmma(self._ref, left, right)
+
+    def load(self, *, in_flight: int = 0) -> Array:
+        """The sums, once at most `in_flight` products that started later remain in flight."""
+        return plgpu.wgmma_accumulator_load(self._ref, wait_n=in_flight)
+
+    def store(self, value: Array) -> None:
+        """Replaces the sums."""
+        self._ref[...] = value
+
+    def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`jax.lax.fori_loop` from 0, whose body may use the accumulator."""
+        return jax.lax.fori_loop(0, upper, body, carry)
+
+
+class InterpretedAccumulator(Accumulator):
+    """An `Accumulator` that is a plain array."""
+
+    def add_product(self, left: Any, right: Any) -> None:
+        """Adds `left · right`, where both may be references."""
+        product = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+        self._ref = self._ref + product
+        # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
+        plgpu.commit_smem()
+
+    def load(self, *, in_flight: int = 0) -> Array:
+        """The sums."""
+        return self._ref
+
+    def store(self, value: Array) -> None:
+        """Replaces the sums."""
+        self._ref = value
+
+    def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """The loop, which carries the sums along."""
+
+        def step(index: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
+            self._ref, carry = state
+            carry = body(index, carry)
+            return self._ref, carry
+
+        self._ref, carry = jax.lax.fori_loop(0, upper, step, (self._ref, carry))
+        return carry
+
+
+def with_accumulator(
+    body: Callable[[Accumulator], Any], shape: tuple[int, int], *, interpret: bool
+) -> Any:
+    """Runs `body` with an accumulator of zeros and returns what it returns."""
+    if interpret:
+        return body(InterpretedAccumulator(jnp.zeros(shape, jnp.float32)))
+    return pl.run_scoped(lambda ref: body(Accumulator(ref)), plgpu.ACC(shape, jnp.float32))
