@@ -33,6 +33,7 @@ from sketchwalk_jax.pallas_kernels.decode_parts import (
     combine_body,
     finish,
     num_splits,
+    store,
     store_transposed,
 )
 
@@ -98,7 +99,7 @@ def _decode_body(
 
     plgpu.barrier_wait(q_bar.at[0])
     raw = plgpu.load(q_raw.transpose((1, 0)), layout=LAYOUT, optimized=False)
-    store_transposed(q_tile, raw)
+    store_transposed(q_tile, raw, is_swizzled=True)
     plgpu.commit_smem()
 
     scores_shape = (shape.step_keys, shape.columns)
@@ -136,7 +137,7 @@ def _decode_body(
         p = jnp.exp2(s - by_rows(new_maximum, scores_shape))
         decay = jnp.exp2(maximum - new_maximum)
         total = total * by_rows(decay, scores_shape) + p
-        store_transposed(p_tile, p)
+        store_transposed(p_tile, p, is_swizzled=True)
         plgpu.barrier_wait(v_bars.at[slot])
 
         @pl.when(functools.reduce(jnp.minimum, visible) < size)
@@ -177,15 +178,15 @@ def _decode_body(
     tiles = [pl.ds(index * ROWS, ROWS) for index in range(len(shape.chunks))]
     if shape.splits > 1:
         for tile, x in zip(tiles, o, strict=True):
-            out[split, place, tile] = x
-        statistics[0][split, place, 0] = maximum
-        statistics[0][split, place, 1] = total
+            store(out.at[split, place, tile], x)
+        store(statistics[0].at[split, place, 0], maximum)
+        store(statistics[0].at[split, place, 1], total)
         return
     for tile, x in zip(tiles, o, strict=True):
         x, lse = finish(x, total, maximum)
         store_transposed(q_raw.at[:, tile], x)
     if statistics:
-        statistics[0][place] = lse
+        store(statistics[0].at[place], lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_raw.at[own_heads], out.at[heads])
     plgpu.wait_smem_to_gmem(0)

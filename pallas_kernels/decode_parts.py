@@ -111,10 +111,19 @@ def by_rows(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (1,)), LAYOUT)
 
 
-def store_transposed(ref: Any, x: Float[Array, "m n"]) -> None:
+def store(ref: Any, x: Array, *, optimized: bool = False) -> None:
+    """Writes to memory; JAX since 0.12 refuses unasked what has bank conflicts or is narrow."""
+    write = getattr(plgpu, "store", None)
+    if write is None:
+        ref[...] = x
+    else:
+        write(ref, x, optimized=optimized)
+
+
+def store_transposed(ref: Any, x: Float[Array, "m n"], *, is_swizzled: bool = False) -> None:
     """Writes `xᵀ` to shared memory, for matrix instructions and copies to read."""
     x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    ref.transpose((1, 0))[...] = x
+    store(ref.transpose((1, 0)), x, optimized=is_swizzled)
 
 
 def finish(
@@ -158,7 +167,7 @@ def combine_body(parts: Any, statistics: Any, out: Any, *rest: Any, shape: Decod
 
         @pl.when(chunk == 0)
         def _() -> None:
-            lse_out[0][place, columns] = lse
+            store(lse_out[0].at[place, columns], lse)
 
     store_transposed(tile, o)
     plgpu.commit_smem()

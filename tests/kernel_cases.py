@@ -180,7 +180,7 @@ def _promised() -> tuple[Case, ...]:
             Prefill(heads=(32, 8), lengths=(131072,), head_dim=head_dim, list_blocks=205),
             Prefill(heads=(32, 8), lengths=(8192,), head_dim=head_dim, block_size=128),
             Decode(heads=(32, 8), lengths=(131072,), head_dim=head_dim, list_blocks=205),
-            Decode(heads=(32, 8), lengths=(1024,) * 128, head_dim=head_dim),
+            Decode(heads=(32, 8), lengths=(4096,) * 128, head_dim=head_dim),
             Decode(heads=(32, 8), lengths=(65536,) * 8, head_dim=head_dim, block_size=16),
         ]
     attention += [Prefill(heads=(32, 8), lengths=(4096,), head_dim=size) for size in (80, 96)]
