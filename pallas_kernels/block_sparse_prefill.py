@@ -84,6 +84,7 @@ def block_sparse_prefill(
         subblocks=block_size // QUERIES,
         stages=config.prefill_stages,
         takes_turns=config.prefill_takes_turns,
+        overlaps=config.prefill_overlaps,
         heads_first=config.prefill_heads_first,
         exponent=scale * math.log2(math.e),
         interpret=config.interpret,

@@ -27,6 +27,8 @@ class KernelConfig:
       prefill_stages: Steps of keys and values that the prefill kernel holds in shared memory.
       prefill_programs: Programs of the prefill kernel, each of which takes tile after tile.
       prefill_takes_turns: Whether the two heads of a program use the tensor cores in turns.
+      prefill_overlaps: Whether a head of the prefill kernel computes weights while tensor cores
+        multiply the values of the step before.
       prefill_heads_first: Whether programs that run at a time share a key/value head, not a row.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
         slow, to see what a kernel does.
@@ -49,6 +51,7 @@ class KernelConfig:
     prefill_stages: int = 2
     prefill_programs: int = 132
     prefill_takes_turns: bool = True
+    prefill_overlaps: bool = True
     prefill_heads_first: bool = False
     interpret: bool = False
 

@@ -146,7 +146,7 @@ class _Head:
             sums.add_product(weights, refs.values.at[previous])
             if takes_turns:
                 plgpu.barrier_arrive(barriers.turn(1 - self.warpgroup))
-            return products.load(in_flight=1)
+            return products.load(in_flight=1 if plan.overlaps else 0)
 
         scores = self._with_products(products)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
@@ -215,9 +215,13 @@ def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
     """Hides keys after their query or beyond the sequence, and a piece that is there twice."""
     shape = (QUERIES, KEYS)
     half = KEYS // 2
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). What is left of them without the thread's
+    # own part are constants, which are no use to keep in registers from tile to tile.
     column = ops.matrix_index(shape, 1)
+    own = column & 6
+    column = column & ~6
     last = jnp.minimum(start + ops.matrix_index(shape, 0), length - 1)
     first, second = (last - piece * half for piece in pieces)
     second = jnp.where(jax.lax.rem(count, 2) == 1, -1, second)
     reach = jnp.where(column < half, first, second + half)
-    return jnp.where(column <= reach, scores, _MASKED)
+    return jnp.where(column <= reach - own, scores, _MASKED)

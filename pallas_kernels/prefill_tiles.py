@@ -27,6 +27,7 @@ class Plan:
       subblocks: Pieces of 64 keys in a block.
       stages: Steps of keys and values in shared memory.
       takes_turns: Whether the warpgroups that compute issue their products in turns.
+      overlaps: Whether weights are computed while the values of the step before are multiplied.
       heads_first: Whether tiles of one key/value head follow each other.
       exponent: Factor of the scores in powers of 2.
       interpret: Whether the interpreter runs the kernel.
@@ -41,6 +42,7 @@ class Plan:
     subblocks: int
     stages: int
     takes_turns: bool
+    overlaps: bool
     heads_first: bool
     exponent: float
     interpret: bool
