@@ -70,10 +70,10 @@ def block_sparse_prefill(
     config = default_kernel_config() if config is None else config
     _check(query, key, scale, block_size)
     head_dim = query.shape[-1]
-    layer = jnp.asarray(layer, jnp.int32)
+    index = jnp.asarray(layer, jnp.int32)
     padded = 64 if head_dim <= 64 else 128
     if padded != head_dim:
-        query, key, value, layer = _pad_heads(query, key, value, layer, padded)
+        query, key, value, index = _pad_heads(query, key, value, index, padded)
     plan = prefill_tiles.Plan(
         batch=query.shape[0],
         tiles=query.shape[1] // QUERIES,
@@ -112,7 +112,7 @@ def block_sparse_prefill(
         value,
         ids,
         counts,
-        layer.reshape(1),
+        index.reshape(1),
         first_block.astype(jnp.int32),
         kv_lengths.astype(jnp.int32),
     )

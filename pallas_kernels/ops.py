@@ -16,12 +16,15 @@ from jaxtyping import Array, Float
 
 # Shared memory as TMA and the tensor cores want it: rows of 128 bytes, swizzled.
 SWIZZLE_BYTES = 128
+# For a type checker these two are abstract.
+_tiling: Any = plgpu.TilingTransform
+_swizzle: Any = plgpu.SwizzleTransform
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for matrices (the last two axes) that tensor cores multiply."""
     width = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    transforms = (_tiling((8, width)), _swizzle(SWIZZLE_BYTES))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
