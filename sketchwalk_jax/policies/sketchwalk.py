@@ -91,8 +91,8 @@ def observe(
             block_size=size,
         )
     if new is None:
-        combined = (_combined(config, x, key.shape[2]) for x in (query, key))
-        new = tuple(block_sums(x, span.valid, size) for x in combined)
+        one, other = (_combined(config, x, key.shape[2]) for x in (query, key))
+        new = block_sums(one, span.valid, size), block_sums(other, span.valid, size)
 
     def add(total: Float[Array, "B J C R"], x: Array) -> Float[Array, "B J C R"]:
         return total.at[sequence, blocks].add(project(x, omega), mode="drop")
