@@ -2,7 +2,10 @@
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported
+# Read when JAX is imported. The interpreter of kernels blocks a thread per warpgroup, so that the
+# pool of a machine with two cores would hang.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "8")
 
 import random
 import subprocess
