@@ -12,10 +12,19 @@ def _bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
+def replace(x: Array, condition: Array, value: int) -> Array:
+    """`x` with an integer wherever the condition holds.
+
+    Where a constant comes before an array, Mosaic takes the result of `jnp.where` to be unsigned,
+    and compares it so: the array goes first.
+    """
+    return jnp.where(jnp.logical_not(condition), x, value)
+
+
 def exponent_of(x: Array) -> Array:
     """`floor(log2 |x|)` of normal numbers, `NO_EXPONENT` of zero and subnormal ones."""
     field = (_bits(x) >> 23) & 0xFF
-    return jnp.where(field == 0, NO_EXPONENT, field - 127)
+    return replace(field - 127, field == 0, NO_EXPONENT)
 
 
 def mantissa_of(x: Array) -> Array:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import warp_ops
+from sketchwalk_jax.pallas_kernels.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
 
 # Keys of +inf (forced blocks), -inf (blocks above the diagonal), and of columns that do not exist.
@@ -30,7 +31,7 @@ def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Integers in the order of the scores; both zeros are one number."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return jnp.where((bits & 0x7FFFFFFF) == 0, 0, keys)
+    return replace(keys, (bits & 0x7FFFFFFF) == 0, 0)
 
 
 def row_keys(
@@ -45,11 +46,11 @@ def row_keys(
     """Keys of one row with the forced blocks on top and the blocks above the diagonal below."""
     keys = ordered_keys(scores)
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
-    keys = jnp.where(forced, _FORCED, keys)
-    keys = jnp.where(columns > row, _BEYOND, keys)
+    keys = replace(keys, forced, _FORCED)
+    keys = replace(keys, columns > row, _BEYOND)
     if scores.shape[-1] == num_blocks:
         return keys
-    return jnp.where(columns < num_blocks, keys, _ABSENT)
+    return replace(keys, columns >= num_blocks, _ABSENT)
 
 
 def bisect_threshold(

@@ -25,6 +25,7 @@ from sketchwalk_jax.pallas_kernels.scaled import (
     integer_power,
     mantissa_of,
     power_of_two,
+    replace,
 )
 from sketchwalk_jax.pallas_kernels.score_tile import CHUNK, KEY_TILE, QUERY_TILE
 from sketchwalk_jax.pallas_kernels.select import MAX_COLUMNS, select_row
@@ -104,7 +105,7 @@ def _walk_rows(
             return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (1,)), two_d)
 
         own = exponent_of(scores)
-        exponent = jnp.where(own == NO_EXPONENT, NO_EXPONENT, power * own)
+        exponent = replace(power * own, own == NO_EXPONENT, NO_EXPONENT)
         exponent = exponent + spread(exponent_of(state))
         largest = jnp.maximum(jnp.max(exponent, axis=1), NO_EXPONENT // 2)
         below = exponent - plgpu.layout_cast(jax.lax.broadcast_in_dim(largest, shape, (0,)), two_d)
@@ -161,7 +162,7 @@ def _row_entries(
     own = exponent_of(weights)
     is_first = layers_ref[0] == 0
     value = jnp.where(is_first, integer_power(mantissa_of(weights), power), value)
-    own = jnp.where(own == NO_EXPONENT, NO_EXPONENT, power * own)
+    own = replace(power * own, own == NO_EXPONENT, NO_EXPONENT)
     exponent = jnp.where(is_first, own, exponent) + exponent_of(value)
     exists = exists & (value != 0.0)
     return mantissa_of(value), jnp.where(exists, exponent, 2 * NO_EXPONENT)
