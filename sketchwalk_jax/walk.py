@@ -12,12 +12,18 @@ can: an entry that underflows may be large again a few layers later.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_HIGHEST = jax.lax.Precision.HIGHEST
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.precision import matmul_precision
+
+# Panels of columns in a product with a triangular matrix, and the least size worth dividing.
+_PANELS = 4
+_LEAST_PANELLED = 1024
 # Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
 _NO_EXPONENT = -(1 << 24)
 # Row maxima, as powers of two. Rows of W lie below 2^(_WEIGHT_EXPONENT + s); those of R are moved
@@ -116,6 +122,31 @@ def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
     return _times_power_of_two(x, shift)
 
 
+def _times_triangular(
+    left: Float[Array, "B I J"], lower: Float[Array, "B J J"]
+) -> Float[Array, "B I J"]:
+    """`left @ lower` at float32 accuracy, without the zeros above the diagonal of `lower`.
+
+    Panels of columns: `sum_m left[:, m] lower[m, j]` begins at the panel's first `j`.
+    """
+    precision: Any = matmul_precision(left)
+    if dispatch.selects_with_kernels():  # as accurate, on the tensor cores
+        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    num_blocks = lower.shape[-1]
+    width = num_blocks // _PANELS if num_blocks >= _LEAST_PANELLED else num_blocks
+    starts = range(0, num_blocks, width)
+    panels = [
+        jnp.einsum(
+            "bim,bmj->bij",
+            left[:, :, start:],
+            lower[:, start:, start : start + width],
+            precision=precision,
+        )
+        for start in starts
+    ]
+    return jnp.concatenate(panels, axis=-1)
+
+
 def walk_product(
     state: Float[Array, "B I J"],
     weights: Float[Array, "B J J"],
@@ -141,8 +172,7 @@ def walk_product(
     largest = jnp.max(term, axis=-1, keepdims=True)
     headroom = _PRODUCT_EXPONENT - _WEIGHT_EXPONENT - exponent
     scaled = _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
-    product = jnp.einsum("bim,bmj->bij", scaled, weights, precision=_HIGHEST)
-    return _normalize_rows(product)
+    return _normalize_rows(_times_triangular(scaled, weights))
 
 
 def _take_rows(matrix: Float[Array, "B J J2"], rows: Int[Array, "B I"]) -> Float[Array, "B I J2"]:
@@ -185,7 +215,7 @@ def walk_step(
         if beta != 0.0:
             step = walk.scores
             for _ in range(walk_degree):
-                moved = jnp.einsum("bim,bmj->bij", step, weights, precision=_HIGHEST)
+                moved = _times_triangular(step, weights)
                 step = moved if beta is None else (1.0 - beta) * weights_rows + beta * moved
     else:
         weights, log2_scale = power_transition(
