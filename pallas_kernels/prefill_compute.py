@@ -99,45 +99,39 @@ class _Head:
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         scores = _mask(scores, pieces, count, start, length)
         state = (ops.row_vector(QUERIES, _FIRST_MAXIMUM), ops.row_vector(QUERIES, 0.0))
-        carry = self._soften(scores, state)
+        weights, _, state = self._soften(scores, state)
+        plgpu.barrier_wait(barriers.values("filled", slot))
 
         def step(index: Any, carry: Any) -> Any:
-            return self._step(sums, done + index, index > 0, carry)
+            return self._step(sums, done + index, carry)
 
         rest = num_steps(count) - 1
-        weights, decay, state = sums.loop(rest, step, carry)
+        carry = (self._rounded(weights), state)
+        weights, (maximum, denominator) = sums.loop(rest, step, carry)
         plgpu.barrier_arrive(barriers.queries("freed"))
         last = jax.lax.rem(done + rest, plan.stages)
-        plgpu.barrier_wait(barriers.values("filled", last))
-        total = sums.load()
-        self._release_values(done + rest - 1, rest > 0)
-        sums.store(total * ops.along_rows(decay, plan.head_dim))
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", last))
-        maximum, denominator = state
         is_empty = denominator == 0.0
         safe = jnp.where(is_empty, 1.0, denominator)
         lse = (maximum * plan.exponent + jnp.log2(safe)) * math.log(2.0)
         out = out * ops.along_rows(1.0 / safe, plan.head_dim)
         self._write(out, jnp.where(is_empty, -jnp.inf, lse))
 
-    def _step(self, sums: ops.Accumulator, done: Any, is_later: Any, carry: Any) -> Any:
+    def _step(self, sums: ops.Accumulator, done: Any, carry: Any) -> Any:
         """Adds the previous step's values while this step's scores become weights.
 
-        That product is awaited in the next step: waits in one piece of straight code with the
-        computation of the weights would be moved ahead of it by the assembler.
+        Until that product is done nothing may write to the registers of its weights: the new ones
+        are rounded only then. The wait for this step's values stands before that because the
+        assembler would move the product's own wait ahead of the computation otherwise.
         """
         plan, refs, barriers = self.plan, self.refs, self.barriers
-        weights, decay, state = carry
+        weights, state = carry
         previous = jax.lax.rem(done, plan.stages)
         slot = jax.lax.rem(done + 1, plan.stages)
         takes_turns = plan.computing == 2 and plan.takes_turns
         plgpu.barrier_wait(barriers.keys("filled", slot))
-        plgpu.barrier_wait(barriers.values("filled", previous))
-        total = sums.load()
-        self._release_values(done - 1, is_later)
-        sums.store(total * ops.along_rows(decay, plan.head_dim))
         if takes_turns:
             plgpu.barrier_wait(barriers.turn(self.warpgroup))
 
@@ -150,15 +144,15 @@ class _Head:
 
         scores = self._with_products(products)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
-        return self._soften(scores, state)
+        weights, decay, state = self._soften(scores, state)
+        plgpu.barrier_wait(barriers.values("filled", slot))
+        total = sums.load()
+        plgpu.barrier_arrive(barriers.values("freed", previous))
+        sums.store(total * ops.along_rows(decay, plan.head_dim))
+        return self._rounded(weights), state
 
-    def _release_values(self, done: Any, are_used: Any) -> None:
-        """Frees the values of a step, unless there is none before the tile's first."""
-
-        @pl.when(are_used)
-        def _() -> None:
-            slot = jax.lax.rem(done, self.plan.stages)
-            plgpu.barrier_arrive(self.barriers.values("freed", slot))
+    def _rounded(self, weights: Any) -> Any:
+        return weights.astype(self.refs.values.dtype)
 
     def _with_products(self, body: Any) -> Any:
         return ops.with_accumulator(body, (QUERIES, KEYS), interpret=self.plan.interpret)
@@ -172,7 +166,6 @@ class _Head:
         shift = ops.along_rows(new_maximum * factor, KEYS)
         weights = jnp.exp2(scores * factor - shift)
         denominator = denominator * decay + jnp.sum(weights, axis=1)
-        weights = weights.astype(self.refs.values.dtype)
         if not self.plan.interpret:
             weights = ops.pinned(weights)
         return weights, decay, (new_maximum, denominator)
