@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.pallas_kernels import ops
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_parts import (
     BY_HEAD,
@@ -319,7 +320,7 @@ def _run(
     ]
     common = {
         "compiler_params": _parameters(),
-        "interpret": plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        "interpret": ops.interpreter(interpret),
     }
     outputs = plgpu.kernel(
         functools.partial(_decode_body, shape=shape),

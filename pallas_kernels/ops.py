@@ -28,9 +28,19 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def interpreter(interpret: bool) -> Any:
-    """What `plgpu.kernel` takes as `interpret`."""
-    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
+    """What `plgpu.kernel` takes as `interpret`.
+
+    Raises:
+      NotImplementedError: If this version of JAX has no interpreter of GPU kernels.
+    """
+    if not interpret:
+        return None
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(
+            f"the interpreter of GPU kernels needs JAX 0.11.2 or later, got {jax.__version__}"
+        )
+    return plgpu.InterpretGPUParams(detect_races=detect_races)
 
 
 def compiler_params(**changes: Any) -> plgpu.CompilerParams:

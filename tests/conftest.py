@@ -53,6 +53,16 @@ def _forget_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _interpreter_of_kernels(request: pytest.FixtureRequest) -> None:
+    """Skips tests under the marker `interpreted` where JAX has no interpreter of GPU kernels."""
+    if request.node.get_closest_marker("interpreted") and jax.default_backend() == "cpu":
+        from jax.experimental.pallas import mosaic_gpu
+
+        if not hasattr(mosaic_gpu, "InterpretGPUParams"):
+            pytest.skip(f"JAX {jax.__version__} has no interpreter of GPU kernels")
+
+
+@pytest.fixture(autouse=True)
 def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Turns the type checks off under the marker `unchecked`, to call as a user calls."""
     is_off = request.node.get_closest_marker("unchecked") is not None

@@ -7,6 +7,8 @@ import pytest
 from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
 from sketchwalk_jax.sketch import block_sums, group_heads
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "num_groups"),

@@ -16,6 +16,8 @@ from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import LayerShape, Span
 
+pytestmark = pytest.mark.interpreted
+
 SIZE, BLOCKS = 16, 9
 CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),

@@ -31,10 +31,13 @@ SELECTION_CASES = [case for case in CASES if case.op == "select"]
 # Before JAX 0.12 every thread must wait for every barrier there is, its own or not.
 CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" and not ON_GPU,
-    reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
-)
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(
+        jax.default_backend() != "cpu" and not ON_GPU,
+        reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
+    ),
+]
 
 
 def skip_unless_it_runs(op):

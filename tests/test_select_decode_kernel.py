@@ -10,6 +10,8 @@ from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import block_means, block_scores
 from sketchwalk_jax.walk import WalkState, walk_step
 
+pytestmark = pytest.mark.interpreted
+
 BATCH, HEAD_DIM, BLOCK = 2, 64, 64
 
 

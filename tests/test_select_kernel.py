@@ -8,6 +8,8 @@ from jaxtyping import Array
 from sketchwalk_jax.pallas_kernels.select import MAX_COLUMNS, ordered_keys, select_blocks_kernel
 from sketchwalk_jax.selection import block_budget, select_blocks
 
+pytestmark = pytest.mark.interpreted
+
 
 def _scores(kind: str, shape: tuple[int, ...]) -> np.ndarray:
     rng = np.random.default_rng(sum(map(ord, kind)))
