@@ -83,6 +83,7 @@ def block_sparse_prefill(
         lists=ids.shape[1],
         subblocks=block_size // QUERIES,
         stages=config.prefill_stages,
+        value_stages=config.prefill_value_stages,
         takes_turns=config.prefill_takes_turns,
         overlaps=config.prefill_overlaps,
         heads_first=config.prefill_heads_first,
@@ -102,7 +103,8 @@ def block_sparse_prefill(
         grid_names=("program",),
         num_threads=plan.computing + 1,
         thread_name="warpgroup",
-        compiler_params=ops.compiler_params(),
+        # No reduction here crosses warps; the room goes to another step of values.
+        compiler_params=ops.compiler_params(reduction_scratch_bytes=128),
         interpret=ops.interpreter(config.interpret),
         kernel_name="block_sparse_prefill",
     )
@@ -149,16 +151,17 @@ def _pad_heads(query: Array, key: Array, value: Array, layer: Array, padded: int
 
 def _scratch(plan: prefill_tiles.Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program."""
-    heads, stages = plan.computing, plan.stages
+    heads = plan.computing
+    num_barriers = plan.stages + plan.value_stages + 1
     return {
         "queries": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
         "outputs": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
-        "keys": ops.tiled((stages, KEYS, plan.head_dim), dtype),
-        "values": ops.tiled((stages, KEYS, plan.head_dim), dtype),
+        "keys": ops.tiled((plan.stages, KEYS, plan.head_dim), dtype),
+        "values": ops.tiled((plan.value_stages, KEYS, plan.head_dim), dtype),
         "lse": plgpu.SMEM((heads, QUERIES), jnp.float32),
         # One register of each warpgroup keeps track of each of these arrays.
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages + 1),
-        "freed": plgpu.Barrier(num_arrivals=heads, num_barriers=2 * stages + 1),
+        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
+        "freed": plgpu.Barrier(num_arrivals=heads, num_barriers=num_barriers),
         "single": plgpu.Barrier(num_arrivals=1, num_barriers=3),
     }
 

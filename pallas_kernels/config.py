@@ -24,7 +24,8 @@ class KernelConfig:
       decode_programs: Programs of the decode kernel that a GPU runs at a time.
       decode_splits: Parts into which the decode kernel splits a list; chosen by shape if left out.
       decode_overlap: Whether the kernel that combines splits starts early, and waits for them.
-      prefill_stages: Steps of keys and values that the prefill kernel holds in shared memory.
+      prefill_stages: Steps of keys that the prefill kernel holds in shared memory.
+      prefill_value_stages: Steps of values, which it needs later and frees later.
       prefill_programs: Programs of the prefill kernel, each of which takes tile after tile.
       prefill_takes_turns: Whether the two heads of a program use the tensor cores in turns.
       prefill_overlaps: Whether a head of the prefill kernel computes weights while tensor cores
@@ -49,6 +50,7 @@ class KernelConfig:
     decode_splits: int | None = None
     decode_overlap: bool = False
     prefill_stages: int = 2
+    prefill_value_stages: int = 2
     prefill_programs: int = 132
     prefill_takes_turns: bool = True
     prefill_overlaps: bool = True

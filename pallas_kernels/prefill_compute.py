@@ -32,6 +32,7 @@ def compute_tiles(plan: Plan, refs: Refs, spread: Spread, warpgroup: Any) -> Non
     barriers = Barriers(plan, refs)
     for slot in range(plan.stages):  # all of shared memory is free
         plgpu.barrier_arrive(barriers.keys("freed", slot))
+    for slot in range(plan.value_stages):
         plgpu.barrier_arrive(barriers.values("freed", slot))
     plgpu.barrier_arrive(barriers.queries("freed"))
     if plan.computing == 2 and plan.takes_turns:
@@ -100,7 +101,7 @@ class _Head:
         scores = _mask(scores, pieces, count, start, length)
         state = (ops.row_vector(QUERIES, _FIRST_MAXIMUM), ops.row_vector(QUERIES, 0.0))
         weights, _, state = self._soften(scores, state)
-        plgpu.barrier_wait(barriers.values("filled", slot))
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done, plan.value_stages)))
 
         def step(index: Any, carry: Any) -> Any:
             return self._step(sums, done + index, carry)
@@ -109,7 +110,7 @@ class _Head:
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
         plgpu.barrier_arrive(barriers.queries("freed"))
-        last = jax.lax.rem(done + rest, plan.stages)
+        last = jax.lax.rem(done + rest, plan.value_stages)
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", last))
@@ -128,7 +129,7 @@ class _Head:
         """
         plan, refs, barriers = self.plan, self.refs, self.barriers
         weights, state = carry
-        previous = jax.lax.rem(done, plan.stages)
+        previous = jax.lax.rem(done, plan.value_stages)
         slot = jax.lax.rem(done + 1, plan.stages)
         takes_turns = plan.computing == 2 and plan.takes_turns
         plgpu.barrier_wait(barriers.keys("filled", slot))
@@ -145,7 +146,7 @@ class _Head:
         scores = self._with_products(products)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         weights, decay, state = self._soften(scores, state)
-        plgpu.barrier_wait(barriers.values("filled", slot))
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, plan.value_stages)))
         total = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", previous))
         sums.store(total * ops.along_rows(decay, plan.head_dim))

@@ -25,7 +25,8 @@ class Plan:
       head_dim: Features per head, 64 or 128.
       lists: Lists per row: 1, `kv_heads` or `heads`.
       subblocks: Pieces of 64 keys in a block.
-      stages: Steps of keys and values in shared memory.
+      stages: Steps of keys in shared memory.
+      value_stages: Steps of values in shared memory.
       takes_turns: Whether the warpgroups that compute issue their products in turns.
       overlaps: Whether weights are computed while the values of the step before are multiplied.
       heads_first: Whether tiles of one key/value head follow each other.
@@ -41,6 +42,7 @@ class Plan:
     lists: int
     subblocks: int
     stages: int
+    value_stages: int
     takes_turns: bool
     overlaps: bool
     heads_first: bool
@@ -102,6 +104,7 @@ class Barriers:
     def __init__(self, plan: Plan, refs: Refs) -> None:
         """Takes them from a program's references."""
         self._stages = plan.stages
+        self._value_stages = plan.value_stages
         self._refs = refs
 
     def keys(self, which: str, slot: Any) -> Any:
@@ -114,7 +117,7 @@ class Barriers:
 
     def queries(self, which: str) -> Any:
         """`"filled"` or `"freed"` for the queries."""
-        return getattr(self._refs, which).at[2 * self._stages]
+        return getattr(self._refs, which).at[self._stages + self._value_stages]
 
     def turn(self, warpgroup: Any) -> Any:
         """Tells a warpgroup that its turn has come."""
@@ -263,16 +266,15 @@ def _load_tile(plan: Plan, refs: Refs, tile: Tile, facts: Any, layer: Any, done:
             present = length - piece * _HALF
             _load_present(plan, source, target, present, barriers, slot)
 
-    slot = jax.lax.rem(done, plan.stages)
-    load_keys(pieces, slot)
+    load_keys(pieces, jax.lax.rem(done, plan.stages))
     _load_queries(plan, refs, tile, barriers)
-    load_last_values(pieces, slot)
+    load_last_values(pieces, jax.lax.rem(done, plan.value_stages))
 
     def step(index: Any, pieces: tuple[Any, Any]) -> tuple[Any, Any]:
         later = tile.pieces(plan, refs, count, index + 2)  # in time for the next step
-        slot = jax.lax.rem(done + index + 1, plan.stages)
-        load_keys(pieces, slot)
-        load_values(pieces, slot)
+        following = done + index + 1
+        load_keys(pieces, jax.lax.rem(following, plan.stages))
+        load_values(pieces, jax.lax.rem(following, plan.value_stages))
         return later
 
     jax.lax.fori_loop(0, num_steps(count) - 1, step, later)

@@ -254,6 +254,8 @@ def block_sparse_decode(
             config=config,
         )
         return _finish(out, lse, return_lse)
+    # A step over lists of tokens takes as many keys as one over pages of 16.
+    block_step = config.decode_block_step * max(1, 16 // size)
     out, lse = xla_attention.attend_lists(
         query[:, None],
         key,
@@ -264,7 +266,7 @@ def block_sparse_decode(
         kv_lengths=lengths,
         scale=scale,
         row_tile=1,
-        block_step=config.decode_block_step,
+        block_step=block_step,
     )
     return _finish(out[:, 0], lse[:, 0], return_lse)
 

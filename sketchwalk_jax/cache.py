@@ -83,7 +83,9 @@ def init_cache(
     heads, head_dim = model_config.num_kv_heads, model_config.head_dim
     size = (model_config.num_layers, batch, num_blocks * config.block_size, heads, head_dim)
     one_layer = config.init_statistics(
-        LayerShape(model_config.num_heads, heads, head_dim), batch=batch, num_blocks=num_blocks
+        LayerShape(model_config.num_heads, heads, head_dim, dtype),
+        batch=batch,
+        num_blocks=num_blocks,
     )
     num_sparse = model_config.num_layers - num_dense_layers(model_config, config)
     return Cache(

@@ -18,7 +18,7 @@ class BlockSelection:
     """The key blocks that each query block attends to.
 
     The head axis `M` is 1 (one list for all heads), `K` (one per key/value head) or `N` (one per
-    query head).
+    query head). Blocks of one token make lists of tokens, which decoding takes, on XLA.
 
     Attributes:
       ids: Key block indices, int32 `[B, M, I, P]`, ascending within a list; entries beyond the
@@ -141,6 +141,44 @@ def select_blocks(
     kept = jnp.arange(max_count, dtype=jnp.int32)[None, None, :] < counts[..., None]
     ids = jnp.sort(jnp.where(kept, ids, num_blocks), axis=-1)
     return BlockSelection(ids[:, None], counts[:, None], block_size)
+
+
+def select_blocks_per_head(
+    scores: Float[Array, "B M I J"],
+    rows: Int[Array, "B I"],
+    counts: Int[Array, "B I"],
+    *,
+    sink_blocks: int,
+    local_blocks: int,
+    max_count: int,
+    block_size: int,
+) -> BlockSelection:
+    """`select_blocks` for scores that differ by head: one list for each of `M` heads.
+
+    Args:
+      scores: Block scores of each head and row, float32.
+      rows: Absolute block index of each row.
+      counts: Blocks that every head keeps.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      max_count: Static upper bound of `counts`.
+      block_size: Tokens per block, recorded in the result.
+
+    Returns:
+      A `BlockSelection` with `M` lists per row.
+    """
+    batch, heads, num_rows, num_blocks = scores.shape
+    merged = select_blocks(
+        scores.reshape(batch * heads, num_rows, num_blocks),
+        jnp.repeat(rows, heads, axis=0),
+        jnp.repeat(counts, heads, axis=0),
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+        max_count=max_count,
+        block_size=block_size,
+    )
+    ids = merged.ids.reshape(batch, heads, num_rows, -1)
+    return BlockSelection(ids, merged.counts.reshape(batch, heads, num_rows), block_size)
 
 
 def full_selection(

@@ -10,11 +10,12 @@ kernels then attends over the listed blocks, whatever policy listed them. Two ki
 
 import abc
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.selection import BlockSelection
 
@@ -54,11 +55,13 @@ class LayerShape:
       num_heads: Query heads `N`.
       num_kv_heads: Key/value heads `K`.
       head_dim: Size of one head `H`.
+      dtype: Type of queries, keys and values.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: DTypeLike = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,3 +139,27 @@ class Policy(abc.ABC):
         positions: Int[Array, "B"],
     ) -> tuple[BlockSelection, PyTree]:
         """Blocks for the token at `positions`, already in the cache and in the statistics."""
+
+    def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
+        """Bytes that selecting for one token reads in one layer, the query apart.
+
+        Here the statistics of all blocks up to the token's own; policies that read something else
+        say so.
+
+        Args:
+          shape: Sizes of the layer.
+          positions: Positions of the tokens.
+
+        Returns:
+          Bytes for each sequence, float32.
+        """
+
+        def size(num_blocks: int) -> int:
+            make = partial(self.init_statistics, shape, batch=1, num_blocks=num_blocks)
+            return sum(
+                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make))
+            )
+
+        by_block = size(2) - size(1)
+        blocks = (positions // self.block_size + 1).astype(jnp.float32)
+        return float(size(1) - by_block) + float(by_block) * blocks

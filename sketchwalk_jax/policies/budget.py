@@ -39,12 +39,7 @@ class BudgetPolicy(Policy):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        if not (
-            isinstance(self.density, int | float)
-            and math.isfinite(self.density)
-            and 0.0 < self.density <= 1.0
-        ):
-            raise ValueError(f"density must be in (0, 1], got {self.density!r}")
+        check_density(self.density)
         for name, least in (("sink_blocks", 0), ("local_blocks", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -94,6 +89,12 @@ class BudgetPolicy(Policy):
             max_count=int(self.budget(num_blocks)[-1]),
             block_size=self.block_size,
         )
+
+
+def check_density(density: Any) -> None:
+    """Raises unless a share is a number in (0, 1]."""
+    if not (isinstance(density, int | float) and math.isfinite(density) and 0.0 < density <= 1.0):
+        raise ValueError(f"density must be in (0, 1], got {density!r}")
 
 
 def token_rows(positions: Int[Array, "B"], block_size: int) -> Int[Array, "B 1"]:
