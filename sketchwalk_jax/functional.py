@@ -7,7 +7,7 @@ the walk through the layers' `scan`.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention import attend_rows
+from sketchwalk_jax.attention import attend_rows, dense_attention
 from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.dispatch import selecting_with
@@ -56,7 +56,8 @@ def sketchwalk_attention(
       key: Keys after rotary embedding.
       value: Values.
       walk: From `init_walk` or the previous sparse layer.
-      config: A `SketchWalkConfig`, or another policy that scores by queries and keys.
+      config: A `SketchWalkConfig`, or another policy. One that selects in decode only attends to
+        everything here, and the walk stays as it is.
       lengths: Tokens of each right-padded sequence; all `T` by default.
       scale: Factor of the attention scores. Default `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
@@ -93,12 +94,23 @@ def sketchwalk_attention(
         )
     if lengths is None:
         lengths = jnp.full((batch,), num_tokens, jnp.int32)
+    if "prefill" not in config.phases:
+        out = dense_attention(
+            query,
+            key,
+            value,
+            kv_lengths=lengths,
+            scale=scale,
+            implementation="xla" if implementation == "xla" else None,
+            kernel_config=kernel_config,
+        )
+        return out, walk
     padding = ((0, 0), (0, num_blocks * size - num_tokens), (0, 0), (0, 0))
     query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
     columns = jnp.arange(num_blocks * size, dtype=jnp.int32)[None, :]
     first_block = jnp.zeros((batch,), jnp.int32)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
-    shape = LayerShape(num_heads, key.shape[2], head_dim)
+    shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
     statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
     with selecting_with(implementation):
         statistics = config.observe(query, key, statistics, span=span)

@@ -25,6 +25,12 @@ def check_settings(settings: "Settings") -> None:
         )
     if settings.phase not in PHASES:
         raise ValueError(f"phase must be one of {PHASES}, got {settings.phase!r}")
+    own = settings.config.phases
+    if settings.phase != "both" and own and settings.phase not in own:
+        raise ValueError(
+            f"phase must be 'both' or {own[0]!r} for {type(settings.config).__name__}, which "
+            f"selects in {own[0]} only and is dense elsewhere, got {settings.phase!r}"
+        )
     if settings.implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be None or one of {IMPLEMENTATIONS}, "

@@ -15,6 +15,8 @@ _CLASSES = {
     "streaming": "sketchwalk_jax.policies.streaming:StreamingConfig",
     "random": "sketchwalk_jax.policies.random_blocks:RandomConfig",
     "oracle": "sketchwalk_jax.policies.oracle:OracleConfig",
+    "quest": "sketchwalk_jax.policies.quest:QuestConfig",
+    "adamas": "sketchwalk_jax.policies.adamas:AdamasConfig",
     "sketchwalk": "sketchwalk_jax.config:SketchWalkConfig",
 }
 POLICIES = tuple(_CLASSES)
@@ -25,7 +27,7 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
     """The policy called `policy`, as the command line and the evaluation name it.
 
     Args:
-      policy: One of `POLICIES`: `"dense"`, `"streaming"`, `"random"`, `"oracle"`, `"sketchwalk"`.
+      policy: One of `POLICIES`.
       preset: For `"sketchwalk"`, one of `PRESETS`: `"paper"` (the default), `"released"`,
         `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention_mass import block_mass, token_mass
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.budget import BudgetPolicy, token_rows
 from sketchwalk_jax.selection import BlockSelection
 
@@ -40,6 +40,11 @@ class OracleConfig(BudgetPolicy):
       >>> OracleConfig(density=0.1).phases
       ('prefill', 'decode')
     """
+
+    def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
+        """It reads all keys."""
+        by_token = shape.num_kv_heads * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+        return (positions + 1).astype(jnp.float32) * float(by_token)
 
     def select_prefill(
         self,

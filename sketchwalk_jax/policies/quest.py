@@ -1,0 +1,148 @@
+"""Quest (arXiv:2406.10774): pages ranked by a bound on their inner products with the query."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.decode_budget import DecodePolicy
+from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.selection import BlockSelection
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageBounds:
+    """Smallest and largest key of each page, channel by channel, in the type of the keys.
+
+    Attributes:
+      lowest: Minima `[B, J, K, H]`; +inf in pages without tokens.
+      highest: Maxima `[B, J, K, H]`; -inf in pages without tokens.
+    """
+
+    lowest: Float[Array, "B J K H"]
+    highest: Float[Array, "B J K H"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestConfig(DecodePolicy):
+    """Keeps the pages that may hold the keys with the largest inner products.
+
+    With `lowest` and `highest` the channel-wise extremes of a page's keys, its score for a query
+    is `Σ_d max(q_d · lowest_d, q_d · highest_d)`, at least `q · k` for every key `k` of the page.
+    Every query head keeps the `budget // block_size` pages with the highest scores, `min_pages` at
+    least. The extremes that it reads are as many bytes as `2 / block_size` of the keys, an eighth.
+
+    Prompts are read densely. At `density` 0.2 the budget is 0.2 of the tokens at every step, the
+    current page counted whole. The authors' kernels keep the current page whatever its score
+    (`force_current`); their evaluation does not.
+
+    Attributes:
+      block_size: Tokens per page.
+      density: Share of the causal pages that every query head keeps, in (0, 1]; rounded down.
+      token_budget: When given, tokens to keep at every step, in place of the density.
+      min_pages: Fewest pages to keep.
+      force_current: Whether the current page is always kept, inside the budget.
+      dense_layers: Leading layers that stay dense.
+
+    Raises:
+      ValueError: If a field is outside its range.
+
+    Example:
+      >>> QuestConfig(token_budget=1024).budget(100)[-1]
+      np.int32(64)
+      >>> QuestConfig(density=0.1).phases
+      ('decode',)
+    """
+
+    block_size: int = 16
+    min_pages: int = 3
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if type(self.min_pages) is not int or self.min_pages < 1:
+            raise ValueError(f"min_pages must be a positive integer, got {self.min_pages!r}")
+
+    @property
+    def min_units(self) -> int:
+        """Fewest pages to keep."""
+        return self.min_pages
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PageBounds:
+        """Pages without tokens."""
+        size = (batch, num_blocks, shape.num_kv_heads, shape.head_dim)
+        return PageBounds(
+            jnp.full(size, jnp.inf, shape.dtype), jnp.full(size, -jnp.inf, shape.dtype)
+        )
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: PageBounds,
+        *,
+        span: Span,
+    ) -> PageBounds:
+        """Widens the bounds of the span's pages."""
+        batch, tokens = span.valid.shape
+        size = min(self.block_size, tokens)  # 1 in decode, where a span may start anywhere
+        num_pages = tokens // size
+        pages = span.first_block[:, None] + jnp.arange(num_pages, dtype=jnp.int32)[None, :]
+        sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        key = key.astype(statistics.lowest.dtype).reshape(batch, num_pages, size, *key.shape[2:])
+        is_key = span.valid.reshape(batch, num_pages, size, 1, 1)
+        lowest = jnp.min(jnp.where(is_key, key, jnp.inf), axis=2)
+        highest = jnp.max(jnp.where(is_key, key, -jnp.inf), axis=2)
+        return PageBounds(
+            statistics.lowest.at[sequence, pages].min(lowest, mode="drop"),
+            statistics.highest.at[sequence, pages].max(highest, mode="drop"),
+        )
+
+    def select_decode(
+        self,
+        query: Float[Array, "B 1 N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: PageBounds,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        positions: Int[Array, "B"],
+    ) -> tuple[BlockSelection, PyTree]:
+        """The pages with the highest bounds, for every query head."""
+        return self.keep_best(page_scores(query, statistics), positions), walk
+
+
+def page_scores(query: Float[Array, "B 1 N H"], bounds: PageBounds) -> Float[Array, "B N J"]:
+    """Upper bounds of every page's inner products with the query, per query head.
+
+    `Σ_d max(q_d · lowest_d, q_d · highest_d) = max(q, 0) · highest + min(q, 0) · lowest`.
+
+    Args:
+      query: The current token's queries.
+      bounds: Extremes of the pages; empty ones score nothing of meaning.
+
+    Returns:
+      Scores, float32.
+    """
+    batch, _, num_heads, head_dim = query.shape
+    kv_heads = bounds.lowest.shape[2]
+    grouped = query.astype(bounds.lowest.dtype).reshape(batch, kv_heads, -1, head_dim)
+
+    def product(part: Array, bound: Array) -> Float[Array, "B K G J"]:
+        return jnp.einsum(
+            "bkgh,bjkh->bkgj",
+            part,
+            bound,
+            precision=matmul_precision(bound),
+            preferred_element_type=jnp.float32,
+        )
+
+    scores = product(jnp.maximum(grouped, 0), bounds.highest)
+    scores += product(jnp.minimum(grouped, 0), bounds.lowest)
+    return scores.reshape(batch, num_heads, -1)
