@@ -295,7 +295,7 @@ def test_every_name_makes_its_policy():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("quest", {}, "policy must be one of"),
+        ("kascade", {}, "policy must be one of"),
         ("streaming", {"preset": "paper"}, "preset must be None for the streaming policy"),
         ("dense", {"preset": "paper"}, "preset must be None for the dense policy"),
         ("sketchwalk", {"preset": "best"}, "preset must be one of"),
