@@ -1,6 +1,6 @@
 """Compiles kernels for Hopper on a machine without a GPU, and reads what the assembler said.
 
-As a program, in an environment with JAX's CUDA plugin and `ptxas` (CONTRIBUTING.md): takes names of
+As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of
 cases of `kernel_cases.COMPILED`, a line each, and answers each with a line of JSON. The tests use
 `Compiler`, which starts that program.
 """
@@ -86,7 +86,7 @@ class Compiler:
     def _environment(self) -> dict[str, str]:
         folder = Path(__file__).resolve().parent
         search = [str(folder.parent), str(folder)]
-        # `ptxas` of NVIDIA's wheel, which puts it beside its libraries
+        # Programs of NVIDIA's wheels, which put them beside its libraries
         wheel = Path(self._python).parents[1].glob("lib/python3*/site-packages/nvidia/*/bin")
         programs = [*map(str, wheel), os.environ["PATH"]]
         drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program says nothing
@@ -118,8 +118,10 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         import jax
         import kernel_cases
+        import sass
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -138,7 +140,10 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
             kernels = {}
             for path in sorted(Path(folder).iterdir()):
                 if path.suffix == ".ptxas":
+                    code = path.with_suffix(".sass_ctrl").read_text()  # by `nvdisasm`
                     kernels[path.stem] = read_assembler(path.read_text())
+                    kernels[path.stem]["hazards"] = sass.hazards(code)
+            for path in Path(folder).iterdir():
                 path.unlink()
             return kernels
 

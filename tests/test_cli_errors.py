@@ -50,7 +50,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch):
 MISTAKES = {
     "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
     "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
-    "unknown policy": (["--policy", "quest"], "--policy must be one of ('dense', 'streaming'"),
+    "unknown policy": (["--policy", "kascade"], "--policy must be one of ('dense', 'streaming'"),
     "unknown preset": (["--preset", "best"], "--preset must be one of ('paper',"),
     "density of dense": (["--policy", "dense", "--density", 2], "--density must be in (0, 1]"),
     "density nan": (["--density", "nan"], "--density must be in (0, 1], got nan"),

@@ -41,7 +41,7 @@ def test_table_and_file(model, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "quest"], "--policy must be among dense,"),
+        (["--policy", "kascade"], "--policy must be among dense,"),
         (["--preset", "a"], "--preset must be among paper,"),
         (["--phase", "middle"], "--phase must be among"),
         (["--task", "needle"], "--task must be among single_needle,"),

@@ -59,7 +59,7 @@ def test_reduced_keeps_what_is_given():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policies": ("quest",)}, "policies must be among dense, .*, got 'quest'"),
+        ({"policies": ("kascade",)}, "policies must be among dense, .*, got 'kascade'"),
         ({"phases": ()}, "phases must hold at least one value"),
         ({"densities": (0.1, 0.1)}, "densities must hold at least one value, each once"),
         ({"densities": (2.0,)}, r"density must be in \(0, 1\], got 2.0"),

@@ -119,4 +119,4 @@ def test_what_is_asked_reaches_the_policy(monkeypatch):
     config = CONFIGS["paper"]
     walk = init_walk(1, 32, config=config)
     sketchwalk_attention(x, x, x, walk, config=config, implementation="xla")
-    assert asked == ["xla", "xla"]
+    assert len(asked) >= 2 and set(asked) == {"xla"}

@@ -1,4 +1,6 @@
-"""Every kernel at every shape that it promises to take compiles for Hopper without spills.
+"""Every kernel at every shape that it promises to take compiles for Hopper as it should.
+
+Without spills, and without writing to registers that a matrix product still reads.
 
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 import hopper
 import kernel_cases
 import pytest
+import sass
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +20,17 @@ ptxas info    : Compiling entry function 'one' for 'sm_90a'
 ptxas info    : Function properties for one
     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack size
+"""
+
+
+# A loop whose product is awaited in its next turn: %s stands after the product.
+LOOP = """\
+.L_x_1:
+   -:-:-:Y:01   /*0010*/   WARPGROUP.DEPBAR.LE gsb0, 0x0
+   -:-:-:Y:01   /*0020*/   HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88, gsb0
+%s
+   -:-:-:Y:01   /*0040*/   @P0 BRA `(.L_x_1)
+   -:-:-:Y:01   /*0050*/   EXIT
 """
 
 
@@ -31,14 +45,14 @@ def compiler() -> Iterator[hopper.Compiler]:
 
 
 @pytest.mark.parametrize("name", kernel_cases.COMPILED)
-def test_it_compiles_without_spills(name, compiler):
+def test_it_compiles(name, compiler):
     kernels = compiler.compile(name)
     assert kernels, "no kernel was compiled"
     for kernel, facts in kernels.items():
         assert 0 < facts["registers"] <= 255, kernel
         found = {fact: facts[fact] for fact in facts if fact != "registers"}
         nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
-        assert found == nothing | {"complaints": []}, kernel
+        assert found == nothing | {"complaints": [], "hazards": []}, kernel
 
 
 def test_a_spill_and_a_complaint_would_be_seen():
@@ -54,6 +68,28 @@ def test_a_spill_and_a_complaint_would_be_seen():
     assert hopper.read_assembler(f"{SAID}{complaint}\n")["complaints"] == [complaint]
     with pytest.raises(ValueError, match="no registers"):
         hopper.read_assembler("")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "is_hazard"),
+    [
+        ("FFMA R180, R24, 0.1275, -R152.reuse", True),
+        ("@!P1 MUFU.EX2 R183, R3", True),
+        ("LDS.64 R182, [R5]", True),
+        ("FFMA R184, R180, 0.1275, -R152", False),
+        ("STS [R180], R181", False),
+        ("STG.E R180, R181", False),
+        ("IMAD.WIDE R179, R1, R2, R4", True),
+        ("LDS.64 R178, [R5]", False),
+    ],
+)
+def test_a_register_that_is_overwritten_too_early_would_be_seen(instruction, is_hazard):
+    text = LOOP % f"   -:-:-:Y:01   /*0030*/   {instruction}"
+    assert sass.num_register_products(text) == 1
+    assert bool(sass.hazards(text)) == is_hazard
+    wait = "   -:-:-:Y:01   /*0025*/   WARPGROUP.DEPBAR.LE gsb0, 0x0\n"
+    place = text.index("   -:-:-:Y:01   /*0030*/")
+    assert sass.hazards(text[:place] + wait + text[place:]) == []
 
 
 def test_a_case_that_does_not_compile_is_an_error(compiler):
