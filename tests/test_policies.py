@@ -23,7 +23,7 @@ from sketchwalk_jax import (
     init_walk,
     sketchwalk_attention,
 )
-from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, takes_density
+from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.random_blocks import RandomConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
@@ -284,7 +284,10 @@ def test_every_name_makes_its_policy():
     assert by_name("oracle", density=None) == OracleConfig()
     assert by_name("sketchwalk") == SketchWalkConfig.paper()
     assert {by_name(name).dense_layers for name in POLICIES} == {0, 2}
-    assert [takes_density(by_name(name)) for name in POLICIES] == [n != "dense" for n in POLICIES]
+    calibrated = {"minference", "flexprefill"}
+    assert {name for name in POLICIES if has_knob(by_name(name))} == calibrated
+    takers = {name for name in POLICIES if takes_density(by_name(name))}
+    assert takers == set(POLICIES) - calibrated - {"dense"}
     takers = [takes_density(by_name("sketchwalk", preset=preset)) for preset in PRESETS]
     assert takers == [preset != "released" for preset in PRESETS]
     for name in POLICIES:
@@ -301,6 +304,7 @@ def test_every_name_makes_its_policy():
         ("sketchwalk", {"preset": "best"}, "preset must be one of"),
         ("oracle", {"seed": 1}, "oracle must be given fields that it has"),
         ("oracle", {"density": 0.0}, "density must be in"),
+        ("minference", {"density": 0.2}, "density must be None for minference, .* set scale, or"),
         ("streaming", {"density": float("nan")}, "density must be in"),
         ("random", {"sink_blocks": -1}, "sink_blocks must be an integer of at least 0"),
         ("random", {"local_blocks": 0}, "local_blocks must be an integer of at least 1"),

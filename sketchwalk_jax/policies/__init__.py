@@ -17,6 +17,8 @@ _CLASSES = {
     "oracle": "sketchwalk_jax.policies.oracle:OracleConfig",
     "quest": "sketchwalk_jax.policies.quest:QuestConfig",
     "adamas": "sketchwalk_jax.policies.adamas:AdamasConfig",
+    "minference": "sketchwalk_jax.policies.minference:MInferenceConfig",
+    "flexprefill": "sketchwalk_jax.policies.flexprefill:FlexPrefillConfig",
     "sketchwalk": "sketchwalk_jax.config:SketchWalkConfig",
 }
 POLICIES = tuple(_CLASSES)
@@ -31,7 +33,8 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
       preset: For `"sketchwalk"`, one of `PRESETS`: `"paper"` (the default), `"released"`,
         `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
-        The dense policy passes over a density.
+        The dense policy passes over a density; MInference and FlexPrefill have a knob in its
+        place, of which `sketchwalk_jax.evaluation.calibrate` finds the value for a density.
 
     Returns:
       A frozen policy.
@@ -60,6 +63,12 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
         raise ValueError(f"preset must be None for the {policy} policy, got {preset!r}")
     if policy == "dense":
         overrides.pop("density", None)
+    knob = getattr(make, "knob", None)
+    if knob is not None and "density" in overrides:
+        raise ValueError(
+            f"density must be None for {policy}, whose density depends on model and prompt: set "
+            f"{knob}, or let sketchwalk_jax.evaluation.calibrate find it"
+        )
     try:
         return make(**overrides)
     except TypeError as error:
@@ -67,8 +76,25 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
 
 
 def takes_density(policy: Policy) -> bool:
-    """Whether the policy's density can be set: all but dense and the preset `released`."""
+    """Whether the policy's density can be set: it is a field of the configuration.
+
+    Dense has none, nor has the preset `released`, and those with a knob are calibrated.
+    """
     return any(field.name == "density" for field in dataclasses.fields(policy))
 
 
-__all__ = ["POLICIES", "PRESETS", "LayerShape", "Policy", "Span", "by_name", "takes_density"]
+def has_knob(policy: Policy) -> bool:
+    """Whether the policy is calibrated to a density, by the field that `policy.knob` names."""
+    return getattr(policy, "knob", None) is not None
+
+
+__all__ = [
+    "POLICIES",
+    "PRESETS",
+    "LayerShape",
+    "Policy",
+    "Span",
+    "by_name",
+    "has_knob",
+    "takes_density",
+]

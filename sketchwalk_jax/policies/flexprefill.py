@@ -1,0 +1,228 @@
+"""FlexPrefill (arXiv:2502.20766): how much attention is to be covered decides what is kept."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.policies import last_queries as lines
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.selection import BlockSelection
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlexPrefillConfig(PrefillPolicy):
+    """Keeps what covers a share `gamma` of the attention, by lines or by blocks, per query head.
+
+    With blocks of `B` tokens and `A = softmax(q[-B:] kᵀ / sqrt(H))`, causal, of the last `B`
+    queries:
+
+    * `vertical`, the mean of `A` over these rows, and `slash`, its sums along diagonals over `B`,
+      are distributions over keys and over distances. Each gets a budget of `t // B + 1` blocks,
+      `t = count(cumulative sum of the descending values <= gamma) + 1`, clamped to
+      `[min_budget, max_budget] / B`.
+    * The block distribution by mean query and mean keys, `softmax(q̄ k̄ᵀ / sqrt(H))`, is compared
+      with `vertical` summed over blocks. Where the Jensen-Shannon distance (the root of the
+      divergence in nats, `0 log 0 = 0`) is not below `tau`, the head keeps the best blocks of
+      `vertical` and the best block diagonals of `slash`.
+    * Elsewhere the head is *query-aware*: it keeps the same with the least budget, and of the
+      causal map `softmax(q̄ᵢ k̄ᵀ / sqrt(H))` of all query blocks together the largest entries, as
+      long as their cumulative sum is at most `gamma` times the number of query blocks.
+
+    Block 0 and the diagonal are kept by every row, inside the budgets. A prompt of at most
+    `max(2 B, ceil(min_budget / B) B)` tokens is dense, and so is decoding. A prompt that is read in
+    chunks is estimated chunk by chunk, each from its own last queries and query blocks; so is one
+    that continues a cache.
+
+    Attributes:
+      block_size: Tokens per block; published with 128, here 64 unless set.
+      dense_layers: Leading layers that stay dense; published without any.
+      gamma: Share of the attention to cover, in [0, 1]: the knob of the density. Published with
+        0.9, and 0.95 for Llama on RULER.
+      tau: Distance below which a head is query-aware; at 0 none is.
+      min_budget: Least budget of lines, in tokens; published with 512, and 1024 on RULER.
+      max_budget: Largest budget of lines, in tokens; None for no limit.
+
+    Raises:
+      ValueError: If a field is outside its range.
+
+    Example:
+      >>> FlexPrefillConfig(gamma=0.95, min_budget=1024, block_size=128).tau
+      0.1
+    """
+
+    knob: ClassVar[str] = "gamma"
+    knob_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    gamma: float = 0.9
+    tau: float = 0.1
+    min_budget: int = 512
+    max_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if not isinstance(self.gamma, int | float) or not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma must be in [0, 1], got {self.gamma!r}")
+        if not isinstance(self.tau, int | float) or not 0.0 <= self.tau < float("inf"):
+            raise ValueError(f"tau must be a number of at least 0, got {self.tau!r}")
+        for name in ("min_budget", "max_budget"):
+            value = getattr(self, name)
+            if name == "max_budget" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+    def relaxed(self) -> "FlexPrefillConfig | None":
+        """With half the least budget, down to one block."""
+        if self.min_budget <= self.block_size:
+            return None
+        return dataclasses.replace(self, min_budget=max(self.block_size, self.min_budget // 2))
+
+    def select_prefill(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: None,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+    ) -> tuple[BlockSelection, PyTree]:
+        """The blocks that every query head keeps for every query block."""
+        size, keys = self.block_size, lines.keys_of(key, layer)
+        num_blocks = keys.shape[1] // size
+        last, is_query = lines.last_queries(query, span, block_size=size, count=size)
+        num_queries = jnp.maximum(jnp.sum(is_query, axis=1, dtype=jnp.float32), 1.0)
+        vertical, slash = (
+            sums / num_queries[:, None, None]
+            for sums in lines.line_sums(last, keys, is_query, span.end)
+        )
+        exists = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :] < span.end[:, None]
+        key_means = lines.mean_pool(keys, exists, size)
+        by_block = jnp.sum(vertical.reshape(*vertical.shape[:2], num_blocks, size), axis=-1)
+        is_aware = self._is_query_aware(last, is_query, key_means, by_block, span)
+
+        ends = (span.end + size - 1) // size
+        kept_columns = self._keep(by_block, self._budget(vertical, ends), is_aware)
+        diagonals = jnp.sum(slash.reshape(*slash.shape[:2], num_blocks, size), axis=-1)
+        diagonals = lines.from_the_end(diagonals, ends)
+        kept_diagonals = self._keep(diagonals, self._budget(slash, ends), is_aware)
+
+        causal = lines.row_mask(span, num_blocks, size)
+        mask = lines.lines_to_blocks(kept_columns, kept_diagonals, span.rows(size))
+        if self.tau > 0:
+            query_means = lines.mean_pool(query, span.valid, size)
+            mask |= self._best_pairs(query_means, key_means, causal, is_aware)
+        mask |= (span.prompt_end <= self._dense_tokens)[:, None, None, None]
+        return lines.lists_of(mask & causal, size), walk
+
+    @property
+    def _least_blocks(self) -> int:
+        return math.ceil(self.min_budget / self.block_size)
+
+    @property
+    def _dense_tokens(self) -> int:
+        """Prompts of at most so many tokens are dense."""
+        return max(2, self._least_blocks) * self.block_size
+
+    def _budget(self, weights: Float[Array, "B N S"], ends: Int[Array, "B"]) -> Int[Array, "B N"]:
+        """Blocks that cover `gamma` of a distribution over tokens, clamped."""
+        covered = jnp.cumsum(-jnp.sort(-weights, axis=-1), axis=-1)
+        # No more than all, whatever rounding adds: at 1 everything is kept.
+        is_within = jnp.minimum(covered, 1.0) <= self.gamma
+        tokens = jnp.sum(is_within, axis=-1, dtype=jnp.int32) + 1
+        most = ends[:, None]
+        if self.max_budget is not None:
+            most = jnp.minimum(most, math.ceil(self.max_budget / self.block_size))
+        blocks = tokens // self.block_size + 1
+        return jnp.minimum(jnp.maximum(blocks, self._least_blocks), most)
+
+    def _keep(
+        self,
+        weights: Float[Array, "B N J"],
+        budget: Int[Array, "B N"],
+        is_aware: Bool[Array, "B N"],
+    ) -> Bool[Array, "B N J"]:
+        """The best lines up to the budget, the first one before all others."""
+        budget = jnp.where(is_aware, self._least_blocks, budget)
+        is_first = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None, None, :] == 0
+        return lines.places(jnp.where(is_first, jnp.inf, weights)) < budget[:, :, None]
+
+    def _is_query_aware(
+        self,
+        last: Float[Array, "B M N H"],
+        is_query: Bool[Array, "B M"],
+        key_means: Float[Array, "B J K H"],
+        by_block: Float[Array, "B N J"],
+        span: Span,
+    ) -> Bool[Array, "B N"]:
+        """Whether mean query and mean keys give nearly the distribution that tokens give."""
+        mean = lines.mean_pool(last, is_query, self.block_size)  # [B 1 N H]
+        scores = lines.head_products(mean, key_means)[:, :, 0]
+        columns = jnp.arange(by_block.shape[-1], dtype=jnp.int32)[None, :]
+        exists = (columns * self.block_size < span.end[:, None])[:, None, :]
+        estimate = jax.nn.softmax(jnp.where(exists, scores, -jnp.inf), axis=-1)
+        return jensen_shannon_distance(estimate, by_block) < self.tau
+
+    def _best_pairs(
+        self,
+        query_means: Float[Array, "B I N H"],
+        key_means: Float[Array, "B J K H"],
+        causal: Bool[Array, "B 1 I J"],
+        is_aware: Bool[Array, "B N"],
+    ) -> Bool[Array, "B N I J"]:
+        """The largest entries of the block map, of query-aware heads; head by head."""
+        group = query_means.shape[2] // key_means.shape[2]
+        causal = causal[:, 0]
+        num_rows = jnp.sum(jnp.any(causal, axis=-1), axis=-1, dtype=jnp.float32)
+
+        def of_head(head: tuple[Array, Array, Array]) -> Bool[Array, "B I J"]:
+            index, query_mean, aware = head
+
+            def find() -> Bool[Array, "B I J"]:
+                keys = jnp.take(key_means, index // group, axis=2)[:, :, None]
+                scores = lines.head_products(query_mean[:, :, None], keys)[:, 0]
+                weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+                weights = jnp.where(causal, weights, 0.0)
+                ordered = -jnp.sort(-weights.reshape(weights.shape[0], -1), axis=-1)
+                everything = num_rows[:, None]
+                covered = jnp.minimum(jnp.cumsum(ordered, axis=-1), everything)
+                is_within = covered <= self.gamma * everything
+                count = jnp.sum(is_within, axis=-1, dtype=jnp.int32)[:, None]
+                last = jnp.take_along_axis(ordered, jnp.maximum(count - 1, 0), axis=-1)
+                least = jnp.where(aware[:, None] & (count > 0), last, jnp.inf)
+                return weights >= least[:, :, None]
+
+            return jax.lax.cond(jnp.any(aware), find, lambda: jnp.zeros_like(causal))
+
+        heads = jnp.arange(query_means.shape[2], dtype=jnp.int32)
+        found = jax.lax.map(of_head, (heads, jnp.moveaxis(query_means, 2, 0), is_aware.T))
+        return jnp.moveaxis(found, 0, 1)
+
+
+def jensen_shannon_distance(
+    p: Float[Array, "*lead J"], q: Float[Array, "*lead J"]
+) -> Float[Array, "*lead"]:
+    """`sqrt((KL(p ‖ m) + KL(q ‖ m)) / 2)` with `m = (p + q) / 2`, in nats; `0 log 0 = 0`.
+
+    Args:
+      p: A distribution over the last axis.
+      q: Another one.
+
+    Returns:
+      The distance, in `[0, sqrt(log 2)]`.
+    """
+    mean = 0.5 * (p + q)
+
+    def divergence(x: Array) -> Float[Array, "*lead"]:
+        ratio = jnp.where(x > 0, x, 1.0) / jnp.where(x > 0, mean, 1.0)
+        return jnp.sum(x * jnp.log(ratio), axis=-1)
+
+    return jnp.sqrt(jnp.maximum(0.5 * (divergence(p) + divergence(q)), 0.0))

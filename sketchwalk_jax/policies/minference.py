@@ -1,0 +1,206 @@
+"""MInference (arXiv:2407.02490): one pattern per head, filled in from the last queries."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.policies import last_queries as lines
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.selection import BlockSelection
+
+PyTree = Any
+Pattern = Literal["vertical_and_slash", "block_sparse", "stream"]
+
+_PATTERNS = ("vertical_and_slash", "block_sparse", "stream")
+_LAST_QUERIES = 64
+_FIRST_COLUMNS, _NEAR_OFFSETS = 30, 100  # always kept, as far as the sizes allow
+_LEAST_VERTICAL, _LEAST_SLASH = 30, 50
+_FULL_SCALE = 64.0  # keeps everything of prompts of up to 32K tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MInferenceConfig(PrefillPolicy):
+    """Keeps the columns and diagonals to which the last 64 queries attend, per query head.
+
+    With `A = softmax(q[-m:] kᵀ / sqrt(H))`, causal, of the last `m = min(64, n)` queries of a
+    prompt of `n` tokens, `vertical_and_slash` keeps
+
+    * the `v = min(n, max(scale · vertical, 30))` keys with the largest column sums of `A`, the
+      first 30 keys before all others;
+    * the `s = min(n, max(scale · slash, 50))` offsets `o` with the largest sums along diagonals,
+      the nearest 100 before all others. Of an offset, the queries of block `i` attend to the keys
+      `block_size · i - o + (0 .. block_size - 1)`.
+
+    `token_mask` gives exactly these pairs. Attention works on blocks: columns and ranges are
+    rounded out to whole blocks, and the measured density counts what is attended to. The other
+    patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest products of mean
+    query and mean key, `stream` the first `scale · sink_tokens` and the last `scale · local_tokens`
+    keys of every query.
+
+    Every head has the same pattern and sizes, as in the published table for Llama-3.1-8B. Decoding
+    is dense. A prompt that is read in chunks is estimated chunk by chunk, each from its own last
+    queries; so is one that continues a cache. Ties go to the first key and the nearest offset.
+
+    Attributes:
+      block_size: Tokens per block; published with 64.
+      dense_layers: Leading layers that stay dense; published without any.
+      pattern: `"vertical_and_slash"`, `"block_sparse"` or `"stream"`.
+      vertical: Columns that are kept, in tokens.
+      slash: Offsets that are kept, in tokens.
+      top_blocks: Blocks that `block_sparse` keeps in every row.
+      sink_tokens: First keys that `stream` keeps.
+      local_tokens: Last keys that `stream` keeps, the query's own included.
+      scale: Factor of these sizes, at least 0: the knob of the density. The nominal density of
+        (512, 2048) is .78 at 4K tokens, .26 at 16K, .07 at 64K.
+
+    Raises:
+      ValueError: If a field is outside its range.
+
+    Example:
+      >>> MInferenceConfig(scale=0.5).phases
+      ('prefill',)
+    """
+
+    knob: ClassVar[str] = "scale"
+    knob_range: ClassVar[tuple[float, float]] = (0.0, _FULL_SCALE)
+
+    pattern: Pattern = "vertical_and_slash"
+    vertical: int = 512
+    slash: int = 2048
+    top_blocks: int = 100
+    sink_tokens: int = 100
+    local_tokens: int = 800
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if self.pattern not in _PATTERNS:
+            raise ValueError(f"pattern must be one of {_PATTERNS}, got {self.pattern!r}")
+        for name in ("vertical", "slash", "top_blocks", "sink_tokens", "local_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.scale, int | float) or not 0.0 <= self.scale < float("inf"):
+            raise ValueError(f"scale must be a number of at least 0, got {self.scale!r}")
+
+    def select_prefill(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: None,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+    ) -> tuple[BlockSelection, PyTree]:
+        """The blocks that the pattern touches, for every query head and query block."""
+        size, rows = self.block_size, span.rows(self.block_size)
+        num_blocks = key.shape[2] // size
+        causal = lines.row_mask(span, num_blocks, size)
+        if self.pattern == "stream":
+            return lines.lists_of(self._stream(causal, rows), size), walk
+        keys = lines.keys_of(key, layer)
+        if self.pattern == "block_sparse":
+            mask = self._best_blocks(query, keys, causal, span)
+            return lines.lists_of(mask, size), walk
+        last = lines.last_queries(query, span, block_size=size, count=_LAST_QUERIES)
+        columns, offsets = self._kept_lines(*last, keys, span.end)
+        # Of offset `o`, row `i` reads the blocks `i - floor(o / size)` and `i - ceil(o / size)`.
+        later = jnp.pad(offsets, ((0, 0), (0, 0), (size - 1, 0)))[..., : offsets.shape[-1]]
+        distances = lines.any_in_block(offsets | later, size)
+        mask = lines.lines_to_blocks(lines.any_in_block(columns, size), distances, rows)
+        return lines.lists_of(mask & causal, size), walk
+
+    def token_mask(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        *,
+        lengths: Int[Array, "B"] | None = None,
+    ) -> Bool[Array, "B N T T"]:
+        """The pairs of `vertical_and_slash` before they are rounded out to blocks.
+
+        For analysis, and as the `mask` of `jax.nn.dot_product_attention`: it takes `T²` entries for
+        every head.
+
+        Args:
+          query: Queries of whole prompts after rotary embedding, from position 0 on.
+          key: Their keys.
+          lengths: Tokens of each prompt; all `T` by default.
+
+        Returns:
+          Whether a query (third axis) attends to a key (last axis); never where it is padding.
+
+        Raises:
+          ValueError: If the pattern is another one.
+        """
+        if self.pattern != "vertical_and_slash":
+            raise ValueError(f"pattern must be 'vertical_and_slash', got {self.pattern!r}")
+        batch, num_tokens = query.shape[:2]
+        size, position = self.block_size, jnp.arange(num_tokens, dtype=jnp.int32)
+        end = jnp.full((batch,), num_tokens, jnp.int32) if lengths is None else lengths
+        span = Span(jnp.zeros_like(end), position[None, :] < end[:, None], end, end)
+        last = lines.last_queries(query, span, block_size=size, count=_LAST_QUERIES)
+        columns, offsets = self._kept_lines(*last, key, end)
+        # Key `s` is in a range of row `i` if an offset in `c - (0 .. size - 1)` is kept, with
+        # `c = size · i + size - 1 - s`: a difference of two entries of the running count.
+        count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, size))), -1, dtype=jnp.int32)
+        start = position // size * size
+        largest = jnp.maximum(start[:, None] + size - 1 - position[None, :], 0)
+        in_range = (count[..., largest + size] - count[..., largest]) > 0
+        causal = (position[None, :] <= position[:, None])[None, None]
+        causal = causal & span.valid[:, None, :, None]
+        return (in_range | columns[:, :, None, :]) & causal
+
+    def _scaled(self, size: int, least: int = 1) -> Int[Array, ""]:
+        scaled = jnp.round(float(size) * jnp.asarray(self.scale, jnp.float32))
+        return jnp.maximum(scaled.astype(jnp.int32), least)
+
+    def _kept_lines(
+        self,
+        last: Float[Array, "B M N H"],
+        is_query: Bool[Array, "B M"],
+        keys: Float[Array, "B S K H"],
+        end: Int[Array, "B"],
+    ) -> tuple[Bool[Array, "B N S"], Bool[Array, "B N S"]]:
+        """Which columns and which offsets are kept."""
+        vertical, slash = lines.line_sums(last, keys, is_query, end)
+        index = jnp.arange(vertical.shape[-1], dtype=jnp.int32)[None, None, :]
+        exists = index < end[:, None, None]
+
+        def keep(sums: Array, num_forced: int, count: Int[Array, ""]) -> Bool[Array, "B N S"]:
+            ranked = jnp.where(index < num_forced, jnp.inf, sums)
+            place = lines.places(jnp.where(exists, ranked, -jnp.inf))
+            return exists & (place < count)
+
+        columns = keep(vertical, _FIRST_COLUMNS, self._scaled(self.vertical, _LEAST_VERTICAL))
+        by_offset = lines.from_the_end(slash, end)
+        return columns, keep(by_offset, _NEAR_OFFSETS, self._scaled(self.slash, _LEAST_SLASH))
+
+    def _best_blocks(
+        self,
+        query: Float[Array, "B T N H"],
+        keys: Float[Array, "B S K H"],
+        causal: Bool[Array, "B 1 I J"],
+        span: Span,
+    ) -> Bool[Array, "B N I J"]:
+        size = self.block_size
+        means = lines.mean_pool(query, span.valid, size)
+        exists = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :] < span.end[:, None]
+        scores = lines.head_products(means, lines.mean_pool(keys, exists, size))
+        place = lines.places(jnp.where(causal, scores, -jnp.inf))
+        return causal & (place < self._scaled(self.top_blocks))
+
+    def _stream(
+        self, causal: Bool[Array, "B 1 I J"], rows: Int[Array, "B I"]
+    ) -> Bool[Array, "B 1 I J"]:
+        size = self.block_size
+        sink, local = self._scaled(self.sink_tokens), self._scaled(self.local_tokens)
+        columns = jnp.arange(causal.shape[-1], dtype=jnp.int32)[None, None, :]
+        # The first query of row `i` reaches back to the key `size · i - (local - 1)`.
+        is_near = rows[:, :, None] - columns <= (local - 1 + size - 1) // size
+        return causal & ((columns * size < sink) | is_near)[:, None]

@@ -1,0 +1,73 @@
+"""What policies for prefill share: nothing is kept between calls, and decoding is dense."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.selection import BlockSelection, full_selection
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillPolicy(Policy):
+    """A policy that selects while prompts are read, one list per query head; it decodes densely.
+
+    Such a policy has no density of its own: how much it keeps depends on the model and the prompt.
+    One of its fields, the *knob*, makes it keep more or less, and
+    `sketchwalk_jax.evaluation.calibrate` finds the value that a density takes.
+
+    Attributes:
+      block_size: Tokens per block.
+      dense_layers: Leading layers that stay dense.
+      knob: Name of the field that sets how much is kept; more with larger values.
+      knob_range: Its least value, and one that keeps (nearly) everything.
+    """
+
+    knob: ClassVar[str]
+    knob_range: ClassVar[tuple[float, float]]
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Prefill only: decoding attends to everything."""
+        return ("prefill",)
+
+    def relaxed(self) -> "PrefillPolicy | None":
+        """With lower floors, for densities that the knob does not reach; None without any."""
+        return None
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> None:
+        """Nothing to keep."""
+        return None
+
+    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> None:
+        """Nothing to carry from layer to layer."""
+        return None
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: None,
+        *,
+        span: Span,
+    ) -> None:
+        """Nothing to add."""
+        return None
+
+    def select_decode(
+        self,
+        query: Float[Array, "B 1 N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: None,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        positions: Int[Array, "B"],
+    ) -> tuple[BlockSelection, PyTree]:
+        """Every block up to the token's own."""
+        rows = (positions // self.block_size)[:, None]
+        num_blocks = key.shape[2] // self.block_size
+        return full_selection(rows, num_blocks, block_size=self.block_size), walk

@@ -1,0 +1,94 @@
+"""Runs a policy for prefill on one layer, with lists of its own for every query head."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from policy_runs import SENTINEL
+
+from sketchwalk_jax.policies.base import Span
+
+CAPACITY = 320
+HEADS, HEAD_DIM = (4, 2), 16
+
+
+def draw(length: int, *, seed: int = 0, spread: float = 1.5, heads=HEADS) -> tuple[np.ndarray, ...]:
+    """Queries and keys of one prompt whose attention has columns and diagonals that stand out."""
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal((length, heads[0], HEAD_DIM))
+    key = rng.standard_normal((length, heads[1], HEAD_DIM))
+    for head in range(heads[1]):
+        key[rng.choice(length, max(1, length // 25), replace=False), head] += spread
+    query += 0.5 * spread
+    return query.astype(np.float32), key.astype(np.float32)
+
+
+def stack(prompts, capacity: int = CAPACITY) -> tuple[jax.Array, jax.Array]:
+    """Prompts as a batch, padded with what nothing may read."""
+
+    def pad(x: np.ndarray) -> np.ndarray:
+        widths = ((0, capacity - len(x)), (0, 0), (0, 0))
+        return np.pad(x, widths, constant_values=SENTINEL)
+
+    return tuple(jnp.stack([pad(prompt[part]) for prompt in prompts]) for part in (0, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _select(query, cache, span, *, config):
+    layer = jnp.zeros((), jnp.int32)
+    selection, _ = config.select_prefill(query, cache, None, None, layer=layer, span=span)
+    return selection
+
+
+def select(config, query, key, lengths, *, begin: int = 0, stop: int | None = None):
+    """The selection for the columns `begin .. stop - 1`, on block boundaries, of a batch."""
+    lengths, stop = np.asarray(lengths, np.int32), stop or query.shape[1]
+    end = np.minimum(lengths, stop)
+    is_real = np.arange(key.shape[1])[None, :, None, None] < end[:, None, None, None]
+    cache = np.where(is_real, key, np.nan).astype(np.float32)
+    span = Span(
+        jnp.full(lengths.shape, begin // config.block_size, jnp.int32),
+        jnp.arange(begin, stop)[None, :] < lengths[:, None],
+        jnp.asarray(end),
+        jnp.asarray(lengths),
+    )
+    return _select(query[:, begin:stop], cache[None], span, config=config)
+
+
+def as_sets(selection, num_rows: int | None = None) -> list[list[list[set[int]]]]:
+    """Sequence, head, row: the listed blocks; lists must ascend."""
+    ids, counts = np.asarray(selection.ids), np.asarray(selection.counts)
+    found = []
+    for batch in range(ids.shape[0]):
+        heads = []
+        for head in range(ids.shape[1]):
+            rows = []
+            for row in range(num_rows or ids.shape[2]):
+                listed = ids[batch, head, row, : counts[batch, head, row]].tolist()
+                assert listed == sorted(set(listed)) and (not listed or listed[0] >= 0)
+                rows.append(set(listed))
+            heads.append(rows)
+        found.append(heads)
+    return found
+
+
+def causal_softmax(queries: np.ndarray, keys: np.ndarray, positions) -> np.ndarray:
+    """Attention of queries at some positions over the keys up to them, float64, row by row."""
+    rows = np.zeros((len(queries), len(keys)))
+    for row, (query, position) in enumerate(zip(queries, positions, strict=True)):
+        scores = keys[: position + 1].astype(np.float64) @ query.astype(np.float64)
+        scores = np.exp((scores - scores.max()) / np.sqrt(len(query)))
+        rows[row, : position + 1] = scores / scores.sum()
+    return rows
+
+
+def best(scores, count: int, forced=()) -> tuple[set[int], float]:
+    """The `count` best indices, forced ones first, and how far the last stands from the next."""
+    forced = list(forced)[:count]
+    others = [index for index in range(len(scores)) if index not in set(forced)]
+    others.sort(key=lambda index: (-scores[index], index))
+    taken = others[: count - len(forced)]
+    left = others[len(taken) :]
+    gap = scores[taken[-1]] - scores[left[0]] if taken and left else np.inf
+    return {*forced, *taken}, gap

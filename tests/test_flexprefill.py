@@ -1,0 +1,263 @@
+"""FlexPrefill against its rule, set by set, and its budgets at their edges."""
+
+import dataclasses
+import functools
+import math
+
+import cases
+import head_lists
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.spatial.distance
+import tiny
+from head_lists import HEADS
+from tolerances import tolerance
+
+from sketchwalk_jax import Dense, block_sparse_attention, dense_attention, generate
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig, jensen_shannon_distance
+
+SIZE = 16
+LENGTHS = (311, 200, 65, 33, 7)
+# Some heads of the drawn prompts are query-aware, others are not.
+SPARSE = FlexPrefillConfig(block_size=SIZE, gamma=0.6, tau=0.3, min_budget=32)
+CONFIGS = {
+    "mixed": SPARSE,
+    "lines_only": dataclasses.replace(SPARSE, tau=0.0),
+    "blocks_only": dataclasses.replace(SPARSE, tau=2.0),
+    "least": dataclasses.replace(SPARSE, gamma=0.0, tau=0.0),
+    "capped": dataclasses.replace(SPARSE, gamma=0.9, max_budget=60, tau=0.0),
+}
+GAP = 1e-6
+
+
+def budget(config, weights, num_blocks):
+    """Blocks, and how far a cumulative sum stands from gamma."""
+    covered, count, gap = 0.0, 0, np.inf
+    for weight in sorted(weights, reverse=True):
+        covered += weight
+        gap = min(gap, abs(covered - config.gamma))
+        count += covered <= config.gamma
+    blocks = (count + 1) // config.block_size + 1
+    blocks = max(blocks, math.ceil(config.min_budget / config.block_size))
+    largest = num_blocks
+    if config.max_budget is not None:
+        largest = min(largest, math.ceil(config.max_budget / config.block_size))
+    return min(blocks, largest), gap
+
+
+def head_by_rule(config, query, key):
+    """Blocks of every row of one head, whether it is query-aware, and the smallest gap."""
+    n, size = len(query), config.block_size
+    num_blocks = math.ceil(n / size)
+    everything = [set(range(row + 1)) for row in range(num_blocks)]
+    if n <= max(2 * size, math.ceil(config.min_budget / size) * size):
+        return everything, None, np.inf
+    start = n - size
+    weights = head_lists.causal_softmax(query[start:], key, range(start, n)) / size
+    vertical, slash = weights.sum(0), np.zeros(n)
+    for row in range(size):
+        for column in range(start + row + 1):
+            slash[start + row - column] += weights[row, column]
+    key_means = [
+        key[b * size : (b + 1) * size].astype(np.float64).mean(0) for b in everything_of(n, size)
+    ]
+    query_means = [
+        query[b * size : (b + 1) * size].astype(np.float64).mean(0) for b in everything_of(n, size)
+    ]
+    by_block = [vertical[b * size : (b + 1) * size].sum() for b in range(num_blocks)]
+    # The distance between blocks as the last query sees it.
+    by_distance = [0.0] * num_blocks
+    for offset in range(n):
+        by_distance[(num_blocks - 1) - (n - 1 - offset) // size] += slash[offset]
+    last = query[start:].astype(np.float64).mean(0)
+    (estimate,) = head_lists.causal_softmax(last[None], np.array(key_means), [num_blocks - 1])
+    distance = scipy.spatial.distance.jensenshannon(estimate, by_block)
+    is_aware, gap = distance < config.tau, abs(distance - config.tau)
+    least = math.ceil(config.min_budget / size)
+    counts = []
+    for values in (vertical, slash):
+        count, one = budget(config, values, num_blocks)
+        counts.append(least if is_aware else count)
+        gap = min(gap, one)
+    columns, one = head_lists.best(by_block, counts[0], forced=[0])
+    distances, other = head_lists.best(by_distance, counts[1], forced=[0])
+    gap = min(gap, one, other)
+    rows = [
+        {j for j in range(row + 1) if j in columns or row - j in distances}
+        for row in range(num_blocks)
+    ]
+    if is_aware:
+        block_map = head_lists.causal_softmax(
+            np.array(query_means), np.array(key_means), range(num_blocks)
+        )
+        pairs = [(block_map[i, j], i, j) for i in range(num_blocks) for j in range(i + 1)]
+        pairs.sort(reverse=True)
+        covered = 0.0
+        for index, (weight, row, column) in enumerate(pairs):
+            covered += weight
+            gap = min(gap, abs(covered - config.gamma * num_blocks))
+            if covered > config.gamma * num_blocks:
+                gap = min(gap, pairs[max(index - 1, 0)][0] - weight if index else np.inf)
+                break
+            rows[row].add(column)
+    return rows, is_aware, gap
+
+
+def everything_of(n: int, size: int) -> range:
+    return range(math.ceil(n / size))
+
+
+def by_rule(config, query, key):
+    group = query.shape[1] // key.shape[1]
+    heads = [head_by_rule(config, query[:, h], key[:, h // group]) for h in range(query.shape[1])]
+    return tuple(zip(*heads, strict=True))
+
+
+@functools.cache
+def prompts():
+    def usable(drawn):
+        return all(
+            min(by_rule(config, *prompt)[2]) > GAP
+            for prompt in drawn
+            for config in CONFIGS.values()
+        )
+
+    return cases.first_usable(
+        lambda seed: [
+            head_lists.draw(n, seed=97 * seed + n, spread=1.0 + 0.5 * (n % 2)) for n in LENGTHS
+        ],
+        usable,
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lists_are_those_of_the_rule(name):
+    config = CONFIGS[name]
+    found = head_lists.as_sets(
+        head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
+    )
+    aware = set()
+    for listed, prompt in zip(found, prompts(), strict=True):
+        wanted, is_aware, _ = by_rule(config, *prompt)
+        num_rows = len(wanted[0])
+        assert [rows[:num_rows] for rows in listed] == list(wanted)
+        assert all(not row for rows in listed for row in rows[num_rows:])  # padding
+        aware |= {one for one in is_aware if one is not None}
+    kinds = {"mixed": {True, False}, "blocks_only": {True}}
+    assert aware == kinds.get(name, {False})
+
+
+def test_first_block_and_diagonal_are_always_kept_and_gamma_adds():
+    smaller = None
+    for gamma in (0.0, 0.5, 0.9, 1.0):
+        config = dataclasses.replace(SPARSE, gamma=gamma, tau=0.0)
+        found = head_lists.as_sets(
+            head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
+        )
+        rows = [row for heads in found for head in heads for row in head]
+        assert all({0, index % 20} <= row for index, row in enumerate(rows) if row)
+        assert smaller is None or all(a <= b for a, b in zip(smaller, rows, strict=True))
+        smaller = rows
+
+
+@pytest.mark.parametrize("tau", [0.0, 2.0])
+def test_full_coverage_equals_dense_attention(tau):
+    config = dataclasses.replace(SPARSE, gamma=1.0, tau=tau)
+    query, key = head_lists.stack([head_lists.draw(320)])
+    selection = head_lists.select(config, query, key, [320])
+    assert head_lists.as_sets(selection) == [[[set(range(i + 1)) for i in range(20)]] * HEADS[0]]
+    out = block_sparse_attention(query, key, key, selection)
+    np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
+
+
+@pytest.mark.parametrize("offset", [-30.0, 0.0])
+def test_scores_need_not_be_positive(offset):
+    """Scores that are all negative, and all zero: attention is even, and each head query-aware."""
+    query = np.ones((200, 4, 16), np.float32)
+    key = np.full((200, 2, 16), offset, np.float32)
+    (listed,) = head_lists.as_sets(
+        head_lists.select(SPARSE, *head_lists.stack([(query, key)]), lengths=[200]), 13
+    )
+    everything = dataclasses.replace(SPARSE, gamma=1.0)
+    (full,) = head_lists.as_sets(
+        head_lists.select(everything, *head_lists.stack([(query, key)]), lengths=[200]), 13
+    )
+    for head in range(4):
+        assert full[head] == [set(range(row + 1)) for row in range(13)]
+        assert all({0, row} <= blocks <= full[head][row] for row, blocks in enumerate(listed[head]))
+        assert 0.4 < sum(map(len, listed[head])) / (13 * 14 / 2) < 1
+
+
+@pytest.mark.parametrize(("min_budget", "limit"), [(1, 32), (32, 32), (33, 48), (200, 208)])
+def test_short_prompts_are_dense_up_to_the_least_budget(min_budget, limit):
+    config = FlexPrefillConfig(block_size=SIZE, gamma=0.0, tau=0.0, min_budget=min_budget)
+    lengths = [limit, min(320, limit + 1), 1]
+    drawn = [head_lists.draw(length, seed=length) for length in lengths]
+    found = head_lists.as_sets(head_lists.select(config, *head_lists.stack(drawn), lengths))
+    wanted = [{*range(row + 1)} for row in range(limit // SIZE)]
+    assert all(rows[: len(wanted)] == wanted for rows in found[0])
+    assert all(rows[0] == {0} for rows in found[2])
+    longer = [by_rule(config, *drawn[1])[0]]
+    assert [[rows[: limit // SIZE + 1] for rows in found[1]]] == [list(heads) for heads in longer]
+
+
+def test_last_chunk_selects_as_the_whole_prompt_does():
+    config = CONFIGS["lines_only"]
+    query, key = head_lists.stack(prompts()[:2])
+    whole = head_lists.as_sets(head_lists.select(config, query, key, LENGTHS[:2]))
+    part = head_lists.as_sets(head_lists.select(config, query, key, LENGTHS[:2], begin=160))
+    assert part == [[rows[10:] for rows in heads] for heads in whole]
+    # A prompt that ends before the chunk has no rows in it.
+    lengths = (311, 140)
+    part = head_lists.as_sets(head_lists.select(config, query, key, lengths, begin=160))
+    assert part[1] == [[set()] * 10] * HEADS[0]
+
+
+def test_distance_is_scipys():
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(9), size=(2, 5))
+    p[0], q[0] = np.eye(9)[0], np.eye(9)[1]  # nothing in common
+    p[1] = q[1]
+    found = jensen_shannon_distance(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32))
+    expected = scipy.spatial.distance.jensenshannon(p, q, axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    np.testing.assert_allclose(found[0], math.sqrt(math.log(2)), rtol=1e-6)
+    np.testing.assert_allclose(found[2:], expected[2:], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_generation_is_sparse_in_prefill_and_dense_in_decode():
+    tokens, lengths = tiny.prompts(400, 300)
+    options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}
+    config = by_name("flexprefill", block_size=SIZE, gamma=0.3, min_budget=16)
+    out = generate(tiny.params(), tokens, config=config, **options)
+    assert (np.asarray(out.measured_density.prefill) < 0.75).all()
+    np.testing.assert_allclose(out.measured_density.decode, 1.0, **tolerance("density"))
+    full = generate(tiny.params(), tokens, config=dataclasses.replace(config, gamma=1.0), **options)
+    dense = generate(tiny.params(), tokens, config=Dense(block_size=SIZE), **options)
+    np.testing.assert_array_equal(full.tokens, dense.tokens)
+    np.testing.assert_allclose(full.measured_density.prefill, 1.0, **tolerance("density"))
+
+
+def test_defaults_are_the_published_ones():
+    config = by_name("flexprefill")
+    assert (config.gamma, config.tau, config.min_budget, config.max_budget) == (0.9, 0.1, 512, None)
+    assert (config.block_size, config.dense_layers, config.phases) == (64, 0, ("prefill",))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
+        ({"gamma": float("nan")}, r"gamma must be in \[0, 1\]"),
+        ({"tau": -0.1}, "tau must be a number of at least 0"),
+        ({"min_budget": 0}, "min_budget must be a positive integer, got 0"),
+        ({"max_budget": 0}, "max_budget must be a positive integer, got 0"),
+    ],
+)
+def test_wrong_fields_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        by_name("flexprefill", **options)
