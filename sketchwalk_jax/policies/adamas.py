@@ -71,7 +71,7 @@ class AdamasConfig(DecodePolicy):
 
     def init_statistics(
         self, shape: LayerShape, *, batch: int, num_blocks: int
-    ) -> UInt8[Array, "B J S K 2 W"]:
+    ) -> UInt8[Array, "B J Q K 2 W"]:
         """Codes of zero."""
         _check_head_dim(shape.head_dim)
         size = (batch, num_blocks, self.block_size, shape.num_kv_heads, 2, shape.head_dim // 8)
@@ -81,10 +81,10 @@ class AdamasConfig(DecodePolicy):
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],
-        statistics: UInt8[Array, "B J S K 2 W"],
+        statistics: UInt8[Array, "B J Q K 2 W"],
         *,
         span: Span,
-    ) -> UInt8[Array, "B J S K 2 W"]:
+    ) -> UInt8[Array, "B J Q K 2 W"]:
         """Writes the codes of the span's keys."""
         batch, tokens = span.valid.shape
         first = (
@@ -101,7 +101,7 @@ class AdamasConfig(DecodePolicy):
         self,
         query: Float[Array, "B 1 N H"],
         key: Float[Array, "Ls B S K H"],
-        statistics: UInt8[Array, "B J S K 2 W"],
+        statistics: UInt8[Array, "B J Q K 2 W"],
         walk: PyTree,
         *,
         layer: Int[Array, ""],

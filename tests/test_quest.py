@@ -1,0 +1,96 @@
+"""Quest: its scores bound what they stand for."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.quest import PageBounds, QuestConfig, page_scores
+
+HEADS, HEAD_DIM, CAPACITY = (6, 2), 32, 64
+
+
+@jax.jit
+def scores_of(query, key, length):
+    """Bounds and scores of every page after `length` keys."""
+    config = QuestConfig()
+    shape = LayerShape(*HEADS, HEAD_DIM, key.dtype)
+    bounds = config.init_statistics(shape, batch=1, num_blocks=CAPACITY // 16)
+    valid = jnp.arange(CAPACITY, dtype=jnp.int32)[None, :] < length[:, None]
+    span = Span(jnp.zeros((1,), jnp.int32), valid, length, length)
+    bounds = config.observe(key, key, bounds, span=span)
+    return bounds, page_scores(query, bounds)
+
+
+def draw(seed, dtype):
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal((1, 1, HEADS[0], HEAD_DIM))
+    key = rng.standard_normal((1, CAPACITY, HEADS[1], HEAD_DIM)) * rng.exponential(2.0, HEAD_DIM)
+    return jnp.asarray(query, dtype), jnp.asarray(key, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**6), length=st.integers(1, CAPACITY))
+def test_scores_bound_every_inner_product_of_their_page(dtype, seed, length):
+    query, key = draw(seed, dtype)
+    bounds, scores = scores_of(query, key, jnp.array([length], jnp.int32))
+    assert bounds.lowest.dtype == bounds.highest.dtype == key.dtype
+    query, key = (np.asarray(x[0], np.float64) for x in (query, key))
+    for head in range(HEADS[0]):
+        keys = key[:length, head // 3]
+        products = keys @ query[0, head]
+        for page in range(-(-length // 16)):
+            rows = slice(16 * page, 16 * page + 16)
+            rounding = 1e-5 * np.abs(keys[rows] * query[0, head]).sum(1).max()
+            assert scores[0, head, page] >= products[rows].max() - rounding
+            if len(products[rows]) == 1:  # one key is its own bound
+                assert abs(scores[0, head, page] - products[rows][0]) <= rounding
+
+
+def test_bounds_are_the_extremes_of_the_keys():
+    query, key = draw(0, "bfloat16")
+    bounds, _ = scores_of(query, key, jnp.array([40], jnp.int32))
+    for page, rows in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
+        np.testing.assert_array_equal(bounds.lowest[0, page], key[0, rows].min(0))
+        np.testing.assert_array_equal(bounds.highest[0, page], key[0, rows].max(0))
+    assert np.isposinf(np.asarray(bounds.lowest[0, 3], np.float32)).all()
+    assert np.isneginf(np.asarray(bounds.highest[0, 3], np.float32)).all()
+
+
+def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_otherwise():
+    # Page 1 holds one outstanding key among opposite ones; the means of all other pages are larger.
+    key = np.full((1, CAPACITY, 1, HEAD_DIM), 0.1, np.float32)
+    key[0, 16:32], key[0, 20] = -1.0, 2.0
+    ends = jnp.array([CAPACITY], jnp.int32)
+    config = QuestConfig(token_budget=16, min_pages=1)
+    shape = LayerShape(1, 1, HEAD_DIM)
+    span = Span(jnp.zeros((1,), jnp.int32), jnp.ones((1, CAPACITY), bool), ends, ends)
+    bounds = config.observe(
+        jnp.asarray(key),
+        jnp.asarray(key),
+        config.init_statistics(shape, batch=1, num_blocks=4),
+        span=span,
+    )
+    chosen, _ = config.select_decode(
+        jnp.ones((1, 1, 1, HEAD_DIM)),
+        jnp.asarray(key)[None],
+        bounds,
+        None,
+        layer=jnp.zeros((), jnp.int32),
+        positions=ends - 1,
+    )
+    assert (chosen.ids.tolist(), chosen.counts.tolist()) == ([[[[1]]]], [[[1]]])
+    assert chosen.block_size == 16 and isinstance(bounds, PageBounds)
+
+
+@pytest.mark.unchecked
+def test_wrong_fields_are_named():
+    for pages in (0, 1.5, True):
+        with pytest.raises(ValueError, match="min_pages must be a positive integer"):
+            QuestConfig(min_pages=pages)
+    with pytest.raises(ValueError, match="block_size must be a power of two of at least 16"):
+        QuestConfig(block_size=8)
