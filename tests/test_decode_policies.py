@@ -32,10 +32,11 @@ NAMES = ("quest", "adamas")
 SIZE, CAPACITY, HEADS, HEAD_DIM, NUM_LAYERS = 16, 96, (6, 2), 16, 2
 OPTIONS = {"block_size": SIZE, "dense_layers": 0}
 BUDGETS = {
-    "share": {"density": 0.4},
-    "least": {"density": 0.01},
-    "tokens": {"token_budget": 70},
+    "share": {"density": 0.4, "force_current": False},
+    "least": {"density": 0.01, "force_current": False},
+    "tokens": {"token_budget": 70, "force_current": False},
     "current": {"density": 0.3, "force_current": True},
+    "defaults": {},
 }
 LENGTHS = (1, 47, 64)
 NEW = 18  # more than a page

@@ -66,7 +66,7 @@ def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_oth
     key = np.full((1, CAPACITY, 1, HEAD_DIM), 0.1, np.float32)
     key[0, 16:32], key[0, 20] = -1.0, 2.0
     ends = jnp.array([CAPACITY], jnp.int32)
-    config = QuestConfig(token_budget=16, min_pages=1)
+    config = QuestConfig(token_budget=16, min_pages=1, force_current=False)
     shape = LayerShape(1, 1, HEAD_DIM)
     span = Span(jnp.zeros((1,), jnp.int32), jnp.ones((1, CAPACITY), bool), ends, ends)
     bounds = config.observe(

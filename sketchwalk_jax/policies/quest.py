@@ -39,8 +39,9 @@ class QuestConfig(DecodePolicy):
     least. The extremes that it reads are as many bytes as `2 / block_size` of the keys, an eighth.
 
     Prompts are read densely. At `density` 0.2 the budget is 0.2 of the tokens at every step, the
-    current page counted whole. The authors' kernels keep the current page whatever its score
-    (`force_current`); their evaluation does not.
+    current page counted whole. The authors' kernels keep the current page whatever its score, and
+    so does this by default; their evaluation does not (`force_current=False`), which can cost much:
+    the bound knows nothing of how recent a page is.
 
     Attributes:
       block_size: Tokens per page.
@@ -62,6 +63,7 @@ class QuestConfig(DecodePolicy):
 
     block_size: int = 16
     min_pages: int = 3
+    force_current: bool = True
 
     def __post_init__(self) -> None:
         """Checks every field."""
