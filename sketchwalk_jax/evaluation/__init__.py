@@ -7,13 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sketchwalk_jax.evaluation.calibration import Calibration as Calibration
+    from sketchwalk_jax.evaluation.calibration import calibrate as calibrate
     from sketchwalk_jax.evaluation.runner import evaluate as evaluate
     from sketchwalk_jax.evaluation.runner import evaluate_model as evaluate_model
     from sketchwalk_jax.evaluation.settings import EvaluationConfig as EvaluationConfig
     from sketchwalk_jax.evaluation.text import read_text as read_text
 
 _MODULES = {
+    "Calibration": "calibration",
     "EvaluationConfig": "settings",
+    "calibrate": "calibration",
     "evaluate": "runner",
     "evaluate_model": "runner",
     "read_text": "text",

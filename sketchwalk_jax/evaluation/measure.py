@@ -51,6 +51,7 @@ class Measurement:
         num_tokens: int,
         batch: int,
         probe_batch: int,
+        policies: Mapping[Rule, Policy] | None = None,
     ) -> None:
         """Starts to compile.
 
@@ -62,11 +63,12 @@ class Measurement:
           num_tokens: Tokens of the prompts with their answers.
           batch: Prompts at a time.
           probe_batch: Prompts to probe at a time; 0 leaves probing out.
+          policies: Calibrated policies, of the rules that need it.
         """
         self._programs, self._params, self._model_config = programs, params, model_config
         self.batch, self.probe_batch = batch, probe_batch
         self._shape = {"batch": batch, "num_tokens": num_tokens}
-        self._policies = {rule: rule.make() for rule in wanted}
+        self._policies = {rule: rule.make() for rule in wanted} | dict(policies or {})
         sparse = [rule for rule in wanted if rule != DENSE]
         self._watched = [rule for rule in sparse if "decode" in wanted[rule]]
         self._dense: Policy = Dense()

@@ -1,7 +1,7 @@
 """From what prompts gave to rows of `quality.json`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -80,6 +80,7 @@ def make_rows(
     tokens: int,
     num_dense_layers: int,
     probe: tuple[Sequence[float], Sequence[float]] = ((), ()),
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Rows of one rule, phase, task and length.
 
@@ -91,6 +92,7 @@ def make_rows(
       tokens: Nominal length.
       num_dense_layers: Leading dense layers; 0 for dense attention itself.
       probe: Mass recall and output error of each sparse layer; empty if they were not measured.
+      settings: Fields of the policy that calibration chose, None without it.
 
     Returns:
       One row; for single_needle one more for each depth, for variable_tracking one for each
@@ -106,6 +108,7 @@ def make_rows(
         "task": samples[0].task,
         "tokens": tokens,
         "density": rule.density,
+        "settings": None if settings is None else dict(settings),
     }
     probed = {
         "mass_recall": _round(np.mean(recall)) if recall else None,
@@ -145,6 +148,7 @@ ROW_FIELDS = (
     "task",
     "tokens",
     "density",
+    "settings",
     "measured_density_sparse_layers",
     "measured_density_all_layers",
     "exact",

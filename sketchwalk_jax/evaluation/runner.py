@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from sketchwalk_jax.evaluation.calibration import Calibration, calibrate_rules
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
@@ -196,6 +197,7 @@ class _Run:
     ) -> None:
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
+        self._calibrations: dict[tuple[Rule, int], Calibration] = {}
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""
@@ -218,6 +220,8 @@ class _Run:
                     for num_tokens, tasks in plan.items()
                     for task in tasks
                 }
+                for num_tokens, tasks in plan.items():
+                    self._calibrate(num_tokens, tasks, bar)
                 measurements = {
                     num_tokens: self._measurement(programs, num_tokens, tasks)
                     for num_tokens, tasks in plan.items()
@@ -257,6 +261,26 @@ class _Run:
             seed=self._config.seed,
         )
 
+    def _calibrate(self, num_tokens: int, tasks: Mapping[str, Wanted], bar: tqdm) -> None:
+        """Sets the rules of one length that need it to their density, on held-out prompts."""
+        found = calibrate_rules(
+            {rule for wanted in tasks.values() for rule in wanted},
+            self._params,
+            self._model_config,
+            self._text,
+            self._tokenizer,
+            tasks=self._config.tasks,
+            num_tokens=num_tokens,
+            seed=self._config.seed,
+            batch=self._batch(num_tokens),
+            before=bar.set_postfix_str,
+        )
+        self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
+
+    def _batch(self, num_tokens: int) -> int:
+        dtype = self._params["embed"]["embedding"].dtype
+        return choose_batch(self._model_config, self._config, num_tokens=num_tokens, dtype=dtype)
+
     def _measurement(
         self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted]
     ) -> Measurement:
@@ -264,16 +288,19 @@ class _Run:
         for rules in tasks.values():
             for rule, phases in rules.items():
                 wanted.setdefault(rule, set()).update(phases)
-        dtype = self._params["embed"]["embedding"].dtype
-        batch = choose_batch(self._model_config, self._config, num_tokens=num_tokens, dtype=dtype)
         return Measurement(
             programs,
             self._params,
             self._model_config,
             {rule: tuple(phases) for rule, phases in wanted.items()},
             num_tokens=num_tokens,
-            batch=batch,
+            batch=self._batch(num_tokens),
             probe_batch=min(self._config.probe_prompts, self._config.prompts),
+            policies={
+                rule: found.policy
+                for (rule, length), found in self._calibrations.items()
+                if length == num_tokens
+            },
         )
 
     def _group(
@@ -298,6 +325,7 @@ class _Run:
         probed = self._probe(measurement, samples, wanted, num_tokens)
         rows = []
         for (rule, phase), outcomes in parts.items():
+            calibrated = self._calibrations.get((rule, num_tokens))
             rows += make_rows(
                 Outcome.join(outcomes),
                 samples,
@@ -306,6 +334,7 @@ class _Run:
                 tokens=num_tokens,
                 num_dense_layers=measurement.num_dense_layers(rule),
                 probe=probed.get((rule, phase), ((), ())),
+                settings=None if calibrated is None else calibrated.settings,
             )
         self._file.add(rows)
 

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.evaluation.tasks import TASKS
-from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
+from sketchwalk_jax.policies import (
+    POLICIES,
+    PRESETS,
+    Policy,
+    by_name,
+    has_knob,
+    takes_density,
+)
+from sketchwalk_jax.policies.budget import check_density
 from sketchwalk_jax.validation import PHASES
 
 # Hops of variable tracking, which has prompts for each of them.
@@ -27,8 +35,16 @@ class Rule:
     density: float | None = None
 
     def make(self) -> Policy:
-        """The policy itself."""
+        """The policy itself; where it has a knob, as published: calibration sets the density."""
+        if self.is_calibrated:
+            check_density(self.density)
+            return by_name(self.policy)
         return by_name(self.policy, preset=self.preset, density=self.density)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the density is reached by calibrating the policy on held-out prompts."""
+        return self.density is not None and has_knob(by_name(self.policy, preset=self.preset))
 
     def __str__(self) -> str:
         """What progress calls it, such as `paper 0.2`."""
@@ -46,7 +62,8 @@ class EvaluationConfig:
     Attributes:
       policies: Names of policies.
       presets: Presets of `sketchwalk`.
-      densities: Nominal densities of the policies that take one.
+      densities: Nominal densities of the policies that take one. Those with a knob instead are
+        calibrated to each of them on held-out prompts, one for each task, at every length.
       tokens: Lengths: tokens of a prompt with its answer.
       tasks: Names of tasks.
       phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
@@ -117,7 +134,8 @@ class EvaluationConfig:
         found = [DENSE]
         for policy in self.policies:
             for preset in self.presets if policy == "sketchwalk" else (None,):
-                has_density = takes_density(by_name(policy, preset=preset))
+                made = by_name(policy, preset=preset)
+                has_density = takes_density(made) or has_knob(made)
                 for density in self.densities if has_density else (None,):
                     found.append(Rule(policy, preset, density))
         return tuple(rule for rule in found if rule.policy != "dense" or rule is DENSE)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ class FlexPrefillConfig(PrefillPolicy):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
-    def relaxed(self) -> "FlexPrefillConfig | None":
+    def relaxed(self) -> Self | None:
         """With half the least budget, down to one block."""
         if self.min_budget <= self.block_size:
             return None

@@ -1,7 +1,7 @@
 """What policies for prefill share: nothing is kept between calls, and decoding is dense."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Array, Float, Int
 
@@ -34,7 +34,17 @@ class PrefillPolicy(Policy):
         """Prefill only: decoding attends to everything."""
         return ("prefill",)
 
-    def relaxed(self) -> "PrefillPolicy | None":
+    @property
+    def knob_value(self) -> float:
+        """What the knob is set to."""
+        return float(getattr(self, self.knob))
+
+    def with_knob(self, value: float) -> Self:
+        """The policy with its knob at another value."""
+        fields: dict[str, Any] = {self.knob: value}
+        return dataclasses.replace(self, **fields)
+
+    def relaxed(self) -> Self | None:
         """With lower floors, for densities that the knob does not reach; None without any."""
         return None
 
