@@ -294,7 +294,8 @@ def generate(
       key: Random key, one or one per sequence; `jax.random.key(0)` by default.
       eos_token_ids: Tokens that end a sequence; the model's own by default.
       pad_token_id: Fills `tokens` after a sequence's end.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
+        in one phase only (`config.phases`) is dense in the other.
       chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.

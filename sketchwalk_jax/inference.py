@@ -53,7 +53,8 @@ def prefill(
       model_config: The model.
       config: The policy, such as a `SketchWalkConfig`.
       lengths: Tokens of each sequence; all `T` by default.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
+        in one phase only (`config.phases`) is dense in the other.
       chunk_size: Tokens processed at a time; bounds the memory of long prompts. `None` takes all.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
@@ -106,7 +107,8 @@ def decode_step(
       cache: The cache so far; donated, use the returned one. Tokens beyond its capacity are lost.
       model_config: The model.
       config: The policy the cache was made for.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
+        in one phase only (`config.phases`) is dense in the other.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
       return_selection: Whether to return the selected blocks.

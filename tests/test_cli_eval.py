@@ -69,3 +69,15 @@ def test_results_of_something_else_are_not_overwritten(model, tmp_path, capsys):
     assert cli.main(command) == 1
     assert "seed 5 there, 0 now; " in capsys.readouterr().err
     assert json.loads(out.read_text())["meta"]["seed"] == 5
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("phase", "left_out"), [("prefill", True), ("both", True), ("decode", False)]
+)
+@pytest.mark.unchecked
+def test_policies_without_the_phase_asked_for_are_named(model, capsys, phase, left_out):
+    command = ["eval", "--model", str(model), "--policy", "quest", "--phase", phase]
+    assert cli.main([*command, "--tokens", "512", "--text", "none.txt"]) == 2  # before it runs
+    warning = "warning: --policy quest selects in decode only and is left out; add --phase decode\n"
+    assert capsys.readouterr().err.startswith(warning) == left_out

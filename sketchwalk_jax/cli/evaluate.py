@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
 from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies import by_name
 
 _TEXT, _SIZE = "Text", "Amount"
 _DEFAULT = EvaluationConfig()
@@ -65,6 +67,17 @@ def _number(metavar: str, help: str, field: str) -> Any:
     default, few = getattr(_DEFAULT, field), getattr(_REDUCED, field)
     shown = f"{default}" if default == few else f"{default}; {few} with --reduced"
     return typer.Option(metavar=metavar, help=help, show_default=shown, rich_help_panel=_SIZE)
+
+
+def _say_who_is_left_out(config: EvaluationConfig) -> None:
+    """Warns of policies that select in no phase that is asked for: they would be dense there."""
+    for policy in dict.fromkeys(rule.policy for rule in config.rules()):
+        own = by_name(policy).phases
+        if not config.phases_of(by_name(policy)):
+            warnings.warn(
+                f"--policy {policy} selects in {own[0]} only and is left out; add --phase {own[0]}",
+                stacklevel=2,
+            )
 
 
 def evaluate(
@@ -186,6 +199,7 @@ def evaluate(
     with _usage_errors():
         config = (EvaluationConfig.reduced if reduced else EvaluationConfig)(**fields)
         check_lengths(config, model_config)
+        _say_who_is_left_out(config)
         source = read_text(text, tail=text_tail)
     if tokens is not None and max(tokens) > model_config.context_length:
         raise UsageError(
