@@ -43,6 +43,7 @@ from sketchwalk_jax.pallas_kernels.decode_parts import (
 _MASK_VALUE = -1e30
 _FIRST_MAXIMUM = -5e29
 _MAX_HEADS = 32  # of a program, so that registers suffice
+_FEW_SPLITS = 4
 _SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
 
 
@@ -204,14 +205,6 @@ def _barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def _parameters() -> Any:
-    return plgpu.CompilerParams(
-        approx_math=True,
-        unsafe_no_auto_barriers=True,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-    )
-
-
 def block_sparse_decode_kernel(
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "L B S K H"],
@@ -258,7 +251,9 @@ def block_sparse_decode_kernel(
     splits = num_splits(batch * units, ids.shape[-1], block_size, config)
     # beside keys and values: queries, twice, and weights, whose heads are padded to 8
     other_bytes = (group + 7) * (2 * 2 * ROWS + step_keys) * query.dtype.itemsize
-    buffer_bytes = min(config.decode_buffer_kib * 1024, _SHARED_BYTES - other_bytes)
+    is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
+    buffer_kib = config.decode_buffer_kib or (96 if is_brief else 192)
+    buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
     stage_bytes = step_keys * 2 * (head_dim + padding) * query.dtype.itemsize
     steps = -(-ids.shape[-1] * block_size // (step_keys * splits))
     shape = DecodeShape(
@@ -275,7 +270,8 @@ def block_sparse_decode_kernel(
         splits=splits,
         dtype=query.dtype,
         scale=scale,
-        overlap=config.decode_overlap and not config.interpret,
+        overlap=(is_brief if config.decode_overlap is None else config.decode_overlap)
+        and not config.interpret,
     )
     rows = (num_layers * batch * key_tokens, kv_heads, shape.head_dim)
     out, lse = _run(
@@ -319,7 +315,7 @@ def _run(
         jax.ShapeDtypeStruct((shape.splits, places, 2, columns), jnp.float32),
     ]
     common = {
-        "compiler_params": _parameters(),
+        "compiler_params": ops.compiler_params(unsafe_no_auto_barriers=True),
         "interpret": ops.interpreter(interpret),
     }
     outputs = plgpu.kernel(

@@ -74,6 +74,8 @@ def block_sparse_prefill(
     padded = 64 if head_dim <= 64 else 128
     if padded != head_dim:
         query, key, value, index = _pad_heads(query, key, value, index, padded)
+    is_narrow = padded == 64  # of which more steps fit, and little is gained by taking turns
+    stages = 4 if is_narrow else 2
     plan = prefill_tiles.Plan(
         batch=query.shape[0],
         tiles=query.shape[1] // QUERIES,
@@ -82,9 +84,9 @@ def block_sparse_prefill(
         head_dim=padded,
         lists=ids.shape[1],
         subblocks=block_size // QUERIES,
-        stages=config.prefill_stages,
-        value_stages=config.prefill_value_stages,
-        takes_turns=config.prefill_takes_turns,
+        stages=config.prefill_stages or stages,
+        value_stages=config.prefill_value_stages or stages,
+        takes_turns=_or(config.prefill_takes_turns, not is_narrow),
         overlaps=config.prefill_overlaps,
         heads_first=config.prefill_heads_first,
         exponent=scale * math.log2(math.e),
@@ -120,6 +122,10 @@ def block_sparse_prefill(
     )
     out = outputs[0][..., :head_dim]
     return (out, jnp.swapaxes(outputs[1], 1, 2)) if return_lse else out
+
+
+def _or(asked: bool | None, default: bool) -> bool:
+    return default if asked is None else asked
 
 
 def _check(query: Any, key: Any, scale: float, block_size: int) -> None:

@@ -22,7 +22,7 @@ class KernelConfig:
       decode_keys: Keys in a step of the decode kernel, a multiple of 64.
       decode_buffer_kib: Shared memory for keys and values in the decode kernel, in KiB.
       decode_programs: Programs of the decode kernel that a GPU runs at a time.
-      decode_splits: Parts into which the decode kernel splits a list; chosen by shape if left out.
+      decode_splits: Parts into which the decode kernel splits a list.
       decode_overlap: Whether the kernel that combines splits starts early, and waits for them.
       prefill_stages: Steps of keys that the prefill kernel holds in shared memory.
       prefill_value_stages: Steps of values, which it needs later and frees later.
@@ -30,9 +30,12 @@ class KernelConfig:
       prefill_takes_turns: Whether the two heads of a program use the tensor cores in turns.
       prefill_overlaps: Whether a head of the prefill kernel computes weights while tensor cores
         multiply the values of the step before.
-      prefill_heads_first: Whether programs that run at a time share a key/value head, not a row.
+      prefill_heads_first: Whether programs that run at a time share a key/value head, not a row:
+        the keys and values of one head may fit in the GPU's cache.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
         slow, to see what a kernel does.
+
+    Fields that are `None` are chosen by the shape of each call.
 
     Raises:
       ValueError: If a size is not a positive integer.
@@ -45,27 +48,27 @@ class KernelConfig:
     dense_keys: int = 256
     dense_decode_keys: int = 1024
     decode_keys: int = 64
-    decode_buffer_kib: int = 192
+    decode_buffer_kib: int | None = None
     decode_programs: int = 132
     decode_splits: int | None = None
-    decode_overlap: bool = False
-    prefill_stages: int = 2
-    prefill_value_stages: int = 2
+    decode_overlap: bool | None = None
+    prefill_stages: int | None = None
+    prefill_value_stages: int | None = None
     prefill_programs: int = 132
-    prefill_takes_turns: bool = True
+    prefill_takes_turns: bool | None = None
     prefill_overlaps: bool = True
-    prefill_heads_first: bool = False
+    prefill_heads_first: bool = True
     interpret: bool = False
 
     def __post_init__(self) -> None:
         """Checks that every size is a positive integer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is bool:
+            if value is None and field.default is None:
+                continue
+            if field.type in (bool, bool | None):
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}")
-            elif value is None and field.default is None:
-                continue
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
 

@@ -13,8 +13,6 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
 PREFILL_BLOCK_SIZES = (64, 128)
 DECODE_BLOCK_SIZES = (16, 64, 128)
-# Whether `None` takes the kernels wherever they can run.
-CHOOSES_KERNELS = False
 
 
 def device_kind() -> str:
@@ -44,8 +42,7 @@ def selecting_with(implementation: str | None) -> Iterator[None]:
 
 def selects_with_kernels() -> bool:
     """Whether policies take the selection kernels, where these can make the same lists."""
-    asked = _asked_for.get()
-    return is_hopper() and (asked == "mosaic_gpu" or (asked is None and CHOOSES_KERNELS))
+    return is_hopper() and _asked_for.get() in (None, "mosaic_gpu")
 
 
 def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) -> str | None:
@@ -96,7 +93,7 @@ def choose_implementation(
       NotImplementedError: If the named implementation cannot take this call.
     """
     interpret = config is not None and config.interpret
-    if implementation is None and (interpret or not CHOOSES_KERNELS):
+    if implementation is None and interpret:
         return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
     return _choose(implementation, IMPLEMENTATIONS, reason)

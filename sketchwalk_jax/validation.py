@@ -72,10 +72,12 @@ def check_prompt(
         raise ValueError(f"tokens must hold at least one token, got shape {list(tokens.shape)}")
     if cache is not None:
         _check_cache(cache, batch, config)
-        used = 0 if isinstance(cache.lengths, jax.core.Tracer) else int(np.max(cache.lengths))
+        used = 0
+        if not isinstance(cache.lengths, jax.core.Tracer):
+            used = int(np.asarray(cache.lengths).max())  # NumPy's: under jit, JAX's would be traced
         longest = num_tokens
         if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-            longest = int(np.max(lengths))
+            longest = int(np.asarray(lengths).max())
         if used + longest > cache.capacity:
             raise ValueError(
                 f"prompts must fit into the cache's {cache.capacity} tokens, got {longest} tokens "
@@ -102,7 +104,7 @@ def check_token(tokens: Any, cache: "Cache", config: Policy) -> None:
     _check_integers("tokens", tokens, "[B]", 1)
     _check_cache(cache, tokens.shape[0], config)
     if not isinstance(cache.lengths, jax.core.Tracer):
-        longest = int(np.max(cache.lengths))
+        longest = int(np.asarray(cache.lengths).max())
         if longest >= cache.capacity:
             raise ValueError(
                 f"the cache must have room for one more token, got {longest} tokens in a "
@@ -126,10 +128,10 @@ def check_generation(
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
     context = settings.model_config.context_length
     width = tokens.shape[1]
-    longest = width if isinstance(lengths, jax.core.Tracer) else int(np.max(lengths))
+    longest = width if isinstance(lengths, jax.core.Tracer) else int(np.asarray(lengths).max())
     used = 0
     if cache is not None and not isinstance(cache.lengths, jax.core.Tracer):
-        used = int(np.max(cache.lengths))
+        used = int(np.asarray(cache.lengths).max())
     needed = used + longest + max_new_tokens
     if needed > context:
         raise ValueError(

@@ -130,7 +130,7 @@ def _times_triangular(
     Panels of columns: `sum_m left[:, m] lower[m, j]` begins at the panel's first `j`.
     """
     precision: Any = matmul_precision(left)
-    if dispatch.selects_with_kernels():  # as accurate, on the tensor cores
+    if dispatch.is_hopper() and dispatch.selects_with_kernels():  # as accurate, on tensor cores
         precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     num_blocks = lower.shape[-1]
     width = num_blocks // _PANELS if num_blocks >= _LEAST_PANELLED else num_blocks

@@ -20,18 +20,16 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", [None, *REASONS])
-@pytest.mark.parametrize("chooses", [False, True])
-def test_choice_of_attention_over_lists(reason, chooses, monkeypatch):
+def test_choice_of_attention_over_lists(reason, monkeypatch):
     change, words = REASONS[reason] if reason else ({}, None)
     call = {"dtype": "bfloat16", "head_dim": 128, "block_size": 64, "num_tokens": 128}
     call |= {"is_hopper": True} | change
     is_hopper = call.pop("is_hopper")
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    monkeypatch.setattr(dispatch, "CHOOSES_KERNELS", chooses)
     query = jax.ShapeDtypeStruct((2, call["num_tokens"], 4, call["head_dim"]), call["dtype"])
     size = call["block_size"]
     assert choose_implementation("xla", query, block_size=size) == "xla"
-    expected = "mosaic_gpu" if chooses and reason is None else "xla"
+    expected = "xla" if reason else "mosaic_gpu"
     assert choose_implementation(None, query, block_size=size) == expected
     if reason is None:
         assert choose_implementation("mosaic_gpu", query, block_size=size) == "mosaic_gpu"
@@ -44,7 +42,6 @@ def test_choice_of_attention_over_lists(reason, chooses, monkeypatch):
 
 def test_the_interpreter_needs_no_gpu_and_comes_only_when_asked_for(monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
-    monkeypatch.setattr(dispatch, "CHOOSES_KERNELS", True)
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float16)
     options = {"block_size": 64, "config": KernelConfig(interpret=True)}
     assert choose_implementation("mosaic_gpu", query, **options) == "mosaic_gpu"

@@ -182,11 +182,10 @@ def test_a_stream_gives_what_generate_gives(weights, sampling):
 
 
 def test_generate_runs_under_the_callers_jit(weights):
-    prompt, _ = prompts(40)
-    inside = jax.jit(
-        lambda params, tokens: generate(params, tokens, config=POLICIES["paper"], **OPTIONS).tokens
-    )
-    outside = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS).tokens
+    prompt, _ = prompts(40, 30)
+    options = OPTIONS | {"config": POLICIES["paper"], "lengths": jnp.asarray([40, 30], jnp.int32)}
+    inside = jax.jit(lambda params, tokens: generate(params, tokens, **options).tokens)
+    outside = generate(weights, prompt, **options).tokens
     chex.assert_trees_all_equal(inside(weights, prompt), outside)
 
 

@@ -90,20 +90,17 @@ def test_lists_sums_and_walk_are_the_same(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("is_hopper", "chooses", "asked", "expected"),
+    ("is_hopper", "asked", "expected"),
     [
-        (True, True, None, True),
-        (True, False, None, False),
-        (True, True, "xla", False),
-        (True, False, "mosaic_gpu", True),
-        (False, True, "mosaic_gpu", False),
+        (True, None, True),
+        (True, "xla", False),
+        (True, "mosaic_gpu", True),
+        (False, None, False),
+        (False, "mosaic_gpu", False),
     ],
 )
-def test_selection_follows_what_is_asked_of_attention(
-    is_hopper, chooses, asked, expected, monkeypatch
-):
+def test_selection_follows_what_is_asked_of_attention(is_hopper, asked, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    monkeypatch.setattr(dispatch, "CHOOSES_KERNELS", chooses)
     with dispatch.selecting_with("xla"):
         with dispatch.selecting_with(asked):
             assert dispatch.selects_with_kernels() == expected
