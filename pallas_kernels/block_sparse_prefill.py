@@ -184,10 +184,10 @@ def _kernel(*refs: Any, plan: Any, programs: int, return_lse: bool, **scratch: A
 
     @pl.when(warpgroup == plan.computing)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(40 if plan.computing == 2 else 88, action="decrease")
         prefill_tiles.load_tiles(plan, shared, spread)
 
     @pl.when(warpgroup < plan.computing)
     def _() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(232 if plan.computing == 2 else 248, action="increase")
         prefill_compute.compute_tiles(plan, shared, spread, warpgroup)
