@@ -13,6 +13,7 @@ from sketchwalk_jax import Dense, SketchWalkConfig, make_generate
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
+from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 from sketchwalk_jax.sampling import Sampling
@@ -97,7 +98,7 @@ def test_json_is_one_object_with_the_measurements(generate):
     assert result["ttft_s"] > 0 and result["tokens_per_s"] > 0 and result["load_s"] > 0
     assert 0 < result["measured_density"] <= 1
     assert (result["policy"], result["preset"], result["phase"]) == ("sketchwalk", "paper", "both")
-    assert result["dtype"] == "float32"
+    assert (result["settings"], result["dtype"]) == ({}, "float32")
 
 
 @pytest.mark.parametrize("source", ["--prompt", "--prompt-file", "standard input"])
@@ -143,6 +144,12 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
         (["--preset", "damped"], {"config": SketchWalkConfig.damped()}),
         (["--preset", "released"], {"config": SketchWalkConfig.released()}),
         (["--density", 0.5], {"config": SketchWalkConfig.paper(density=0.5)}),
+        (["--policy", "minference"], {"config": MInferenceConfig()}),
+        (
+            ["--policy", "minference", "--set", "scale=0.5", "--set", "pattern=stream"],
+            {"config": MInferenceConfig(scale=0.5, pattern="stream")},
+        ),
+        (["--density", 0.5, "--set", "seed=3"], {"config": SketchWalkConfig(density=0.5, seed=3)}),
         (["--phase", "decode"], {"phase": "decode"}),
         (["--chunk-size", 128], {"chunk_size": 128}),
         (["--max-new-tokens", 3], {"max_new_tokens": 3}),
@@ -153,6 +160,17 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
 def test_options_reach_the_generation(arguments, expected, started):
     found = started(*arguments)
     assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.slow
+def test_density_of_a_policy_with_a_knob_is_found_on_another_text(started, capsys):
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8
+    arguments = ["--policy", "flexprefill", "--density", 0.8, "--set", "min_budget=64"]
+    config = started("--prompt", prompt, *arguments)["config"]
+    assert config.gamma != 0.9 and config.min_budget == 64
+    found = re.search(r"^gamma ([0-9.]+), .*measured density ([0-9.]+)", capsys.readouterr().err)
+    assert found is not None and float(found[1]) == config.gamma
+    assert float(found[2]) == pytest.approx(0.8, abs=0.1)
 
 
 @pytest.mark.filterwarnings("always")

@@ -58,6 +58,24 @@ MISTAKES = {
     "density 0": (["--density", 0], "--density must be in (0, 1], got 0.0"),
     "density 1.5": (["--density", 1.5], "--density must be in (0, 1], got 1.5"),
     "density no number": (["--density", "low"], "'--density'"),
+    "field without value": (["--set", "seed"], "--set must be FIELD=VALUE, got 'seed'"),
+    "unknown field": (
+        ["--policy", "minference", "--set", "gamma=1"],
+        "--set must name a field of minference, block_size, dense_layers, pattern",
+    ),
+    "wrong field": (
+        ["--policy", "minference", "--set", "scale=-1"],
+        "--set scale must be a number of at least 0, got -1",
+    ),
+    "field of the wrong type": (["--set", "exponent=high"], "--set exponent must be an integer"),
+    "density of a policy with a knob": (
+        ["--policy", "flexprefill", "--density", 2],
+        "--density must be in (0, 1]",
+    ),
+    "phase that a policy lacks": (
+        ["--policy", "flexprefill", "--phase", "decode"],
+        "--phase must be 'both' or 'prefill' for FlexPrefillConfig",
+    ),
     "unknown phase": (["--phase", "all"], "--phase must be one of ('both', 'prefill', 'decode')"),
     "chunk of 100": (["--chunk-size", 100], "--chunk-size must be a positive multiple of"),
     "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),

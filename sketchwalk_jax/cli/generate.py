@@ -12,6 +12,7 @@ import typer
 from sketchwalk_jax.bucketing import pad_to_bucket
 from sketchwalk_jax.cached_attention import Settings
 from sketchwalk_jax.cli import drawing, options, prompt, report
+from sketchwalk_jax.cli.calibrated import set_density
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, is_shown
@@ -19,6 +20,7 @@ from sketchwalk_jax.generation import prepare
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.policies import changed_fields
 from sketchwalk_jax.streaming import stream
 from sketchwalk_jax.validation import check_settings
 
@@ -65,6 +67,7 @@ def generate(
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
     density: options.DensityOption = None,
+    fields: options.SetOption = None,
     phase: options.PhaseOption = "both",
     chunk_size: Annotated[
         int | None,
@@ -177,7 +180,7 @@ def generate(
     prompt.check_sources(prompt_text, prompt_file)
     if system is not None and not chat:
         raise UsageError("--system must be given together with --chat, got it alone")
-    config = options.make_policy(policy, preset, density)
+    config = options.make_policy(policy, preset, density, fields)
     given = {
         "temperature": temperature,
         "top_k": top_k,
@@ -217,6 +220,10 @@ def generate(
     started = time.perf_counter()
     params, model_config = load_model(directory, chosen)
     load_s = time.perf_counter() - started
+    if density is not None:
+        call["config"] = set_density(
+            config, density, params, model_config, tokenizer, num_tokens=len(tokens)
+        )
 
     chunks = stream(
         params, padded, lengths=lengths, model_config=model_config, every=stream_every, **call
@@ -234,6 +241,7 @@ def generate(
             "policy": policy,
             "preset": (preset or "paper") if policy == "sketchwalk" else None,
             "phase": phase,
+            "settings": changed_fields(call["config"]),
             "dtype": chosen,
         }
         print(report.to_json(result, **about), flush=True)

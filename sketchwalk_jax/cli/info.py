@@ -24,6 +24,7 @@ def info(
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
     density: options.DensityOption = None,
+    fields: options.SetOption = None,
     dtype: options.DTypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -31,7 +32,7 @@ def info(
 
     Reads the headers of the weight files only.
     """
-    config = options.make_policy(policy, preset, density)
+    config = options.make_policy(policy, preset, density, fields)
     directory = options.check_model(model)
     model_config = ModelConfig.from_pretrained(directory)
     chosen = options.choose_dtype(dtype, model_config)

@@ -1,8 +1,11 @@
 """Options that several commands have, and what is made of them."""
 
+import ast
+import dataclasses
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -11,7 +14,14 @@ from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
-from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
+from sketchwalk_jax.policies import (
+    POLICIES,
+    PRESETS,
+    Policy,
+    by_name,
+    has_knob,
+    takes_density,
+)
 from sketchwalk_jax.validation import PHASES
 
 METHOD = "Method"
@@ -54,6 +64,16 @@ DensityOption = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Another field of the policy, such as block_size=64; may be given several times.",
+        show_default=False,
+        rich_help_panel=METHOD,
+    ),
+]
 PhaseOption = Annotated[
     str,
     typer.Option(
@@ -75,8 +95,13 @@ DTypeOption = Annotated[
 ]
 
 
-def make_policy(policy: str, preset: str | None, density: float | None) -> Policy:
-    """The policy that the options name.
+def make_policy(
+    policy: str,
+    preset: str | None,
+    density: float | None,
+    fields: Sequence[str] | None = None,
+) -> Policy:
+    """The policy that the options name; one with a knob as published, whatever the density.
 
     An option that the policy has no use for is checked, and then passed over with a warning, so
     that one command line serves to compare policies.
@@ -92,14 +117,33 @@ def make_policy(policy: str, preset: str | None, density: float | None) -> Polic
             warnings.warn(f"--preset has no effect with --policy {policy}", stacklevel=2)
             preset = None
         made = by_name(policy, preset=preset)
-        if density is None:
-            return made
-        if not takes_density(made):
-            chosen = f"--policy {policy}" if preset is None else f"--preset {preset}"
-            reason = "" if preset is None else ", which sets its own"
-            warnings.warn(f"--density has no effect with {chosen}{reason}", stacklevel=2)
-            return made
-        return by_name(policy, preset=preset, density=density)
+    chosen = _fields(made, policy, fields or ())
+    if density is not None and takes_density(made):
+        chosen = {"density": density} | chosen
+    elif density is not None and not has_knob(made):
+        name = f"--policy {policy}" if preset is None else f"--preset {preset}"
+        reason = "" if preset is None else ", which sets its own"
+        warnings.warn(f"--density has no effect with {name}{reason}", stacklevel=2)
+    try:
+        return by_name(policy, preset=preset, **chosen)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--set {error}") from error
+
+
+def _fields(policy: Policy, name: str, given: Sequence[str]) -> dict[str, Any]:
+    """Values of fields, from `FIELD=VALUE` with Python's literals; anything else is a string."""
+    known, chosen = [field.name for field in dataclasses.fields(policy)], dict[str, Any]()
+    for one in given:
+        field, equals, text = one.partition("=")
+        if not equals:
+            raise UsageError(f"--set must be FIELD=VALUE, got {one!r}")
+        if field not in known:
+            raise UsageError(f"--set must name a field of {name}, {', '.join(known)}, got {field}")
+        try:
+            chosen[field] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            chosen[field] = text
+    return chosen
 
 
 def check_model(model: Path | None) -> Path:

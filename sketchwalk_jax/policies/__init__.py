@@ -88,6 +88,18 @@ def has_knob(policy: Policy) -> bool:
     return getattr(policy, "knob", None) is not None
 
 
+def changed_fields(policy: Policy) -> dict[str, Any]:
+    """The fields of a policy that are not at their defaults.
+
+    Example:
+      >>> changed_fields(by_name("streaming", density=0.1))
+      {'density': 0.1}
+    """
+    fields = dataclasses.fields(policy)
+    found = {field.name: getattr(policy, field.name) for field in fields}
+    return {field.name: found[field.name] for field in fields if found[field.name] != field.default}
+
+
 __all__ = [
     "POLICIES",
     "PRESETS",
@@ -95,6 +107,7 @@ __all__ = [
     "Policy",
     "Span",
     "by_name",
+    "changed_fields",
     "has_knob",
     "takes_density",
 ]
