@@ -98,8 +98,16 @@ def selection_sets(shape: Shape) -> list[Any]:
     for index in range(num_sets(shape)):
         keys = jax.random.split(jax.random.key(index), 3)
         arrays = [draw(keys[n], shape, shape.heads[n], shape.tokens) for n in range(2)]
-        sets.append((*arrays, walked(keys[2], shape, shape.num_blocks)))
+        sets.append((*arrays, walked(keys[2], shape, shape.num_blocks), whole_prompt(shape)))
     return sets
+
+
+def whole_prompt(shape: Shape) -> Span:
+    """The tokens of whole prompts, which inference lays out once for all layers."""
+    lengths = jnp.full((shape.batch,), shape.tokens, jnp.int32)
+    return Span(
+        jnp.zeros_like(lengths), jnp.ones((shape.batch, shape.tokens), bool), lengths, lengths
+    )
 
 
 def walked(key: jax.Array, shape: Shape, rows: int) -> sw.WalkState:
@@ -115,10 +123,7 @@ def prefill_selection(shape: Shape) -> Callable[..., Any]:
     config = shape.config
     layer = LayerShape(*shape.heads, shape.head_dim)
 
-    def select(query: jax.Array, key: jax.Array, walk: sw.WalkState) -> Any:
-        lengths = jnp.full((shape.batch,), shape.tokens, jnp.int32)
-        valid = jnp.ones((shape.batch, shape.tokens), bool)
-        span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    def select(query: jax.Array, key: jax.Array, walk: sw.WalkState, span: Span) -> Any:
         statistics = config.init_statistics(layer, batch=shape.batch, num_blocks=shape.num_blocks)
         statistics = config.observe(query, key, statistics, span=span)
         selection, walk = config.select_prefill(

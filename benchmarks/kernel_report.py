@@ -1,7 +1,7 @@
 """Tables and the figure of `results/kernels.json`.
 
-    python benchmarks/kernels.py          # on a Hopper GPU
-    python benchmarks/kernel_report.py    # draws plots/kernels_speedup.png, writes README.md
+    python benchmarks/kernels.py          # on a Hopper GPU, as is kernel_tuning.py
+    python benchmarks/kernel_report.py    # draws plots/kernels_speedup.png, writes the pages
 
 `report.py` writes the tables alone.
 """
@@ -118,6 +118,24 @@ def selection_table(data: Results) -> str:
     ]
     header = ("Selection in", "Tokens", "Density", "Time", "Of the attention's")
     return markdown_table(header, lines)
+
+
+def tuning_table(data: Results) -> str:
+    """What variants of the configuration gain or lose beside the default."""
+    lines = []
+    for row in data["rows"]:
+        changes = ", ".join(f"`{name}={value}`" for name, value in row["changes"].items())
+        low, median, high = (row["gain"][name] for name in ("q25", "median", "q75"))
+        lines.append(
+            [
+                f"{row['op']}, batch {row['batch']}, {row['tokens']:,} tokens, {heads(row)}, "
+                f"density {row['density']:g}",
+                changes or "default",
+                duration(row, "ours"),
+                f"{median:+.1%} ({low:+.1%} to {high:+.1%})" if changes else "",
+            ]
+        )
+    return markdown_table(("Shape", "Changed", "Time", "Faster by"), lines, num_names=2)
 
 
 def speedup_figure(rows: Sequence[Row]) -> Any:

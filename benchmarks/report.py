@@ -23,7 +23,7 @@ from sketchwalk_jax.evaluation.report import TITLES, describe_run, sections
 from sketchwalk_jax.evaluation.summaries import densities, read_results
 from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest, markdown_table, summary_table
 
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "QUALITY.md")
+PAGES = (ROOT / "README.md", *(ROOT / "benchmarks" / name for name in ("QUALITY.md", "KERNELS.md")))
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 Results = dict[str, Any]
 
@@ -236,6 +236,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "cpu-start": ("cpu.json", captioned(start_table)),
     "kernels-prefill": ("kernels.json", captioned(kernel_report.prefill_table)),
     "kernels-decode": ("kernels.json", captioned(kernel_report.decode_table)),
+    "kernels-tuning": ("kernel_tuning.json", captioned(kernel_report.tuning_table)),
     "kernels-selection": ("kernels.json", captioned(kernel_report.selection_table)),
     "quality": ("quality.json", quality_summary),
     "paper-ruler": ("paper.json", paper_ruler),

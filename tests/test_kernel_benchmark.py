@@ -40,6 +40,21 @@ def run(repository, script, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_variants_are_timed_beside_the_default_and_tabled(repository, tmp_path):
+    path = tmp_path / "kernel_tuning.json"
+    run(repository, "kernel_tuning.py", "--quick", "--out", path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["changes"] for row in data["rows"]] == [{}, {"row_tile": 2}] * 2
+    assert all(row["ours_ms"] > 0 for row in data["rows"])
+    path.write_text(json.dumps(data | {"meta": data["meta"] | {"is_quick": False}}))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark:kernels-tuning -->\n<!-- /benchmark -->\n")
+    run(repository, "report.py", "--results", tmp_path, "--page", page)
+    text = page.read_text(encoding="utf-8")
+    assert "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |" in text
+
+
 @pytest.fixture(scope="module")
 def results(repository, tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "kernels.json"
