@@ -1,5 +1,6 @@
 """Quest and Adamas as sets: transcriptions with loops, float64 and NumPy, one token at a time."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ def num_kept(config, num_units: int, unit: int, least: int) -> int:
     if config.token_budget is not None:
         wanted = config.token_budget // unit
     else:
-        wanted = int(Fraction(str(config.density)) * num_units)
+        wanted = math.ceil(Fraction(str(config.density)) * num_units)
     return min(num_units, max(least, wanted))
 
 

@@ -200,7 +200,7 @@ def test_budgets(name):
         found = config.budget(300).tolist()
         assert found == [slow_decode.num_kept(config, n, unit, least) for n in range(1, 301)]
         assert found == sorted(found)
-    assert make(name, density=0.1).budget(1000)[-1] == 100  # not 99
+    assert make(name, density=0.1).budget(30)[-1] == 3  # not 4
     assert make(name, density=1.0).budget(100).tolist() == list(range(1, 101))
     assert make(name, token_budget=1).budget(10).max() == least
 
@@ -264,7 +264,7 @@ def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name)
     np.testing.assert_allclose(measured[:2], 1.0, **tolerance("density"))  # its dense layers
     unit = config.unit_size
     assert (np.abs(measured[2:] - 0.3) < unit / 271 + 1e-6).all()
-    assert (measured[2:] <= 0.3 + 1e-6).all() or unit > 1
+    assert (measured[2:] >= 0.3 - 1e-6).all() or unit > 1
 
 
 @pytest.mark.slow

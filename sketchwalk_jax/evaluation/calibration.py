@@ -23,7 +23,10 @@ from sketchwalk_jax.density import Density
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.evaluation.thresholds import FittedThresholds, fit_thresholds
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies import changed_fields
+from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.budget import check_density
 from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 from sketchwalk_jax.steps import prefill_hidden
@@ -55,11 +58,8 @@ class Calibration:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of the policy that are not at their defaults: the knob above all."""
-        fields = dataclasses.fields(self.policy)
-        found = {one.name: getattr(self.policy, one.name) for one in fields}
-        changed = {one.name for one in fields if found[one.name] != one.default}
-        return {name: found[name] for name in found if name in changed | {self.policy.knob}}
+        """The knob, and the other fields of the policy that are not at their defaults."""
+        return {self.policy.knob: self.policy.knob_value} | changed_fields(self.policy)
 
 
 def calibrate(
@@ -71,7 +71,7 @@ def calibrate(
     model_config: ModelConfig,
     density: float,
     tolerance: float = 0.02,
-    max_steps: int = 16,
+    max_steps: int = 12,
     batch: int | None = None,
 ) -> Calibration:
     """Finds the value of a policy's knob that gives a density.
@@ -170,11 +170,11 @@ def calibrate_rules(
     seed: int,
     batch: int,
     before: Callable[[str], object] = str,
-) -> dict[Rule, Calibration]:
+) -> dict[Rule, Calibration | FittedThresholds]:
     """Calibrates those rules of an evaluation that need it, at one length.
 
     Args:
-      rules: Rules, of which those without a knob are passed over.
+      rules: Rules, of which those with neither a knob nor thresholds are passed over.
       params: Parameter tree.
       model_config: The model.
       text: As in `held_out_prompts`.
@@ -188,16 +188,22 @@ def calibrate_rules(
     Returns:
       What was found for each of them.
     """
-    wanted = sorted((rule for rule in rules if rule.is_calibrated), key=str)
+    made = {rule: rule.make() for rule in sorted(rules, key=str)}
+    wanted = [one for one in made if one.is_calibrated or isinstance(made[one], AdamasConfig)]
     if not wanted:
         return {}
     tokens, lengths = held_out_prompts(
         text, tokenizer, tasks=tasks, num_tokens=num_tokens, seed=seed
     )
-    found = {}
+    found: dict[Rule, Calibration | FittedThresholds] = {}
     for rule in wanted:
         before(f"calibrating {rule}, {num_tokens} tokens")
-        policy = rule.make()
+        policy = made[rule]
+        if isinstance(policy, AdamasConfig):
+            found[rule] = fit_thresholds(
+                params, tokens[:batch], lengths[:batch], policy=policy, model_config=model_config
+            )
+            continue
         assert isinstance(policy, PrefillPolicy) and rule.density is not None
         found[rule] = calibrate(
             params,

@@ -21,6 +21,7 @@ from sketchwalk_jax.evaluation.rows import Outcome, group_key, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.evaluation.thresholds import FittedThresholds
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.tokenizer import load_tokenizer
@@ -197,7 +198,7 @@ class _Run:
     ) -> None:
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
-        self._calibrations: dict[tuple[Rule, int], Calibration] = {}
+        self._calibrations: dict[tuple[Rule, int], Calibration | FittedThresholds] = {}
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""

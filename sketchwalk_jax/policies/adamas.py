@@ -29,12 +29,11 @@ class AdamasConfig(DecodePolicy):
     `block_size` says only how prompts are laid out.
 
     The thresholds are absolute, so what suits one model may put every channel of another into two
-    of the four codes: `calibrate_thresholds` finds a model's own.
+    of the four codes: `calibrate_thresholds` finds a model's own, which the evaluation takes.
 
     Attributes:
       block_size: Tokens of which the cache holds whole multiples.
-      density: Share of the causal tokens that every query head keeps, in (0, 1]; rounded down, to
-        one token at least.
+      density: Share of the causal tokens that every query head keeps, in (0, 1]; rounded up.
       token_budget: When given, tokens to keep at every step, in place of the density.
       force_current: Whether the current token is always kept, inside the budget.
       dense_layers: Leading layers that stay dense.
@@ -205,6 +204,11 @@ def calibrate_thresholds(key: Float[Array, "*axes H"]) -> tuple[float, float, fl
       >>> round(low, 1), round(middle, 1), round(high, 1)
       (-0.7, 0.0, 0.7)
     """
-    _check_head_dim(key.shape[-1])
-    low, middle, high = jnp.quantile(hadamard_transform(key), jnp.array([0.25, 0.5, 0.75])).tolist()
+    low, middle, high = key_quartiles(key).tolist()
     return low, middle, high
+
+
+def key_quartiles(key: Float[Array, "*axes H"]) -> Float[Array, "3"]:
+    """`calibrate_thresholds` for use under `jit`; keys of NaN are left out."""
+    _check_head_dim(key.shape[-1])
+    return jnp.nanquantile(hadamard_transform(key), jnp.array([0.25, 0.5, 0.75], jnp.float32))

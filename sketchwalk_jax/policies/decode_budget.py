@@ -1,7 +1,6 @@
 """What policies share that select in decode alone: a budget of tokens, and dense prompts."""
 
 import dataclasses
-from fractions import Fraction
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.policies.budget import check_density
-from sketchwalk_jax.selection import BlockSelection, select_blocks_per_head
+from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks_per_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,10 +19,10 @@ class DecodePolicy(Policy):
     What it lists are *units* of `unit_size` tokens: pages, or single tokens. With `n` units up to
     and including the token's own, every query head keeps
 
-        min(n, max(min_units, floor(density · n)))
+        min(n, max(min_units, ceil(density · n)))
 
-    of them, or with a `token_budget` `min(n, max(min_units, token_budget // unit_size))`. A density
-    of 1 keeps everything.
+    of them, as other policies do of blocks, or with a `token_budget`
+    `min(n, max(min_units, token_budget // unit_size))`.
 
     Attributes:
       density: Share of the causal units that every query head keeps, in (0, 1].
@@ -76,13 +75,13 @@ class DecodePolicy(Policy):
 
     def budget(self, num_units: int) -> np.ndarray:
         """Units that a head keeps of `1 .. num_units`, int32 on the host, non-decreasing."""
-        units = np.arange(1, num_units + 1, dtype=object)  # integers of any size
-        if self.token_budget is None:
-            share = Fraction(repr(float(self.density)))  # the decimal that it prints as
-            wanted = share.numerator * units // share.denominator
-        else:
-            wanted = np.full(num_units, self.token_budget // self.unit_size)
-        return np.minimum(units, np.maximum(wanted, self.min_units)).astype(np.int32)
+        tokens = self.token_budget
+        return block_budget(
+            num_units,
+            density=self.density,
+            top_blocks=None if tokens is None else tokens // self.unit_size,
+            local_blocks=self.min_units,
+        )
 
     def keep_best(
         self, scores: Float[Array, "B N U"], positions: Int[Array, "B"]

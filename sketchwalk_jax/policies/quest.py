@@ -35,17 +35,17 @@ class QuestConfig(DecodePolicy):
 
     With `lowest` and `highest` the channel-wise extremes of a page's keys, its score for a query
     is `Σ_d max(q_d · lowest_d, q_d · highest_d)`, at least `q · k` for every key `k` of the page.
-    Every query head keeps the `budget // block_size` pages with the highest scores, `min_pages` at
-    least. The extremes that it reads are as many bytes as `2 / block_size` of the keys, an eighth.
+    Every query head keeps the pages with the highest scores: a share of them (`density`) or
+    `token_budget // block_size`, `min_pages` at least. The extremes that it reads are as many bytes
+    as `2 / block_size` of the keys, an eighth.
 
-    Prompts are read densely. At `density` 0.2 the budget is 0.2 of the tokens at every step, the
-    current page counted whole. The authors' kernels keep the current page whatever its score, and
+    Prompts are read densely. The authors' kernels keep the current page whatever its score, and
     so does this by default; their evaluation does not (`force_current=False`), which can cost much:
     the bound knows nothing of how recent a page is.
 
     Attributes:
       block_size: Tokens per page.
-      density: Share of the causal pages that every query head keeps, in (0, 1]; rounded down.
+      density: Share of the causal pages that every query head keeps, in (0, 1]; rounded up.
       token_budget: When given, tokens to keep at every step, in place of the density.
       min_pages: Fewest pages to keep.
       force_current: Whether the current page is always kept, inside the budget.
