@@ -1,9 +1,9 @@
 """Top-τ and compaction in one kernel: from scores to block lists (Algorithm 1 step 7).
 
-One warpgroup per row. Scores become 32-bit integers of the same order; bisection finds the
-threshold that keeps the row's count, and stops as soon as the count is met. Ties at the threshold
-go to the lower index. Every warp owns a stretch of consecutive columns, so that ballots give each
-kept column its place in the ascending list.
+One warpgroup per row. Scores become 32-bit integers of the same order; halving an interval, twice
+at a time, finds the threshold that keeps the row's count, and stops as soon as the count is met.
+Ties at the threshold go to the lower index. Every warp owns a stretch of consecutive columns, so
+that ballots give each kept column its place in the ascending list.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ _FORCED = 0x7F800000
 _BEYOND = ~0x7F800000
 _ABSENT = -(1 << 31)
 _COLUMNS_PER_WARPGROUP = 128
-# A lower and an upper key, and how many keys are at least the upper one.
-_Bracket = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]
+# A lower and an upper key, how many keys are at least the upper one, and whose turn it is.
+_Bracket = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]
 MAX_COLUMNS = 16384
 
 
@@ -35,51 +35,62 @@ def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def row_keys(
-    scores: Float[Array, "J"],
-    columns: Int[Array, "J"],
+    scores: Float[Array, "..."],
+    columns: Int[Array, "..."],
     row: Int[Array, ""],
     *,
     num_blocks: int,
     sink_blocks: int,
     local_blocks: int,
-) -> Int[Array, "J"]:
+) -> Int[Array, "..."]:
     """Keys of one row with the forced blocks on top and the blocks above the diagonal below."""
     keys = ordered_keys(scores)
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     keys = replace(keys, forced, _FORCED)
     keys = replace(keys, columns > row, _BEYOND)
-    if scores.shape[-1] == num_blocks:
+    if scores.size == num_blocks:
         return keys
     return replace(keys, columns >= num_blocks, _ABSENT)
 
 
-def bisect_threshold(
-    keys: Int[Array, "J"], count: Int[Array, ""]
+def quarter_threshold(
+    keys: Int[Array, "..."],
+    count: Int[Array, ""],
+    scratch: Any,
+    *,
+    layout: Any,
+    interpret: bool,
 ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
     """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`."""
 
+    def middle(one: Array, other: Array) -> Array:
+        return (one >> 1) + (other >> 1) + (one & other & 1)
+
     def is_open(state: _Bracket) -> Bool[Array, ""]:
-        lower, upper, above = state
+        lower, upper, above, _ = state
         return (above != count) & (lower + 1 < upper)
 
-    def halve(state: _Bracket) -> _Bracket:
-        lower, upper, above = state
-        middle = (lower >> 1) + (upper >> 1) + (lower & upper & 1)
-        kept = jnp.sum((keys >= middle).astype(jnp.int32))
-        is_upper = kept <= count
-        return (
-            jnp.where(is_upper, lower, middle),
-            jnp.where(is_upper, middle, upper),
-            jnp.where(is_upper, kept, above),
-        )
+    def quarter(state: _Bracket) -> _Bracket:
+        lower, upper, above, turn = state
+        half = middle(lower, upper)
+        limits = middle(lower, half), half, middle(half, upper)
+        kept = warp_ops.count_kept(keys, limits, scratch, turn, layout=layout, interpret=interpret)
+        # The least limit that keeps too few is the new upper key, the one below it the lower.
+        for limit, number in reversed(list(zip(limits, kept, strict=True))):
+            upper = jnp.where(number <= count, limit, upper)
+            above = jnp.where(number <= count, number, above)
+        for limit, number in zip(limits, kept, strict=True):
+            lower = jnp.where(number > count, limit, lower)
+        return lower, upper, above, 1 - turn
 
-    start = (jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0))
-    lower, upper, above = jax.lax.while_loop(is_open, halve, start)
+    start = (jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
+    lower, upper, above, _ = jax.lax.while_loop(is_open, quarter, start)
     return lower, upper, count - above
 
 
 def select_row(
-    scores: Float[Array, "J"],
+    scores: Float[Array, "..."],
+    columns: Int[Array, "..."],
     row: Int[Array, ""],
     count: Int[Array, ""],
     ids_ref: Any,
@@ -88,12 +99,10 @@ def select_row(
     num_blocks: int,
     sink_blocks: int,
     local_blocks: int,
+    layout: Any,
     interpret: bool,
 ) -> None:
-    """Writes the list of one row, whose scores are in registers in `warp_ops.row_layout`."""
-    columns = plgpu.broadcasted_iota(
-        jnp.int32, scores.shape, 0, layout=warp_ops.row_layout(scores.shape[0])
-    )
+    """Writes the list of one row, whose scores and columns are in registers in order."""
     keys = row_keys(
         scores,
         columns,
@@ -102,9 +111,10 @@ def select_row(
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
     )
-    lower, upper, missing = bisect_threshold(keys, count)
+    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
+    lower, upper, missing = quarter_threshold(keys, count, scratch, **where)
     warp_ops.write_kept(
-        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, interpret=interpret
+        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, **where
     )
 
 
@@ -157,6 +167,7 @@ def select_blocks_kernel(
         layout = warp_ops.row_layout(width)
         select_row(
             plgpu.load(scores_ref.at[index], layout=layout, optimized=False),
+            plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout),
             rows_ref[index],
             counts_ref[index],
             ids_ref.at[index],
@@ -164,6 +175,7 @@ def select_blocks_kernel(
             num_blocks=num_blocks,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
+            layout=layout,
             interpret=interpret,
         )
 
@@ -174,7 +186,7 @@ def select_blocks_kernel(
         grid=(total,),
         grid_names=("row",),
         kernel_name="sketchwalk_select_rows",
-        scratch_types=[plgpu.SMEM((warp_ops.WARPS,), jnp.int32)],
+        scratch_types=[warp_ops.scratch_of_counts()],
         compiler_params=warp_ops.compiler_params(),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(scores.reshape(total, width), rows.reshape(total), counts.reshape(total))

@@ -1,5 +1,6 @@
 """Warp-level operations that Pallas lacks, each with a stand-in for the interpreter."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ WARPS = 4
 _LANES = 32
 _THREADS = WARPS * _LANES
 _ALL_LANES = -1  # as a mask
+_OTHER_COUNTS = 2 * 2 * WARPS  # where `write_kept` leaves its counts
 
 
 def compiler_params() -> plgpu.CompilerParams:
@@ -35,8 +37,119 @@ def row_layout(width: int) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
 
 
+def tile_layout(rows: int) -> Any:
+    """A matrix of 64 columns over a warpgroup, a quarter of its rows per warp, in order."""
+    columns = 2 * _LANES
+    tiles: tuple[tuple[int, ...], ...] = ((rows, columns), (rows // WARPS, columns))
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((*tiles, (1, _LANES), (1,))), (-7,), (-2,), -1, _check_canonical=False
+    )
+
+
+def maxima(
+    arrays: tuple[Int[Array, "..."], ...], scratch: Any, *, layout: Any, interpret: bool
+) -> list[Int[Array, ""]]:
+    """The largest integer of each of two arrays, at the price of one barrier.
+
+    Args:
+      arrays: Two arrays in registers.
+      scratch: `scratch_of_counts()` in shared memory, from which nothing was read before.
+      layout: Of both.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return [jnp.max(x) for x in arrays]
+    number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, plgpu.RefType()), return_type=[number] * len(arrays)
+    )
+    def largest(_, first, second, scratch):
+        found = []
+        for x in (first, second):
+            own = functools.reduce(arith.maxsi, _scalars(x))
+            found.append(nvvm.redux_sync(own, nvvm.ReductionKind.MAX, _constant(_ALL_LANES)))
+        found = _exchange(found, scratch, _constant(2 * WARPS), arith.maxsi)
+        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
+
+    return largest(*arrays, scratch)
+
+
+def _exchange(values, scratch, start, operation):
+    """Brings the values of all warps together."""
+    for index, value in enumerate(values):
+        place = arith.addi(start, arith.addi(_warp(), _constant(index * WARPS)))
+        memref.store(value, scratch, [_index(place)])
+    mgpu.warpgroup_barrier()
+    found = []
+    for index in range(len(values)):
+        places = [arith.addi(start, _constant(index * WARPS + warp)) for warp in range(WARPS)]
+        found.append(
+            functools.reduce(operation, [memref.load(scratch, [_index(x)]) for x in places])
+        )
+    return found
+
+
+def count_kept(
+    keys: Int[Array, "..."],
+    limits: tuple[Int[Array, ""], ...],
+    scratch: Any,
+    turn: Int[Array, ""],
+    *,
+    layout: Any,
+    interpret: bool,
+) -> list[Int[Array, ""]]:
+    """How many keys are at least each of three limits, at the price of one barrier.
+
+    Args:
+      keys: At most 2^15 keys in registers.
+      limits: Three limits.
+      scratch: `scratch_of_counts()` in shared memory.
+      turn: 0 and 1 in turn, so that no warp writes what another one has yet to read.
+      layout: Of the keys.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), scalar)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[number] * 3
+    )
+    def count(_, keys, first, second, third, turn, scratch):
+        limits = [_scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(_scalars(keys), limits, _scalars(turn)[0], scratch)
+        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in counts]
+
+    return count(keys, *limits, turn, scratch)
+
+
+def scratch_of_counts() -> Any:
+    """Shared memory that `count_kept` and `write_kept` need."""
+    return plgpu.SMEM((_OTHER_COUNTS + WARPS,), jnp.int32)
+
+
+def _emit_count(registers, limits, turn, scratch):
+    """Counts of three limits; the first two in the halves of one integer."""
+    first, second = _constant(0), _constant(0)
+    for key in registers:
+        above = [arith.cmpi(arith.CmpIPredicate.sge, key, limit) for limit in limits]
+        for limit, step in ((0, 1), (1, 1 << 16)):
+            one = arith.select(above[limit], _constant(step), _constant(0))
+            first = arith.addi(first, one)
+        second = arith.addi(second, arith.select(above[2], _constant(1), _constant(0)))
+    packed = [
+        nvvm.redux_sync(x, nvvm.ReductionKind.ADD, _constant(_ALL_LANES)) for x in (first, second)
+    ]
+    start = arith.muli(turn, _constant(2 * WARPS))
+    totals = _exchange(packed, scratch, start, arith.addi)
+    low = arith.andi(totals[0], _constant(0xFFFF))
+    return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
+
+
 def write_kept(
-    keys: Int[Array, "J"],
+    keys: Int[Array, "..."],
     lower: Int[Array, ""],
     upper: Int[Array, ""],
     missing: Int[Array, ""],
@@ -45,26 +158,27 @@ def write_kept(
     scratch: Any,
     *,
     pad: int,
+    layout: Any,
     interpret: bool,
 ) -> None:
     """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
 
     Args:
-      keys: Keys of one row, in `row_layout`.
+      keys: Keys of one row, in registers that each hold 32 adjacent ones, in order.
       lower: Key of the ties.
       upper: Least key that is kept.
       missing: Ties to keep.
       count: Columns kept in all.
       ids_ref: Where the columns go in ascending order, `[P]` in global memory.
-      scratch: `[WARPS]` integers in shared memory.
+      scratch: `scratch_of_counts()` in shared memory.
       pad: What the entries beyond the count become.
+      layout: Of the keys.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
-        _write_kept_interpreted(keys, lower, upper, missing, ids_ref, pad)
+        _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
-    layout = row_layout(keys.shape[0])
     reference = plgpu.RefType()
 
     @plgpu.inline_mgpu(
@@ -113,12 +227,20 @@ def _ballot(predicate: ir.Value) -> ir.Value:
     )
 
 
+def _thread() -> ir.Value:
+    thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
+    return arith.andi(thread, _constant(_THREADS - 1))
+
+
+def _warp() -> ir.Value:
+    return arith.shrui(_thread(), _constant(5))
+
+
 def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: int) -> None:
     lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
-    thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-    thread = arith.andi(thread, _constant(_THREADS - 1))
+    thread = _thread()
     lane = arith.andi(thread, _constant(_LANES - 1))
-    warp = arith.shrui(thread, _constant(5))
+    warp = _warp()
     earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
     registers = _scalars(keys)
 
@@ -133,11 +255,11 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
         packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
         packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
     packed = nvvm.redux_sync(packed, nvvm.ReductionKind.ADD, _constant(_ALL_LANES))
-    memref.store(packed, scratch, [_index(warp)])
+    memref.store(packed, scratch, [_index(arith.addi(warp, _constant(_OTHER_COUNTS)))])
     mgpu.warpgroup_barrier()
     before = _constant(0)
     for other in range(WARPS - 1):
-        theirs = memref.load(scratch, [_index(_constant(other))])
+        theirs = memref.load(scratch, [_index(_constant(_OTHER_COUNTS + other))])
         is_before = arith.cmpi(arith.CmpIPredicate.ult, _constant(other), warp)
         before = arith.addi(before, arith.select(is_before, theirs, _constant(0)))
     num_above = arith.andi(before, _constant(0xFFFF))

@@ -4,14 +4,14 @@ Each function here stands beside one in plain JAX and says with `None` that it c
 `pallas_kernels.dispatch.selects_with_kernels` says whether to ask.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sketch import group_heads, project
 from sketchwalk_jax.walk import WalkState
 
 if TYPE_CHECKING:
@@ -62,39 +62,47 @@ def select_blocks(
 
 def select_token(
     config: "SketchWalkConfig",
-    token: Float[Array, "B 1 C R"],
+    query: Float[Array, "B 1 N H"],
     query_sums: Float[Array, "B J C R"],
     key_sums: Float[Array, "B J C R"],
     walk: WalkState,
     *,
     positions: Int[Array, "B"],
-    counts: Int[Array, "B 1"],
-    max_count: int,
-    head_dim: int,
+    budget: Int[np.ndarray, "J"],
+    omega: Float[np.ndarray, "H R"] | None,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, walk row and list of one token per sequence (Algorithm 2 steps 4-6)."""
     is_simple = config.transition != "softmax" and config.walk_degree == 1
-    num_blocks, size = query_sums.shape[1], math.prod(query_sums.shape[2:])
-    if not is_simple or num_blocks > MAX_BLOCKS or size % 32:
+    num_blocks, num_groups, size = query_sums.shape[1:]
+    if not is_simple or num_blocks > MAX_BLOCKS or num_groups * size % 32:
         return None
-    from sketchwalk_jax.pallas_kernels.select_decode import select_decode_kernel
+    from sketchwalk_jax.pallas_kernels import walk_row
+    from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
 
-    selection, state = select_decode_kernel(
-        token[:, 0],
+    num_heads, head_dim = query.shape[2:]
+    is_projected = walk_row.can_project(num_heads, omega, num_groups)
+    if is_projected:
+        token = query[:, 0]
+    else:
+        groups = group_heads(query, num_groups, combine=config.head_combination)
+        token = project(groups, omega)[:, 0]
+    selection, state, layers = select_token_kernel(
+        token,
         query_sums,
         key_sums,
         walk.scores,
         walk.layers,
         positions,
-        jnp.asarray(counts, jnp.int32),
+        budget,
         head_dim=head_dim,
         power=config.exponent,
         rectify=config.transition == "relu_power",
         use_walk=config.beta != 0.0,
         sink_blocks=config.sink_blocks,
         local_blocks=config.local_blocks,
-        max_count=max_count,
+        max_count=int(budget[-1]),
         block_size=config.block_size,
+        projection=omega if is_projected else None,
         interpret=not dispatch.is_hopper(),
     )
-    return selection, WalkState(state, walk.layers + 1)
+    return selection, WalkState(state, layers)

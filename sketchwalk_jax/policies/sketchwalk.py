@@ -181,24 +181,21 @@ def select_decode(
 ) -> tuple[BlockSelection, WalkState]:
     """Blocks for one token: its own head-combined query stands for the row of its block."""
     omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
-    token = project(_combined(config, query, key.shape[3]), omega)
     rows = (positions // config.block_size)[:, None]
     if dispatch.selects_with_kernels():
-        num_blocks = sums.key.shape[1]
-        budget = _budget(config, num_blocks)
         selected = kernel_selection.select_token(
             config,
-            token,
+            query,
             sums.query,
             sums.key,
             walk,
             positions=positions,
-            counts=jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)],
-            max_count=int(budget[-1]),
-            head_dim=query.shape[-1],
+            budget=_budget(config, sums.key.shape[1]),
+            omega=omega,
         )
         if selected is not None:
             return selected
+    token = project(_combined(config, query, key.shape[3]), omega)
     is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
     means = block_means(sums.query, positions + 1, config.block_size)
     return _select(
