@@ -192,7 +192,9 @@ def test_scores_need_not_be_positive(offset):
 
 @pytest.mark.parametrize(("min_budget", "limit"), [(1, 32), (32, 32), (33, 48), (200, 208)])
 def test_short_prompts_are_dense_up_to_the_least_budget(min_budget, limit):
-    config = FlexPrefillConfig(block_size=SIZE, gamma=0.0, tau=0.0, min_budget=min_budget)
+    config = FlexPrefillConfig(
+        block_size=SIZE, gamma=0.0, tau=0.0, min_budget=min_budget, max_budget=SIZE
+    )
     lengths = [limit, min(320, limit + 1), 1]
     drawn = [head_lists.draw(length, seed=length) for length in lengths]
     found = head_lists.as_sets(head_lists.select(config, *head_lists.stack(drawn), lengths))

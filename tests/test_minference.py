@@ -23,6 +23,9 @@ LENGTHS = (311, 130, 64, 17, 1)
 SPARSE = MInferenceConfig(block_size=SIZE, vertical=36, slash=112)
 # At their floors: 30 columns, all forced, and the nearest 50 offsets.
 LEAST = dataclasses.replace(SPARSE, scale=0.0)
+# Nothing but what is forced, the farthest offset on a block boundary.
+FORCED = dataclasses.replace(SPARSE, vertical=30, slash=65)
+CONFIGS = (SPARSE, LEAST, FORCED)
 GAP = 1e-5
 
 
@@ -72,16 +75,14 @@ def by_rule(config, query, key):
 @functools.cache
 def prompts():
     def usable(drawn):
-        return all(
-            kept_lines(config, *prompt)[1] > GAP for prompt in drawn for config in (SPARSE, LEAST)
-        )
+        return all(kept_lines(config, *prompt)[1] > GAP for prompt in drawn for config in CONFIGS)
 
     return cases.first_usable(
         lambda seed: [head_lists.draw(n, seed=97 * seed + n) for n in LENGTHS], usable
     )
 
 
-@pytest.mark.parametrize("config", [SPARSE, LEAST])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_lists_are_those_of_the_rule(config):
     found = head_lists.as_sets(
         head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
@@ -142,7 +143,7 @@ def test_blocks_are_the_token_mask_rounded_out():
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_stream_keeps_first_and_last_keys(scale):
     config = MInferenceConfig(
-        block_size=SIZE, pattern="stream", sink_tokens=20, local_tokens=90, scale=scale
+        block_size=SIZE, pattern="stream", sink_tokens=32, local_tokens=97, scale=scale
     )
     listed = head_lists.as_sets(
         head_lists.select(config, *head_lists.stack(prompts()[:1]), [LENGTHS[0]]), 20
@@ -152,7 +153,7 @@ def test_stream_keeps_first_and_last_keys(scale):
             key // SIZE
             for query in range(SIZE * row, SIZE * row + SIZE)
             for key in range(query + 1)
-            if key < round(20 * scale) or query - key < round(90 * scale)
+            if key < round(32 * scale) or query - key < round(97 * scale)
         }
         for row in range(20)
     ]
