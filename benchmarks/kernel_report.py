@@ -70,6 +70,26 @@ def _table(
     return markdown_table([title for title, _ in columns], lines, num_names=num_names)
 
 
+def summary_table(data: Results) -> str:
+    """The main shape alone: times, and how many times faster than dense attention."""
+    chosen = {}
+    for row in data["rows"]:
+        if row["peer"] and all(row[name] == MAIN_SHAPE[name] for name in MAIN_SHAPE):
+            chosen.setdefault(row["tokens"], {})[row["op"], row["density"]] = row
+    columns = sorted({key for found in chosen.values() for key in found}, reverse=True)
+    lines = []
+    for tokens, found in sorted(chosen.items()):
+        cells = [
+            f"{duration(found[key], 'ours').split(' (')[0]}, **{found[key]['ratio']:.1f}×**"
+            if key in found
+            else ""
+            for key in columns
+        ]
+        lines.append([f"{tokens:,}", *cells])
+    titles = [f"{op.capitalize()}, density {density:g}" for op, density in columns]
+    return markdown_table(["Tokens", *titles], lines)
+
+
 def prefill_table(data: Results) -> str:
     """Attention over the lists of a whole prompt, beside dense attention."""
     columns = (

@@ -236,6 +236,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "cpu-start": ("cpu.json", captioned(start_table)),
     "kernels-prefill": ("kernels.json", captioned(kernel_report.prefill_table)),
     "kernels-decode": ("kernels.json", captioned(kernel_report.decode_table)),
+    "kernels": ("kernels.json", captioned(kernel_report.summary_table)),
     "kernels-tuning": ("kernel_tuning.json", captioned(kernel_report.tuning_table)),
     "kernels-selection": ("kernels.json", captioned(kernel_report.selection_table)),
     "quality": ("quality.json", quality_summary),

@@ -81,13 +81,18 @@ def test_tables_and_figure_are_made_of_the_results(repository, results, tmp_path
     results["rows"] += [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
     (tmp_path / "kernels.json").write_text(json.dumps(results), encoding="utf-8")
     page = tmp_path / "page.md"
-    names = ("kernels-prefill", "kernels-decode", "kernels-selection")
+    names = ("kernels", "kernels-prefill", "kernels-decode", "kernels-selection")
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
     page.write_text("".join(sections), encoding="utf-8")
     where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
     run(repository, "kernel_report.py", *where)
     text = page.read_text(encoding="utf-8")
-    for cells in ("| 32/8 × 128 | 2,048 | 0.1 |", "| 32/8 × 128 | 2 | 2,048 |", "| decode | 2,048"):
+    for cells in (
+        "| Tokens | Prefill, density 0.1 |",
+        "| 32/8 × 128 | 2,048 | 0.1 |",
+        "| 32/8 × 128 | 2 | 2,048 |",
+        "| decode | 2,048",
+    ):
         assert cells in text
     assert text.count("`python benchmarks/kernels.py --quick --out kernels.json`") == len(names)
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000

@@ -11,15 +11,19 @@ import kernel_cases
 import kernel_draws
 import numpy as np
 import pytest
+import tiny
 from tolerances import TOLERANCES, tolerance
 
 from sketchwalk_jax import (
     BlockSelection,
     KernelConfig,
+    SketchWalkConfig,
     block_sparse_attention,
     block_sparse_decode,
+    generate,
 )
 from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.policies.streaming import StreamingConfig
 
 ON_GPU = dispatch.is_hopper()
 CONFIG = None if ON_GPU else KernelConfig(interpret=True)
@@ -146,6 +150,39 @@ def test_public_functions_take_the_kernels(name):
         np.testing.assert_allclose(
             lse[row, upto], wanted_lse[row, upto], **tolerance("lse", case.dtype)
         )
+
+
+# Lists that no rounding changes
+GENERATION = {
+    "everything": SketchWalkConfig.paper(density=1.0),
+    "a window": StreamingConfig(density=0.5),
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too much for the interpreter")
+@pytest.mark.parametrize("name", GENERATION)
+def test_generation_takes_the_kernels_and_answers_alike(name):
+    """Prefill and decode of a model: stacked caches, layers in a scan, tokens in a loop."""
+    tokens, lengths = tiny.prompts(300, 170)
+    params = tiny.params(jnp.bfloat16)
+    options = {"config": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
+
+    def run(params, tokens, implementation):
+        out = generate(
+            params, tokens, model_config=tiny.MODEL, implementation=implementation, **options
+        )
+        return out.cache.key
+
+    program = jax.jit(run, static_argnames="implementation")
+    assert "mosaic_gpu" in program.lower(params, tokens, implementation=None).as_text()
+    assert "mosaic_gpu" not in program.lower(params, tokens, implementation="xla").as_text()
+    keys = program(params, tokens, implementation=None)
+    wanted = program(params, tokens, implementation="xla")
+    for row, length in enumerate(lengths):
+        one, other = (np.asarray(x[:, row, :length], np.float32) for x in (keys, wanted))
+        # Deeper layers see the rounding of all before them: distances of whole layers.
+        distance = np.linalg.norm((one - other).reshape(len(one), -1), axis=1)
+        assert (distance < 0.03 * np.linalg.norm(other.reshape(len(one), -1), axis=1)).all()
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
