@@ -155,6 +155,7 @@ def attend_rows(
     size = selection.block_size
     num_rows = num_tokens // size
     config = kernel_config or default_kernel_config()
+    implementation = selection.supported(implementation)
     chosen = choose_implementation(implementation, query, block_size=size, config=config)
     key, value = _stack(key, layer), _stack(value, layer)
     kv_lengths = _per_sequence(kv_lengths, key.shape[2], batch)

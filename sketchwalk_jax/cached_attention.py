@@ -106,7 +106,7 @@ def prefill_attention(
         if is_sparse and settings.selects_in("prefill"):
             selection, walk = config.select_prefill(query, keys, one, walk, layer=layer, span=span)
             pairs = selection.attended_pairs(first_query, row_queries)
-            kept = selection if settings.return_selection else None
+            kept = selection.blocks if settings.return_selection else None
             out, _ = attend_rows(
                 query,
                 keys,
@@ -167,7 +167,7 @@ def decode_attention(
                 query, keys, one, walk, layer=layer, positions=positions
             )
             pairs = selection.attended_pairs(positions[:, None], is_counted[:, None])
-            kept = selection if settings.return_selection else None
+            kept = selection.blocks if settings.return_selection else None
             out = block_sparse_decode(
                 query,
                 keys,

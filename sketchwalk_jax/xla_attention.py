@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.line_selection import LineSelection
 from sketchwalk_jax.precision import matmul_precision
 from sketchwalk_jax.selection import BlockSelection
 
@@ -187,6 +188,10 @@ def attend_lists(
             listed = place[None, None, None, :] < tile_counts[..., None]  # [B M R P]
             position = ids[..., None] * size + offsets[None, None, None, None, :]
             is_real = listed[..., None] & (position < kv_lengths[:, None, None, None, None])
+            if isinstance(selection, LineSelection):
+                keys = position.reshape(*ids.shape[:3], -1)
+                on_line = selection.attends(keys, tile_positions[:, :, 0] // size)
+                is_real &= on_line.reshape(is_real.shape)
             position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
             position, is_real = jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.line_selection import LineSelection
 from sketchwalk_jax.policies import last_queries as lines
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.prefill_only import PrefillPolicy
@@ -34,11 +35,14 @@ class MInferenceConfig(PrefillPolicy):
       the nearest 100 before all others. Of an offset, the queries of block `i` attend to the keys
       `block_size · i - o + (0 .. block_size - 1)`.
 
-    `token_mask` gives exactly these pairs. Attention works on blocks: columns and ranges are
-    rounded out to whole blocks, and the measured density counts what is attended to. The other
-    patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest products of mean
-    query and mean key, `stream` the first `scale · sink_tokens` and the last `scale · local_tokens`
-    keys of every query.
+    Attention works on blocks: columns and ranges are rounded out to whole blocks, and the measured
+    density counts what is attended to, several times the pairs of the rule where these are few.
+    With `exact` they are not rounded, on XLA: it visits the same blocks, and hides the keys between
+    the lines. `token_mask` gives the same pairs as a mask.
+
+    The other patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest
+    products of mean query and mean key, `stream` the first `scale · sink_tokens` and the last
+    `scale · local_tokens` keys of every query.
 
     Every head has the same pattern and sizes, as in the published table for Llama-3.1-8B. Decoding
     is dense. A prompt that is read in chunks is estimated chunk by chunk, each from its own last
@@ -55,6 +59,7 @@ class MInferenceConfig(PrefillPolicy):
       local_tokens: Last keys that `stream` keeps, the query's own included.
       scale: Factor of these sizes, at least 0: the knob of the density. The nominal density of
         (512, 2048) is .78 at 4K tokens, .26 at 16K, .07 at 64K.
+      exact: Whether `vertical_and_slash` is exact to the key; on the implementation `"xla"` only.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -74,12 +79,15 @@ class MInferenceConfig(PrefillPolicy):
     sink_tokens: int = 100
     local_tokens: int = 800
     scale: float = 1.0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
         if self.pattern not in _PATTERNS:
             raise ValueError(f"pattern must be one of {_PATTERNS}, got {self.pattern!r}")
+        if self.exact and self.pattern != "vertical_and_slash":
+            raise ValueError(f"exact must be False for the pattern {self.pattern!r}, got True")
         for name in ("vertical", "slash", "top_blocks", "sink_tokens", "local_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -113,7 +121,12 @@ class MInferenceConfig(PrefillPolicy):
         later = jnp.pad(offsets, ((0, 0), (0, 0), (size - 1, 0)))[..., : offsets.shape[-1]]
         distances = lines.any_in_block(offsets | later, size)
         mask = lines.lines_to_blocks(lines.any_in_block(columns, size), distances, rows)
-        return lines.lists_of(mask & causal, size), walk
+        listed = lines.lists_of(mask & causal, size)
+        if not self.exact:
+            return listed, walk
+        ranges = self._ranges(offsets)
+        exact = LineSelection(listed.ids, listed.counts, size, columns=columns, ranges=ranges)
+        return exact, walk
 
     def token_mask(
         self,
@@ -146,15 +159,22 @@ class MInferenceConfig(PrefillPolicy):
         span = Span(jnp.zeros_like(end), position[None, :] < end[:, None], end, end)
         last = lines.last_queries(query, span, block_size=size, count=_LAST_QUERIES)
         columns, offsets = self._kept_lines(*last, key, end)
-        # Key `s` is in a range of row `i` if an offset in `c - (0 .. size - 1)` is kept, with
-        # `c = size · i + size - 1 - s`: a difference of two entries of the running count.
-        count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, size))), -1, dtype=jnp.int32)
-        start = position // size * size
-        largest = jnp.maximum(start[:, None] + size - 1 - position[None, :], 0)
-        in_range = (count[..., largest + size] - count[..., largest]) > 0
+        last_of_block = position // size * size + size - 1
+        distance = jnp.clip(last_of_block[:, None] - position[None, :], 0, num_tokens - 1)
+        in_range = self._ranges(offsets)[..., distance]
         causal = (position[None, :] <= position[:, None])[None, None]
         causal = causal & span.valid[:, None, :, None]
         return (in_range | columns[:, :, None, :]) & causal
+
+    def _ranges(self, offsets: Bool[Array, "B N S"]) -> Bool[Array, "B N S"]:
+        """Whether some offset in `c - (block_size - 1) .. c` is kept.
+
+        With the distance `c = block_size · i + block_size - 1 - s` of key `s` from the end of block
+        `i`: whether the key is in a range of the block.
+        """
+        size = self.block_size
+        count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, 0))), -1, dtype=jnp.int32)
+        return count[..., size:] > count[..., :-size]
 
     def _scaled(self, size: int, least: int = 1) -> Int[Array, ""]:
         scaled = jnp.round(float(size) * jnp.asarray(self.scale, jnp.float32))
