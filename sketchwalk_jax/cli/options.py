@@ -59,8 +59,9 @@ DensityOption = Annotated[
     typer.Option(
         "--density",
         metavar="FRACTION",
-        help="Share of its causal blocks that a query keeps, above 0, at most 1.",
-        show_default="0.2",
+        help="Share of its causal blocks that a query keeps, above 0, at most 1. Minference and "
+        "flexprefill are set to it on another text first.",
+        show_default="0.2, or as published",
         rich_help_panel=METHOD,
     ),
 ]
