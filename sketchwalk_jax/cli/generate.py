@@ -66,7 +66,7 @@ def generate(
     ] = None,
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
-    density: options.DensityOption = None,
+    density: options.CalibratedDensityOption = None,
     fields: options.SetOption = None,
     phase: options.PhaseOption = "both",
     chunk_size: Annotated[

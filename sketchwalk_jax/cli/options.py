@@ -54,13 +54,23 @@ PresetOption = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+_SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
 DensityOption = Annotated[
     float | None,
     typer.Option(
         "--density",
         metavar="FRACTION",
-        help="Share of its causal blocks that a query keeps, above 0, at most 1. Minference and "
-        "flexprefill are set to it on another text first.",
+        help=_SHARE,
+        show_default="0.2",
+        rich_help_panel=METHOD,
+    ),
+]
+CalibratedDensityOption = Annotated[
+    float | None,
+    typer.Option(
+        "--density",
+        metavar="FRACTION",
+        help=f"{_SHARE} Minference and flexprefill are set to it on another text first.",
         show_default="0.2, or as published",
         rich_help_panel=METHOD,
     ),
