@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.pallas_kernels import warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import exponent_of, power_of_two
 
 KEY_TILE = 64  # key blocks of a tile
@@ -55,6 +56,7 @@ def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
 
 
 def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:
+    warp_ops.barrier(interpret=False)  # all have read what was there
     x = x * spread(power_of_two(shift), x.shape, 0)
     high = x.astype(jnp.float16)
     parts[0][...] = high

@@ -39,6 +39,7 @@ def row_keys(
     columns: Int[Array, "..."],
     row: Int[Array, ""],
     *,
+    is_padded: bool,
     num_blocks: int,
     sink_blocks: int,
     local_blocks: int,
@@ -48,9 +49,7 @@ def row_keys(
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     keys = replace(keys, forced, _FORCED)
     keys = replace(keys, columns > row, _BEYOND)
-    if scores.size == num_blocks:
-        return keys
-    return replace(keys, columns >= num_blocks, _ABSENT)
+    return replace(keys, columns >= num_blocks, _ABSENT) if is_padded else keys
 
 
 def quarter_threshold(
@@ -96,17 +95,22 @@ def select_row(
     ids_ref: Any,
     scratch: Any,
     *,
+    is_padded: bool,
     num_blocks: int,
     sink_blocks: int,
     local_blocks: int,
     layout: Any,
     interpret: bool,
 ) -> None:
-    """Writes the list of one row, whose scores and columns are in registers in order."""
+    """Writes the list of one row, whose scores and columns are in registers in order.
+
+    Every warpgroup has a part of the row; `is_padded` says that some columns do not exist.
+    """
     keys = row_keys(
         scores,
         columns,
         row,
+        is_padded=is_padded,
         num_blocks=num_blocks,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
@@ -172,6 +176,7 @@ def select_blocks_kernel(
             counts_ref[index],
             ids_ref.at[index],
             scratch,
+            is_padded=width != num_blocks,
             num_blocks=num_blocks,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,

@@ -28,8 +28,7 @@ from sketchwalk_jax.selection import BlockSelection
 
 _STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LARGEST = 127  # exponent of a float
-_WARPGROUPS = 4  # that add up parts
-_TALL = 64  # tiles of key blocks of a row, above which fewer do
+_WARPGROUPS = 4  # at most, that share a row
 _ROWS = 8  # tiles of key blocks whose parts a warpgroup adds up at once
 
 
@@ -46,8 +45,8 @@ def _select_token(
     walked_ref: Any,
     value_memory: Any,
     exponent_memory: Any,
+    factor_memory: Any,
     scratch: Any,
-    ready: Any,
     *,
     warpgroups: int,
     num_tiles: int,
@@ -60,121 +59,123 @@ def _select_token(
     """Adds up one sequence's row, rescales it as the walk does, and selects from it."""
     if overlaps:
         plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     num_splits, height = part_ref.shape[1:3]
-    row = position_ref[sequence] // block_size
-    last_tile = row // QUERY_TILE
-    is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
-    is_first = layers_ref[0] * int(use_walk) == 0
-    first = jnp.where(is_first, last_tile, 0)
 
     def load(ref: Any, layout: Any) -> Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
+    def wait() -> None:
+        warp_ops.barrier(interpret=interpret)
+
+    row = position_ref[sequence] // block_size
+    layers = layers_ref[0]
+    is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
+    count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
+    last_tile = row // QUERY_TILE
+    first = jnp.where(layers * int(use_walk) == 0, last_tile, 0)
     own = height // warpgroups
-    rows = math.gcd(own, _ROWS)
-    layout = warp_ops.tile_layout(rows)
+    span = pl.ds(warpgroup * own, own)
+    layout = warp_ops.tile_layout(_ROWS)
+    shape = (_ROWS, walk_row.MAX_SPLITS)
+    table = warp_ops.table_layout(*shape)
 
-    def add_parts(step: Array) -> None:
-        start = warpgroup * own + step * rows
-        span = pl.ds(start, rows)
-        tile = start + plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
-        splits = range(num_splits)
-        parts = [load(part_ref.at[sequence, x, span], layout) for x in splits]
-        exponents = [load(exponent_ref.at[sequence, x, span, 0], layout.reduce(1)) for x in splits]
-        there = [walk_row.exists(tile, x, last_tile, first, num_tiles) for x in splits]
-        exponents = [
-            replace(x, jnp.logical_not(y), NO_EXPONENT)
-            for x, y in zip(exponents, there, strict=True)
+    def add_parts(step: Any) -> Array:
+        start = warpgroup * own + step * _ROWS
+        span = pl.ds(start, _ROWS)
+        # No part of the first ones is there: what is read instead is read anyway.
+        least = start // 2 if num_tiles <= walk_row.MAX_SPLITS else 0
+        parts = [
+            load(
+                part_ref.at[sequence, jnp.minimum(jnp.maximum(x, least), num_splits - 1), span],
+                layout,
+            )
+            for x in range(num_splits)
         ]
-        largest = functools.reduce(jnp.maximum, exponents)
-        total: Any = None
-        for part, exponent, has in zip(parts, exponents, there, strict=True):
-
-            def spread(x: Array) -> Array:
-                x = jax.lax.broadcast_in_dim(x, (rows, KEY_TILE), (0,))
-                return plgpu.layout_cast(x, layout)
-
-            factor = jnp.where(has, power_of_two(exponent - largest), 0.0)
-            part = jnp.where(spread(factor) > 0.0, part, 0.0) * spread(factor)
-            total = part if total is None else total + part
-        value_memory[span] = total
+        exponent = load(exponent_ref.at[sequence, span, :, 0], table)
+        tile = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=table)
+        split = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=table)
+        there = walk_row.exists(tile, split, last_tile, first, num_tiles)
+        exponent = replace(exponent, jnp.logical_not(there), NO_EXPONENT)
+        # More than that of none, so that the factor of none is 0.
+        largest = jnp.maximum(jnp.max(exponent, axis=1), NO_EXPONENT // 2)
+        above = plgpu.layout_cast(jax.lax.broadcast_in_dim(largest, shape, (0,)), table)
+        factor_memory[warpgroup] = power_of_two(exponent - above)
         exponent_memory[span] = largest
+        wait()
+        total: Any = None
+        for index, part in enumerate(parts):
+            factor = load(factor_memory.at[warpgroup, :, index], layout.reduce(1))
+            factor = jax.lax.broadcast_in_dim(factor, (_ROWS, KEY_TILE), (0,))
+            factor = plgpu.layout_cast(factor, layout)
+            part = jnp.where(factor > 0.0, part, 0.0) * factor  # there may be anything in none
+            total = part if total is None else total + part
+        return total
 
-    if own == rows:
-        add_parts(jnp.int32(0))
+    if own == _ROWS:
+        direct = load(direct_ref.at[sequence, span], layout)
+        value = add_parts(0)
     else:
 
-        @pl.loop(0, own // rows)
+        @pl.loop(0, own // _ROWS)
         def _(step: Array) -> None:
-            add_parts(step)
+            value_memory[pl.ds(warpgroup * own + step * _ROWS, _ROWS)] = add_parts(step)
+            wait()  # all have read the factors
 
-    if warpgroups > 1:
-        plgpu.barrier_arrive(ready.at[0])
+        layout = warp_ops.tile_layout(own)
+        value = load(value_memory.at[span], layout)
+
+    exponents = load(exponent_memory.at[span], layout.reduce(1))
+    exponents = plgpu.layout_cast(
+        jax.lax.broadcast_in_dim(exponents, (own, KEY_TILE), (0,)), layout
+    )
+    exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
+    positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
+    largest, largest_positive = warp_ops.maxima(
+        (exponent, positive), scratch, layout=layout, interpret=interpret
+    )
+    shift = jnp.minimum(exponent - largest, 0) + _STATE_EXPONENT
+    state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
+    state_ref[sequence, span] = state
+    is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
+    is_walked = is_walked & (largest_positive > NO_EXPONENT)
+    if own != _ROWS:
+        direct = load(direct_ref.at[sequence, span], layout)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
-        if warpgroups > 1:
-            plgpu.barrier_wait(ready.at[0])
-        layout = warp_ops.tile_layout(height)
-        shape = (height, KEY_TILE)
-
-        def spread(x: Array) -> Array:
-            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (0,)), layout)
-
-        def exponents(value: Array) -> Array:
-            own = spread(load(exponent_memory, layout.reduce(1)))
-            return replace(own + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
-
-        columns = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) * KEY_TILE
-        columns = columns + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        # Read twice: all at once would not fit in registers.
-        value = load(value_memory, layout)
-        exponent = exponents(value)
-        positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
-        largest, largest_positive = warp_ops.maxima(
-            (exponent, positive), scratch, layout=layout, interpret=interpret
-        )
-        value = load(value_memory, layout)
-        exponent = exponents(value) - largest + _STATE_EXPONENT
-        state = mantissa_of(value) * power_of_two(jnp.minimum(exponent, _STATE_EXPONENT))
-        state = jnp.where(value == 0.0, 0.0, state)
-        state_ref[sequence] = value_memory[...] = state
-        is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
-        is_walked = is_walked & (largest_positive > NO_EXPONENT)
-
-        @pl.when(jnp.logical_not(is_walked))
-        def _() -> None:
-            value_memory[...] = load(direct_ref.at[sequence], layout)
-
-        count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
         count_ref[sequence] = count
 
-        @pl.when(sequence == 0)
-        def _() -> None:
-            walked_ref[0] = layers_ref[0] + 1
+    @pl.when((warpgroup == 0) & (sequence == 0))
+    def _() -> None:
+        walked_ref[0] = layers + 1
 
-        select_row(
-            load(value_memory, layout),
-            columns,
-            row,
-            count,
-            ids_ref.at[sequence],
-            scratch,
-            layout=layout,
-            interpret=interpret,
-            **sizes,
-        )
+    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, KEY_TILE), 0, layout=layout)
+    columns = columns * KEY_TILE + plgpu.broadcasted_iota(
+        jnp.int32, (own, KEY_TILE), 1, layout=layout
+    )
+    select_row(
+        jnp.where(is_walked, state, direct),
+        columns,
+        row,
+        count,
+        ids_ref.at[sequence],
+        scratch,
+        layout=layout,
+        interpret=interpret,
+        **sizes,
+    )
 
 
-def _shape_of_rows(num_tiles: int) -> tuple[int, int]:
-    """Tiles of key blocks that a row has room for, and the warpgroups that add it up."""
-    height = num_tiles * (QUERY_TILE // KEY_TILE)
-    if height <= 2 * warp_ops.WARPS:
-        return -(-height // warp_ops.WARPS) * warp_ops.WARPS, 1
-    together = warp_ops.WARPS * _WARPGROUPS
-    # The longer rows need the registers of threads that are not there.
-    return -(-height // together) * together, _WARPGROUPS if height <= _TALL else 2
+def _shape_of_rows(num_tiles: int, *, interpret: bool) -> tuple[int, int]:
+    """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
+    height = -(-num_tiles * (QUERY_TILE // KEY_TILE) // _ROWS) * _ROWS
+    if interpret:  # whose warpgroups cannot count together
+        return height, 1
+    warpgroups = min(height // _ROWS, _WARPGROUPS)
+    together = _ROWS * warpgroups
+    return -(-height // together) * together, warpgroups
 
 
 def select_decode_kernel(*arrays: Any, **options: Any) -> tuple[BlockSelection, Array]:
@@ -242,7 +243,7 @@ def select_token_kernel(
     max_count = min(max_count, num_blocks)
     padding = -num_blocks % QUERY_TILE
     num_tiles = (num_blocks + padding) // QUERY_TILE
-    height, warpgroups = _shape_of_rows(num_tiles)
+    height, warpgroups = _shape_of_rows(num_tiles, interpret=interpret)
 
     def flat(sums: Array) -> Array:
         sums = sums.reshape(batch, num_blocks, size)
@@ -258,7 +259,7 @@ def select_token_kernel(
     )
     kernel: Any = functools.partial(
         plgpu.kernel,
-        compiler_params=warp_ops.compiler_params(),
+        compiler_params=warp_ops.compiler_params(auto_barriers=False),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     is_projected = projection is not None
@@ -281,7 +282,7 @@ def select_token_kernel(
         ),
         out_type=[
             jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.int32),
+            jax.ShapeDtypeStruct((batch, height, walk_row.MAX_SPLITS, KEY_TILE), jnp.int32),
             floats,
         ],
         grid=(*walk_row.programs(num_tiles), batch),
@@ -294,6 +295,7 @@ def select_token_kernel(
         functools.partial(
             _select_token,
             warpgroups=warpgroups,
+            is_padded=height * KEY_TILE != num_blocks,
             num_blocks=num_blocks,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
@@ -310,10 +312,10 @@ def select_token_kernel(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((height, KEY_TILE), jnp.float32),
+            plgpu.SMEM((height if height > _ROWS * warpgroups else 1, KEY_TILE), jnp.float32),
             plgpu.SMEM((height,), jnp.int32),
-            warp_ops.scratch_of_counts(),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=1),
+            plgpu.SMEM((warpgroups, _ROWS, walk_row.MAX_SPLITS), jnp.float32),
+            warp_ops.scratch_of_counts(warpgroups),
         ],
         kernel_name="sketchwalk_select_token",
     )(value, exponents, direct, positions, layers, budget if budget.ndim == 2 else budget[None])

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels import score_tile as tiles
+from sketchwalk_jax.pallas_kernels import warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import (
     NO_EXPONENT,
     add_scaled,
@@ -65,10 +66,10 @@ def programs(num_tiles: int) -> tuple[int, int]:
     return 2 * num_tiles, MAX_SPLITS
 
 
-def exists(tile: Array, split: int, last_tile: Array, first: Array, num_tiles: int) -> Any:
+def exists(tile: Array, split: Array, last_tile: Array, first: Array, num_tiles: int) -> Any:
     """Whether the first kernel has written that part of that tile of key blocks."""
     if num_tiles > MAX_SPLITS:
-        return tile >= 0
+        return tile < 2 * num_tiles
     return (tile <= 2 * split + 1) & (split <= last_tile) & (split >= first)
 
 
@@ -97,25 +98,20 @@ def walk_row(
 ) -> None:
     """A tile of key blocks, and one tile of query blocks or several: a part of the row."""
     if overlaps:
+        plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     index, line, sequence = (jax.lax.axis_index(x) for x in ("index", "line", "sequence"))
     by_key, by_query = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-    position = position_ref[sequence]
-    row = position // block_size
-    last_count = (position + 1 - row * block_size).astype(jnp.float32)
-    last_tile = row // QUERY_TILE
-    # The walk's first layer needs the token's own row alone.
-    is_first = layers_ref[0] * int(use_walk) == 0
+    flat = plgpu.Layout.WG_STRIDED((QUERY_TILE,), 1)
     is_single = num_tiles <= MAX_SPLITS
     num_splits = num_tiles if is_single else MAX_SPLITS
     if is_single:
         of_first = index < 2 * line + 2
         tile = jnp.where(of_first, index, index - (2 * line + 2))
         split = jnp.where(of_first, line, num_tiles - 1 - line)
-        has_work = (of_first | (split != line)) & (split <= last_tile)
-        has_work = has_work & (jnp.logical_not(is_first) | (split == last_tile))
+        is_new = of_first | (split != line)
     else:
-        tile, split, has_work = index, line, index >= 0
+        tile, split = index, line
     keys = pl.ds(tile * KEY_TILE, KEY_TILE)
     size = query_ref.shape[-1]
     chunk = tiles.chunk_of(size)
@@ -123,10 +119,26 @@ def walk_row(
     def blocks(start: Array, shape: tuple[int, ...], axis: int) -> Array:
         return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_LAYOUT)
 
+    def wait() -> None:
+        warp_ops.barrier(interpret=interpret)
+
+    def start_copies(query_tile: Array, part: int) -> None:
+        entries, queries = pl.ds(part * chunk, chunk), pl.ds(query_tile * QUERY_TILE, QUERY_TILE)
+        for name, source in (
+            ("keys", key_ref.at[sequence, keys, entries]),
+            ("queries", query_ref.at[sequence, queries, entries]),
+        ):
+            plgpu.copy_gmem_to_smem(source, memory[name][0], memory["arrived"].at[0])
+
+    def load_state(query_tile: Array) -> Array:
+        span = state_ref.at[sequence, pl.ds(query_tile * QUERY_TILE, QUERY_TILE)]
+        return plgpu.load(span, layout=flat, optimized=False)
+
     def write_token() -> None:
         if not is_projected:
             token = token_ref.at[sequence]
             memory["token"][...] = plgpu.load(token, layout=by_query, optimized=False)
+            wait()
             return
         layout = plgpu.Layout.WG_STRIDED((WIDE,), 1)
         lines = [
@@ -135,19 +147,23 @@ def walk_row(
         ]
         projection = plgpu.load(projection_ref, layout=_LAYOUT, optimized=False)
         memory["combined"][...] = _sum([x.astype(jnp.float32) for x in lines])
+        wait()
         combined = plgpu.load(memory["combined"], layout=by_query, optimized=False)
         memory["token"][...] = jnp.sum(projection * spread(combined, projection.shape, 1), axis=1)
+        wait()
 
     def add_tile(query_tile: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
         start = query_tile * QUERY_TILE
-        queries = pl.ds(start, QUERY_TILE)
+        state = first_state if is_single else load_state(query_tile)
+        is_started = [is_single]
 
         def fetch(part: int) -> tuple[tiles.Load, tiles.Load]:
             entries = pl.ds(part * chunk, chunk)
-            arrived = memory["arrived"].at[0]
             key_sums, query_sums = memory["keys"][0], memory["queries"][0]
-            plgpu.copy_gmem_to_smem(key_ref.at[sequence, keys, entries], key_sums, arrived)
-            plgpu.copy_gmem_to_smem(query_ref.at[sequence, queries, entries], query_sums, arrived)
+            if not is_started.pop():
+                wait()  # all have read what was there
+                start_copies(query_tile, part)
+            is_started.append(False)
 
             if part == 0:
 
@@ -155,7 +171,7 @@ def walk_row(
                 def _() -> None:
                     write_token()
 
-            plgpu.barrier_wait(arrived)
+            plgpu.barrier_wait(memory["arrived"].at[0])
 
             def load_keys() -> Array:
                 key = plgpu.load(key_sums, layout=_LAYOUT, optimized=False)
@@ -176,17 +192,17 @@ def walk_row(
         def weigh(shift: Array) -> Array:
             """Writes weights of the tile's rows; returns the power of two that they all lack."""
             memory["exponents"][...] = shift
-            flat = plgpu.Layout.WG_STRIDED((QUERY_TILE,), 1)
+            wait()
             shift = plgpu.load(memory["exponents"], layout=flat, optimized=False)
             rows = start + plgpu.broadcasted_iota(jnp.int32, (QUERY_TILE,), 0, layout=flat)
-            state = plgpu.load(state_ref.at[sequence, queries], layout=flat, optimized=False)
             own = jnp.where(rows == row, plgpu.layout_cast(jnp.ones_like(state), flat), 0.0)
-            state = jnp.where(rows <= row, jnp.where(is_first, own, state), 0.0)
-            exponent = exponent_of(state)
+            weight = jnp.where(rows <= row, jnp.where(is_first, own, state), 0.0)
+            exponent = exponent_of(weight)
             exponent = replace(exponent - power * shift, exponent == NO_EXPONENT, NO_EXPONENT)
             largest = jnp.maximum(jnp.max(exponent), NO_EXPONENT // 2) - _WEIGHT_EXPONENT
-            memory["weights"][...] = mantissa_of(state) * power_of_two(exponent - largest)
+            memory["weights"][...] = mantissa_of(weight) * power_of_two(exponent - largest)
             memory["factors"][...] = own * power_of_two(-shift)
+            wait()
             return largest
 
         parts = memory["keys"][1], memory["queries"][1]
@@ -212,6 +228,24 @@ def walk_row(
         sums = jnp.sum(powers * spread(weights, _SHAPE, 1), axis=1)
         return add_scaled(total, (sums, exponent - power * (shift + key_shift)))
 
+    if is_single:  # before it is known whether there is anything to do
+        start_copies(split, 0)
+        first_state = load_state(split)
+    position = position_ref[sequence]
+    row = position // block_size
+    last_count = (position + 1 - row * block_size).astype(jnp.float32)
+    last_tile = row // QUERY_TILE
+    # The walk's first layer needs the token's own row alone.
+    is_first = layers_ref[0] * int(use_walk) == 0
+    has_work: Any = index >= 0
+    if is_single:
+        has_work = is_new & (split <= last_tile)
+        has_work = has_work & (jnp.logical_not(is_first) | (split == last_tile))
+
+        @pl.when(jnp.logical_not(has_work))
+        def _() -> None:
+            plgpu.barrier_wait(memory["arrived"].at[0])
+
     @pl.when(has_work)
     def _() -> None:
         zero = plgpu.layout_cast(jnp.zeros((KEY_TILE,), jnp.float32), by_key)
@@ -230,11 +264,12 @@ def walk_row(
         value, exponent = total
         exponent = jnp.maximum(exponent + exponent_of(value), NO_EXPONENT)
         memory["sums"][...] = exponent
+        wait()
         every = plgpu.load(memory["sums"], layout=by_query, optimized=False)
         largest = jnp.max(spread(every, (KEY_TILE, KEY_TILE), 1), axis=1)
         part = mantissa_of(value) * power_of_two(exponent - largest + PART_EXPONENT)
         part_ref[sequence, split, tile] = jnp.where(value == 0.0, 0.0, part)
-        exponent_ref[sequence, split, tile] = largest
+        exponent_ref[sequence, tile, split] = largest
 
 
 def _sum(values: list[Array]) -> Array:

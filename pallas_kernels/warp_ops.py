@@ -20,12 +20,25 @@ WARPS = 4
 _LANES = 32
 _THREADS = WARPS * _LANES
 _ALL_LANES = -1  # as a mask
-_OTHER_COUNTS = 2 * 2 * WARPS  # where `write_kept` leaves its counts
+_COUNTS_PER_WARP = 5  # two turns of two, and one
 
 
-def compiler_params() -> plgpu.CompilerParams:
+def compiler_params(*, auto_barriers: bool = True) -> plgpu.CompilerParams:
     """Parameters of every kernel here; the default semantics differ between versions of JAX."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
+    )
+
+
+def barrier(*, interpret: bool) -> None:
+    """Waits for the other warps of the warpgroup; the interpreter runs them together."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            mgpu.warpgroup_barrier()
+
+        wait()
 
 
 def row_layout(width: int) -> Any:
@@ -69,25 +82,49 @@ def maxima(
         for x in (first, second):
             own = functools.reduce(arith.maxsi, _scalars(x))
             found.append(nvvm.redux_sync(own, nvvm.ReductionKind.MAX, _constant(_ALL_LANES)))
-        found = _exchange(found, scratch, _constant(2 * WARPS), arith.maxsi)
+        found = _exchange(found, scratch, _constant(1), nvvm.ReductionKind.MAX, -(1 << 31))
         return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
 
     return largest(*arrays, scratch)
 
 
-def _exchange(values, scratch, start, operation):
+def _warps(scratch: ir.Value) -> int:
+    return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
+
+
+def _wait(scratch: ir.Value) -> None:
+    """Waits for the warps that share the scratch memory."""
+    if _warps(scratch) == WARPS:
+        mgpu.warpgroup_barrier()
+    else:
+        gpu.barrier()
+
+
+def _exchange(values, scratch, turn, kind, identity):
     """Brings the values of all warps together."""
-    for index, value in enumerate(values):
-        place = arith.addi(start, arith.addi(_warp(), _constant(index * WARPS)))
-        memref.store(value, scratch, [_index(place)])
-    mgpu.warpgroup_barrier()
-    found = []
-    for index in range(len(values)):
-        places = [arith.addi(start, _constant(index * WARPS + warp)) for warp in range(WARPS)]
-        found.append(
-            functools.reduce(operation, [memref.load(scratch, [_index(x)]) for x in places])
-        )
-    return found
+    warps = _warps(scratch)
+    start = arith.muli(turn, _constant(2 * warps))
+    starts = [arith.addi(start, _constant(index * warps)) for index in range(len(values))]
+    for start, value in zip(starts, values, strict=True):
+        memref.store(value, scratch, [_index(arith.addi(start, _warp()))])
+    _wait(scratch)
+    return [_over_warps(scratch, start, _constant(warps), kind, identity) for start in starts]
+
+
+def _over_warps(scratch, start, number, kind, identity):
+    """Reduces what so many warps have left: each lane reads what one of them has."""
+    lane = _lane()
+    last = _constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [_index(arith.addi(start, arith.minsi(lane, last)))])
+    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
+    theirs = arith.select(is_one, theirs, _constant(identity))
+    return nvvm.redux_sync(theirs, kind, _constant(_ALL_LANES))
+
+
+def table_layout(rows: int, columns: int) -> Any:
+    """A matrix with one entry for each thread, whole rows in a warp."""
+    tiles: tuple[tuple[int, ...], ...] = ((rows, columns), (rows // WARPS, columns), (1,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3, -2), -1, _check_canonical=False)
 
 
 def count_kept(
@@ -125,9 +162,12 @@ def count_kept(
     return count(keys, *limits, turn, scratch)
 
 
-def scratch_of_counts() -> Any:
-    """Shared memory that `count_kept` and `write_kept` need."""
-    return plgpu.SMEM((_OTHER_COUNTS + WARPS,), jnp.int32)
+def scratch_of_counts(warpgroups: int = 1) -> Any:
+    """Shared memory that `maxima`, `count_kept` and `write_kept` need.
+
+    They take in all warpgroups of a program, each of which holds a stretch of the row.
+    """
+    return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
 
 
 def _emit_count(registers, limits, turn, scratch):
@@ -142,8 +182,7 @@ def _emit_count(registers, limits, turn, scratch):
     packed = [
         nvvm.redux_sync(x, nvvm.ReductionKind.ADD, _constant(_ALL_LANES)) for x in (first, second)
     ]
-    start = arith.muli(turn, _constant(2 * WARPS))
-    totals = _exchange(packed, scratch, start, arith.addi)
+    totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
     low = arith.andi(totals[0], _constant(0xFFFF))
     return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
 
@@ -228,8 +267,11 @@ def _ballot(predicate: ir.Value) -> ir.Value:
 
 
 def _thread() -> ir.Value:
-    thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-    return arith.andi(thread, _constant(_THREADS - 1))
+    return arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
+
+
+def _lane() -> ir.Value:
+    return arith.andi(_thread(), _constant(_LANES - 1))
 
 
 def _warp() -> ir.Value:
@@ -239,8 +281,7 @@ def _warp() -> ir.Value:
 def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: int) -> None:
     lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
     thread = _thread()
-    lane = arith.andi(thread, _constant(_LANES - 1))
-    warp = _warp()
+    lane, warp = _lane(), _warp()
     earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
     registers = _scalars(keys)
 
@@ -255,13 +296,10 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
         packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
         packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
     packed = nvvm.redux_sync(packed, nvvm.ReductionKind.ADD, _constant(_ALL_LANES))
-    memref.store(packed, scratch, [_index(arith.addi(warp, _constant(_OTHER_COUNTS)))])
-    mgpu.warpgroup_barrier()
-    before = _constant(0)
-    for other in range(WARPS - 1):
-        theirs = memref.load(scratch, [_index(_constant(_OTHER_COUNTS + other))])
-        is_before = arith.cmpi(arith.CmpIPredicate.ult, _constant(other), warp)
-        before = arith.addi(before, arith.select(is_before, theirs, _constant(0)))
+    start = _constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [_index(arith.addi(start, warp))])
+    _wait(scratch)
+    before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
     num_above = arith.andi(before, _constant(0xFFFF))
     num_tied = arith.shrui(before, _constant(16))
 
@@ -282,7 +320,7 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
         column = arith.addi(column, _constant(_LANES))
 
     length = ir.MemRefType(ids.type).shape[0]
-    step = arith.constant(ir.IndexType.get(), _THREADS)
+    step = arith.constant(ir.IndexType.get(), _LANES * _warps(scratch))
     loop = scf.ForOp(
         _index(arith.addi(count, thread)), arith.constant(ir.IndexType.get(), length), step
     )
