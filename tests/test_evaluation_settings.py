@@ -17,6 +17,8 @@ from sketchwalk_jax.evaluation.prompts import (
 )
 from sketchwalk_jax.evaluation.runner import check_lengths, choose_batch
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
+from sketchwalk_jax.policies.minference import MInferenceConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
 
 
 def test_rules_are_dense_and_every_policy_at_its_densities():
@@ -48,6 +50,19 @@ def test_phases_are_those_in_which_a_policy_selects():
     assert config.phases_of(DecodeOnly()) == ("decode",)
 
 
+def test_fields_are_set_in_every_policy_that_has_them():
+    config = EvaluationConfig(
+        policies=("minference", "streaming"),
+        densities=(0.2,),
+        fields={"dense_layers": 3, "exact": True},
+    )
+    dense, minference, streaming = config.rules()
+    assert dense == DENSE and minference.make() == MInferenceConfig(dense_layers=3, exact=True)
+    assert streaming.make() == StreamingConfig(density=0.2, dense_layers=3)
+    assert config.describe()["fields"] == {"dense_layers": 3, "exact": True}
+    assert "fields" not in EvaluationConfig().describe()  # as in older files
+
+
 def test_reduced_keeps_what_is_given():
     config = EvaluationConfig.reduced(tokens=(1024,), prompts=7)
     assert (config.tokens, config.prompts, config.densities) == ((1024,), 7, (0.2,))
@@ -62,6 +77,9 @@ def test_reduced_keeps_what_is_given():
         ({"policies": ("kascade",)}, "policies must be among dense, .*, got 'kascade'"),
         ({"phases": ()}, "phases must hold at least one value"),
         ({"densities": (0.1, 0.1)}, "densities must hold at least one value, each once"),
+        ({"fields": {"exact": True}, "policies": ("oracle",)}, "fields must be .*, got 'exact'"),
+        ({"fields": {"density": 0.5}}, "fields must be of a policy that is run, got 'density'"),
+        ({"fields": {"sketch_dim": 0}}, "sketch_dim must be a positive integer or None, got 0"),
         ({"densities": (2.0,)}, r"density must be in \(0, 1\], got 2.0"),
         ({"tokens": (0,)}, "tokens must be positive integers, got 0"),
         ({"prompts": 0}, "prompts must be an integer of at least 1, got 0"),

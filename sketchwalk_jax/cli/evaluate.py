@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ _FLAGS = {
     "densities": "density",
     "tasks": "task",
     "phases": "phase",
+    "fields": "set",
     "probe_prompts": "probe-prompts",
     "tail": "text-tail",
     "path": "text",
@@ -39,13 +40,14 @@ _FLAGS = {
 
 
 @contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
+def _usage_errors(fields: Collection[str] = ()) -> Iterator[None]:
     """As `usage_errors`, with the names of options that hold one value of several."""
     try:
         yield
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise UsageError(f"--{_FLAGS.get(name, name)} {rest}") from error
+        flag = f"set {name}" if name in fields else _FLAGS.get(name, name)
+        raise UsageError(f"--{flag} {rest}") from error
 
 
 def _listed(values: Sequence[Any]) -> str:
@@ -95,8 +97,18 @@ def evaluate(
         _several(
             "--density",
             "FRACTION",
-            "Nominal density.",
+            "Nominal density; minference and flexprefill are calibrated to it.",
             f"{_listed(_DEFAULT.densities)}; {_listed(_REDUCED.densities)} with --reduced",
+            options.METHOD,
+        ),
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        _several(
+            "--set",
+            "FIELD=VALUE",
+            "Another field of the policies, in all that have it, such as dense_layers=2.",
+            "as published",
             options.METHOD,
         ),
     ] = None,
@@ -194,10 +206,12 @@ def evaluate(
         "batch": batch,
         "seed": seed,
     }
-    fields = {name: value for name, value in given.items() if value is not None}
+    chosen_fields = options.parse_fields(fields or ())
+    given["fields"] = chosen_fields or None
+    known = {name: value for name, value in given.items() if value is not None}
     model_config = ModelConfig.from_pretrained(directory)
-    with _usage_errors():
-        config = (EvaluationConfig.reduced if reduced else EvaluationConfig)(**fields)
+    with _usage_errors(chosen_fields):
+        config = (EvaluationConfig.reduced if reduced else EvaluationConfig)(**known)
         check_lengths(config, model_config)
         _say_who_is_left_out(config)
         source = read_text(text, tail=text_tail)

@@ -142,14 +142,25 @@ def make_policy(
 
 
 def _fields(policy: Policy, name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Values of fields, from `FIELD=VALUE` with Python's literals; anything else is a string."""
-    known, chosen = [field.name for field in dataclasses.fields(policy)], dict[str, Any]()
+    """Values of fields that the policy has."""
+    known, chosen = [field.name for field in dataclasses.fields(policy)], parse_fields(given)
+    for field in chosen:
+        if field not in known:
+            raise UsageError(f"--set must name a field of {name}, {', '.join(known)}, got {field}")
+    return chosen
+
+
+def parse_fields(given: Sequence[str]) -> dict[str, Any]:
+    """Values of fields from `FIELD=VALUE`: Python's literals; anything else is a string.
+
+    Raises:
+      UsageError: If there is no `=`.
+    """
+    chosen = dict[str, Any]()
     for one in given:
         field, equals, text = one.partition("=")
         if not equals:
             raise UsageError(f"--set must be FIELD=VALUE, got {one!r}")
-        if field not in known:
-            raise UsageError(f"--set must name a field of {name}, {', '.join(known)}, got {field}")
         try:
             chosen[field] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

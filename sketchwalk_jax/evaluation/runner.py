@@ -124,9 +124,7 @@ def evaluate_model(
     meta = describe_machine(
         model=dict(model),
         text={"name": text.name, "sha256": text.sha256, "tail": text.tail},
-        seed=config.seed,
-        prompts=config.prompts,
-        probe_prompts=config.probe_prompts,
+        **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
     )
     file = ResultsFile(out, meta, overwrite=overwrite)

@@ -1,7 +1,7 @@
 """What an evaluation runs: policies, densities, lengths, tasks and phases."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.evaluation.tasks import TASKS
@@ -28,18 +28,21 @@ class Rule:
       policy: Name of the policy.
       preset: Preset of `sketchwalk`, None for the others.
       density: Nominal density; 1 for dense, None for policies that set their own.
+      fields: Names and values of other fields of the policy.
     """
 
     policy: str
     preset: str | None = None
     density: float | None = None
+    fields: tuple[tuple[str, Any], ...] = ()
 
     def make(self) -> Policy:
         """The policy itself; where it has a knob, as published: calibration sets the density."""
         if self.is_calibrated:
             check_density(self.density)
-            return by_name(self.policy)
-        return by_name(self.policy, preset=self.preset, density=self.density)
+            return by_name(self.policy, **dict(self.fields))
+        options = {"density": self.density} | dict(self.fields)
+        return by_name(self.policy, preset=self.preset, **options)
 
     @property
     def is_calibrated(self) -> bool:
@@ -64,6 +67,8 @@ class EvaluationConfig:
       presets: Presets of `sketchwalk`.
       densities: Nominal densities of the policies that take one. Those with a knob instead are
         calibrated to each of them on held-out prompts, one for each task, at every length.
+      fields: Other fields of the policies, each set in all of them that have it: with
+        `{"dense_layers": 2}` all leave the same layers dense.
       tokens: Lengths: tokens of a prompt with its answer.
       tasks: Names of tasks.
       phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
@@ -85,6 +90,7 @@ class EvaluationConfig:
     policies: Sequence[str] = POLICIES
     presets: Sequence[str] = PRESETS
     densities: Sequence[float] = (0.1, 0.2)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokens: Sequence[int] = (4096, 8192, 16384)
     tasks: Sequence[str] = TASKS
     phases: Sequence[str] = PHASES
@@ -112,6 +118,10 @@ class EvaluationConfig:
         for count in self.tokens:
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"tokens must be positive integers, got {count!r}")
+        used = {name for rule in self.rules() for name, _ in rule.fields}
+        unused = sorted(set(self.fields) - used) or sorted({"density"} & set(self.fields))
+        if unused:
+            raise ValueError(f"fields must be of a policy that is run, got {unused[0]!r}")
         for rule in self.rules():
             rule.make()
 
@@ -136,9 +146,16 @@ class EvaluationConfig:
             for preset in self.presets if policy == "sketchwalk" else (None,):
                 made = by_name(policy, preset=preset)
                 has_density = takes_density(made) or has_knob(made)
+                known = {field.name for field in dataclasses.fields(made)}
+                own = tuple(sorted(one for one in self.fields.items() if one[0] in known))
                 for density in self.densities if has_density else (None,):
-                    found.append(Rule(policy, preset, density))
+                    found.append(Rule(policy, preset, density, own))
         return tuple(rule for rule in found if rule.policy != "dense" or rule is DENSE)
+
+    def describe(self) -> dict[str, Any]:
+        """What rows of different values must not stand in one file for; for `meta`."""
+        found = {"seed": self.seed, "prompts": self.prompts, "probe_prompts": self.probe_prompts}
+        return found | ({"fields": dict(self.fields)} if self.fields else {})
 
     def phases_of(self, policy: Policy) -> tuple[str, ...]:
         """Phases to run a policy in: those of the evaluation in which it selects.
