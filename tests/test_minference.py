@@ -13,7 +13,14 @@ import tiny
 from head_lists import CAPACITY, HEADS
 from tolerances import tolerance
 
-from sketchwalk_jax import Dense, block_sparse_attention, dense_attention, generate
+from sketchwalk_jax import (
+    Dense,
+    block_sparse_attention,
+    dense_attention,
+    generate,
+    init_walk,
+    sketchwalk_attention,
+)
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.minference import MInferenceConfig
 
@@ -267,6 +274,25 @@ def test_full_scale_equals_dense_attention():
     selection = head_lists.select(config, query, key, [CAPACITY])
     out = block_sparse_attention(query, key, key, selection)
     np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_layer_as_a_function(exact):
+    config = dataclasses.replace(SPARSE, exact=exact)
+    query, key = head_lists.stack([head_lists.draw(n, seed=n) for n in (300, 200)], 300)
+    lengths = jnp.array([300, 200], jnp.int32)
+    walk = init_walk(2, 300, config=config)
+    out, after = sketchwalk_attention(query, key, key, walk, config=config, lengths=lengths)
+    mask = config.token_mask(query, key, lengths=lengths)
+    if not exact:
+        padded = jnp.pad(mask, ((0, 0), (0, 0), (0, 4), (0, 4)))
+        blocks = padded.reshape(2, HEADS[0], 19, SIZE, 19, SIZE).any((3, 5))
+        mask = blocks.repeat(SIZE, 2).repeat(SIZE, 3)[:, :, :300, :300]
+        mask &= jnp.tril(jnp.ones((1, 1, 300, 300), bool))
+    expected = jax.nn.dot_product_attention(query, key, key, mask=mask)
+    for row, length in enumerate([300, 200]):
+        np.testing.assert_allclose(out[row, :length], expected[row, :length], **tolerance("paths"))
+    np.testing.assert_array_equal(after.scores, walk.scores)  # of no use to it
 
 
 @pytest.mark.slow
