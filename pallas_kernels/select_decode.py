@@ -137,7 +137,11 @@ def _select_token(
     )
     shift = jnp.minimum(exponent - largest, 0) + _STATE_EXPONENT
     state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
-    state_ref[sequence, span] = state
+    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, KEY_TILE), 0, layout=layout)
+    columns = columns * KEY_TILE + plgpu.broadcasted_iota(
+        jnp.int32, (own, KEY_TILE), 1, layout=layout
+    )
+    warp_ops.write_row(state, columns, state_ref.at[sequence], layout=layout, interpret=interpret)
     is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
     is_walked = is_walked & (largest_positive > NO_EXPONENT)
     if own != _ROWS:
@@ -151,10 +155,6 @@ def _select_token(
     def _() -> None:
         walked_ref[0] = layers + 1
 
-    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, KEY_TILE), 0, layout=layout)
-    columns = columns * KEY_TILE + plgpu.broadcasted_iota(
-        jnp.int32, (own, KEY_TILE), 1, layout=layout
-    )
     select_row(
         jnp.where(is_walked, state, direct),
         columns,
@@ -303,7 +303,7 @@ def select_token_kernel(
         ),
         out_type=[
             jax.ShapeDtypeStruct((batch, max_count), jnp.int32),
-            floats,
+            jax.ShapeDtypeStruct((batch, num_blocks), jnp.float32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ],
@@ -320,5 +320,4 @@ def select_token_kernel(
         kernel_name="sketchwalk_select_token",
     )(value, exponents, direct, positions, layers, budget if budget.ndim == 2 else budget[None])
     selection = BlockSelection(ids[:, None, None], kept[:, None, None], block_size)
-    new_row = new_row.reshape(batch, 1, height * KEY_TILE)[:, :, :num_blocks]
-    return selection, new_row, walked[0]
+    return selection, new_row[:, None], walked[0]

@@ -187,6 +187,22 @@ def _emit_count(registers, limits, turn, scratch):
     return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
 
 
+def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
+    """Writes those values whose columns exist in a row of global memory."""
+    if interpret:
+        ref[...] = values.reshape(-1)[: ref.shape[0]]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
+        limit = _constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(_scalars(values), _scalars(columns), strict=True):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
+                memref.store(value, ref, [_index(column)])
+
+    write(values, columns, ref)
+
+
 def write_kept(
     keys: Int[Array, "..."],
     lower: Int[Array, ""],
