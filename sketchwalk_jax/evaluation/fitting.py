@@ -1,0 +1,56 @@
+"""What a policy needs to know of a model before it runs: a knob's value, or thresholds."""
+
+import logging
+from typing import Any
+
+from sketchwalk_jax.evaluation.calibration import calibrate, held_out_prompts
+from sketchwalk_jax.evaluation.text import read_text
+from sketchwalk_jax.evaluation.thresholds import fit_thresholds
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies.adamas import AdamasConfig
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+
+PyTree = Any
+_log = logging.getLogger(__name__)
+
+
+def fit_policy(
+    policy: Policy,
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    num_tokens: int,
+    density: float | None = None,
+    is_fitted: bool = False,
+) -> Policy:
+    """The policy as it suits a model, from English text of a length, not from any task's prompts.
+
+    Args:
+      policy: The policy.
+      params: Parameter tree.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Tokens of the text.
+      density: What a policy with a knob is calibrated to; as it is without.
+      is_fitted: Whether the thresholds of Adamas are the model's already.
+
+    Returns:
+      The policy with its knob or thresholds set; others as they are.
+    """
+    has_target = isinstance(policy, PrefillPolicy) and density is not None
+    if not has_target and (is_fitted or not isinstance(policy, AdamasConfig)):
+        return policy
+    tokens, lengths = held_out_prompts(
+        read_text(), tokenizer, tasks=("text_loss",), num_tokens=num_tokens
+    )
+    if isinstance(policy, AdamasConfig):
+        fitted = fit_thresholds(params, tokens, lengths, policy=policy, model_config=model_config)
+        return fitted.policy
+    assert isinstance(policy, PrefillPolicy) and density is not None
+    found = calibrate(
+        params, tokens, lengths, policy=policy, model_config=model_config, density=density
+    )
+    _log.info("%s: density %.3f on other text", found.settings, found.density)
+    return found.policy

@@ -1,0 +1,352 @@
+r"""The lm-evaluation-harness on this package's models: every policy, phase and density.
+
+    pip install "sketchwalk-jax[eval]"
+    python -m sketchwalk_jax.evaluation.harness run --model sketchwalk \
+        --model_args pretrained=DIR,policy=quest,density=0.2 --tasks niah_single_1
+
+The second command is the harness's own command line, `lm-eval`, which knows this model after it.
+From Python: `lm_eval.simple_evaluate(model=SketchWalkLM("DIR", policy="quest"), tasks=[...])`.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from sketchwalk_jax.bucketing import make_generate, pad_to_bucket
+from sketchwalk_jax.cache import num_dense_layers
+from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.density import Density
+from sketchwalk_jax.evaluation.fitting import fit_policy
+from sketchwalk_jax.evaluation.requests import GenerationOptions, batches, pad, score_continuations
+from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.policies import by_name, changed_fields, has_knob
+from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+from sketchwalk_jax.validation import check_settings
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(
+        "the lm-evaluation-harness must be installed for this module: "
+        'pip install "sketchwalk-jax[eval]"'
+    ) from error
+
+TRUNCATIONS = ("left", "middle")
+_log = logging.getLogger(__name__)
+
+
+@register_model("sketchwalk")
+class SketchWalkLM(TemplateLM):
+    """A checkpoint with a policy, as the harness wants it.
+
+    Text is generated with `make_generate`: the prompt is prefill, what is generated is decode, and
+    `phase` says which of them is sparse. Log-likelihoods are taken from one pass over context and
+    continuation, which is prefill alone; a policy that is dense there is refused.
+
+    Attributes:
+      params: Parameter tree.
+      model_config: The model.
+      config: The policy that runs, its knob or thresholds set.
+      tokenizer: The checkpoint's.
+      max_length: Most tokens of a prompt together with what is generated.
+      max_gen_toks: Most tokens to generate where a task does not say.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        tokenizer: str | None = None,
+        policy: str = "sketchwalk",
+        preset: str | None = None,
+        density: float | None = None,
+        phase: str = "both",
+        dtype: str | None = None,
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        truncation: str = "left",
+        chunk_size: int | None = None,
+        implementation: str | None = None,
+        calibration_tokens: int | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Loads the checkpoint, and sets the policy to its density where that takes a model.
+
+        The arguments are the harness's `model_args`.
+
+        Args:
+          pretrained: Checkpoint directory.
+          tokenizer: Directory of another tokenizer.
+          policy: One of `sketchwalk_jax.policies.POLICIES`.
+          preset: Preset of the `sketchwalk` policy.
+          density: Density to select at. MInference and FlexPrefill, which have none of their own,
+            are calibrated to it on English text, never on prompts of a task; without it they run
+            as published.
+          phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+          dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
+          batch_size: Prompts at a time.
+          max_length: Most tokens of prompt and answer; the model's context by default.
+          max_gen_toks: Most tokens to generate where a task does not say.
+          truncation: What longer prompts lose: their beginning (`"left"`) or their `"middle"`, as
+            LongBench has it.
+          chunk_size: Tokens that prefill processes at a time; bounds the memory of long prompts.
+          implementation: Attention implementation, or `None` to choose.
+          calibration_tokens: Length of the text that policies are set on; `max_length` by default.
+          seed: Seed of what is drawn.
+          device: Must be None: `JAX_PLATFORMS` sets it.
+          **fields: Further fields of the policy, such as `block_size`. Without `thresholds`, those
+            of Adamas are fitted to the model's keys.
+
+        Raises:
+          ValueError: For arguments out of range, a checkpoint that does not suit, or a phase that
+            the policy lacks.
+        """
+        super().__init__()
+        if device is not None:
+            raise ValueError(f"device must be None (JAX_PLATFORMS sets it), got {device!r}")
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+        if truncation not in TRUNCATIONS:
+            raise ValueError(f"truncation must be one of {TRUNCATIONS}, got {truncation!r}")
+        fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        own = None if has_knob(by_name(policy, preset=preset)) else density
+        config = by_name(policy, preset=preset, density=own, **fields)
+        if dtype is None and jax.default_backend() == "cpu":
+            dtype = "float32"  # CPUs compute the narrow types slowly
+        self.tokenizer = load_tokenizer(tokenizer or pretrained)
+        self.params, self.model_config = load(pretrained, dtype=dtype)
+        context = self.model_config.context_length
+        self.max_length = max_length or context
+        if not 1 < self.max_length <= context:
+            raise ValueError(
+                f"max_length must be from 2 to the model's context of {context} tokens, got "
+                f"{max_length}; rope scaling in config.json stretches it"
+            )
+        self.max_gen_toks, self.batch_size = max_gen_toks, int(batch_size)
+        self.config, self._name, self._phase = config, str(pretrained), phase
+        self._truncation, self._key = truncation, jax.random.key(seed)
+        self._options: dict[str, Any] = {"chunk_size": chunk_size, "implementation": implementation}
+        check_settings(self._settings())
+        self.config = fit_policy(
+            config,
+            self.params,
+            self.model_config,
+            self.tokenizer,
+            density=density,
+            num_tokens=calibration_tokens or self.max_length,
+            is_fitted="thresholds" in fields,
+        )
+        self.reset_density()
+
+    def _settings(self) -> Settings:
+        return Settings(
+            model_config=self.model_config, config=self.config, phase=self._phase, **self._options
+        )
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        return self.model_config.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: the beginning-of-sequence token, if any."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's caches."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Tokens of a text; by default with the tokenizer's own special ones, never twice."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        return encode(self.tokenizer, string, add_special_tokens=add_special_tokens).tolist()
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, by the checkpoint's template."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def reset_density(self) -> None:
+        """Counts pairs from here on."""
+        zeros = np.zeros(self.model_config.num_layers)
+        self._pairs = {phase: (zeros, 0.0) for phase in ("prefill", "decode")}
+
+    def _count(self, density: Density, rows: int) -> None:
+        for phase, (attended, causal) in self._pairs.items():
+            pairs = np.asarray(getattr(density, f"{phase}_pairs"), np.float64)[:, :rows]
+            new = np.asarray(getattr(density, f"{phase}_causal"), np.float64)[:rows]
+            self._pairs[phase] = attended + pairs.sum(1), causal + float(new.sum())
+
+    def measured_density(self) -> dict[str, dict[str, float]]:
+        """Attended over causal pairs since `reset_density`, by phase, in sparse and all layers."""
+        first = num_dense_layers(self.model_config, self.config)
+        found = {}
+        for phase, (attended, causal) in self._pairs.items():
+            if causal:
+                parts = {"sparse_layers": attended[first:], "all_layers": attended}
+                found[phase] = {
+                    name: float(x.mean() / causal) for name, x in parts.items() if len(x)
+                }
+        return found
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into its results beside `model_args`."""
+        return {
+            "policy": type(self.config).__name__,
+            "policy_fields": changed_fields(self.config),
+            "phase": self._phase,
+            "measured_density": self.measured_density(),
+        }
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continues prompts up to stop strings, end tokens, or `max_gen_toks`.
+
+        Args:
+          requests: The harness's, of `(context, gen_kwargs)`.
+          disable_tqdm: Whether to show no progress.
+
+        Returns:
+          What was generated, cut before the first stop string.
+
+        Raises:
+          ValueError: For options of generation that have no meaning here.
+        """
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        options = [
+            GenerationOptions.read(normalize_gen_kwargs(request.args[1], self.max_gen_toks))
+            for request in requests
+        ]
+        answers, bar = [""] * len(requests), self._bar(len(requests), disable_tqdm)
+        for option in dict.fromkeys(options):
+            generate = make_generate(
+                self.model_config,
+                self.config,
+                max_new_tokens=option.max_new_tokens,
+                phase=self._phase,
+                **self._options,
+            )
+            places = [place for place, one in enumerate(options) if one == option]
+            fitted = {i: self._fit_prompt(prompts[i], option.max_new_tokens) for i in places}
+            places.sort(key=lambda i: len(fitted[i]), reverse=True)
+            for some, rows in batches(places, self.batch_size):
+                tokens, lengths = pad([fitted[i] for i in rows])
+                self._key, key = jax.random.split(self._key)
+                sampling = Sampling(**dict(option.sampling))
+                out = generate(self.params, tokens, lengths=lengths, sampling=sampling, key=key)
+                self._count(out.measured_density, len(some))
+                counts = np.asarray(out.lengths)
+                for i, new, count in zip(some, np.asarray(out.tokens), counts, strict=False):
+                    text = decode(self.tokenizer, new[:count])
+                    answers[i] = option.cut(text)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
+                bar.update(len(some))
+        bar.close()
+        return answers
+
+    def _fit_prompt(self, tokens: list[int], max_new_tokens: int) -> list[int]:
+        room = self.max_length - max_new_tokens
+        if room < 1 or not tokens:
+            raise ValueError(
+                "a prompt must hold a token and leave room for the answer, got "
+                f"{len(tokens)} tokens, with {max_new_tokens} to generate in a max_length of "
+                f"{self.max_length}"
+            )
+        if len(tokens) <= room:
+            return tokens
+        _log.warning("a prompt of %d tokens is cut to %d (%s)", len(tokens), room, self._truncation)
+        head = room // 2 if self._truncation == "middle" else 0
+        return tokens[:head] + tokens[head - room :]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        is_dense = not self.config.phases
+        if not is_dense and ("prefill" not in self.config.phases or self._phase == "decode"):
+            raise NotImplementedError(
+                f"log-likelihoods must be taken with a policy that selects in prefill, or densely: "
+                f"they read all tokens at once, where {type(self.config).__name__} in phase "
+                f"{self._phase!r} is dense; use policy=dense, or tasks that generate"
+            )
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        bar = self._bar(len(requests), disable_tqdm)
+        places = [place for place, request in enumerate(requests) if request[2]]
+        places.sort(key=lambda i: len(requests[i][1]) + len(requests[i][2]), reverse=True)
+        for some, rows in batches(places, self.batch_size):
+            given = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in rows]
+            wanted = [requests[i][2][1 - len(x) :] for i, x in zip(rows, given, strict=True)]
+            tokens, lengths = pad([one[:-1] for one in given])
+            padded, _ = pad_to_bucket(tokens, lengths, self.model_config, self.config)
+            sums, is_best, density = score_continuations(
+                self.params, padded, lengths, wanted, settings=self._settings()
+            )
+            self._count(density, len(some))
+            for row, i in enumerate(some):
+                found[i] = sums[row], is_best[row]
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+            bar.update(len(some))
+        bar.close()
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of `max_length` tokens.
+
+        Args:
+          requests: The harness's, of `(text,)`.
+          disable_tqdm: Whether to show no progress.
+
+        Returns:
+          One sum in nats for each text.
+
+        Raises:
+          NotImplementedError: If the policy is dense where text is read.
+        """
+        sums = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            found = self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm)
+            sums.append(sum(logprob for logprob, _ in found))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
+
+    def _bar(self, total: int, is_off: bool) -> tqdm:
+        return tqdm(total=total, desc=f"{type(self.config).__name__}", disable=is_off)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
