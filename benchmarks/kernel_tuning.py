@@ -137,7 +137,7 @@ def decode_calls(shape: Shape, variants: tuple[Changes, ...]) -> tuple[dict[str,
         )
         for index, changes in enumerate(variants)
     }
-    return calls, layers
+    return calls, layers * kernels.ROUNDS_OF_LAYERS
 
 
 if __name__ == "__main__":
