@@ -16,7 +16,7 @@ from sketchwalk_jax import forward, generate, load
 from sketchwalk_jax.evaluation.requests import GenerationOptions, batches
 from sketchwalk_jax.policies import POLICIES, by_name, has_knob
 
-NUM_LAYERS, SIZE = 3, 16
+NUM_LAYERS, SIZE, WIDTH = 3, 16, 176
 TEXTS = ("Walk with me. " * 9 + "Now", "A sketch", "Scout before you attend, " * 4 + "and")
 BLOCKS = {"block_size": SIZE, "density": 0.4}
 
@@ -48,12 +48,20 @@ def encoded(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
+def padded(text):
+    """A text as a batch of one, and its length; one width, so one program for all."""
+    tokens = encoded(text)
+    return np.pad(tokens, (0, WIDTH - len(tokens)))[None], np.array([len(tokens)], np.int32)
+
+
 def direct(checkpoint, text, count, config, **options):
     """Bytes that `generate` continues a text with."""
     params, model_config = load(checkpoint)
+    tokens, lengths = padded(text)
     out = generate(
         params,
-        encoded(text)[None],
+        tokens,
+        lengths=lengths,
         model_config=model_config,
         config=config,
         max_new_tokens=count,
@@ -69,7 +77,7 @@ def test_text_is_what_generate_writes_one_by_one(harness, checkpoint, policy, ph
     options = {"policy": policy, "phase": phase, **BLOCKS}
     lm = harness.SketchWalkLM(checkpoint, batch_size=2, **options)
     assert lm.config == by_name(policy, **BLOCKS)
-    counts = (9, 5, 9)
+    counts = (9, 5 if policy == "dense" else 9, 9)
     asked = [(text, {"max_gen_toks": n}) for text, n in zip(TEXTS, counts, strict=True)]
     found = lm.generate_until(requests(*asked), disable_tqdm=True)
     attended, causal = 0.0, 0.0
@@ -124,10 +132,9 @@ def test_log_likelihoods_are_those_of_the_logits(harness, checkpoint, policy):
     params, model_config = load(checkpoint)
 
     def logits_of(text):
-        tokens = encoded(text)[None]
-        return np.asarray(
-            forward(params, tokens, model_config=model_config, config=lm.config)[0], np.float64
-        )
+        tokens, lengths = padded(text)
+        options = {"lengths": lengths, "model_config": model_config, "config": lm.config}
+        return np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
 
     for (context, continuation), (logprob, is_best) in zip(pairs, found, strict=True):
         text = (context or "\x01") + continuation  # byte 1 ends texts, and begins them here
@@ -153,7 +160,7 @@ def test_rolling_log_likelihoods_count_every_token_once(harness, checkpoint):
     for begin in range(0, len(text), 48):  # the last window reaches back to be whole
         end = min(begin + 48, len(text))
         window = tokens[max(0, end - 48) : end]
-        logits = forward(params, window[None], model_config=model_config)[0]
+        logits = forward(params, window[None], model_config=model_config)[0]  # each of 48
         logprobs = np.asarray(jax.nn.log_softmax(logits), np.float64)
         targets = tokens[begin + 1 : end + 1]
         wanted += logprobs[np.arange(-len(targets), 0), targets].sum()
@@ -189,7 +196,6 @@ def test_a_density_calibrates_a_knob(harness, checkpoint):
         ({"policy": "quest", "phase": "prefill"}, "phase must be 'both' or 'decode'"),
         ({"density": 2.0}, "density must be in"),
         ({"pages": 3}, "sketchwalk must be given fields that it has"),
-        ({"device": "cuda:0"}, "device must be None"),
         ({"batch_size": "auto"}, "batch_size must be a positive integer, got 'auto'"),
         ({"max_length": 1024}, "max_length must be from 2 to the model's context of 512"),
         ({"truncation": "right"}, "truncation must be one of"),
@@ -214,6 +220,9 @@ def test_conversations_follow_the_template(harness, checkpoint):
     lm = harness.SketchWalkLM(checkpoint, policy="dense")
     chat = [{"role": "user", "content": "Who walks?"}]
     assert lm.apply_chat_template(chat) == "user: Who walks?\nassistant: "
+    chat.append({"role": "assistant", "content": "You"})
+    begun = lm.apply_chat_template(chat, add_generation_prompt=False)
+    assert begun == "user: Who walks?\nassistant: You"
     assert "{% for m in messages %}" in lm.chat_template(True)
     assert lm.tokenizer_name.endswith(checkpoint.rsplit("/", 1)[1])
 

@@ -104,7 +104,7 @@ class SketchWalkLM(TemplateLM):
           implementation: Attention implementation, or `None` to choose.
           calibration_tokens: Length of the text that policies are set on; `max_length` by default.
           seed: Seed of what is drawn.
-          device: Must be None: `JAX_PLATFORMS` sets it.
+          device: Of no effect, and always given by the harness: `JAX_PLATFORMS` sets it.
           **fields: Further fields of the policy, such as `block_size`. Without `thresholds`, those
             of Adamas are fitted to the model's keys.
 
@@ -113,8 +113,6 @@ class SketchWalkLM(TemplateLM):
             the policy lacks.
         """
         super().__init__()
-        if device is not None:
-            raise ValueError(f"device must be None (JAX_PLATFORMS sets it), got {device!r}")
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         if truncation not in TRUNCATIONS:
