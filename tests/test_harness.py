@@ -1,7 +1,9 @@
 """The adapter for the lm-evaluation-harness says what the model says, and refuses what it lacks."""
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -262,6 +264,19 @@ def test_the_harness_runs_tasks_from_its_own_command_line(
     assert config["policy_fields"] == {"density": 0.4, "min_pages": 2}
     assert config["measured_density"]["prefill"]["all_layers"] == 1.0
     assert config["measured_density"]["decode"]["sparse_layers"] < 1.0
+
+
+def test_documented_commands_pass_what_the_model_takes(harness, repository):
+    page = (repository / "benchmarks" / "QUALITY.md").read_text(encoding="utf-8")
+    commands = page.partition("<!-- not run -->\n```bash\n")[2].partition("```")[0]
+    given = re.findall(r"--model_args (\S+)", commands)
+    assert len(given) == 2
+    known = inspect.signature(harness.SketchWalkLM).parameters
+    for arguments in given:
+        names = {one.partition("=")[0] for one in arguments.split(",")}
+        assert {"pretrained", "policy", "density", "max_length"} <= names <= set(known)
+    for policies in re.findall(r"for policy in (.*); do", commands):
+        assert set(policies.split()) <= set(POLICIES)
 
 
 def test_batches_are_filled_up_and_unknown_options_are_named():

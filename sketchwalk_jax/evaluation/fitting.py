@@ -14,6 +14,8 @@ from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 PyTree = Any
 _log = logging.getLogger(__name__)
 
+_MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
+
 
 def fit_policy(
     policy: Policy,
@@ -32,7 +34,8 @@ def fit_policy(
       params: Parameter tree.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      num_tokens: Tokens of the text.
+      num_tokens: Tokens of the text: for a density, about those of the prompts to come. Thresholds
+        take at most 8,192.
       density: What a policy with a knob is calibrated to; as it is without.
       is_fitted: Whether the thresholds of Adamas are the model's already.
 
@@ -42,6 +45,8 @@ def fit_policy(
     has_target = isinstance(policy, PrefillPolicy) and density is not None
     if not has_target and (is_fitted or not isinstance(policy, AdamasConfig)):
         return policy
+    if isinstance(policy, AdamasConfig):
+        num_tokens = min(num_tokens, _MAX_TOKENS_OF_KEYS)
     tokens, lengths = held_out_prompts(
         read_text(), tokenizer, tasks=("text_loss",), num_tokens=num_tokens
     )

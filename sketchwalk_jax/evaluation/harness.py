@@ -100,17 +100,17 @@ class SketchWalkLM(TemplateLM):
           max_gen_toks: Most tokens to generate where a task does not say.
           truncation: What longer prompts lose: their beginning (`"left"`) or their `"middle"`, as
             LongBench has it.
-          chunk_size: Tokens that prefill processes at a time; bounds the memory of long prompts.
+          chunk_size: Tokens that prefill processes at a time.
           implementation: Attention implementation, or `None` to choose.
-          calibration_tokens: Length of the text that policies are set on; `max_length` by default.
+          calibration_tokens: Length of the text (of 455,000 characters) that policies are set on;
+            `max_length` by default.
           seed: Seed of what is drawn.
           device: Of no effect, and always given by the harness: `JAX_PLATFORMS` sets it.
           **fields: Further fields of the policy, such as `block_size`. Without `thresholds`, those
             of Adamas are fitted to the model's keys.
 
         Raises:
-          ValueError: For arguments out of range, a checkpoint that does not suit, or a phase that
-            the policy lacks.
+          ValueError: For arguments that do not fit the policy, the checkpoint or their range.
         """
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
@@ -155,7 +155,7 @@ class SketchWalkLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-sequence token."""
-        return self.model_config.eos_token_ids[0]
+        return (*self.model_config.eos_token_ids, self.tokenizer.eos_token_id)[0]
 
     @property
     def prefix_token_id(self) -> int:
