@@ -224,6 +224,35 @@ def paper_statements(path: Path) -> str:
     )
 
 
+def ruler_table(path: Path) -> str:
+    """Scores of the tasks in the lm-evaluation-harness, policy by policy."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    meta = data["meta"]
+    tasks = list(dict.fromkeys(row["task"] for row in data["rows"]))
+    by_policy: dict[str, dict[str, Results]] = {}
+    for row in data["rows"]:
+        by_policy.setdefault(row["policy"], {})[row["task"]] = row
+    rows = []
+    for policy, found in by_policy.items():
+        some = found[tasks[0]]
+        cells = ["dense" if policy == "dense" else f"`{policy}`", " and ".join(some["phases"])]
+        cells += [f"{found[task]['score']:.2f}" for task in tasks]
+        for phase in PHASE_TITLES:
+            values = [row["measured_density"].get(phase, {}) for row in found.values()]
+            shares = [one.get("sparse_layers", 1.0) for one in values]
+            if phase != "both":
+                cells.append(f"{sum(shares) / len(shares):.2f}")
+        rows.append(cells)
+    header = ("Policy", "Sparse in", *(f"`{task}`" for task in tasks))
+    header += ("Density, prefill", "Density, decode")
+    what = (
+        f"Mean score of {meta['samples']} prompts of each task, {meta['tokens']:,} tokens, nominal "
+        f"density {meta['density']:g}, {meta['dtype']}; measured density of the sparse layers, "
+        f"mean over tasks. lm-eval {meta['harness']}"
+    )
+    return f"{markdown_table(header, rows, num_names=2)}\n\n{what}. {describe_run(meta)}"
+
+
 UNMEASURED = (
     "*Not measured yet.* `sketchwalk eval --out benchmarks/results/quality.json`, then "
     "`python benchmarks/quality.py`."
@@ -240,6 +269,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "kernels-tuning": ("kernel_tuning.json", captioned(kernel_report.tuning_table)),
     "kernels-selection": ("kernels.json", captioned(kernel_report.selection_table)),
     "quality": ("quality.json", quality_summary),
+    "ruler": ("ruler.json", ruler_table),
     "paper-ruler": ("paper.json", paper_ruler),
     "paper-longbench": ("paper.json", paper_longbench),
     "paper-statements": ("paper.json", paper_statements),

@@ -100,7 +100,9 @@ def test_results_of_a_quick_run_are_refused(repository, tmp_path):
     assert done.returncode != 0 and "--quick" in done.stderr
 
 
-@pytest.mark.parametrize("file", ["cpu.json", pytest.param("quality.json", marks=has_quality)])
+@pytest.mark.parametrize(
+    "file", ["cpu.json", "ruler.json", pytest.param("quality.json", marks=has_quality)]
+)
 def test_results_name_no_folder_of_a_machine(repository, file):
     text = (repository / "benchmarks" / "results" / file).read_text()
     assert not re.search(r'["\s=](/|~|[A-Z]:\\)', text)
