@@ -76,7 +76,10 @@ def summary_table(data: Results) -> str:
     for row in data["rows"]:
         if row["peer"] and all(row[name] == MAIN_SHAPE[name] for name in MAIN_SHAPE):
             chosen.setdefault(row["tokens"], {})[row["op"], row["density"]] = row
-    columns = sorted({key for found in chosen.values() for key in found}, reverse=True)
+    columns = sorted(
+        {key for found in chosen.values() for key in found},
+        key=lambda key: (key[0] != "prefill", key[1]),
+    )
     lines = []
     for tokens, found in sorted(chosen.items()):
         cells = [

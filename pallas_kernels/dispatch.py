@@ -13,6 +13,7 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
 PREFILL_BLOCK_SIZES = (64, 128)
 DECODE_BLOCK_SIZES = (16, 64, 128)
+LEAST_DECODE_HEAD = 64
 
 
 def device_kind() -> str:
@@ -93,7 +94,9 @@ def choose_implementation(
       NotImplementedError: If the named implementation cannot take this call.
     """
     interpret = config is not None and config.interpret
-    if implementation is None and interpret:
+    # The decode kernel would pad smaller heads, and copy the whole cache for each token.
+    is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
+    if implementation is None and (interpret or is_small):
         return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
     return _choose(implementation, IMPLEMENTATIONS, reason)

@@ -40,6 +40,14 @@ def test_choice_of_attention_over_lists(reason, monkeypatch):
         choose_implementation("cudnn", query, block_size=size)
 
 
+def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    for head_dim, expected in ((32, "xla"), (64, "mosaic_gpu"), (96, "mosaic_gpu")):
+        query = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
+        assert choose_implementation(None, query, block_size=64) == expected
+        assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
+
+
 def test_the_interpreter_needs_no_gpu_and_comes_only_when_asked_for(monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float16)
