@@ -237,11 +237,10 @@ def ruler_table(path: Path) -> str:
         some = found[tasks[0]]
         cells = ["dense" if policy == "dense" else f"`{policy}`", " and ".join(some["phases"])]
         cells += [f"{found[task]['score']:.2f}" for task in tasks]
-        for phase in PHASE_TITLES:
-            values = [row["measured_density"].get(phase, {}) for row in found.values()]
+        for phase in ("prefill", "decode"):
+            values = [row["measured_density"][phase] for row in found.values()]
             shares = [one.get("sparse_layers", 1.0) for one in values]
-            if phase != "both":
-                cells.append(f"{sum(shares) / len(shares):.2f}")
+            cells.append(f"{sum(shares) / len(shares):.2f}")
         rows.append(cells)
     header = ("Policy", "Sparse in", *(f"`{task}`" for task in tasks))
     header += ("Density, prefill", "Density, decode")
