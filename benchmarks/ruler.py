@@ -4,10 +4,12 @@
 
 The prompts are the harness's own, drawn once and the same for every policy, and so are its scores.
 Another task stands beside them, `multi_key` of this package: it asks in sentences that the small
-model was trained on, which RULER's are not. Writes `results/ruler.json`, policy by policy.
+model was trained on, which RULER's are not. Writes `results/ruler.json`, policy by policy; with
+`--policy`, rows of other policies stay if they are of the same model, prompts and versions.
 """
 
 import argparse
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,26 @@ def main() -> None:
         dtype="",
         harness=harness_version(),
     )
-    rows: list[dict[str, Any]] = []
+    rows = finished_rows(options.out, meta) if options.policy else {}
     for policy in options.policy or POLICIES:
-        rows += run_policy(policy, model, tasks, meta, options)
-        write_results(options.out, meta, rows)
+        rows[policy] = run_policy(policy, model, tasks, meta, options)
+        order = [row for name in POLICIES for row in rows.get(name, ())]
+        write_results(options.out, meta, order)
+
+
+def finished_rows(path: Path, meta: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of an earlier run by policy, whose command then stays too; none of another kind."""
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    varying = {"command", "dtype", "date"}
+    if any(old["meta"].get(name) != meta[name] for name in set(meta) - varying):
+        return {}
+    meta["command"] = old["meta"]["command"]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in old["rows"]:
+        rows.setdefault(row["policy"], []).append(row)
+    return rows
 
 
 def harness_version() -> str:

@@ -14,6 +14,7 @@ from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 PyTree = Any
 _log = logging.getLogger(__name__)
 
+_TASKS = ("text_loss", "multi_key")
 _MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
 
 
@@ -27,14 +28,17 @@ def fit_policy(
     density: float | None = None,
     is_fitted: bool = False,
 ) -> Policy:
-    """The policy as it suits a model, from English text of a length, not from any task's prompts.
+    """The policy as it suits a model, on prompts that no harness has.
+
+    A knob is set on two of one length, English text and a question about codes hidden in such text:
+    what is kept of one that ends in a question is more. Thresholds take the text alone.
 
     Args:
       policy: The policy.
       params: Parameter tree.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      num_tokens: Tokens of the text: for a density, about those of the prompts to come. Thresholds
+      num_tokens: Tokens of a prompt: for a density, about those of the prompts to come. Thresholds
         take at most 8,192.
       density: What a policy with a knob is calibrated to; as it is without.
       is_fitted: Whether the thresholds of Adamas are the model's already.
@@ -47,15 +51,21 @@ def fit_policy(
         return policy
     if isinstance(policy, AdamasConfig):
         num_tokens = min(num_tokens, _MAX_TOKENS_OF_KEYS)
-    tokens, lengths = held_out_prompts(
-        read_text(), tokenizer, tasks=("text_loss",), num_tokens=num_tokens
-    )
+    tokens, lengths = held_out_prompts(read_text(), tokenizer, tasks=_TASKS, num_tokens=num_tokens)
     if isinstance(policy, AdamasConfig):
-        fitted = fit_thresholds(params, tokens, lengths, policy=policy, model_config=model_config)
+        fitted = fit_thresholds(
+            params, tokens[:1], lengths[:1], policy=policy, model_config=model_config
+        )
         return fitted.policy
     assert isinstance(policy, PrefillPolicy) and density is not None
     found = calibrate(
-        params, tokens, lengths, policy=policy, model_config=model_config, density=density
+        params,
+        tokens,
+        lengths,
+        policy=policy,
+        model_config=model_config,
+        density=density,
+        batch=1,
     )
-    _log.info("%s: density %.3f on other text", found.settings, found.density)
+    _log.info("%s: density %.3f on held-out prompts", found.settings, found.density)
     return found.policy

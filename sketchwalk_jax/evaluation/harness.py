@@ -91,8 +91,8 @@ class SketchWalkLM(TemplateLM):
           policy: One of `sketchwalk_jax.policies.POLICIES`.
           preset: Preset of the `sketchwalk` policy.
           density: Density to select at. MInference and FlexPrefill, which have none of their own,
-            are calibrated to it on English text, never on prompts of a task; without it they run
-            as published.
+            are calibrated to it on held-out prompts, never on a task's; without it they run as
+            published.
           phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
           dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
           batch_size: Prompts at a time.
@@ -102,8 +102,8 @@ class SketchWalkLM(TemplateLM):
             LongBench has it.
           chunk_size: Tokens that prefill processes at a time.
           implementation: Attention implementation, or `None` to choose.
-          calibration_tokens: Length of the text (of 455,000 characters) that policies are set on;
-            `max_length` by default.
+          calibration_tokens: Length of the prompts that policies are set on, from a text of 455,000
+            characters; `max_length` by default.
           seed: Seed of what is drawn.
           device: Of no effect, and always given by the harness: `JAX_PLATFORMS` sets it.
           **fields: Further fields of the policy, such as `block_size`. Without `thresholds`, those
