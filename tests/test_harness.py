@@ -183,10 +183,10 @@ def test_every_policy_has_its_name_and_what_it_needs_of_the_model(harness, check
     assert harness.SketchWalkLM(checkpoint, **given).config.thresholds == (-1.0, 0.0, 1.0)
 
 
-def test_a_density_calibrates_a_knob(harness, checkpoint):
-    lm = harness.SketchWalkLM(
-        checkpoint, policy="minference", density=0.9, max_length=512, block_size=SIZE
-    )
+def test_a_density_calibrates_a_knob(harness, tmp_path):
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True, max_position_embeddings=2048)
+    options = {"policy": "minference", "density": 0.9, "block_size": SIZE}
+    lm = harness.SketchWalkLM(str(tmp_path), **options)
     assert lm.config.scale != by_name("minference").scale
 
 

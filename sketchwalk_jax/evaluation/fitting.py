@@ -45,17 +45,19 @@ def fit_policy(
 
     Returns:
       The policy with its knob or thresholds set; others as they are.
+
+    Raises:
+      ValueError: If the prompts do not fit `num_tokens`, or the text is shorter.
     """
     has_target = isinstance(policy, PrefillPolicy) and density is not None
     if not has_target and (is_fitted or not isinstance(policy, AdamasConfig)):
         return policy
+    tasks = _TASKS
     if isinstance(policy, AdamasConfig):
-        num_tokens = min(num_tokens, _MAX_TOKENS_OF_KEYS)
-    tokens, lengths = held_out_prompts(read_text(), tokenizer, tasks=_TASKS, num_tokens=num_tokens)
+        num_tokens, tasks = min(num_tokens, _MAX_TOKENS_OF_KEYS), _TASKS[:1]
+    tokens, lengths = held_out_prompts(read_text(), tokenizer, tasks=tasks, num_tokens=num_tokens)
     if isinstance(policy, AdamasConfig):
-        fitted = fit_thresholds(
-            params, tokens[:1], lengths[:1], policy=policy, model_config=model_config
-        )
+        fitted = fit_thresholds(params, tokens, lengths, policy=policy, model_config=model_config)
         return fitted.policy
     assert isinstance(policy, PrefillPolicy) and density is not None
     found = calibrate(
