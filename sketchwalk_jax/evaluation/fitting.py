@@ -14,7 +14,7 @@ from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 PyTree = Any
 _log = logging.getLogger(__name__)
 
-_TASKS = ("text_loss", "multi_key")
+_TASKS: tuple[str, ...] = ("text_loss", "multi_key")
 _MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
 
 
