@@ -163,3 +163,26 @@ class Policy(abc.ABC):
         by_block = size(2) - size(1)
         blocks = (positions // self.block_size + 1).astype(jnp.float32)
         return float(size(1) - by_block) + float(by_block) * blocks
+
+
+class StatelessPolicy(Policy):
+    """A policy that keeps nothing, neither of the tokens nor from layer to layer."""
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
+        """Nothing to keep."""
+        return None
+
+    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> PyTree:
+        """Nothing to carry from layer to layer."""
+        return None
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        span: Span,
+    ) -> PyTree:
+        """Nothing to add."""
+        return statistics

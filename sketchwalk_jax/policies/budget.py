@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import StatelessPolicy
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetPolicy(Policy):
+class BudgetPolicy(StatelessPolicy):
     """A policy that keeps `block_budget` blocks of every row and carries no state.
 
     Row `i` keeps `min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))` blocks, the
@@ -44,25 +44,6 @@ class BudgetPolicy(Policy):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
-        """Nothing to keep."""
-        return None
-
-    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> PyTree:
-        """Nothing to carry from layer to layer."""
-        return None
-
-    def observe(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: PyTree,
-        *,
-        span: Span,
-    ) -> PyTree:
-        """Nothing to add."""
-        return statistics
 
     def budget(self, num_blocks: int) -> np.ndarray:
         """Blocks that each of `num_blocks` rows keeps, int32 on the host, non-decreasing."""

@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import Span, StatelessPolicy
 from sketchwalk_jax.selection import BlockSelection, full_selection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(Policy):
+class Dense(StatelessPolicy):
     """Attends to everything. Inference takes the dense path and keeps no statistics.
 
     Attributes:
@@ -22,25 +22,6 @@ class Dense(Policy):
     def phases(self) -> tuple[str, ...]:
         """It selects in neither phase."""
         return ()
-
-    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> None:
-        """Nothing to keep."""
-        return None
-
-    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> None:
-        """Nothing to carry."""
-        return None
-
-    def observe(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: None,
-        *,
-        span: Span,
-    ) -> None:
-        """Nothing to add."""
-        return None
 
     def select_prefill(
         self,

@@ -5,14 +5,14 @@ from typing import Any, ClassVar, Self
 
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import StatelessPolicy
 from sketchwalk_jax.selection import BlockSelection, full_selection
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillPolicy(Policy):
+class PrefillPolicy(StatelessPolicy):
     """A policy that selects while prompts are read, one list per query head; it decodes densely.
 
     Such a policy has no density of its own: how much it keeps depends on the model and the prompt.
@@ -46,25 +46,6 @@ class PrefillPolicy(Policy):
 
     def relaxed(self) -> Self | None:
         """With lower floors, for densities that the knob does not reach; None without any."""
-        return None
-
-    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> None:
-        """Nothing to keep."""
-        return None
-
-    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> None:
-        """Nothing to carry from layer to layer."""
-        return None
-
-    def observe(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: None,
-        *,
-        span: Span,
-    ) -> None:
-        """Nothing to add."""
         return None
 
     def select_decode(
