@@ -194,13 +194,6 @@ def _decode_body(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    tiling = (8, swizzle // jnp.dtype(dtype).itemsize)
-    gpu: Any = plgpu  # whose annotations make these two abstract
-    transforms = (gpu.TilingTransform(tiling), gpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def _barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
@@ -315,7 +308,7 @@ def _run(
         jax.ShapeDtypeStruct((shape.splits, places, 2, columns), jnp.float32),
     ]
     common = {
-        "compiler_params": ops.compiler_params(unsafe_no_auto_barriers=True),
+        "compiler_params": ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         "interpret": ops.interpreter(interpret),
     }
     outputs = plgpu.kernel(
@@ -325,10 +318,10 @@ def _run(
         grid_names=("batch", "split", "unit"),  # the last varies fastest
         scratch_types=[
             plgpu.SMEM((columns, features), dtype),
-            _tiled((columns, features), dtype, swizzle),
-            _tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle),
-            _tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle),
-            _tiled((columns, shape.step_keys), dtype, swizzle),
+            ops.tiled((columns, features), dtype, swizzle=swizzle),
+            ops.tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle=swizzle),
+            ops.tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle=swizzle),
+            ops.tiled((columns, shape.step_keys), dtype, swizzle=swizzle),
             _barriers(1),
             *[_barriers(shape.stages, shape.step_blocks)] * 2,
         ],

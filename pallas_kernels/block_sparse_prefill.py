@@ -106,7 +106,7 @@ def block_sparse_prefill(
         num_threads=plan.computing + 1,
         thread_name="warpgroup",
         # No reduction here crosses warps; the room goes to another step of values.
-        compiler_params=ops.compiler_params(reduction_scratch_bytes=128),
+        compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
         interpret=ops.interpreter(config.interpret),
         kernel_name="block_sparse_prefill",
     )

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels import ops
 
 _THREADS = 128
 _VECTOR = 8  # 16-byte loads of 16-bit numbers
@@ -134,7 +134,7 @@ def block_sums_kernel(
         grid=(batch, tokens // block_size),
         grid_names=("sequence", "block"),
         scratch_types=[plgpu.SMEM((size,), jnp.float32) for size in sizes],
-        compiler_params=warp_ops.compiler_params(),
+        compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret, detect_races=False),
         kernel_name="sketchwalk_block_sums",
     )(

@@ -21,10 +21,10 @@ _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -> Any:
     """Shared memory for matrices (the last two axes) that tensor cores multiply."""
-    width = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (_tiling((8, width)), _swizzle(SWIZZLE_BYTES))
+    width = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (_tiling((8, width)), _swizzle(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -44,10 +44,8 @@ def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
 
 
 def compiler_params(**changes: Any) -> plgpu.CompilerParams:
-    """Parameters of the attention kernels; the default semantics differ between JAX versions."""
-    return plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **changes
-    )
+    """Parameters of every kernel; the default semantics differ between versions of JAX."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)
 
 
 def row_vector(rows: int, value: float) -> Float[Array, "rows"]:

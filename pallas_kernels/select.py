@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.pallas_kernels import warp_ops
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
 
@@ -192,7 +192,7 @@ def select_blocks_kernel(
         grid_names=("row",),
         kernel_name="sketchwalk_select_rows",
         scratch_types=[warp_ops.scratch_of_counts()],
-        compiler_params=warp_ops.compiler_params(),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
     )(scores.reshape(total, width), rows.reshape(total), counts.reshape(total))
     return BlockSelection(ids.reshape(batch, 1, num_rows, max_count), counts[:, None], block_size)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import walk_row, warp_ops
+from sketchwalk_jax.pallas_kernels import ops, walk_row, warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import (
     NO_EXPONENT,
     exponent_of,
@@ -259,8 +259,8 @@ def select_token_kernel(
     )
     kernel: Any = functools.partial(
         plgpu.kernel,
-        compiler_params=warp_ops.compiler_params(auto_barriers=False),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret, detect_races=False),
     )
     is_projected = projection is not None
     if projection is None:

@@ -23,13 +23,6 @@ _ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
 
 
-def compiler_params(*, auto_barriers: bool = True) -> plgpu.CompilerParams:
-    """Parameters of every kernel here; the default semantics differ between versions of JAX."""
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
-    )
-
-
 def barrier(*, interpret: bool) -> None:
     """Waits for the other warps of the warpgroup; the interpreter runs them together."""
     if not interpret:
