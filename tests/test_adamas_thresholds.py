@@ -13,6 +13,7 @@ from sketchwalk_jax.evaluation import EvaluationConfig, evaluate
 from sketchwalk_jax.evaluation.thresholds import fit_thresholds
 from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
 
+PARTS = ("keys", "values")
 CONFIG = AdamasConfig(block_size=16, dense_layers=1, density=0.3)
 
 
@@ -54,7 +55,7 @@ def test_an_evaluation_of_policies_for_decode(tmp_path):
         probe_prompts=1,
     )
     evaluate(model, config=config, out=out)
-    _, quest, adamas = json.loads(out.read_text())["rows"]
+    dense, quest, adamas = json.loads(out.read_text())["rows"]
     low, middle, high = adamas["settings"]["thresholds"]
     assert low < middle < high and quest["settings"] is None
     for row, unit in ((quest, 16), (adamas, 1)):
@@ -64,3 +65,7 @@ def test_an_evaluation_of_policies_for_decode(tmp_path):
         # Two of three layers are dense, and only decoded tokens count.
         all_layers = row["measured_density_all_layers"]
         assert all_layers == pytest.approx((2 + measured) / 3, abs=1e-4)
+        # The heads of a group have lists of their own, of which keys are read once.
+        shares = [row[f"decode_bytes_{name}"] / dense[f"decode_bytes_{name}"] for name in PARTS]
+        assert shares[0] == shares[1] and all_layers - 1e-3 < shares[0] < (2 + 4 * measured) / 3
+        assert row["decode_bytes_metadata"] > dense["decode_bytes_metadata"] == 0

@@ -13,7 +13,7 @@ from sketchwalk_jax.density import Density
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.results import ResultsFile, hash_weights, write_results
-from sketchwalk_jax.evaluation.rows import ROW_FIELDS, Outcome, group_key_of, make_rows
+from sketchwalk_jax.evaluation.rows import ROW_FIELDS, Outcome, Probed, group_key_of, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.summaries import check_rows
 
@@ -45,7 +45,7 @@ def test_row_has_every_field_and_densities_of_its_phase():
         phase="both",
         tokens=512,
         num_dense_layers=2,
-        probe=([0.5, 0.7], [0.2, 0.4]),
+        probe=Probed([0.5, 0.7], [0.2, 0.4], (3000.0, 3000.0, 100.5)),
     )
     assert tuple(row) == ROW_FIELDS
     check_rows([row])
@@ -55,6 +55,8 @@ def test_row_has_every_field_and_densities_of_its_phase():
     assert row["mass_recall"] == 0.6
     assert row["mass_recall_by_layer"] == [None, None, 0.5, 0.7]
     assert row["output_error_by_layer"] == [None, None, 0.2, 0.4]
+    assert row["dense_layers"] == 2 and row["decode_bytes_metadata"] == 100.5
+    assert row["decode_bytes_keys"] == row["decode_bytes_values"] == 3000
     pairs = 33 - 3 * np.arange(LAYERS)  # of all prompts, by layer
     for name, first in (("sparse", 2), ("all", 0)):
         expected = 1.5 * pairs[first:].sum() / (2 * 33 * (LAYERS - first))
@@ -90,6 +92,7 @@ def test_dense_rows_have_density_one():
     )
     assert row["density"] == row["measured_density_sparse_layers"] == 1
     assert row["measured_density_all_layers"] == 1 and row["mass_recall_by_layer"] is None
+    assert row["dense_layers"] is row["decode_bytes_keys"] is None
 
 
 def test_needles_have_rows_by_depth_and_variables_by_hops():
@@ -98,7 +101,7 @@ def test_needles_have_rows_by_depth_and_variables_by_hops():
         for one, depth in zip(samples("single_needle", 4), (0.1, 0.9, 0.1, 0.9), strict=True)
     ]
     outcome = _outcome(4, is_right=np.array([True, False, True, True]))
-    options = {"phase": "both", "tokens": 512, "num_dense_layers": 2, "probe": ([1.0], [0.0])}
+    options = {"phase": "both", "tokens": 512, "num_dense_layers": 2, "probe": Probed([1.0], [0.0])}
     rows = make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
     assert [(row["depth"], row["exact"], row["prompts"]) for row in rows] == [
         (None, 0.75, 4),
@@ -160,6 +163,15 @@ def test_every_rule_phase_and_task_has_its_rows(finished, model):
         if row["policy"] == "streaming":
             assert row["measured_density_sparse_layers"] < 0.7
             assert (row["mass_recall"] is None) == (row["depth"] is not None)
+        is_counted = row["phase"] != "prefill" and row["depth"] is None
+        assert (row["decode_bytes_keys"] is not None) == is_counted
+    for task in CONFIG.tasks:
+        dense, sparse = (
+            [row["decode_bytes_keys"] for row in rows if (row["policy"], row["task"]) == one]
+            for one in (("dense", task), ("streaming", task))
+        )
+        kept = {one / dense[0] for one in sparse if one is not None}
+        assert len(kept) == 1 and 0.5 < kept.pop() < 0.9  # two of four layers are dense
     meta = results["meta"]
     assert meta["model"]["sha256"] == hash_weights(model) and len(meta["model"]["sha256"]) == 1
     assert meta["text"]["sha256"] == read_text().sha256 and meta["wall_s"] > 0

@@ -114,6 +114,24 @@ def test_decode_equals_numpy(weights):
             np.testing.assert_allclose(found, expected, **tolerance("logits"))
     np.testing.assert_allclose(sums.by_layer(1)[0], 1, rtol=1e-6)
     np.testing.assert_array_less(sums.by_layer(1)[1], 1e-5)
+    positions = range(start, start + told)
+    kept = [
+        sum(
+            min(SIZE, position + 1 - SIZE * block) for block in _kept_by_streaming(position // SIZE)
+        )
+        for position in positions
+    ]
+    by_token = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4  # of two sparse layers
+    for policy, tokens_read in ((0, kept), (1, [position + 1 for position in positions])):
+        keys, values, metadata = sums.bytes_per_token(policy)
+        assert keys == values == pytest.approx(np.mean(tokens_read) * by_token)
+        assert (metadata > 0) == (policy == 1)  # sketches; streaming looks at nothing
+
+
+def test_prompts_are_not_decoded(weights):
+    tokens, lengths = prompts(LENGTH)
+    sums, _ = _probe(weights, tokens, lengths)
+    assert not np.any(sums.key_bytes) and not np.any(sums.metadata_bytes)
 
 
 def test_full_selection_holds_everything_and_partial_selection_does_not(weights):
@@ -146,3 +164,4 @@ def test_policy_that_was_not_measured_has_no_layers(weights):
     sums, _ = _probe(weights, tokens, lengths)
     nothing = jax.tree.map(np.zeros_like, sums)
     assert nothing.by_layer(0) == ([], [])
+    assert nothing.bytes_per_token(0) is None

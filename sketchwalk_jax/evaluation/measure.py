@@ -6,10 +6,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax.cache import Cache, num_dense_layers
 from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.decode_bytes import decode_bytes
 from sketchwalk_jax.evaluation.probe import ProbeSums, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
 from sketchwalk_jax.evaluation.prompts import (
@@ -20,10 +22,10 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
-from sketchwalk_jax.evaluation.rows import Outcome
+from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
 
 PyTree = Any
@@ -203,8 +205,8 @@ class Measurement:
             self._programs.start(probe_decode, cache, continuation, lengths, **static),
         )
 
-    def probe(self, prompts: Prompts) -> dict[tuple[Rule, str], tuple[list[float], list[float]]]:
-        """Mass recall and output error by sparse layer, of every rule and phase.
+    def probe(self, prompts: Prompts) -> dict[tuple[Rule, str], Probed]:
+        """Mass recall and output error by sparse layer, bytes read in decode, by rule and phase.
 
         The tokens are those that each phase prefills and decodes, the right answer in the place of
         the generated one; `both` counts the query tokens of prefill and decode together.
@@ -213,9 +215,12 @@ class Measurement:
           prompts: As many prompts as `probe_batch`, of one task.
 
         Returns:
-          Two lists for every rule and phase, empty where it does not select.
+          What was found for every rule and phase, nothing where it does not select; of dense
+          attention the bytes alone.
         """
-        found = {}
+        by_layer = self._dense_bytes(prompts)
+        num_layers = self._model_config.num_layers
+        found = {(DENSE, "both"): Probed(decode_bytes=_times(by_layer, num_layers))}
         for rules in self._probes.values():
             prefill, decode = (future.result() for future in self._probe_programs(rules))
             everything, cache = prefill(self._params, prompts.tokens, prompts.lengths)
@@ -228,9 +233,37 @@ class Measurement:
             )
             sums["both"] += sums["decode"]
             for index, rule in enumerate(rules):
+                read = sums["decode"].bytes_per_token(index)
+                if read is not None:
+                    dense = _times(by_layer, self.num_dense_layers(rule))
+                    read = tuple(map(sum, zip(read, dense, strict=True)))
                 for phase, some in sums.items():
-                    found[rule, phase] = some.by_layer(index)
+                    own = None if phase == "prefill" else read
+                    found[rule, phase] = Probed(*some.by_layer(index), own)
         return found
+
+    def _dense_bytes(self, prompts: Prompts) -> tuple[float, float, float]:
+        """Bytes that one layer which attends to everything reads for a token of the probe's."""
+        config = self._model_config
+        dtype = self._params["embed"]["embedding"].dtype
+        shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+        positions = np.concatenate(
+            [
+                start + np.arange(count, dtype=np.int32)
+                for start, count in zip(prompts.prompt_lengths, prompts.num_told, strict=True)
+            ]
+        )
+        read = decode_bytes(Dense(), None, jnp.asarray(positions), shape=shape)
+        keys, values, metadata = (
+            float(np.asarray(part, np.float64).mean())
+            for part in (read.keys, read.values, read.metadata)
+        )
+        return keys, values, metadata
+
+
+def _times(parts: tuple[float, float, float], count: int) -> tuple[float, float, float]:
+    keys, values, metadata = parts
+    return count * keys, count * values, count * metadata
 
 
 def _outcome(prompts: Prompts, density: Any, **found: Any) -> Outcome:

@@ -6,7 +6,8 @@ its walk carried along, and its output is compared and thrown away:
 * *mass recall*, the share of the softmax weights of dense attention that fall on selected blocks,
   mean over query tokens and heads. It is `exp(lse_sparse - lse_dense)`, with the log-sum-exp of
   the scores over the selected and over all keys, so lists per head need no special care;
-* *output error*, `‖o_sparse - o_dense‖ / ‖o_dense‖` over all query tokens and heads.
+* *output error*, `‖o_sparse - o_dense‖ / ‖o_dense‖` over all query tokens and heads;
+* *bytes read* for every decoded token, from the lists themselves (`decode_bytes`).
 """
 
 import dataclasses
@@ -22,10 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.attention import attend_rows, block_sparse_decode, dense_attention
 from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers, write_prompt, write_token
 from sketchwalk_jax.cached_attention import Settings, observe_layer
+from sketchwalk_jax.decode_bytes import DecodeBytes, decode_bytes
 from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.steps import all_layers
 
 PyTree = Any
@@ -41,12 +43,18 @@ class ProbeSums:
       squared_error: `‖o_sparse - o_dense‖²`, `[L, P, B]`.
       squared_norm: `‖o_dense‖²`, `[L, P, B]`.
       queries: Query tokens, `[L, P, B]`.
+      key_bytes: Bytes of keys that decoding read, `[L, P, B]`; 0 in prefill.
+      value_bytes: The same of values.
+      metadata_bytes: The same of what the policy selected by.
     """
 
     mass: Float[Array, "L P B"]
     squared_error: Float[Array, "L P B"]
     squared_norm: Float[Array, "L P B"]
     queries: Float[Array, "L P B"]
+    key_bytes: Float[Array, "L P B"]
+    value_bytes: Float[Array, "L P B"]
+    metadata_bytes: Float[Array, "L P B"]
 
     def __add__(self, other: Self) -> Self:
         """Sums over the query tokens of both."""
@@ -65,8 +73,24 @@ class ProbeSums:
             return [], []
         return (mass / queries).tolist(), np.sqrt(error / norm).tolist()
 
+    def bytes_per_token(self, policy: int) -> tuple[float, float, float] | None:
+        """Keys, values and metadata that one policy read, mean over query tokens.
 
-def _compare(sparse: Any, dense: Any, is_query: Bool[Array, "B T"]) -> ProbeSums:
+        Added up over the sparse layers. `None` where the policy was not measured.
+        """
+        queries = np.asarray(self.queries, np.float64)[:, policy].sum(axis=-1)
+        if not queries.size or not queries.all():
+            return None
+        keys, values, metadata = (
+            float((np.asarray(part, np.float64)[:, policy].sum(axis=-1) / queries).sum())
+            for part in (self.key_bytes, self.value_bytes, self.metadata_bytes)
+        )
+        return keys, values, metadata
+
+
+def _compare(
+    sparse: Any, dense: Any, is_query: Bool[Array, "B T"], read: DecodeBytes | None = None
+) -> ProbeSums:
     """Sums over the real queries of one layer and policy; from outputs and log-sum-exps."""
 
     def total(x: Float[Array, "B T *rest"]) -> Float[Array, "B"]:
@@ -80,13 +104,23 @@ def _compare(sparse: Any, dense: Any, is_query: Bool[Array, "B T"]) -> ProbeSums
         squared_error=total((sparse[0].astype(jnp.float32) - wide) ** 2),
         squared_norm=total(wide**2),
         queries=jnp.sum(is_query, axis=1, dtype=jnp.float32),
+        **{
+            f"{name}_bytes": jnp.zeros(is_query.shape[:1], jnp.float32)
+            if read is None
+            else jnp.where(is_query[:, 0], getattr(read, plural), 0.0)
+            for name, plural in (("key", "keys"), ("value", "values"), ("metadata", "metadata"))
+        },
     )
 
 
 def _nothing(like: Int[Array, "B"]) -> ProbeSums:
     """Of a policy that does not select in this phase."""
-    zeros = jnp.zeros(like.shape, jnp.float32)
-    return ProbeSums(zeros, zeros, zeros, zeros)
+    return _zeros(like.shape)
+
+
+def _zeros(shape: tuple[int, ...]) -> ProbeSums:
+    names = (field.name for field in dataclasses.fields(ProbeSums))
+    return ProbeSums(**dict.fromkeys(names, jnp.zeros(shape, jnp.float32)))
 
 
 def _stack(sums: Sequence[ProbeSums]) -> ProbeSums:
@@ -183,7 +217,9 @@ def _decode_attention(
                 sparse = block_sparse_decode(
                     query, keys, values, selection, kv_lengths=end, layer=layer, return_lse=True
                 )
-                found.append(_compare(sparse, dense, active[:, None]))
+                shape = LayerShape(query.shape[2], *keys.shape[3:], keys.dtype)
+                read = decode_bytes(policy, selection, positions, shape=shape)
+                found.append(_compare(sparse, dense, active[:, None], read))
             walks, sums = tuple(walks), _stack(found)
         cache = dataclasses.replace(cache, key=keys, value=values, statistics=tuple(statistics))
         return dense[0], (cache, walks), (jnp.zeros(end.shape), sums)
@@ -203,8 +239,7 @@ def _walks(together: Together, *, batch: int, num_tokens: int | None, capacity: 
 
 
 def _no_sums(together: Together, num_sparse: int, batch: int) -> ProbeSums:
-    zeros = jnp.zeros((num_sparse, len(together.policies), batch), jnp.float32)
-    return ProbeSums(zeros, zeros, zeros, zeros)
+    return _zeros((num_sparse, len(together.policies), batch))
 
 
 def probe_prefill(

@@ -67,6 +67,22 @@ class Outcome:
         return attended / causal if causal else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Probed:
+    """What the probe found of a rule in one phase.
+
+    Attributes:
+      mass_recall: Of each sparse layer; empty if it was not measured.
+      output_error: Likewise.
+      decode_bytes: Bytes of keys, of values and of metadata that one decoded token reads, mean over
+        tokens, all layers together; None where decoding is dense for a sparse policy.
+    """
+
+    mass_recall: Sequence[float] = ()
+    output_error: Sequence[float] = ()
+    decode_bytes: tuple[float, float, float] | None = None
+
+
 def _fields(density: Density) -> tuple[Any, ...]:
     return tuple(getattr(density, field.name) for field in dataclasses.fields(density))
 
@@ -79,7 +95,7 @@ def make_rows(
     phase: str,
     tokens: int,
     num_dense_layers: int,
-    probe: tuple[Sequence[float], Sequence[float]] = ((), ()),
+    probe: Probed = Probed(),
     settings: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Rows of one rule, phase, task and length.
@@ -91,7 +107,7 @@ def make_rows(
       phase: Where its selection was sparse.
       tokens: Nominal length.
       num_dense_layers: Leading dense layers; 0 for dense attention itself.
-      probe: Mass recall and output error of each sparse layer; empty if they were not measured.
+      probe: Mass recall and output error of each sparse layer, and bytes read in decode.
       settings: Fields of the policy that calibration chose, None without it.
 
     Returns:
@@ -99,7 +115,7 @@ def make_rows(
       number of hops instead. `is_right` and `text_losses` hold a value for each prompt, in an order
       that all rules share; rows by depth leave `is_right` to the row of all depths.
     """
-    recall, error = probe
+    recall, error = probe.mass_recall, probe.output_error
     by_layer: list[None] = [None] * num_dense_layers
     common = {
         "policy": rule.policy,
@@ -109,12 +125,16 @@ def make_rows(
         "tokens": tokens,
         "density": rule.density,
         "settings": None if settings is None else dict(settings),
+        "dense_layers": None if rule.policy == "dense" else num_dense_layers,
     }
     probed = {
         "mass_recall": _round(np.mean(recall)) if recall else None,
         "mass_recall_by_layer": [*by_layer, *map(_round, recall)] if recall else None,
         "output_error_by_layer": [*by_layer, *map(_round, error)] if error else None,
     }
+    names = ("keys", "values", "metadata")
+    for name, count in zip(names, probe.decode_bytes or (None,) * 3, strict=True):
+        probed[f"decode_bytes_{name}"] = None if count is None else round(count, 1)
 
     def row(is_chosen: Bool[np.ndarray, "n"], **where: float | int) -> Row:
         made = dict.fromkeys(ROW_FIELDS) | common | probed | where
@@ -163,6 +183,10 @@ ROW_FIELDS = (
     "output_error_by_layer",
     "is_right",
     "text_losses",
+    "dense_layers",
+    "decode_bytes_keys",
+    "decode_bytes_values",
+    "decode_bytes_metadata",
 )
 
 

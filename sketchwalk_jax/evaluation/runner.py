@@ -17,7 +17,7 @@ from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.results import ResultsFile, describe_machine, hash_weights
-from sketchwalk_jax.evaluation.rows import Outcome, group_key, make_rows
+from sketchwalk_jax.evaluation.rows import Outcome, Probed, group_key, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
@@ -332,16 +332,16 @@ class _Run:
                 phase=phase,
                 tokens=num_tokens,
                 num_dense_layers=measurement.num_dense_layers(rule),
-                probe=probed.get((rule, phase), ((), ())),
+                probe=probed.get((rule, phase), Probed()),
                 settings=None if calibrated is None else calibrated.settings,
             )
         self._file.add(rows)
 
     def _probe(
         self, measurement: Measurement, samples: list[Sample], wanted: Wanted, num_tokens: int
-    ) -> Mapping[tuple[Rule, str], tuple[list[float], list[float]]]:
+    ) -> Mapping[tuple[Rule, str], Probed]:
         count = measurement.probe_batch
-        if not count or list(wanted) == [DENSE]:
+        if not count:
             return {}
         places = np.linspace(0, len(samples) - 1, count + 2).round().astype(int)[1:-1]
         some = [samples[place] for place in places]
