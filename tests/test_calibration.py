@@ -11,7 +11,7 @@ import tiny
 from tolerances import tolerance
 
 from sketchwalk_jax import generate
-from sketchwalk_jax.evaluation import EvaluationConfig, calibration, evaluate
+from sketchwalk_jax.evaluation import EvaluationConfig, calibrated_rules, calibration, evaluate
 from sketchwalk_jax.evaluation.calibration import HELD_OUT, calibrate, held_out_prompts
 from sketchwalk_jax.evaluation.runner import _Run
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
@@ -65,6 +65,9 @@ def test_floors_are_lowered_where_the_knob_does_not_reach(weights):
     found = calibrate(weights, tokens, lengths, policy=policy, model_config=tiny.MODEL, density=0.5)
     assert found.density == pytest.approx(0.5, rel=0.1)
     assert 16 <= found.policy.min_budget < 128
+    np.testing.assert_allclose(
+        measured(weights, found.policy, tokens, lengths), found.density, **tolerance("scores")
+    )
     assert found.settings == {
         "gamma": found.policy.gamma,
         "min_budget": found.policy.min_budget,
@@ -150,7 +153,7 @@ def test_evaluation_calibrates_on_prompts_that_it_does_not_score(tmp_path, monke
         scored.extend(tuple(sample.tokens) for sample in samples)
         return samples
 
-    monkeypatch.setattr(calibration, "held_out_prompts", noted)
+    monkeypatch.setattr(calibrated_rules, "held_out_prompts", noted)
     monkeypatch.setattr(_Run, "_draw", noted_draw)
     evaluate(model, config=config, out=out)
     assert len(held_out) == 2 and set(held_out).isdisjoint(scored)

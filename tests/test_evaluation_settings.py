@@ -8,6 +8,7 @@ from evaluation_samples import LENGTH, sample, samples
 from tiny import MODEL
 
 from sketchwalk_jax import Dense, SketchWalkConfig
+from sketchwalk_jax.evaluation.batch_size import choose_batch
 from sketchwalk_jax.evaluation.prompts import (
     loss_in_decode,
     loss_in_prefill,
@@ -15,7 +16,7 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
-from sketchwalk_jax.evaluation.runner import check_lengths, choose_batch
+from sketchwalk_jax.evaluation.runner import check_lengths
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
 from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,10 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.cache import init_cache, num_dense_layers
 from sketchwalk_jax.cached_attention import Settings
 from sketchwalk_jax.density import Density
-from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.evaluation.text import Text
-from sketchwalk_jax.evaluation.thresholds import FittedThresholds, fit_thresholds
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import changed_fields
-from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.budget import check_density
 from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 from sketchwalk_jax.steps import prefill_hidden
@@ -73,6 +70,7 @@ def calibrate(
     tolerance: float = 0.02,
     max_steps: int = 12,
     batch: int | None = None,
+    program: Callable[..., Density] | None = None,
 ) -> Calibration:
     """Finds the value of a policy's knob that gives a density.
 
@@ -92,6 +90,8 @@ def calibrate(
       tolerance: How far from it is near enough, as a share of it.
       max_steps: Most values to try; the best is taken.
       batch: Prompts at a time; all by default.
+      program: `prefill_density` compiled for `batch` prompts of `T` tokens and `unset(policy)`;
+        compiled here by default.
 
     Returns:
       The policy with its knob set, and what it gave.
@@ -113,10 +113,12 @@ def calibrate(
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     measure = functools.partial(
         _measure,
+        program
+        or functools.partial(prefill_density, policy=unset(policy), model_config=model_config),
         params,
         tokens,
         jnp.asarray(lengths, jnp.int32),
-        model_config=model_config,
+        first=num_dense_layers(model_config, policy),
         batch=batch or tokens.shape[0],
     )
     found = _bisect(measure, policy, density, tolerance, max_steps)
@@ -158,65 +160,6 @@ def held_out_prompts(
     return np.stack(padded).astype(np.int32), np.array([len(one) for one in drawn], np.int32)
 
 
-def calibrate_rules(
-    rules: Iterable[Rule],
-    params: PyTree,
-    model_config: ModelConfig,
-    text: Text,
-    tokenizer: Any,
-    *,
-    tasks: Sequence[str],
-    num_tokens: int,
-    seed: int,
-    batch: int,
-    before: Callable[[str], object] = str,
-) -> dict[Rule, Calibration | FittedThresholds]:
-    """Calibrates those rules of an evaluation that need it, at one length.
-
-    Args:
-      rules: Rules, of which those with neither a knob nor thresholds are passed over.
-      params: Parameter tree.
-      model_config: The model.
-      text: As in `held_out_prompts`.
-      tokenizer: As in `held_out_prompts`.
-      tasks: Tasks, each of which gives one prompt.
-      num_tokens: Length of the prompts.
-      seed: Seed of the evaluation.
-      batch: Most prompts at a time.
-      before: Is told what is done next.
-
-    Returns:
-      What was found for each of them.
-    """
-    made = {rule: rule.make() for rule in sorted(rules, key=str)}
-    wanted = [one for one in made if one.is_calibrated or isinstance(made[one], AdamasConfig)]
-    if not wanted:
-        return {}
-    tokens, lengths = held_out_prompts(
-        text, tokenizer, tasks=tasks, num_tokens=num_tokens, seed=seed
-    )
-    found: dict[Rule, Calibration | FittedThresholds] = {}
-    for rule in wanted:
-        before(f"calibrating {rule}, {num_tokens} tokens")
-        policy = made[rule]
-        if isinstance(policy, AdamasConfig):
-            found[rule] = fit_thresholds(
-                params, tokens[:batch], lengths[:batch], policy=policy, model_config=model_config
-            )
-            continue
-        assert isinstance(policy, PrefillPolicy) and rule.density is not None
-        found[rule] = calibrate(
-            params,
-            tokens,
-            lengths,
-            policy=policy,
-            model_config=model_config,
-            density=rule.density,
-            batch=min(batch, len(tokens)),
-        )
-    return found
-
-
 def _bisect(
     measure: Any, policy: PrefillPolicy, density: float, tolerance: float, max_steps: int
 ) -> Calibration:
@@ -241,31 +184,28 @@ def _bisect(
 
 
 def _measure(
+    program: Callable[..., Density],
     params: PyTree,
     tokens: Int[Array, "P T"],
     lengths: Int[Array, "P"],
     value: float,
     *,
     policy: PrefillPolicy,
-    model_config: ModelConfig,
+    first: int,
     batch: int,
 ) -> float:
-    """The measured density at one value of the knob."""
-    # Whatever its knob says: one program for all values.
-    canonical = policy.with_knob(policy.knob_range[0])
-    first, attended, causal = num_dense_layers(model_config, policy), 0.0, 0.0
-    count = tokens.shape[0]
+    """The measured density at one value of the knob, in the layers from `first` on."""
+    attended, causal, count = 0.0, 0.0, tokens.shape[0]
     for start in range(0, count, batch):
         # The last batch reaches back; what it repeats is not counted.
         begin = min(start, max(0, count - batch))
         rows = slice(begin, begin + batch)
-        found = _prefill_density(
+        found = program(
             params,
             tokens[rows],
             lengths[rows],
             jnp.asarray(value, jnp.float32),
-            policy=canonical,
-            model_config=model_config,
+            jnp.asarray(policy.floor_value, jnp.int32),
         )
         new = slice(start - begin, None)
         pairs = np.asarray(found.prefill_pairs, np.float64)[first:, new]
@@ -274,19 +214,41 @@ def _measure(
     return float(attended / causal)
 
 
+def unset(policy: PrefillPolicy) -> PrefillPolicy:
+    """The policy whatever its knob and its floor say: one program serves all of their values."""
+    least = {} if policy.floor is None else {policy.floor: 1}
+    return dataclasses.replace(policy.with_knob(policy.knob_range[0]), **least)
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "model_config"))
-def _prefill_density(
+def prefill_density(
     params: PyTree,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     value: Float[Array, ""],
+    floor: Int[Array, ""],
     *,
     policy: PrefillPolicy,
     model_config: ModelConfig,
 ) -> Density:
-    """Reads prompts with the knob at a value that is not known when the program is compiled."""
+    """Reads prompts with knob and floor at values that are not known when it is compiled.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      value: The knob.
+      floor: The floor; of no effect where the policy has none.
+      policy: The policy, `unset`.
+      model_config: The model.
+
+    Returns:
+      The pairs that were attended to.
+    """
     config = copy.copy(policy)
-    object.__setattr__(config, policy.knob, value)  # a traced number, so unchecked
+    object.__setattr__(config, policy.knob, value)  # traced numbers, so unchecked
+    if policy.floor is not None:
+        object.__setattr__(config, policy.floor, floor)
     batch, num_tokens = tokens.shape
     dtype = params["embed"]["embedding"].dtype
     cache = init_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)

@@ -33,6 +33,29 @@ Wanted = Mapping[Rule, Sequence[str]]
 """Phases to run, by rule."""
 
 
+def start_programs(
+    programs: Programs,
+    model_config: ModelConfig,
+    wanted: Wanted,
+    policies: Mapping[Rule, Policy],
+    **shape: int,
+) -> None:
+    """Starts to compile what rules need for themselves; arguments as in `Measurement`."""
+    programs.decode(_settings(model_config, Dense()), **shape)
+    for rule, phases in wanted.items():
+        settings = _settings(model_config, policies[rule])
+        if rule != DENSE and {"prefill", "both"} & set(phases):
+            programs.prefill(settings, **shape)
+        if rule != DENSE and {"decode", "both"} & set(phases):
+            programs.decode(settings, **shape)
+
+
+def _settings(model_config: ModelConfig, config: Policy) -> Settings:
+    # `Together` observes and never selects; the others select wherever they are run.
+    phase = "decode" if isinstance(config, Together) else "both"
+    return Settings(model_config=model_config, config=config, phase=phase)
+
+
 class Measurement:
     """Programs for prompts of one length, and what they find.
 
@@ -85,12 +108,7 @@ class Measurement:
     def _start(self, wanted: Wanted) -> None:
         """Compiles in the order in which programs are needed."""
         self._prefill_program(self._dense)
-        self._decode_program(Dense())
-        for rule, phases in wanted.items():
-            if rule != DENSE and {"prefill", "both"} & set(phases):
-                self._prefill_program(self._policies[rule])
-            if rule != DENSE and {"decode", "both"} & set(phases):
-                self._decode_program(self._policies[rule])
+        start_programs(self._programs, self._model_config, wanted, self._policies, **self._shape)
         for rules in self._probes.values():
             self._probe_programs(rules)
 
@@ -98,16 +116,11 @@ class Measurement:
         """Leading layers in which a rule does not select; 0 for dense attention itself."""
         return 0 if rule == DENSE else num_dense_layers(self._model_config, self._policies[rule])
 
-    def _settings(self, config: Policy) -> Settings:
-        # `Together` observes and never selects; the others select wherever they are run.
-        phase = "decode" if isinstance(config, Together) else "both"
-        return Settings(model_config=self._model_config, config=config, phase=phase)
-
     def _prefill_program(self, config: Policy) -> Future[Any]:
-        return self._programs.prefill(self._settings(config), **self._shape)
+        return self._programs.prefill(_settings(self._model_config, config), **self._shape)
 
     def _decode_program(self, config: Policy) -> Future[Any]:
-        return self._programs.decode(self._settings(config), **self._shape)
+        return self._programs.decode(_settings(self._model_config, config), **self._shape)
 
     def run(
         self, prompts: Prompts, wanted: Wanted, tokenizer: Any, *, after: Any = None
@@ -199,7 +212,8 @@ class Measurement:
         lengths = jax.ShapeDtypeStruct((batch,), np.dtype("int32"))
         tokens = jax.ShapeDtypeStruct((batch, num_tokens), lengths.dtype)
         continuation = jax.ShapeDtypeStruct((batch, MAX_STEPS), lengths.dtype)
-        cache = self._programs.cache(self._settings(together), **self._probe_shape)
+        settings = _settings(self._model_config, together)
+        cache = self._programs.cache(settings, **self._probe_shape)
         return (
             self._programs.start(probe_prefill, tokens, lengths, **static),
             self._programs.start(probe_decode, cache, continuation, lengths, **static),

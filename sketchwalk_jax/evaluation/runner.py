@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from sketchwalk_jax.evaluation.calibration import Calibration, calibrate_rules
-from sketchwalk_jax.evaluation.measure import Measurement
+from sketchwalk_jax.evaluation.batch_size import choose_batch
+from sketchwalk_jax.evaluation.calibrated_rules import RuleCalibration, is_set_by_model
+from sketchwalk_jax.evaluation.calibration import Calibration
+from sketchwalk_jax.evaluation.measure import Measurement, start_programs
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.results import ResultsFile, describe_machine, hash_weights
 from sketchwalk_jax.evaluation.rows import Outcome, Probed, group_key, make_rows
-from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
+from sketchwalk_jax.evaluation.settings import EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.evaluation.thresholds import FittedThresholds
@@ -28,9 +29,6 @@ from sketchwalk_jax.tokenizer import load_tokenizer
 
 PyTree = Any
 Wanted = dict[Rule, tuple[str, ...]]
-
-_MAX_BATCH = {"cpu": 8}
-_MAX_BATCH_ELSEWHERE = 64
 
 
 def evaluate(
@@ -153,35 +151,6 @@ def check_lengths(config: EvaluationConfig, model_config: ModelConfig) -> tuple[
     return lengths
 
 
-def choose_batch(
-    model_config: ModelConfig, config: EvaluationConfig, *, num_tokens: int, dtype: Any
-) -> int:
-    """Prompts at a time: as many as memory is sure to hold, in batches of equal size."""
-    if config.batch is not None:
-        return min(config.batch, config.prompts)
-    size = jnp.dtype(dtype).itemsize
-    cache = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * size
-    widths = (
-        6 * model_config.hidden_size
-        + 3 * model_config.intermediate_size
-        + 4 * model_config.num_heads * model_config.head_dim
-    )
-    # Four caches (dense, sparse, and a copy of one that decoding writes to, and their statistics)
-    # and one layer's activations in float32.
-    needed = num_tokens * (4 * cache + 4 * widths)
-    batch = max(1, int(0.6 * _free_memory() / needed))
-    batch = min(batch, config.prompts, _MAX_BATCH.get(jax.default_backend(), _MAX_BATCH_ELSEWHERE))
-    return -(-config.prompts // -(-config.prompts // batch))
-
-
-def _free_memory() -> int:
-    """Bytes that the device has for this process; of a CPU, a quarter of the machine's memory."""
-    found = jax.devices()[0].memory_stats()
-    if found and "bytes_limit" in found:
-        return found["bytes_limit"] - found.get("bytes_in_use", 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-
-
 class _Run:
     """One evaluation under way."""
 
@@ -219,12 +188,14 @@ class _Run:
                     for num_tokens, tasks in plan.items()
                     for task in tasks
                 }
-                for num_tokens, tasks in plan.items():
-                    self._calibrate(num_tokens, tasks, bar)
-                measurements = {
-                    num_tokens: self._measurement(programs, num_tokens, tasks)
-                    for num_tokens, tasks in plan.items()
+                calibrations = {
+                    num_tokens: self._start_early(programs, num_tokens, tasks, is_first=not index)
+                    for index, (num_tokens, tasks) in enumerate(plan.items())
                 }
+                measurements = {}
+                for num_tokens, tasks in plan.items():
+                    self._calibrate(calibrations[num_tokens], num_tokens, bar)
+                    measurements[num_tokens] = self._measurement(programs, num_tokens, tasks)
                 for num_tokens, tasks in plan.items():
                     measurement = measurements.pop(num_tokens)
                     for task, wanted in tasks.items():
@@ -260,18 +231,35 @@ class _Run:
             seed=self._config.seed,
         )
 
-    def _calibrate(self, num_tokens: int, tasks: Mapping[str, Wanted], bar: tqdm) -> None:
-        """Sets the rules of one length that need it to their density, on held-out prompts."""
-        found = calibrate_rules(
-            {rule for wanted in tasks.values() for rule in wanted},
-            self._params,
+    def _start_early(
+        self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted], *, is_first: bool
+    ) -> RuleCalibration:
+        """Compiles what calibrates one length, and meanwhile what the first needs anyway."""
+        wanted = _joined(tasks)
+        batch = self._batch(num_tokens)
+        calibration = RuleCalibration(
+            programs,
+            wanted,
             self._model_config,
+            num_tasks=len(self._config.tasks),
+            num_tokens=num_tokens,
+            batch=batch,
+        )
+        if is_first:
+            known = {rule: some for rule, some in wanted.items() if not is_set_by_model(rule)}
+            made = {rule: rule.make() for rule in known}
+            shape = {"batch": batch, "num_tokens": num_tokens}
+            start_programs(programs, self._model_config, known, made, **shape)
+        return calibration
+
+    def _calibrate(self, calibration: RuleCalibration, num_tokens: int, bar: tqdm) -> None:
+        """Sets the rules of one length that need it to their density, on held-out prompts."""
+        found = calibration.run(
+            self._params,
             self._text,
             self._tokenizer,
             tasks=self._config.tasks,
-            num_tokens=num_tokens,
             seed=self._config.seed,
-            batch=self._batch(num_tokens),
             before=bar.set_postfix_str,
         )
         self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
@@ -283,15 +271,11 @@ class _Run:
     def _measurement(
         self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted]
     ) -> Measurement:
-        wanted: dict[Rule, set[str]] = {}
-        for rules in tasks.values():
-            for rule, phases in rules.items():
-                wanted.setdefault(rule, set()).update(phases)
         return Measurement(
             programs,
             self._params,
             self._model_config,
-            {rule: tuple(phases) for rule, phases in wanted.items()},
+            _joined(tasks),
             num_tokens=num_tokens,
             batch=self._batch(num_tokens),
             probe_batch=min(self._config.probe_prompts, self._config.prompts),
@@ -346,3 +330,12 @@ class _Run:
         places = np.linspace(0, len(samples) - 1, count + 2).round().astype(int)[1:-1]
         some = [samples[place] for place in places]
         return measurement.probe(make_prompts(some, batch=count, num_tokens=num_tokens))
+
+
+def _joined(tasks: Mapping[str, Wanted]) -> Wanted:
+    """The phases of each rule that some task wants."""
+    wanted: dict[Rule, set[str]] = {}
+    for rules in tasks.values():
+        for rule, phases in rules.items():
+            wanted.setdefault(rule, set()).update(phases)
+    return {rule: tuple(sorted(phases)) for rule, phases in wanted.items()}

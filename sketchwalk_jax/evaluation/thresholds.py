@@ -6,6 +6,7 @@ where none reaches the outer thresholds, half of every code goes unused.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ def fit_thresholds(
     *,
     policy: AdamasConfig,
     model_config: ModelConfig,
+    program: Callable[..., Array] | None = None,
 ) -> FittedThresholds:
     """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
 
@@ -58,6 +60,7 @@ def fit_thresholds(
       lengths: Tokens of each prompt; all `T` by default.
       policy: The policy. Keys of its dense layers do not count.
       model_config: The model.
+      program: `quartiles_of_keys` compiled for these prompts; compiled here by default.
 
     Returns:
       The policy with new thresholds; as it is where no layer is sparse.
@@ -76,19 +79,15 @@ def fit_thresholds(
         return FittedThresholds(policy)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
-    quartiles = _quartiles(
-        params,
-        jnp.asarray(tokens, jnp.int32),
-        jnp.asarray(lengths, jnp.int32),
-        first=first,
-        model_config=model_config,
-    )
+    if program is None:
+        program = functools.partial(quartiles_of_keys, first=first, model_config=model_config)
+    quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
     low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
     return FittedThresholds(dataclasses.replace(policy, thresholds=(low, middle, high)))
 
 
 @functools.partial(jax.jit, static_argnames=("first", "model_config"))
-def _quartiles(
+def quartiles_of_keys(
     params: PyTree,
     tokens: Int[Array, "P T"],
     lengths: Int[Array, "P"],

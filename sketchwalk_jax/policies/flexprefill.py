@@ -59,6 +59,7 @@ class FlexPrefillConfig(PrefillPolicy):
 
     knob: ClassVar[str] = "gamma"
     knob_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    floor: ClassVar[str | None] = "min_budget"
 
     gamma: float = 0.9
     tau: float = 0.1
@@ -124,13 +125,14 @@ class FlexPrefillConfig(PrefillPolicy):
         return lines.lists_of(mask & causal, size), walk
 
     @property
-    def _least_blocks(self) -> int:
-        return math.ceil(self.min_budget / self.block_size)
+    def _least_blocks(self) -> Int[Array, ""]:
+        # While a policy is calibrated, the budget is a traced number.
+        return -(-jnp.asarray(self.min_budget, jnp.int32) // self.block_size)
 
     @property
-    def _dense_tokens(self) -> int:
+    def _dense_tokens(self) -> Int[Array, ""]:
         """Prompts of at most so many tokens are dense."""
-        return max(2, self._least_blocks) * self.block_size
+        return jnp.maximum(self._least_blocks, 2) * self.block_size
 
     def _budget(self, weights: Float[Array, "B N S"], ends: Int[Array, "B"]) -> Int[Array, "B N"]:
         """Blocks that cover `gamma` of a distribution over tokens, clamped."""

@@ -24,10 +24,13 @@ class PrefillPolicy(StatelessPolicy):
       dense_layers: Leading layers that stay dense.
       knob: Name of the field that sets how much is kept; more with larger values.
       knob_range: Its least value, and one that keeps (nearly) everything.
+      floor: Name of the field with the least that is kept, in tokens, which `relaxed` lowers; None
+        without any.
     """
 
     knob: ClassVar[str]
     knob_range: ClassVar[tuple[float, float]]
+    floor: ClassVar[str | None] = None
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -43,6 +46,11 @@ class PrefillPolicy(StatelessPolicy):
         """The policy with its knob at another value."""
         fields: dict[str, Any] = {self.knob: value}
         return dataclasses.replace(self, **fields)
+
+    @property
+    def floor_value(self) -> int:
+        """What the floor is set to; 0 without any."""
+        return 0 if self.floor is None else int(getattr(self, self.floor))
 
     def relaxed(self) -> Self | None:
         """With lower floors, for densities that the knob does not reach; None without any."""
