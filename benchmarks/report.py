@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kernel_report
+import selection_report
 from common import ROOT  # which finds the package in a checkout that is not installed
 
 from sketchwalk_jax.evaluation.report import TITLES, describe_run, sections
@@ -78,6 +79,15 @@ def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
         if data["meta"].get("is_quick"):
             raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
         return f"{make(data)}\n\n{describe_run(data['meta'])}"
+
+    return section
+
+
+def measured(make: Callable[[Path], str], script: str) -> Callable[[Path], str]:
+    """A section that says so where its results are missing, and what makes them."""
+
+    def section(path: Path) -> str:
+        return make(path) if path.exists() else f"*Not measured yet.* `python benchmarks/{script}`."
 
     return section
 
@@ -267,6 +277,10 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "kernels": ("kernels.json", captioned(kernel_report.summary_table)),
     "kernels-tuning": ("kernel_tuning.json", captioned(kernel_report.tuning_table)),
     "kernels-selection": ("kernels.json", captioned(kernel_report.selection_table)),
+    "selection": (
+        "selection.json",
+        measured(captioned(selection_report.selection_tables), "selection.py"),
+    ),
     "quality": ("quality.json", quality_summary),
     "ruler": ("ruler.json", ruler_table),
     "paper-ruler": ("paper.json", paper_ruler),

@@ -1,0 +1,75 @@
+"""The tables of `results/selection.json`: what selecting costs, beside the attention it saves."""
+
+from typing import Any
+
+import kernel_report
+
+from sketchwalk_jax.evaluation.tables import PHASE_TITLES, markdown_table, name_of
+
+Row = dict[str, Any]
+Results = dict[str, Any]
+_NOTHING = "–"
+_HEADER = (
+    "Tokens",
+    "Policy",
+    "Lists",
+    "Density",
+    "Selection",
+    "Of it, observing",
+    "Attention over the lists",
+    "Both, faster than dense",
+)
+
+
+def selection_tables(data: Results) -> str:
+    """A table for each phase, the policies in the order in which they were measured."""
+    some = data["rows"][0]
+    heads = f"{some['num_heads']}/{some['num_kv_heads']} heads of {some['head_dim']}"
+    blocks = []
+    for phase in ("prefill", "decode"):
+        what = "a whole prompt" if phase == "prefill" else "one token"
+        blocks.append(
+            f"**{PHASE_TITLES[phase]}: one layer, {what}, batch {some['batch']}, {heads}, "
+            f"{some['dtype']}**"
+        )
+        blocks.append(_table([row for row in data["rows"] if row["phase"] == phase]))
+    return "\n\n".join(blocks)
+
+
+def _table(rows: list[Row]) -> str:
+    dense = {row["tokens"]: row["attention_ms"] for row in rows if row["policy"] == "dense"}
+    body = [
+        [f"{row['tokens']:,}", _name(row), *_cells(row, dense.get(row["tokens"]))] for row in rows
+    ]
+    return markdown_table(_HEADER, body, num_names=3)
+
+
+def _name(row: Row) -> str:
+    name = name_of(row["preset"] or row["policy"])
+    fields = ", ".join(f"`{field}={value:g}`" for field, value in row["fields"].items())
+    return f"{name}, {fields}" if fields else name
+
+
+def _cells(row: Row, dense_ms: float | None) -> list[str]:
+    if row["error"]:
+        return [f"did not run: {row['error'].split(':')[0]}", *[_NOTHING] * (len(_HEADER) - 3)]
+    times = [
+        kernel_report.duration(row, part) if row[f"{part}_ms"] is not None else _NOTHING
+        for part in ("selection", "observe", "attention")
+    ]
+    density = row["measured_density"]
+    faster = _NOTHING
+    if dense_ms is not None and row["selection_ms"] is not None:
+        faster = f"**{dense_ms / (row['selection_ms'] + row['attention_ms']):.1f}×**"
+    return [_lists(row), _NOTHING if density is None else f"{density:.2f}", *times, faster]
+
+
+def _lists(row: Row) -> str:
+    """How many lists a row of queries has, of what."""
+    if row["num_lists"] is None:
+        return _NOTHING
+    size = row["list_block_size"]
+    unit = "tokens" if size == 1 else f"blocks of {size}"
+    shared = "one" if row["num_lists"] == 1 else str(row["num_lists"])
+    on = "" if row["attention_implementation"] == "mosaic_gpu" else ", XLA"
+    return f"{shared}, {unit}{on}"
