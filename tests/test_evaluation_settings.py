@@ -16,6 +16,7 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
+from sketchwalk_jax.evaluation.rows import group_key, group_key_of
 from sketchwalk_jax.evaluation.runner import check_lengths
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
 from sketchwalk_jax.policies.minference import MInferenceConfig
@@ -188,3 +189,28 @@ def test_loss_is_the_mean_over_scored_tokens():
     np.testing.assert_allclose(
         loss_in_decode(prompts, losses[:, 0], losses[:, 1:]), expected, rtol=1e-6
     )
+
+
+def test_variants_of_one_policy_run_side_by_side():
+    variants = tuple(
+        Rule("sketchwalk", "paper", 0.2, (("exponent", exponent),), f"exponent={exponent}")
+        for exponent in (1, 4)
+    )
+    config = EvaluationConfig(
+        policies=("sketchwalk",), presets=("paper",), densities=(0.2,), variants=variants
+    )
+    assert config.rules()[-2:] == variants
+    assert [rule.make().exponent for rule in config.rules()[1:]] == [8, 1, 4]
+    assert str(variants[0]) == "paper exponent=1 0.2"
+    keys = {group_key(rule, "both", "multi_key", 4096) for rule in config.rules()}
+    assert len(keys) == len(config.rules())
+    assert config.describe() == EvaluationConfig().describe()  # more can be added to a file
+    old = {"policy": "sketchwalk", "preset": "paper", "phase": "both", "task": "multi_key"}
+    old |= {"tokens": 4096, "density": 0.2}  # of a file of before there were variants
+    assert group_key_of(old) == group_key(config.rules()[1], "both", "multi_key", 4096)
+
+
+def test_variants_without_a_name_of_their_own_are_refused():
+    unnamed = Rule("sketchwalk", "paper", 0.2, (("exponent", 4),))
+    with pytest.raises(ValueError, match="variants must have names of their own"):
+        EvaluationConfig(variants=(unnamed,))

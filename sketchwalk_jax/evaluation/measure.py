@@ -1,6 +1,7 @@
 """Every rule and phase on one batch of prompts, with as few prefills as they need."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -31,6 +32,9 @@ from sketchwalk_jax.policies.dense import Dense
 PyTree = Any
 Wanted = Mapping[Rule, Sequence[str]]
 """Phases to run, by rule."""
+
+# Of one program, which grows with every one; the programs are compiled side by side.
+_MAX_PROBED = 8
 
 
 def start_programs(
@@ -99,9 +103,12 @@ class Measurement:
         self._dense: Policy = Dense()
         if self._watched:
             self._dense = Together.of([self._policies[rule] for rule in self._watched])
-        self._probes: dict[int, list[Rule]] = {}
+        by_layers: dict[int, list[Rule]] = {}
         for rule in sparse if probe_batch else ():
-            self._probes.setdefault(self.num_dense_layers(rule), []).append(rule)
+            by_layers.setdefault(self.num_dense_layers(rule), []).append(rule)
+        self._probes = [
+            some for rules in by_layers.values() for some in itertools.batched(rules, _MAX_PROBED)
+        ]
         self._probe_shape = {"batch": probe_batch, "num_tokens": num_tokens}
         self._start(wanted)
 
@@ -109,7 +116,7 @@ class Measurement:
         """Compiles in the order in which programs are needed."""
         self._prefill_program(self._dense)
         start_programs(self._programs, self._model_config, wanted, self._policies, **self._shape)
-        for rules in self._probes.values():
+        for rules in self._probes:
             self._probe_programs(rules)
 
     def num_dense_layers(self, rule: Rule) -> int:
@@ -235,7 +242,7 @@ class Measurement:
         by_layer = self._dense_bytes(prompts)
         num_layers = self._model_config.num_layers
         found = {(DENSE, "both"): Probed(decode_bytes=_times(by_layer, num_layers))}
-        for rules in self._probes.values():
+        for rules in self._probes:
             prefill, decode = (future.result() for future in self._probe_programs(rules))
             everything, cache = prefill(self._params, prompts.tokens, prompts.lengths)
             before = everything

@@ -120,6 +120,7 @@ def make_rows(
     common = {
         "policy": rule.policy,
         "preset": rule.preset,
+        "variant": rule.variant,
         "phase": phase,
         "task": samples[0].task,
         "tokens": tokens,
@@ -187,6 +188,7 @@ ROW_FIELDS = (
     "decode_bytes_keys",
     "decode_bytes_values",
     "decode_bytes_metadata",
+    "variant",
 )
 
 
@@ -208,13 +210,15 @@ def exact_match(is_right: Bool[np.ndarray, "n"]) -> Row:
 
 def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]:
     """What the rows of one rule, phase, task and length share."""
-    return (rule.policy, rule.preset, rule.density, phase, task, tokens)
+    return (rule.policy, rule.preset, rule.variant, rule.density, phase, task, tokens)
 
 
 def group_key_of(row: Row) -> tuple[Any, ...]:
     """The same of a row."""
-    fields = ("policy", "preset", "density", "phase", "task", "tokens")
-    return tuple(row[field] for field in fields)
+    fields = ("density", "phase", "task", "tokens")
+    # Files of before there were variants lack the field.
+    rule = (row["policy"], row["preset"], row.get("variant"))
+    return (*rule, *(row[field] for field in fields))
 
 
 def _round(value: Any) -> float | None:

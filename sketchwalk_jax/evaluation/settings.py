@@ -29,12 +29,15 @@ class Rule:
       preset: Preset of `sketchwalk`, None for the others.
       density: Nominal density; 1 for dense, None for policies that set their own.
       fields: Names and values of other fields of the policy.
+      variant: What tells it from other rules of that policy and density; None where one such rule
+        is run.
     """
 
     policy: str
     preset: str | None = None
     density: float | None = None
     fields: tuple[tuple[str, Any], ...] = ()
+    variant: str | None = None
 
     def make(self) -> Policy:
         """The policy itself; where it has a knob, as published: calibration sets the density."""
@@ -52,6 +55,7 @@ class Rule:
     def __str__(self) -> str:
         """What progress calls it, such as `paper 0.2`."""
         name = self.preset or self.policy
+        name += f" {self.variant}" if self.variant else ""
         return name if self.density is None or self == DENSE else f"{name} {self.density:g}"
 
 
@@ -69,6 +73,7 @@ class EvaluationConfig:
         calibrated to each of them on held-out prompts, one for each task, at every length.
       fields: Other fields of the policies, each set in all of them that have it: with
         `{"dense_layers": 2}` all leave the same layers dense.
+      variants: Further rules, such as ablations; a file can be continued with more of them.
       tokens: Lengths: tokens of a prompt with its answer.
       tasks: Names of tasks.
       phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
@@ -91,6 +96,7 @@ class EvaluationConfig:
     presets: Sequence[str] = PRESETS
     densities: Sequence[float] = (0.1, 0.2)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variants: Sequence[Rule] = ()
     tokens: Sequence[int] = (4096, 8192, 16384)
     tasks: Sequence[str] = TASKS
     phases: Sequence[str] = PHASES
@@ -118,6 +124,11 @@ class EvaluationConfig:
         for count in self.tokens:
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"tokens must be positive integers, got {count!r}")
+        object.__setattr__(self, "variants", tuple(self.variants))
+        names = [(one.policy, one.preset, one.density, one.variant) for one in self.rules()]
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"variants must have names of their own, got twice {repeated[0]}")
         used = {name for rule in self.rules() for name, _ in rule.fields}
         unused = sorted(set(self.fields) - used) or sorted({"density"} & set(self.fields))
         if unused:
@@ -140,7 +151,7 @@ class EvaluationConfig:
         return cls(densities=densities, tokens=tokens, **few)
 
     def rules(self) -> tuple[Rule, ...]:
-        """Dense, then every policy at every density."""
+        """Dense, then every policy at every density, then the variants."""
         found = [DENSE]
         for policy in self.policies:
             for preset in self.presets if policy == "sketchwalk" else (None,):
@@ -150,6 +161,7 @@ class EvaluationConfig:
                 own = tuple(sorted(one for one in self.fields.items() if one[0] in known))
                 for density in self.densities if has_density else (None,):
                     found.append(Rule(policy, preset, density, own))
+        found += self.variants
         return tuple(rule for rule in found if rule.policy != "dense" or rule is DENSE)
 
     def describe(self) -> dict[str, Any]:

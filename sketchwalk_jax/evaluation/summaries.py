@@ -85,20 +85,21 @@ def check_rows(rows: Sequence[Row]) -> None:
         missing = sorted({*_KEY, "prompts", "exact", "text_loss"} - set(row))
         if missing:
             raise ValueError(f"rows must have all fields, got row {index} without {missing}")
-        key = tuple(row[field] for field in _KEY)
+        key = (*(row[field] for field in _KEY), row.get("variant"))
         if key in seen:
-            raise ValueError(f"rows must differ, got twice {dict(zip(_KEY, key, strict=True))}")
+            raise ValueError(f"rows must differ, got twice {dict(zip(_KEY, key, strict=False))}")
         seen.add(key)
 
 
 def policy_label(row: Row) -> str:
-    """What a row's policy is called: the preset where it has one, else the policy.
+    """What a row's policy is called: the preset where it has one, else the policy; its variant.
 
     Example:
       >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
       'damped'
     """
-    return row["preset"] or row["policy"]
+    name = row["preset"] or row["policy"]
+    return f"{name}, {row['variant']}" if row.get("variant") else name
 
 
 def policy_labels(rows: Iterable[Row]) -> list[str]:
@@ -191,7 +192,7 @@ def without_parts(rows: Iterable[Row]) -> list[Row]:
     rows = list(rows)
 
     def setting(row: Row) -> tuple[Any, ...]:
-        return tuple(row[field] for field in _KEY if field != "depth")
+        return (*(row[field] for field in _KEY if field != "depth"), row.get("variant"))
 
     whole = {setting(row) for row in rows if row["depth"] is None}
     return [row for row in rows if row["depth"] is None or setting(row) not in whole]
