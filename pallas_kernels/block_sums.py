@@ -1,7 +1,8 @@
-"""Sums of queries and keys over blocks of tokens and groups of heads, in one pass (steps 1-3).
+"""Sums of queries and keys over blocks of tokens and groups of heads, in one pass (steps 1-4).
 
-Reading queries and keys once is all that takes time: a thread block per block of tokens adds up
-whole rows of heads in registers, and folds the heads of each group at the end.
+Reading queries and keys once is all that takes time: a thread block per block of tokens, or half of
+one, adds up whole rows of heads in registers, folds the heads of each group at the end, and takes
+them to sketch space.
 """
 
 import functools
@@ -9,15 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-from sketchwalk_jax.pallas_kernels import ops
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
 
 _THREADS = 128
 _VECTOR = 8  # 16-byte loads of 16-bit numbers
 _TOKENS_PER_STEP = 4
+_COLUMNS = 64  # of a projection in the kernel
+# So many blocks keep every multiprocessor busy; fewer are divided.
+_MANY_BLOCKS = 1024
+_LEAST_TOKENS = 32
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
@@ -32,63 +38,120 @@ def _pieces(width: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def _fold(total: list[Array], memory: Any, out_ref: Any) -> None:
-    """Writes the sums over the heads of each group, `out_ref[groups, copies · H]`."""
-    groups, wide = out_ref.shape
-    for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
-        memory[pl.ds(start, vector * _THREADS)] = piece
-    plgpu.commit_smem()
+def _zeros(width: int) -> list[Array]:
+    return [
+        plgpu.layout_cast(
+            jnp.zeros((vector * _THREADS,), jnp.float32),
+            plgpu.Layout.WG_STRIDED((vector * _THREADS,), vec_size=vector),
+        )
+        for _, vector in _pieces(width)
+    ]
+
+
+def _load_token(row_ref: Any) -> list[Array]:
+    """All heads of one token, in pieces."""
+    return [
+        plgpu.load(
+            row_ref.at[pl.ds(start, vector * _THREADS)],
+            layout=plgpu.Layout.WG_STRIDED((vector * _THREADS,), vec_size=vector),
+            optimized=False,
+        )
+        for start, vector in _pieces(row_ref.shape[0])
+    ]
+
+
+def _fold(memory: Any, group: int, num_groups: int, wide: int) -> Array:
+    """The sum over the heads of a group, `wide` entries side by side."""
     layout = plgpu.Layout.WG_STRIDED((wide,), vec_size=wide // _THREADS)
-    steps = memory.shape[0] // groups // wide
-    for group in range(groups):
-        result = None
-        for step in range(steps):
-            part = plgpu.load(memory.at[pl.ds((group * steps + step) * wide, wide)], layout=layout)
-            result = part if result is None else result + part
-        out_ref[group] = result
+    steps = memory.shape[0] // num_groups // wide
+    parts = [
+        plgpu.load(
+            memory.at[pl.ds((group * steps + step) * wide, wide)], layout=layout, optimized=False
+        )
+        for step in range(steps)
+    ]
+    return functools.reduce(jnp.add, parts)
 
 
-def _sum_block(
+def _sum_tokens(
     query_ref: Any,
     key_ref: Any,
     valid_ref: Any,
+    projection_ref: Any,
     query_out: Any,
     key_out: Any,
     query_memory: Any,
     key_memory: Any,
+    folded: Any,
     *,
-    block_size: int,
+    num_tokens: int,
+    num_groups: int,
+    factors: tuple[float, ...],
+    is_projected: bool,
+    interpret: bool,
 ) -> None:
-    sequence, block = jax.lax.axis_index("sequence"), jax.lax.axis_index("block")
-    for rows_ref, out_ref, memory in (
-        (query_ref, query_out, query_memory),
-        (key_ref, key_out, key_memory),
-    ):
-        pieces = _pieces(rows_ref.shape[-1])
+    sequence, index = jax.lax.axis_index("sequence"), jax.lax.axis_index("index")
+    rows = query_ref, key_ref
 
-        def add(step: Array, total: list[Array], rows_ref: Any = rows_ref, pieces: Any = pieces):
-            for offset in range(_TOKENS_PER_STEP):
-                token = block * block_size + step * _TOKENS_PER_STEP + offset
-                is_valid = valid_ref[sequence, token] != 0
-                for index, (start, vector) in enumerate(pieces):
-                    size = vector * _THREADS
-                    part = plgpu.load(
-                        rows_ref.at[sequence, token, pl.ds(start, size)],
-                        layout=plgpu.Layout.WG_STRIDED((size,), vec_size=vector),
-                        optimized=False,
-                    ).astype(jnp.float32)
-                    total[index] = total[index] + jnp.where(is_valid, part, 0.0)
-            return total
+    def add(step: Array, totals: list[list[Array]]) -> list[list[Array]]:
+        for offset in range(_TOKENS_PER_STEP):
+            token = index * num_tokens + step * _TOKENS_PER_STEP + offset
+            is_valid = valid_ref[sequence, token]
+            parts = [_load_token(ref.at[sequence, token]) for ref in rows]
+            totals = [
+                [
+                    x + jnp.where(is_valid, part.astype(jnp.float32), 0.0)
+                    for x, part in zip(total, new, strict=True)
+                ]
+                for total, new in zip(totals, parts, strict=True)
+            ]
+        return totals
 
-        start = [
-            plgpu.layout_cast(
-                jnp.zeros((vector * _THREADS,), jnp.float32),
-                plgpu.Layout.WG_STRIDED((vector * _THREADS,), vec_size=vector),
-            )
-            for _, vector in pieces
-        ]
-        total = jax.lax.fori_loop(0, block_size // _TOKENS_PER_STEP, add, start)
-        _fold(total, memory, out_ref.at[sequence, block])
+    totals = [_zeros(ref.shape[-1]) for ref in rows]
+    # Queries and keys in one loop: the more loads are in flight, the better.
+    totals = jax.lax.fori_loop(0, num_tokens // _TOKENS_PER_STEP, add, totals)
+    wide, memories = folded.shape[-1], (query_memory, key_memory)
+    # Early, so that it arrives meanwhile.
+    matrix = _load_projection(projection_ref) if is_projected else None
+    for memory, total in zip(memories, totals, strict=True):
+        for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
+            memory[pl.ds(start, vector * _THREADS)] = piece
+    warp_ops.barrier(interpret=interpret)
+    outs = query_out, key_out
+    for group in range(num_groups):
+        for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
+            total = _fold(memory, group, num_groups, wide)
+            if factor != 1.0:
+                total = total * factor
+            if is_projected:
+                folded[which * num_groups + group] = total
+            else:
+                outs[which][sequence, index, group] = total
+    if matrix is not None:
+        warp_ops.barrier(interpret=interpret)
+        _project(matrix, folded, [x.at[sequence, index] for x in outs])
+
+
+def _load_projection(ref: Any) -> Array:
+    return plgpu.load(ref, layout=warp_ops.tile_layout(ref.shape[0]), optimized=False)
+
+
+def _project(matrix: Array, folded: Any, outs: list[Any]) -> None:
+    """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
+    layout = warp_ops.tile_layout(matrix.shape[0])
+    num_groups = outs[0].shape[0]
+    for row in range(2 * num_groups):
+        x = plgpu.load(folded.at[row], layout=layout.reduce(1), optimized=False)
+        x = plgpu.layout_cast(jax.lax.broadcast_in_dim(x, matrix.shape, (0,)), layout)
+        outs[row // num_groups][row % num_groups] = jnp.sum(x * matrix, axis=0)
+
+
+def _projection(omega: np.ndarray | None, head_dim: int, wide: int) -> np.ndarray | None:
+    """What takes `wide` entries, heads side by side, to sketch space."""
+    if omega is None and wide == head_dim:
+        return None
+    own = np.eye(head_dim, dtype=np.float32) if omega is None else omega
+    return np.tile(own, (wide // head_dim, 1))
 
 
 def block_sums_kernel(
@@ -98,9 +161,10 @@ def block_sums_kernel(
     *,
     num_groups: int,
     is_mean: bool,
+    omega: Float[np.ndarray, "H R"] | None = None,
     block_size: int = 64,
     interpret: bool = False,
-) -> tuple[Float[Array, "B I C H"], Float[Array, "B I C H"]]:
+) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]]:
     """Sums over the valid tokens of each block, heads averaged or added up within each group.
 
     Args:
@@ -109,6 +173,7 @@ def block_sums_kernel(
       valid: Which tokens count; the others may hold anything.
       num_groups: Groups of heads `C`: 1 or the number of key/value heads.
       is_mean: Whether heads are averaged.
+      omega: What takes sums to sketch space, where that is not their own space.
       block_size: Tokens per block; `T` is a multiple of it.
       interpret: Whether to interpret the kernel, which needs no GPU.
 
@@ -127,24 +192,47 @@ def block_sums_kernel(
             f"heads of each of {num_groups} groups must fill rows of {wide}, got shapes "
             f"{query.shape} and {key.shape}"
         )
-    shape = (batch, tokens // block_size, num_groups, wide)
+    matrix = _projection(omega, head_dim, wide)
+    is_projected = matrix is not None and wide == _THREADS and matrix.shape[1] <= _COLUMNS
+    num_blocks = tokens // block_size
+    is_divided = batch * num_blocks < _MANY_BLOCKS and block_size >= 2 * _LEAST_TOKENS
+    parts = 2 if is_divided else 1
+    size = _COLUMNS if is_projected else wide
+    shape = (batch, num_blocks * parts, num_groups, size)
+    in_kernel = np.zeros((1, 1), np.float32)
+    if matrix is not None and is_projected:
+        in_kernel = np.pad(matrix, ((0, 0), (0, _COLUMNS - matrix.shape[1])))
     sums = plgpu.kernel(
-        functools.partial(_sum_block, block_size=block_size),
+        functools.partial(
+            _sum_tokens,
+            num_tokens=block_size // parts,
+            num_groups=num_groups,
+            factors=tuple(num_groups / x.shape[2] if is_mean else 1.0 for x in (query, key)),
+            is_projected=is_projected,
+            interpret=interpret,
+        ),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2,
-        grid=(batch, tokens // block_size),
-        grid_names=("sequence", "block"),
-        scratch_types=[plgpu.SMEM((size,), jnp.float32) for size in sizes],
-        compiler_params=ops.compiler_params(),
+        grid=shape[:2],
+        grid_names=("sequence", "index"),
+        scratch_types=[
+            *(plgpu.SMEM((width,), jnp.float32) for width in sizes),
+            plgpu.SMEM((2 * num_groups, wide), jnp.float32),
+        ],
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret, detect_races=False),
         kernel_name="sketchwalk_block_sums",
     )(
         query.reshape(batch, tokens, sizes[0]),
         key.reshape(batch, tokens, sizes[1]),
-        valid.astype(jnp.int32),
+        valid,
+        jnp.asarray(in_kernel),
     )
 
-    def finish(x: Array, heads: int) -> Array:
-        x = x.reshape(*shape[:3], wide // head_dim, head_dim).sum(axis=3)
-        return x * (num_groups / heads) if is_mean else x
+    def finish(x: Array) -> Array:
+        x = x.reshape(batch, num_blocks, parts, num_groups, size)
+        x = x.sum(axis=2) if is_divided else x[:, :, 0]
+        if matrix is not None and not is_projected:
+            return jnp.matmul(x, jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
+        return x if matrix is None else x[..., : matrix.shape[1]]
 
-    return finish(sums[0], query.shape[2]), finish(sums[1], key.shape[2])
+    return finish(sums[0]), finish(sums[1])

@@ -28,9 +28,10 @@ def block_sums(
     *,
     num_groups: int,
     combine: str,
+    omega: Float[np.ndarray, "H R"] | None,
     block_size: int,
-) -> tuple[Float[Array, "B I C H"], Float[Array, "B I C H"]] | None:
-    """Sums of head-combined queries and keys over blocks, in one pass (Algorithm 1 steps 1-2)."""
+) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]] | None:
+    """Sums of sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
     head_dim = query.shape[3]
     wide = max(head_dim, _ROW)
     sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
@@ -44,6 +45,7 @@ def block_sums(
         valid,
         num_groups=num_groups,
         is_mean=combine == "mean",
+        omega=omega,
         block_size=block_size,
         interpret=not dispatch.is_hopper(),
     )

@@ -17,6 +17,7 @@ class BlockSumsCase:
     head_dim: int
     tokens: int = 16384
     num_groups: int = 1
+    sketch_dim: int = 64
     block_size: int = 64
     dtype: str = "bfloat16"
     op: str = "block_sums"
@@ -26,17 +27,19 @@ class BlockSumsCase:
         heads = "x".join(map(str, self.heads))
         return (
             f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}-groups{self.num_groups}"
-            f"-block{self.block_size}-{self.dtype}"
+            f"-R{self.sketch_dim}-block{self.block_size}-{self.dtype}"
         )
 
     def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
         """The kernel as a function of arrays alone, and the shapes of these."""
         from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+        from sketchwalk_jax.sketch import srht_matrix
 
         function = functools.partial(
             block_sums_kernel,
             num_groups=self.num_groups,
             is_mean=self.num_groups == 1,
+            omega=srht_matrix(self.head_dim, self.sketch_dim),
             block_size=self.block_size,
         )
         shapes = [(1, self.tokens, heads, self.head_dim) for heads in self.heads]
@@ -97,6 +100,8 @@ SKETCH_CASES: tuple[SketchCase, ...] = (
     ),
     BlockSumsCase(heads=(32, 8), head_dim=128, num_groups=8),
     BlockSumsCase(heads=(32, 8), head_dim=128, block_size=16),
+    BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
+    BlockSumsCase(heads=(32, 8), head_dim=128, sketch_dim=128),
     *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
     TokenSelectionCase(num_blocks=512, batch=128, power=4),
     TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),

@@ -5,19 +5,32 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
-from sketchwalk_jax.sketch import block_sums, group_heads
+from sketchwalk_jax.sketch import block_sums, group_heads, project, srht_matrix
 
 pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "num_groups"),
-    [(4, 2, 128, 1), (4, 2, 64, 1), (7, 1, 128, 1), (4, 2, 128, 2), (12, 4, 128, 4)],
+    ("num_heads", "num_kv_heads", "head_dim", "num_groups", "sketch_dim"),
+    [
+        (4, 2, 128, 1, 64),
+        (4, 2, 64, 1, 64),
+        (7, 1, 128, 1, None),
+        (4, 2, 128, 2, 32),
+        (12, 4, 128, 4, 64),
+        (4, 2, 256, 1, 128),
+    ],
 )
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_sums_equal_the_reference(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_groups: int, block_size: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_groups: int,
+    sketch_dim: int | None,
+    block_size: int,
 ) -> None:
+    omega = srht_matrix(head_dim, sketch_dim)
     rng = np.random.default_rng(num_heads)
     valid = rng.random((2, 128)) > 0.3
     valid[1, 64:] = False
@@ -32,12 +45,13 @@ def test_sums_equal_the_reference(
         jnp.asarray(valid),
         num_groups=num_groups,
         is_mean=combine == "mean",
+        omega=omega,
         block_size=block_size,
         interpret=True,
     )
     for sums, x in zip(got, tokens, strict=True):
         grouped = group_heads(x, num_groups, combine=combine)
-        want = block_sums(grouped, jnp.asarray(valid), block_size)
+        want = project(block_sums(grouped, jnp.asarray(valid), block_size), omega)
         np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
 
 

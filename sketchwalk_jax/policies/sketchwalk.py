@@ -76,9 +76,6 @@ def observe(
     omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
     batch, tokens = span.valid.shape
     size = min(config.block_size, tokens)
-    blocks = span.first_block[:, None] + jnp.arange(tokens // size, dtype=jnp.int32)[None, :]
-    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
-
     new = None
     if dispatch.selects_with_kernels():
         groups = sums.query.shape[2]
@@ -88,16 +85,32 @@ def observe(
             span.valid,
             num_groups=groups,
             combine=config.head_combination,
+            omega=omega,
             block_size=size,
         )
     if new is None:
-        one, other = (_combined(config, x, key.shape[2]) for x in (query, key))
-        new = block_sums(one, span.valid, size), block_sums(other, span.valid, size)
+        both = (_combined(config, x, key.shape[2]) for x in (query, key))
+        one, other = (project(block_sums(x, span.valid, size), omega) for x in both)
+        new = one, other
+    return SketchSums(
+        _add_blocks(sums.query, new[0], span.first_block),
+        _add_blocks(sums.key, new[1], span.first_block),
+    )
 
-    def add(total: Float[Array, "B J C R"], x: Array) -> Float[Array, "B J C R"]:
-        return total.at[sequence, blocks].add(project(x, omega), mode="drop")
 
-    return SketchSums(add(sums.query, new[0]), add(sums.key, new[1]))
+def _add_blocks(
+    total: Float[Array, "B J C R"], new: Float[Array, "B I C R"], first_block: Int[Array, "B"]
+) -> Float[Array, "B J C R"]:
+    """Adds blocks to those from `first_block` on; what lies beyond the last one is dropped."""
+    num_rows = new.shape[1]
+    sequence = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]
+    if num_rows == 1:
+        return total.at[sequence, first_block[:, None]].add(new, mode="drop")
+    # Unlike a scatter, this is one pass together with what comes before and after.
+    row = jnp.arange(total.shape[1], dtype=jnp.int32)[None, :] - first_block[:, None]
+    is_new = (row >= 0) & (row < num_rows)
+    added = new[sequence, jnp.clip(row, 0, num_rows - 1)]
+    return total + jnp.where(is_new[:, :, None, None], added, 0.0)
 
 
 def _budget(config: "SketchWalkConfig", num_blocks: int) -> np.ndarray:
