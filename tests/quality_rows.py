@@ -29,6 +29,24 @@ POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
     ("sketchwalk", "one_hop"): (0.32, 0.79, 0.05),
     ("sketchwalk", "released"): (0.6, 0.85, 0.02),
 }
+# Those that select in one phase only, with what calibration sets.
+RIVALS: dict[tuple[str, str | None], tuple[float, float, float]] = {
+    ("minference", None): (0.7, 0.88, 0.02),
+    ("flexprefill", None): (0.8, 0.9, 0.01),
+    ("quest", None): (0.95, 0.9, 0.01),
+    ("adamas", None): (0.9, 0.85, 0.02),
+}
+ONE_PHASE = {
+    "minference": "prefill",
+    "flexprefill": "prefill",
+    "quest": "decode",
+    "adamas": "decode",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "minference": {"scale": 0.22656},
+    "flexprefill": {"gamma": 0.5, "min_budget": 128},
+    "adamas": {"thresholds": [-1.25, 0.03125, 1.25]},
+}
 META: dict[str, Any] = {
     "model": {"name": "made-up", "sha256": {"model.safetensors": "00" * 32}},
     "text": {"name": "made-up text", "sha256": "11" * 32, "tail": 1.0},
@@ -60,12 +78,17 @@ def make_rows(
     phases: tuple[str, ...] = ("prefill", "decode", "both"),
     prompts: int = 40,
     num_layers: int = 12,
+    has_bytes: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows in the order of an evaluation, the same ones for the same options."""
+    """Rows in the order of an evaluation, the same ones for the same options.
+
+    With `has_bytes` they have the fields that older files lack.
+    """
     rows = []
     for (policy, preset), skill in policies.items():
         is_dense = policy == "dense"
-        for phase in ("both",) if is_dense else phases:
+        own = [one for one in phases if one == ONE_PHASE.get(policy, one)]
+        for phase in ("both",) if is_dense else own:
             for density in _nominal(policy, preset, densities):
                 for task in tasks:
                     for tokens in lengths:
@@ -77,8 +100,24 @@ def make_rows(
                             "tokens": tokens,
                             "density": density,
                         }
-                        rows += _task_rows(setting, skill, prompts, num_layers)
+                        found = _task_rows(setting, skill, prompts, num_layers)
+                        rows += [row | _newer(row) for row in found] if has_bytes else found
     return rows
+
+
+def _newer(row: dict[str, Any]) -> dict[str, Any]:
+    """Fields that older files lack: a layer of a dense token reads 512 bytes per key."""
+    is_dense = row["policy"] == "dense"
+    num_dense = None if is_dense else 2 * (ONE_PHASE.get(row["policy"]) != "prefill")
+    read = 12 * 256.0 * row["tokens"] * row["measured_density_all_layers"]
+    parts = dict.fromkeys(("keys", "values", "metadata"))
+    if (is_dense or row["phase"] != "prefill") and row["depth"] is None:
+        parts = {"keys": read, "values": read, "metadata": 0.0 if is_dense else read / 8}
+    return {
+        "settings": SETTINGS.get(row["policy"]),
+        "dense_layers": num_dense,
+        **{f"decode_bytes_{name}": value for name, value in parts.items()},
+    }
 
 
 def _nominal(policy: str, preset: str | None, densities: tuple[float, ...]) -> tuple[Any, ...]:

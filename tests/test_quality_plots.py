@@ -13,7 +13,7 @@ from tolerances import tolerance
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from quality_rows import LONGEST, POLICIES, TASKS, make_rows, right_answers
+from quality_rows import LONGEST, POLICIES, RIVALS, TASKS, make_rows, right_answers
 from reference_model import ReferenceModel
 
 from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
@@ -97,12 +97,14 @@ def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
 
 def test_policies_keep_their_colours_and_new_ones_get_others():
     colours = []
-    for policies in (POLICIES, dict(list(POLICIES.items())[:3]) | {("quest", None): (1, 1, 0)}):
+    few = dict(list(POLICIES.items())[:3])
+    for policies in (POLICIES | RIVALS, few | {("kascade", None): (1, 1, 0)}):
         rows = make_rows(policies=policies, lengths=(4096,), tasks=("multi_key",))
-        (legend,) = plot_accuracy(rows).legends
+        (legend,) = plot_accuracy(rows, phase="decode").legends
         handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
         colours.append({text.get_text(): handle.get_color() for text, handle in handles})
     assert colours[0]["random"] == colours[1]["random"]
+    assert len(set(colours[0].values())) == len(POLICIES) + 2  # two rivals select in prefill
     assert len(set(colours[1].values())) == 4
 
 

@@ -25,6 +25,7 @@ HELD, FAILED, OPEN, UNTESTED = "held", "did not hold", "undecided", "not tested"
 # channel.
 _MEAN_KEYS = ("paper", "damped", "one_hop")
 _EXTREMES = ("quest",)
+_BESIDES = {"quest": "`quest` lists pages of 16 tokens too, and for every head its own."}
 # Tasks that ask for one fact: with the question at the end of the prompt, and in the middle too.
 _LAST = ("single_needle", "multi_key")
 _FACTS = (*_LAST, "mid_prompt")
@@ -126,13 +127,18 @@ def _extremes(phase: str) -> Check:
     def check(view: View) -> tuple[str, list[str]]:
         label = view.best(_EXTREMES, phase, _FACTS)
         other = view.best(_MEAN_KEYS, phase, _FACTS)
+        place = PHASE_TITLES[phase].lower()
         if label is None or other is None:
-            return UNTESTED, ["No policy here keeps the extremes of a block's keys."]
+            return UNTESTED, [f"No policy here selects by the extremes of the keys in {place}."]
         found = view.compare(other, label, phase, _FACTS)
         if found is None:
             return _missing(label, other)
-        where = f"single facts, {PHASE_TITLES[phase].lower()}"
-        return _is_loss(found), [_says(found, other, label, where)]
+        evidence = [_says(found, other, label, f"the best mean-key policy, single facts, {place}")]
+        dense = view.compare(label, "dense", phase, _FACTS)
+        if dense is not None:
+            evidence.append(_says(dense, label, "dense", f"single facts, {place}"))
+        evidence += [_BESIDES[label]] if label in _BESIDES else []
+        return _is_loss(found), evidence
 
     return check
 

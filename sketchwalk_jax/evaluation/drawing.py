@@ -7,8 +7,8 @@ from typing import Any
 from sketchwalk_jax.evaluation.summaries import PHASES, Row, densities, values_of
 from sketchwalk_jax.plots import import_pyplot
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision; markers repeat what
-# colours say. A policy has the same ones in every figure.
+# Okabe and Ito's colours, which are told apart with any kind of colour vision, and darker ones for
+# the method's rivals; markers repeat what colours say. A policy has the same ones in every figure.
 _STYLES = {
     "dense": ("#000000", "_"),
     "oracle": ("#009E73", "D"),
@@ -16,11 +16,15 @@ _STYLES = {
     "damped": ("#0072B2", "s"),
     "one_hop": ("#56B4E9", "^"),
     "released": ("#CC79A7", "P"),
+    "minference": ("#5D3A9B", "<"),
+    "flexprefill": ("#7A4419", ">"),
+    "quest": ("#882255", "h"),
+    "adamas": ("#B2A300", "p"),
     "streaming": ("#E69F00", "v"),
     "random": ("#8A8A8A", "X"),
 }
-_OTHER_COLOURS = ("#B2A300", "#5D3A9B", "#7A4419", "#117733")
-_OTHER_MARKERS = "<>h*pd"
+_OTHER_COLOURS = ("#117733", "#AA4499", "#44AA99", "#661100")
+_OTHER_MARKERS = "*dH8"
 LIGHT_GREY, BLUE, WHITE = "#E4E4E4", "#0072B2", "#FFFFFF"
 _MAX_COLUMNS = 4
 
@@ -94,7 +98,10 @@ def add_legend(
     place: str = "outside lower center",
     columns: int = 8,
 ) -> None:
-    """Names policies beside or below the panels; `labels` are all policies of the figure."""
+    """Names policies beside or below the panels, in at most `columns` columns.
+
+    `labels` are all policies of the figure.
+    """
     from matplotlib.lines import Line2D
 
     lines = []
@@ -102,4 +109,5 @@ def add_legend(
         colour, marker = style_of(label, labels)
         style = {"linestyle": "--"} if label == "dense" else {"marker": marker, "markersize": 5}
         lines.append(Line2D([], [], color=colour, linewidth=1.2, label=label, **style))
+    columns = math.ceil(len(lines) / math.ceil(len(lines) / columns))  # rows of equal length
     figure.legend(handles=lines, loc=place, ncols=columns, fontsize=9, frameon=False)

@@ -37,7 +37,8 @@ from sketchwalk_jax.evaluation.tables import PHASE_TITLES, density_title, longes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SPREAD = 2.2  # points between the markers of policies at the same density
+# Points between the markers of policies at the same density, and from the first to the last.
+_SPREAD, _MAX_SPREAD = 2.2, 14.0
 
 
 def plot_accuracy(
@@ -86,7 +87,8 @@ def plot_accuracy(
         some = select(chosen, task=task)
         _draw_dense(axis, pool(select(some, label="dense")), is_loss=task == "text_loss")
         for index, label in enumerate(labels):
-            shift = _SPREAD * (index - (len(labels) - 1) / 2)
+            spread = min(_SPREAD, _MAX_SPREAD / max(1, len(labels) - 1))
+            shift = spread * (index - (len(labels) - 1) / 2)
             points = _density_points(select(some, label=label), layers)
             colour, marker = style_of(label, labels)
             _draw_points(axis, points, colour, marker, shift, is_loss=task == "text_loss")

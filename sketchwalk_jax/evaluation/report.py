@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sketchwalk_jax.evaluation.comparison import comparison, settings_table
 from sketchwalk_jax.evaluation.figures import Drawing, drawings, save_drawings
 from sketchwalk_jax.evaluation.observations import check_observations, observations_text
 from sketchwalk_jax.evaluation.summaries import (
@@ -31,10 +32,16 @@ from sketchwalk_jax.evaluation.tables import (
 )
 
 NOT_MEASURED = "*Not measured.*"
+NOT_CALIBRATED = "*No policy here takes calibration.*"
+SUMMARY_NOTE = (
+    "A policy that selects in one phase only has a dash in the others. Text loss and density are "
+    "those of the first phase in which it has a figure."
+)
 
 TITLES = {
     "setup": "What was measured",
     "summary": "Summary",
+    "comparison": "The paper's tables: prefill, decode, both",
     "accuracy": "Right answers by task",
     "differences": "Differences to dense attention",
     "lengths": "By length",
@@ -42,6 +49,7 @@ TITLES = {
     "hops": "Variable tracking by statements to follow",
     "loss": "Text loss",
     "layers": "Layer by layer",
+    "settings": "What calibration set",
     "claims": "Claims, checked",
 }
 """Sections of a report and their titles."""
@@ -78,7 +86,8 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     has_layers = any(row.get("mass_recall_by_layer") for row in rows)
     parts = {
         "setup": [describe_results(results)],
-        "summary": _by_density(summary_table, rows, nominal, tokens),
+        "summary": [*_by_density(summary_table, rows, nominal, tokens), SUMMARY_NOTE],
+        "comparison": comparison(rows, nominal),
         "accuracy": [*show("accuracy"), *_by_phase(accuracy_table, rows, nominal, tokens)],
         "differences": _by_phase(difference_table, rows, nominal, tokens),
         "lengths": [
@@ -94,6 +103,7 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
             *show("mass_recall"),
             *show("output_error"),
         ],
+        "settings": [settings_table(rows) or NOT_CALIBRATED],
         "claims": [observations_text(check_observations(rows))],
     }
     return {name: "\n\n".join(blocks) or NOT_MEASURED for name, blocks in parts.items()}
@@ -139,8 +149,18 @@ def describe_results(results: Results) -> str:
         f"Model `{model['name']}` ({meta['dtype']}; SHA-256 of its weights begins {hashes}). "
         f"Facts are hidden in {text['name']}{part} (SHA-256 `{text['sha256'][:16]}`), in prompts "
         f"of {lengths} tokens: {counts}, seed {meta['seed']}, the same ones for every policy. "
-        f"The run took {meta['wall_s'] / 60:.1f} minutes.\n\n{describe_run(meta)}"
+        f"{_fields_text(meta)}The run took {meta['wall_s'] / 60:.1f} minutes.\n\n"
+        f"{describe_run(meta)}"
     )
+
+
+def _fields_text(meta: Mapping[str, Any]) -> str:
+    """Fields of policies that the evaluation set; else every policy has its own."""
+    fields = meta.get("fields") or {}
+    if not fields:
+        return ""
+    text = ", ".join(f"`{name}={value}`" for name, value in fields.items())
+    return f"In every policy that has them: {text}. "
 
 
 def _range(counts: set[int]) -> str:

@@ -29,8 +29,10 @@ TASK_TITLES = {
 
 PHASES = ("prefill", "decode", "both")
 
-# Policies appear in this order, unknown ones between: what is exact, the method, simple rules.
-_FIRST = ("dense", "oracle", "paper", "damped", "one_hop", "released")
+# Policies appear in this order, unknown ones between: what is exact, the method, its rivals, simple
+# rules.
+_METHOD = ("paper", "damped", "one_hop", "released")
+_FIRST = ("dense", "oracle", *_METHOD, "minference", "flexprefill", "quest", "adamas")
 _LAST = ("streaming", "random")
 _KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
 
@@ -111,7 +113,7 @@ def policy_labels(rows: Iterable[Row]) -> list[str]:
 
 def values_of(rows: Iterable[Row], field: str) -> list[Any]:
     """The different values of a field, ascending, without null."""
-    return sorted({row[field] for row in rows if row[field] is not None})
+    return sorted({row[field] for row in rows if row.get(field) is not None})
 
 
 def densities(rows: Iterable[Row]) -> list[float]:
@@ -242,13 +244,14 @@ def pool(rows: Iterable[Row]) -> Pooled | None:
         exact=right / count if count else None,
         low=low,
         high=high,
-        text_loss=_mean(rows, "text_loss"),
-        density_sparse_layers=_mean(rows, "measured_density_sparse_layers"),
-        density_all_layers=_mean(rows, "measured_density_all_layers"),
+        text_loss=mean_of(rows, "text_loss"),
+        density_sparse_layers=mean_of(rows, "measured_density_sparse_layers"),
+        density_all_layers=mean_of(rows, "measured_density_all_layers"),
     )
 
 
-def _mean(rows: Iterable[Row], field: str) -> float | None:
+def mean_of(rows: Iterable[Row], field: str) -> float | None:
+    """The mean of a field over prompts; `None` where no row has a value."""
     pairs = [(row[field], row["prompts"]) for row in rows if row.get(field) is not None]
     total = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / total if total else None

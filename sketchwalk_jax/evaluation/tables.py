@@ -1,16 +1,18 @@
 """Markdown tables of an evaluation: every number in them comes from its rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sketchwalk_jax.evaluation.summaries import (
     PHASES,
     TASK_TITLES,
     Pooled,
     Row,
+    is_dense,
     mean_by_layer,
     measured_phases,
     paired_difference,
     paired_loss_difference,
+    policy_label,
     policy_labels,
     pool,
     probed_phases,
@@ -22,7 +24,8 @@ from sketchwalk_jax.evaluation.summaries import (
 PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
 """What each phase is called where selection is sparse in it."""
 
-_NOTHING = "–"
+NOTHING = "–"
+"""Stands where there is no value."""
 _MINUS = "\N{MINUS SIGN}"
 
 
@@ -56,10 +59,6 @@ def density_title(density: float | None) -> str:
     return "Densities of their own" if density is None else f"Density {density:g}"
 
 
-def _column_title(phase: str, density: float | None) -> str:
-    return PHASE_TITLES[phase] + ("" if density is None else f", {density:g}")
-
-
 def name_of(label: str) -> str:
     """A policy for a table: presets and policies as code, dense as a word."""
     return label if label == "dense" else f"`{label}`"
@@ -68,7 +67,7 @@ def name_of(label: str) -> str:
 def share(pooled: Pooled | None) -> str:
     """Right answers with their interval, as `0.95 (0.90–0.98)`."""
     if pooled is None or pooled.exact is None:
-        return _NOTHING
+        return NOTHING
     return f"{pooled.exact:.2f} ({pooled.low:.2f}–{pooled.high:.2f})"
 
 
@@ -82,14 +81,14 @@ def difference(first: Sequence[Row], second: Sequence[Row]) -> str:
     """A paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
     found = paired_difference(first, second)
     if found is None:
-        return _NOTHING
+        return NOTHING
     return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
 
 
 def measured(pooled: Pooled | None) -> str:
     """Measured density of the sparse layers and of all layers, as `0.20 / 0.34`."""
     if pooled is None or pooled.density_sparse_layers is None or pooled.density_all_layers is None:
-        return _NOTHING
+        return NOTHING
     return f"{pooled.density_sparse_layers:.2f} / {pooled.density_all_layers:.2f}"
 
 
@@ -142,11 +141,10 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
 def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
     """All scored tasks together, by phase, beside the text loss and the measured density.
 
-    Arguments as in `accuracy_table`. Loss and density are those of sparse prefill, or of the first
-    phase that was measured.
+    Arguments as in `accuracy_table`. Loss and density are those of the first phase in which the
+    policy was measured; where it selects nothing, or was not run, there is a dash.
     """
     phases = measured_phases(rows) or ["both"]
-    first = PHASE_TITLES[phases[0]].lower()
     body = []
     for label in policy_labels(rows):
         chosen = select(rows, label=label, density=density, tokens=tokens)
@@ -155,10 +153,12 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
         cells = [share(one) for one in pooled]
         if label == "dense":
             cells = [cells[0], *[""] * (len(cells) - 1)]
-        loss = pool(select(by_phase[0], task="text_loss"))
-        body.append([name_of(label), *cells, _loss(loss), measured(pooled[0])])
+        own = next((some for some in by_phase if some), [])
+        scored = [row for row in own if row["task"] != "text_loss"]
+        loss = pool(select(own, task="text_loss"))
+        body.append([name_of(label), *cells, _loss(loss), measured(pool(scored or own))])
     header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
-    header += [f"Text loss, {first}", f"Density, {first}: sparse / all layers"]
+    header += ["Text loss", "Density: sparse / all layers"]
     return markdown_table(header, body)
 
 
@@ -202,31 +202,36 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens
 
     Args:
       rows: Rows of one evaluation.
-      densities: Nominal densities, with a column for each phase.
+      densities: Nominal densities, each a column; presets that set their own stand in all of them.
       tokens: Length.
 
     Returns:
-      A markdown table with 95 % intervals of the paired differences; the row of dense attention has
-      its loss itself.
+      A markdown table with 95 % intervals of the paired differences, and a row for each phase in
+      which a policy was measured; the row of dense attention has its loss itself.
     """
     chosen = select(rows, task="text_loss", tokens=tokens)
-    columns = [(density, phase) for density in densities for phase in PHASES]
     dense = select(chosen, label="dense")
-    body = []
-    for label in policy_labels(chosen):
+    body = [["dense", "", *[_loss(pool(dense))] * len(densities)]] if dense else []
+    for label, phase in _label_phases(chosen):
         cells = [
             _more_loss(select(chosen, label=label, phase=phase, density=density), dense)
-            for density, phase in columns
+            for density in densities
         ]
-        if label == "dense":
-            cells = [_loss(pool(dense)), *[""] * (len(columns) - 1)]
-        body.append([name_of(label), *cells])
-    titles = (_column_title(phase, density) for density, phase in columns)
-    return markdown_table(("Policy", *titles), body)
+        body.append([name_of(label), PHASE_TITLES[phase], *cells])
+    header = ("Policy", "Sparse in", *map(density_title, densities))
+    return markdown_table(header, body, num_names=2)
+
+
+def _label_phases(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """The policies and phases of some rows, those of dense attention left out."""
+    rows = [row for row in rows if not is_dense(row)]
+    found = {(policy_label(row), row["phase"]) for row in rows}
+    labels = policy_labels(rows)
+    return [(label, phase) for label in labels for phase in PHASES if (label, phase) in found]
 
 
 def _loss(pooled: Pooled | None) -> str:
-    return _NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
+    return NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
 
 
 def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
@@ -240,33 +245,18 @@ def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
 def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
     """Mass recall and relative output error, means over tasks and sparse layers."""
     fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
-    columns = [
-        (density, phase, field)
-        for density in densities
-        for phase in probed_phases(rows, "mass_recall_by_layer")
-        for field in fields
-        if any(row.get(field) for row in _probed(rows, None, phase, density, tokens))
-    ]
+    phases = probed_phases(rows, "mass_recall_by_layer")
+    chosen = [row for row in select(rows, tokens=tokens) if any(row.get(one) for one in fields)]
+    columns = [(density, field) for density in densities for field in fields]
     body = []
-    for label in policy_labels(row for row in rows if any(row.get(field) for field in fields)):
-        cells = [
-            _mean_cell(mean_by_layer(_probed(rows, label, phase, density, tokens), field))
-            for density, phase, field in columns
-        ]
-        body.append([name_of(label), *cells])
-    titles = (
-        f"{_column_title(phase, density)}: {fields[field]}" for density, phase, field in columns
-    )
-    return markdown_table(("Policy", *titles), body)
-
-
-def _probed(
-    rows: Sequence[Row], label: str | None, phase: str, density: float | None, tokens: int
-) -> list[Row]:
-    chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
-    return [row for row in chosen if row["policy"] != "dense"]
+    for label, phase in _label_phases(row for row in chosen if row["phase"] in phases):
+        own = [select(chosen, label=label, phase=phase, density=one) for one in densities]
+        cells = [_mean_cell(mean_by_layer(some, field)) for some in own for field in fields]
+        body.append([name_of(label), PHASE_TITLES[phase], *cells])
+    titles = (f"{density_title(density)}: {fields[field]}" for density, field in columns)
+    return markdown_table(("Policy", "Sparse in", *titles), body, num_names=2)
 
 
 def _mean_cell(by_layer: Sequence[float | None]) -> str:
     values = [value for value in by_layer if value is not None]
-    return f"{sum(values) / len(values):.2f}" if values else _NOTHING
+    return f"{sum(values) / len(values):.2f}" if values else NOTHING
