@@ -20,7 +20,8 @@ import kernel_report
 import selection_report
 from common import ROOT  # which finds the package in a checkout that is not installed
 
-from sketchwalk_jax.evaluation.report import TITLES, describe_run, sections
+from sketchwalk_jax.evaluation.comparison import comparison
+from sketchwalk_jax.evaluation.report import SUMMARY_NOTE, TITLES, describe_run, sections
 from sketchwalk_jax.evaluation.summaries import densities, read_results
 from sketchwalk_jax.evaluation.tables import PHASE_TITLES, longest, markdown_table, summary_table
 
@@ -183,7 +184,19 @@ def quality_summary(path: Path) -> str:
     tokens = longest(results.rows)
     table = summary_table(results.rows, density=density, tokens=tokens)
     what = f"Nominal density {density:g}, prompts of {tokens:,} tokens, 95 % intervals"
-    return f"{table}\n\n{what}. {describe_run(results.meta)}"
+    return f"{table}\n\n{what}. {SUMMARY_NOTE} {describe_run(results.meta)}"
+
+
+def quality_common(path: Path) -> str:
+    """The paper's tables where policies leave the same layers dense."""
+    if not path.exists():
+        return (
+            "*Not measured yet.* `sketchwalk eval --policy minference --policy flexprefill --set "
+            f"dense_layers=2 --phase prefill --out benchmarks/results/{path.name}`."
+        )
+    results = read_results(path)
+    nominal = densities(results.rows)[::-1]
+    return "\n\n".join([*comparison(results.rows, nominal), describe_run(results.meta)])
 
 
 def paper_ruler(path: Path) -> str:
@@ -282,6 +295,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
         measured(captioned(selection_report.selection_tables), "selection.py"),
     ),
     "quality": ("quality.json", quality_summary),
+    "quality-common": ("quality_common.json", quality_common),
     "ruler": ("ruler.json", ruler_table),
     "paper-ruler": ("paper.json", paper_ruler),
     "paper-longbench": ("paper.json", paper_longbench),
