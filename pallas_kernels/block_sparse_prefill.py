@@ -86,7 +86,8 @@ def block_sparse_prefill(
         subblocks=block_size // QUERIES,
         stages=config.prefill_stages or stages,
         value_stages=config.prefill_value_stages or stages,
-        takes_turns=_or(config.prefill_takes_turns, not is_narrow),
+        takes_turns=config.prefill_takes_turns,
+        frees_early=_or(config.prefill_frees_early, not is_narrow),
         overlaps=config.prefill_overlaps,
         heads_first=config.prefill_heads_first,
         exponent=scale * math.log2(math.e),
@@ -158,7 +159,7 @@ def _pad_heads(query: Array, key: Array, value: Array, layer: Array, padded: int
 def _scratch(plan: prefill_tiles.Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program."""
     heads = plan.computing
-    num_barriers = plan.stages + plan.value_stages + 1
+    num_barriers = plan.stages + plan.value_stages
     return {
         "queries": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
         "outputs": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
@@ -168,7 +169,7 @@ def _scratch(plan: prefill_tiles.Plan, dtype: Any) -> dict[str, Any]:
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=heads, num_barriers=num_barriers),
-        "single": plgpu.Barrier(num_arrivals=1, num_barriers=3),
+        "single": plgpu.Barrier(num_arrivals=1, num_barriers=3 + 2 * heads),
     }
 
 

@@ -34,7 +34,7 @@ def compute_tiles(plan: Plan, refs: Refs, spread: Spread, warpgroup: Any) -> Non
         plgpu.barrier_arrive(barriers.keys("freed", slot))
     for slot in range(plan.value_stages):
         plgpu.barrier_arrive(barriers.values("freed", slot))
-    plgpu.barrier_arrive(barriers.queries("freed"))
+    plgpu.barrier_arrive(barriers.queries("freed", warpgroup))
     if plan.computing == 2 and plan.takes_turns:
 
         @pl.when(warpgroup == 1)
@@ -88,7 +88,7 @@ class _Head:
         plan, refs, barriers = self.plan, self.refs, self.barriers
         _, start, length = self.tile.facts(plan, refs)
         pieces = self.tile.pieces(plan, refs, count, 0)
-        plgpu.barrier_wait(barriers.queries("filled"))
+        plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
         slot = jax.lax.rem(done, plan.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
 
@@ -98,18 +98,21 @@ class _Head:
 
         scores = self._with_products(first_scores)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
+        rest = num_steps(count) - 1
+        if plan.frees_early:
+            self._free_queries(rest == 0)
         scores = _mask(scores, pieces, count, start, length)
         state = (ops.row_vector(QUERIES, _FIRST_MAXIMUM), ops.row_vector(QUERIES, 0.0))
         weights, _, state = self._soften(scores, state)
         plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done, plan.value_stages)))
 
         def step(index: Any, carry: Any) -> Any:
-            return self._step(sums, done + index, carry)
+            return self._step(sums, done + index, index == rest - 1, carry)
 
-        rest = num_steps(count) - 1
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
-        plgpu.barrier_arrive(barriers.queries("freed"))
+        if not plan.frees_early:
+            self._free_queries(True)
         last = jax.lax.rem(done + rest, plan.value_stages)
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
@@ -120,7 +123,14 @@ class _Head:
         out = out * ops.along_rows(1.0 / safe, plan.head_dim)
         self._write(out, jnp.where(is_empty, -jnp.inf, lse))
 
-    def _step(self, sums: ops.Accumulator, done: Any, carry: Any) -> Any:
+    def _free_queries(self, is_last: Any) -> None:
+        """Lets the next tile's queries come while the rest of this one is computed."""
+
+        @pl.when(is_last)
+        def _() -> None:
+            plgpu.barrier_arrive(self.barriers.queries("freed", self.warpgroup))
+
+    def _step(self, sums: ops.Accumulator, done: Any, is_last: Any, carry: Any) -> Any:
         """Adds the previous step's values while this step's scores become weights.
 
         Until that product is done nothing may write to the registers of its weights: the new ones
@@ -145,6 +155,8 @@ class _Head:
 
         scores = self._with_products(products)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
+        if plan.frees_early:
+            self._free_queries(is_last)
         weights, decay, state = self._soften(scores, state)
         plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, plan.value_stages)))
         total = sums.load()

@@ -28,6 +28,7 @@ class Plan:
       stages: Steps of keys in shared memory.
       value_stages: Steps of values in shared memory.
       takes_turns: Whether the warpgroups that compute issue their products in turns.
+      frees_early: Whether a tile's queries are given up within its last step, or after it.
       overlaps: Whether weights are computed while the values of the step before are multiplied.
       heads_first: Whether tiles of one key/value head follow each other.
       exponent: Factor of the scores in powers of 2.
@@ -44,6 +45,7 @@ class Plan:
     stages: int
     value_stages: int
     takes_turns: bool
+    frees_early: bool
     overlaps: bool
     heads_first: bool
     exponent: float
@@ -98,13 +100,14 @@ class Barriers:
     """The barriers of a program, found by what they guard.
 
     `filled` tells that copies have arrived, `freed` that all have read them. Each has a barrier for
-    the keys and one for the values of each slot, and one for the queries.
+    the keys and one for the values of each slot, and one for the queries of each warpgroup, which
+    reads no others.
     """
 
     def __init__(self, plan: Plan, refs: Refs) -> None:
         """Takes them from a program's references."""
         self._stages = plan.stages
-        self._value_stages = plan.value_stages
+        self._computing = plan.computing
         self._refs = refs
 
     def keys(self, which: str, slot: Any) -> Any:
@@ -115,9 +118,10 @@ class Barriers:
         """`"filled"` or `"freed"` for the values of a slot."""
         return getattr(self._refs, which).at[self._stages + slot]
 
-    def queries(self, which: str) -> Any:
-        """`"filled"` or `"freed"` for the queries."""
-        return getattr(self._refs, which).at[self._stages + self._value_stages]
+    def queries(self, which: str, warpgroup: Any) -> Any:
+        """`"filled"` or `"freed"` for the queries of a warpgroup."""
+        first = 3 if which == "filled" else 3 + self._computing
+        return self._refs.single.at[first + warpgroup]
 
     def turn(self, warpgroup: Any) -> Any:
         """Tells a warpgroup that its turn has come."""
@@ -289,19 +293,14 @@ def _piece(
 
 
 def _load_queries(plan: Plan, refs: Refs, tile: Tile, barriers: Barriers) -> None:
-    """Copies the queries in two parts: two heads, or two halves of one."""
-    plgpu.barrier_wait(barriers.queries("freed"))
-    rows = QUERIES * plan.computing // 2
-    for part in range(2):
-        warpgroup, first = (part, 0) if plan.computing == 2 else (0, part * rows)
+    """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
+    rows = pl.ds(tile.row * QUERIES, QUERIES)
+    for warpgroup in range(plan.computing):
+        plgpu.barrier_wait(barriers.queries("freed", warpgroup))
         plgpu.copy_gmem_to_smem(
-            refs.query.at[
-                tile.batch,
-                pl.ds(tile.row * QUERIES + first, rows),
-                tile.head(plan, warpgroup),
-            ],
-            refs.queries.at[warpgroup, pl.ds(first, rows)],
-            barriers.queries("filled"),
+            refs.query.at[tile.batch, rows, tile.head(plan, warpgroup)],
+            refs.queries.at[warpgroup],
+            barriers.queries("filled", warpgroup),
         )
 
 

@@ -157,6 +157,7 @@ LARGE_CASES: tuple[Case, ...] = (
     Decode(heads=(28, 4), lengths=(4095, 1, 2048, 777), room=3),
     Decode(heads=(32, 8), lengths=tuple(range(1, 1025, 8)), head_dim=64),
     Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="kv_head"),
+    Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="head"),
     Select(num_blocks=2048, num_rows=100, rows=(0, 1948), density=0.1),
     Select(num_blocks=2048, num_rows=1, rows=(2047,) * 3, density=0.1, kind="wide"),
     Select(num_blocks=1000, num_rows=300, rows=(700, 3), kind="tied"),

@@ -3,6 +3,7 @@
 On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -23,6 +24,7 @@ from sketchwalk_jax import (
     generate,
 )
 from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 
 ON_GPU = dispatch.is_hopper()
@@ -156,6 +158,7 @@ def test_public_functions_take_the_kernels(name):
 GENERATION = {
     "everything": SketchWalkConfig.paper(density=1.0),
     "a window": StreamingConfig(density=0.5),
+    "all pages of each head": QuestConfig(density=1.0),
 }
 
 
@@ -164,17 +167,18 @@ GENERATION = {
 def test_generation_takes_the_kernels_and_answers_alike(name):
     """Prefill and decode of a model: stacked caches, layers in a scan, tokens in a loop."""
     tokens, lengths = tiny.prompts(300, 170)
-    params = tiny.params(jnp.bfloat16)
+    model = dataclasses.replace(tiny.MODEL, head_dim=64)  # smaller ones are decoded on XLA
+    params = tiny.params(jnp.bfloat16, model)
     options = {"config": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
 
     def run(params, tokens, implementation):
-        out = generate(
-            params, tokens, model_config=tiny.MODEL, implementation=implementation, **options
-        )
+        out = generate(params, tokens, model_config=model, implementation=implementation, **options)
         return out.cache.key
 
     program = jax.jit(run, static_argnames="implementation")
-    assert "mosaic_gpu" in program.lower(params, tokens, implementation=None).as_text()
+    text = program.lower(params, tokens, implementation=None).as_text()
+    assert "block_sparse_decode" in text
+    assert ("block_sparse_prefill" in text) == ("prefill" in GENERATION[name].phases)
     assert "mosaic_gpu" not in program.lower(params, tokens, implementation="xla").as_text()
     keys = program(params, tokens, implementation=None)
     wanted = program(params, tokens, implementation="xla")
@@ -183,6 +187,37 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
         # Deeper layers see the rounding of all before them: distances of whole layers.
         distance = np.linalg.norm((one - other).reshape(len(one), -1), axis=1)
         assert (distance < 0.03 * np.linalg.norm(other.reshape(len(one), -1), axis=1)).all()
+
+
+# Few programs, so that each has several tiles.
+CHOICES = {
+    "prefill": (
+        {"prefill_programs": 3},
+        {"prefill_programs": 2, "prefill_frees_early": False, "prefill_overlaps": False},
+        {"prefill_programs": 3, "prefill_takes_turns": True, "prefill_heads_first": False},
+        {"prefill_programs": 1, "prefill_stages": 3, "prefill_value_stages": 3},
+    ),
+    "decode": ({"decode_splits": 2}, {"decode_keys": 128, "decode_buffer_kib": 96}),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "changes"),
+    [(op, changes) for op in CHOICES for changes in CHOICES[op]],
+    ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()),
+)
+def test_sizes_change_nothing_beyond_rounding(op, changes, capfd):
+    skip_unless_it_runs(op)
+    head_dim = 64 if "prefill_stages" in changes else 128
+    case = kernel_cases.AttentionKernelCase(
+        op=op, heads=(4, 2), lengths=(330, 70), head_dim=head_dim
+    )
+    config = dataclasses.replace(CONFIG or KernelConfig(), **changes)
+    function, _ = kernel_cases.program(case, config=config)
+    arguments, mask = kernel_draws.draw_attention(case, 0)
+    kernel_draws.poison(jax.eval_shape(function, *arguments))
+    assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])

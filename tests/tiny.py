@@ -32,9 +32,9 @@ POLICIES = {
 }
 
 
-def params(dtype=jnp.float32):
+def params(dtype=jnp.float32, model=MODEL):
     """Random weights, scaled up so that attention is far from uniform."""
-    tree = init_params(jax.random.key(7), MODEL, dtype)
+    tree = init_params(jax.random.key(7), model, dtype)
     return jax.tree.map(lambda x: x * 1.5 if x.ndim > 2 else x, tree)
 
 
