@@ -256,8 +256,8 @@ class Measurement:
             for index, rule in enumerate(rules):
                 read = sums["decode"].bytes_per_token(index)
                 if read is not None:
-                    dense = _times(by_layer, self.num_dense_layers(rule))
-                    read = tuple(map(sum, zip(read, dense, strict=True)))
+                    keys, values, metadata = _times(by_layer, self.num_dense_layers(rule))
+                    read = read[0] + keys, read[1] + values, read[2] + metadata
                 for phase, some in sums.items():
                     own = None if phase == "prefill" else read
                     found[rule, phase] = Probed(*some.by_layer(index), own)

@@ -217,7 +217,8 @@ def _decode_attention(
                 sparse = block_sparse_decode(
                     query, keys, values, selection, kv_lengths=end, layer=layer, return_lse=True
                 )
-                shape = LayerShape(query.shape[2], *keys.shape[3:], keys.dtype)
+                kv_heads, head_dim = keys.shape[3:]
+                shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
                 read = decode_bytes(policy, selection, positions, shape=shape)
                 found.append(_compare(sparse, dense, active[:, None], read))
             walks, sums = tuple(walks), _stack(found)

@@ -190,6 +190,20 @@ ROW_FIELDS = (
     "decode_bytes_metadata",
     "variant",
 )
+"""Fields of a row; null where they do not apply; older files lack some of them.
+
+* `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
+  nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
+* `settings`: fields of the policy that calibration chose. `dense_layers`: leading layers in which a
+  sparse policy attends to everything.
+* `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
+* `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
+  `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
+* `mass_recall`, `mass_recall_by_layer`, `output_error_by_layer`: from the probe, null in dense
+  layers.
+* `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
+  probe; null where decoding is dense for a sparse policy.
+"""
 
 
 def exact_match(is_right: Bool[np.ndarray, "n"]) -> Row:
