@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ablation_report
 import kernel_report
 import selection_report
 from common import ROOT  # which finds the package in a checkout that is not installed
@@ -294,6 +295,7 @@ TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
         "selection.json",
         measured(captioned(selection_report.selection_tables), "selection.py"),
     ),
+    "ablations": ("ablations.json", measured(ablation_report.ablation_tables, "ablations.py")),
     "quality": ("quality.json", quality_summary),
     "quality-common": ("quality_common.json", quality_common),
     "ruler": ("ruler.json", ruler_table),

@@ -152,8 +152,9 @@ def _cpu_model() -> str:
 
 def _own_command() -> list[str]:
     program = Path(sys.argv[0])
-    is_module = program.name == "__main__.py"
-    return [*(("python", "-m", program.parent.name) if is_module else sys.argv[:1]), *sys.argv[1:]]
+    if program.name == "__main__.py":
+        return ["python", "-m", program.parent.name, *sys.argv[1:]]
+    return [*(["python"] if program.suffix == ".py" else []), *sys.argv]
 
 
 def _relative(word: str) -> str:
