@@ -89,17 +89,13 @@ def ablation_tables(path: Path) -> str:
     lines = []
     for own in densities(rows):
         base = of_rule(rows, "random", None, own)
-        for label, policy, preset in (("random", "random", None), *_presets()):
-            some = of_rule(rows, policy, preset, own)
+        for label, policy in (("random", "random"), *((one, "sketchwalk") for one in PRESETS)):
+            some = of_rule(rows, policy, None if policy == label else label, own)
             if some:
                 lines.append(_line(f"{name_of(label)}, {own:g}", some, base, anchors[0]))
     blocks += ["**Density**", _table("Policy", lines, "`random` of that density")]
     tasks = ", ".join(task_title(task).lower() for task in tasks_of(rows))
     return "\n\n".join([*blocks, f"Tasks with an answer: {tasks}. {describe_results(results)}"])
-
-
-def _presets() -> list[tuple[str, str, str]]:
-    return [(preset, "sketchwalk", preset) for preset in PRESETS]
 
 
 def base_density(rows: Rows) -> float:

@@ -184,7 +184,7 @@ class Length:
 
     def _prefill(self, rule: Rule, policy: Policy) -> Callable[[], Row]:
         rounds, selects = self._rounds(rule), "prefill" in policy.phases
-        sizes = {"num_layers": PROMPTS, "rounds": rounds}
+        sizes: dict[str, Any] = {"num_layers": PROMPTS, "rounds": rounds}
         make = functools.partial(programs.prefill_loop, policy, self._inputs, **sizes)
         knob, step = jnp.float32(0.0), PROMPTS * rounds
         observing = make(selects=False) if self._observes(policy) else None
