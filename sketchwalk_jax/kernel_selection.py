@@ -12,12 +12,20 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import group_heads, project
-from sketchwalk_jax.walk import WalkState
+from sketchwalk_jax.walk import (
+    WalkState,
+    causal_mask,
+    power_transition,
+    product_parts,
+    scale_columns,
+    walk_product,
+)
 
 if TYPE_CHECKING:
     from sketchwalk_jax.config import SketchWalkConfig
 
 MAX_BLOCKS = 16384  # of a row, which stands in registers
+MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
 _ROW = 128  # entries of heads that are read together
 
 
@@ -60,6 +68,50 @@ def select_blocks(
     from sketchwalk_jax.pallas_kernels.select import select_blocks_kernel
 
     return select_blocks_kernel(scores, rows, counts, **sizes, interpret=not dispatch.is_hopper())
+
+
+def select_prompt(
+    config: "SketchWalkConfig",
+    scores: Float[Array, "B J J"],
+    walk: WalkState,
+    *,
+    first_block: Int[Array, "B"],
+    tail_start: Int[Array, "B"] | None,
+    budget: Int[np.ndarray, "J"],
+) -> tuple[BlockSelection, WalkState] | None:
+    """Walk and lists of consecutive rows, from all scores (Algorithm 1 steps 6-7)."""
+    if config.transition == "softmax" or scores.shape[-1] > MAX_PROMPT_BLOCKS:
+        return None
+    from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+
+    weights, log2_scale = power_transition(
+        scores,
+        causal_mask(scores.shape[-1]),
+        exponent=config.exponent,
+        rectify=config.transition == "relu_power",
+    )
+    step = walk.scores
+    use_walk = config.beta != 0.0
+    product = step[None]
+    if use_walk:
+        for _ in range(config.walk_degree - 1):
+            step = walk_product(step, weights, log2_scale, exponent=config.exponent)
+        product = product_parts(scale_columns(step, log2_scale, exponent=config.exponent), weights)
+    selection, state, layers = select_prompt_kernel(
+        product,
+        weights,
+        scores,
+        first_block,
+        tail_start,
+        walk.layers,
+        budget,
+        use_walk=use_walk,
+        sink_blocks=config.sink_blocks,
+        local_blocks=config.local_blocks,
+        block_size=config.block_size,
+        interpret=not dispatch.is_hopper(),
+    )
+    return selection, WalkState(state, layers)
 
 
 def select_token(

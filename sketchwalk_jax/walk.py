@@ -24,6 +24,7 @@ from sketchwalk_jax.precision import matmul_precision
 # Panels of columns in a product with a triangular matrix, and the least size worth dividing.
 _PANELS = 4
 _LEAST_PANELLED = 1024
+_PARTS = 4  # of a smaller product's sum
 # Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
 _NO_EXPONENT = -(1 << 24)
 # Row maxima, as powers of two. Rows of W lie below 2^(_WEIGHT_EXPONENT + s); those of R are moved
@@ -84,6 +85,12 @@ def _times_power_of_two(
     return jnp.where(x == 0.0, 0.0, 2.0 * mantissa * _power_of_two(own - 1 + exponent))
 
 
+def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
+    """Which blocks each block may see."""
+    index = jnp.arange(num_blocks, dtype=jnp.int32)
+    return index[None, :] <= index[:, None]
+
+
 def power_transition(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, exponent: int, rectify: bool
 ) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
@@ -122,6 +129,12 @@ def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
     return _times_power_of_two(x, shift)
 
 
+def _product_precision(left: Array) -> Any:
+    if dispatch.is_hopper() and dispatch.selects_with_kernels():  # as accurate, on tensor cores
+        return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return matmul_precision(left)
+
+
 def _times_triangular(
     left: Float[Array, "B I J"], lower: Float[Array, "B J J"]
 ) -> Float[Array, "B I J"]:
@@ -129,9 +142,6 @@ def _times_triangular(
 
     Panels of columns: `sum_m left[:, m] lower[m, j]` begins at the panel's first `j`.
     """
-    precision: Any = matmul_precision(left)
-    if dispatch.is_hopper() and dispatch.selects_with_kernels():  # as accurate, on tensor cores
-        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     num_blocks = lower.shape[-1]
     width = num_blocks // _PANELS if num_blocks >= _LEAST_PANELLED else num_blocks
     starts = range(0, num_blocks, width)
@@ -140,11 +150,48 @@ def _times_triangular(
             "bim,bmj->bij",
             left[:, :, start:],
             lower[:, start:, start : start + width],
-            precision=precision,
+            precision=_product_precision(left),
         )
         for start in starts
     ]
     return jnp.concatenate(panels, axis=-1)
+
+
+def product_parts(
+    left: Float[Array, "B I J"], lower: Float[Array, "B J J"]
+) -> Float[Array, "P B I J"]:
+    """What adds up to `left @ lower`, where `lower` is triangular.
+
+    The product of few blocks has too few tiles for a GPU, unless the sum is divided.
+    """
+    batch, num_rows, num_blocks = left.shape
+    if num_blocks >= _LEAST_PANELLED or num_blocks % _PARTS:
+        return _times_triangular(left, lower)[None]
+    return jnp.einsum(
+        "bipm,bpmj->pbij",
+        left.reshape(batch, num_rows, _PARTS, -1),
+        lower.reshape(batch, _PARTS, -1, num_blocks),
+        precision=_product_precision(left),
+    )
+
+
+def scale_columns(
+    state: Float[Array, "B I J"], log2_scale: Int[Array, "B J"], *, exponent: int
+) -> Float[Array, "B I J"]:
+    """Rows of `R` times the scale of `W`'s rows, each at its own power of two.
+
+    Args:
+      state: Rows of `R`; zero above the diagonal.
+      log2_scale: Exponents of the scale of `W`'s rows.
+      exponent: The power `s` of the transition, on which the room for the product depends.
+
+    Returns:
+      The scaled rows, for the product with `W` without its scale.
+    """
+    term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
+    largest = jnp.max(term, axis=-1, keepdims=True)
+    headroom = _PRODUCT_EXPONENT - _WEIGHT_EXPONENT - exponent
+    return _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
 
 
 def walk_product(
@@ -168,10 +215,7 @@ def walk_product(
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).
     """
-    term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
-    largest = jnp.max(term, axis=-1, keepdims=True)
-    headroom = _PRODUCT_EXPONENT - _WEIGHT_EXPONENT - exponent
-    scaled = _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
+    scaled = scale_columns(state, log2_scale, exponent=exponent)
     return _normalize_rows(_times_triangular(scaled, weights))
 
 
@@ -205,9 +249,7 @@ def walk_step(
       The scores that select (rows of `R_k`; where such a row has no positive entry, the row of
       `A`), and the state for the next layer.
     """
-    num_blocks = scores.shape[-1]
-    index = jnp.arange(num_blocks, dtype=jnp.int32)
-    causal = index[None, :] <= index[:, None]
+    causal = causal_mask(scores.shape[-1])
     first = walk.layers == 0
     if transition == "softmax":
         weights = softmax_transition(scores, causal)

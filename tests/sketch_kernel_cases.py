@@ -87,7 +87,41 @@ class TokenSelectionCase:
         )
 
 
-SketchCase = BlockSumsCase | TokenSelectionCase
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSelectionCase:
+    """What follows the walk's product in a prompt."""
+
+    num_blocks: int
+    num_parts: int = 1
+    has_tail: bool = False
+    op: str = "select_prompt"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        tail = "-tail" if self.has_tail else ""
+        return f"select_prompt-J{self.num_blocks}-parts{self.num_parts}{tail}"
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+        from sketchwalk_jax.selection import block_budget
+
+        budget = block_budget(self.num_blocks, density=0.1, sink_blocks=1, local_blocks=1)
+
+        def select(product: Any, weights: Any, scores: Any, start: Any, layers: Any) -> Any:
+            tail = start + 1 if self.has_tail else None
+            arrays = (product, weights, scores, start, tail, layers, budget)
+            return select_prompt_kernel(*arrays, sink_blocks=1, local_blocks=1)
+
+        square = (1, self.num_blocks, self.num_blocks)
+        floats, integers = [(self.num_parts, *square), square, square], [(1,), ()]
+        return select, (
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers),
+        )
+
+
+SketchCase = BlockSumsCase | TokenSelectionCase | PromptSelectionCase
 SKETCH_CASES: tuple[SketchCase, ...] = (
     *(
         BlockSumsCase(heads=heads, head_dim=head_dim, dtype=dtype)
@@ -103,6 +137,8 @@ SKETCH_CASES: tuple[SketchCase, ...] = (
     BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
     BlockSumsCase(heads=(32, 8), head_dim=128, sketch_dim=128),
     *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
+    *(PromptSelectionCase(num_blocks=blocks) for blocks in (5, 1500, 2048, 8192)),
+    PromptSelectionCase(num_blocks=256, num_parts=4, has_tail=True),
     TokenSelectionCase(num_blocks=512, batch=128, power=4),
     TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),
 )

@@ -123,21 +123,29 @@ def _budget(config: "SketchWalkConfig", num_blocks: int) -> np.ndarray:
     )
 
 
-def _select(
+def _scores(
     config: "SketchWalkConfig",
     query_rows: Float[Array, "B J C R"],
     sums: SketchSums,
+    *,
+    lengths: Int[Array, "B"],
+    head_dim: int,
+) -> Float[Array, "B J J"]:
+    """Scores of all pairs of blocks (Algorithm 1 step 5)."""
+    keys = block_means(sums.key, lengths, config.block_size)
+    return block_scores(query_rows, keys, head_dim)
+
+
+def _select(
+    config: "SketchWalkConfig",
+    scores: Float[Array, "B J J"],
     walk: WalkState,
     *,
     rows: Int[Array, "B I"],
-    lengths: Int[Array, "B"],
     tail_start: Int[Array, "B"] | None,
-    head_dim: int,
 ) -> tuple[BlockSelection, WalkState]:
-    """Scores, walk and top-τ (Algorithm 1 steps 5-7)."""
-    num_blocks = sums.key.shape[1]
-    keys = block_means(sums.key, lengths, config.block_size)
-    scores = block_scores(query_rows, keys, head_dim)
+    """Walk and top-τ (Algorithm 1 steps 6-7)."""
+    num_blocks = scores.shape[-1]
     selecting, walk = walk_step(
         walk,
         scores,
@@ -150,7 +158,7 @@ def _select(
     budget = _budget(config, num_blocks)
     max_count = int(budget[-1])
     counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
-    if config.dense_tail and tail_start is not None:
+    if tail_start is not None:
         in_tail = (rows + 1) * config.block_size > tail_start[:, None]
         counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
         max_count = num_blocks
@@ -171,16 +179,22 @@ def select_prefill(
     span: Span,
 ) -> tuple[BlockSelection, WalkState]:
     """Blocks for every query block of the span."""
-    return _select(
-        config,
-        block_means(sums.query, span.end, config.block_size),
-        sums,
-        walk,
-        rows=span.rows(config.block_size),
-        lengths=span.end,
-        tail_start=span.prompt_end - config.dense_tail,
-        head_dim=query.shape[-1],
-    )
+    means = block_means(sums.query, span.end, config.block_size)
+    scores = _scores(config, means, sums, lengths=span.end, head_dim=query.shape[-1])
+    tail_start = span.prompt_end - config.dense_tail if config.dense_tail else None
+    if dispatch.selects_with_kernels():
+        selected = kernel_selection.select_prompt(
+            config,
+            scores,
+            walk,
+            first_block=span.first_block,
+            tail_start=tail_start,
+            budget=_budget(config, scores.shape[-1]),
+        )
+        if selected is not None:
+            return selected
+    rows = span.rows(config.block_size)
+    return _select(config, scores, walk, rows=rows, tail_start=tail_start)
 
 
 def select_decode(
@@ -211,13 +225,6 @@ def select_decode(
     token = project(_combined(config, query, key.shape[3]), omega)
     is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
     means = block_means(sums.query, positions + 1, config.block_size)
-    return _select(
-        config,
-        jnp.where(is_row[:, :, None, None], token, means),
-        sums,
-        walk,
-        rows=rows,
-        lengths=positions + 1,
-        tail_start=None,
-        head_dim=query.shape[-1],
-    )
+    query_rows = jnp.where(is_row[:, :, None, None], token, means)
+    scores = _scores(config, query_rows, sums, lengths=positions + 1, head_dim=query.shape[-1])
+    return _select(config, scores, walk, rows=rows, tail_start=None)

@@ -1,0 +1,195 @@
+"""What follows the walk's product in a prompt, row by row: rescaling, state, top-τ and the list.
+
+One warpgroup per row, as in `select`, which makes the lists; the rest is `walk.walk_step`'s.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.scaled import (
+    NO_EXPONENT,
+    exponent_of,
+    mantissa_of,
+    power_of_two,
+)
+from sketchwalk_jax.pallas_kernels.select import padded_columns, select_row
+from sketchwalk_jax.selection import BlockSelection
+
+MAX_COLUMNS = 8192  # of a row, which stands in registers
+_STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
+_LEAST = -126  # exponent of a normal float
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+_GROWN = 24  # makes every subnormal number a normal one
+
+
+def mantissa_and_exponent(x: Array) -> tuple[Array, Array, Array]:
+    """`x` as a mantissa and an exponent, subnormal numbers too, and where it is zero."""
+    is_small = exponent_of(x) == NO_EXPONENT
+    x = jnp.where(is_small, x * 2.0**_GROWN, x)
+    exponent = exponent_of(x)
+    return mantissa_of(x), jnp.where(is_small, exponent - _GROWN, exponent), x == 0.0
+
+
+def _select(
+    product_ref: Any,
+    weights_ref: Any,
+    scores_ref: Any,
+    first_ref: Any,
+    tail_ref: Any,
+    layers_ref: Any,
+    budget_ref: Any,
+    ids_ref: Any,
+    counts_ref: Any,
+    state_ref: Any,
+    walked_ref: Any,
+    scratch: Any,
+    *,
+    num_blocks: int,
+    has_tail: bool,
+    use_walk: bool,
+    block_size: int,
+    interpret: bool,
+    **sizes: Any,
+) -> None:
+    index, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
+    width = product_ref.shape[-1]
+    layout = warp_ops.row_layout(width)
+    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
+    row, layers = first_ref[sequence] + index, layers_ref[0]
+    known = jnp.minimum(row, num_blocks - 1)  # there may be padding rows beyond the cache
+    count = budget_ref[known]
+    if has_tail:
+        in_tail = (row + 1) * block_size > tail_ref[sequence]
+        count = jnp.where(in_tail, jnp.minimum(row + 1, num_blocks), count)
+
+    def load(ref: Any) -> Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def add_parts() -> Array:
+        parts = [load(product_ref.at[x, sequence, index]) for x in range(product_ref.shape[0])]
+        return functools.reduce(jnp.add, parts)
+
+    def own() -> Array:
+        return load(weights_ref.at[sequence, known])
+
+    value = jax.lax.cond(layers == 0, own, add_parts) if use_walk else own()
+    # As integers, floats of either sign alone have the order of their magnitudes.
+    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+    magnitudes = warp_ops.maxima((bits & _MAGNITUDE, bits), scratch, **where)
+    largest, largest_positive = (
+        mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
+        for x in magnitudes
+    )
+    mantissa, exponent, is_zero = mantissa_and_exponent(value)
+    state = mantissa * power_of_two(exponent - largest + _STATE_EXPONENT)
+    state = jnp.where(is_zero, 0.0, state)
+    columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+    warp_ops.write_row(state, columns, state_ref.at[sequence, index], **where)
+    is_walked = largest_positive - largest + _STATE_EXPONENT >= _LEAST
+    is_walked = is_walked & (magnitudes[1] > 0)
+    counts_ref[sequence, index] = count
+
+    @pl.when((index == 0) & (sequence == 0))
+    def _() -> None:
+        walked_ref[0] = layers + 1
+
+    select_row(
+        jax.lax.cond(is_walked, lambda: state, lambda: load(scores_ref.at[sequence, known])),
+        columns,
+        row,
+        count,
+        ids_ref.at[sequence, index],
+        scratch,
+        num_blocks=num_blocks,
+        is_padded=width != num_blocks,
+        **where,
+        **sizes,
+    )
+
+
+def select_prompt_kernel(
+    product: Float[Array, "P B I J"],
+    weights: Float[Array, "B J J"],
+    scores: Float[Array, "B J J"],
+    first_block: Int[Array, "B"],
+    tail_start: Int[Array, "B"] | None,
+    layers: Int[Array, ""],
+    budget: Int[np.ndarray, "J"],
+    *,
+    use_walk: bool = True,
+    sink_blocks: int,
+    local_blocks: int,
+    block_size: int = 64,
+    interpret: bool = False,
+) -> tuple[BlockSelection, Float[Array, "B I J"], Int[Array, ""]]:
+    """Lists, and the walk's next rows, from its product with this layer's transition.
+
+    Args:
+      product: What adds up to the rows of the product, each at any power of two.
+      weights: Rows of this layer's transition, each at any power of two.
+      scores: This layer's scores, for rows without a positive entry.
+      first_block: Absolute block index of the first row of each sequence.
+      tail_start: Where the queries begin that attend to everything, if there are such.
+      layers: Layers walked so far; 0 means that this one starts the walk.
+      budget: Blocks to keep in each row.
+      use_walk: Whether the product counts; else the state is the transition's rows in every layer.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      block_size: Tokens per block.
+      interpret: Whether to interpret the kernel, which needs no GPU.
+
+    Returns:
+      A `BlockSelection` shared by all heads, the state after this layer, and `layers + 1`.
+
+    Raises:
+      ValueError: If a row has more than 8,192 blocks, which no longer fit in registers.
+    """
+    batch, num_rows, num_blocks = product.shape[1:]
+    if num_blocks > MAX_COLUMNS:
+        raise ValueError(f"rows must have at most {MAX_COLUMNS} columns, got {num_blocks}")
+    has_tail = tail_start is not None
+    max_count = num_blocks if has_tail else int(budget[-1])
+    padding = padded_columns(num_blocks) - num_blocks
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
+
+    ids, counts, state, walked = plgpu.kernel(
+        functools.partial(
+            _select,
+            num_blocks=num_blocks,
+            has_tail=has_tail,
+            use_walk=use_walk,
+            sink_blocks=sink_blocks,
+            local_blocks=local_blocks,
+            block_size=block_size,
+            interpret=interpret,
+        ),
+        out_type=[
+            jax.ShapeDtypeStruct((batch, num_rows, max_count), jnp.int32),
+            jax.ShapeDtypeStruct((batch, num_rows), jnp.int32),
+            jax.ShapeDtypeStruct((batch, num_rows, num_blocks), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ],
+        grid=(num_rows, batch),
+        grid_names=("row", "sequence"),
+        kernel_name="sketchwalk_select_prompt",
+        scratch_types=[warp_ops.scratch_of_counts()],
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret),
+    )(
+        *(padded(x) for x in (product, weights, scores)),
+        first_block,
+        tail_start if tail_start is not None else first_block,
+        layers[None],
+        jnp.asarray(budget, jnp.int32),
+    )
+    return BlockSelection(ids[:, None], counts[:, None], block_size), state, walked[0]
