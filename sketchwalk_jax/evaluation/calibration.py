@@ -111,16 +111,22 @@ def calibrate(
     tokens = jnp.asarray(tokens, jnp.int32)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
-    measure = functools.partial(
-        _measure,
-        program
-        or functools.partial(prefill_density, policy=unset(policy), model_config=model_config),
-        params,
-        tokens,
-        jnp.asarray(lengths, jnp.int32),
-        first=num_dense_layers(model_config, policy),
-        batch=batch or tokens.shape[0],
-    )
+    prompts = params, tokens, jnp.asarray(lengths, jnp.int32)
+    published, size = unset(policy), batch or tokens.shape[0]
+
+    def measure(value: float, *, policy: PrefillPolicy) -> float:
+        same, run = unset(policy), program
+        if run is None or same != published:
+            run = functools.partial(prefill_density, policy=same, model_config=model_config)
+        return _measure(
+            run,
+            *prompts,
+            value,
+            policy.floor_value,
+            first=num_dense_layers(model_config, policy),
+            batch=size,
+        )
+
     found = _bisect(measure, policy, density, tolerance, max_steps)
     while found.least > density * (1 + tolerance):
         relaxed = found.policy.relaxed()
@@ -189,12 +195,12 @@ def _measure(
     tokens: Int[Array, "P T"],
     lengths: Int[Array, "P"],
     value: float,
+    floor: int,
     *,
-    policy: PrefillPolicy,
     first: int,
     batch: int,
 ) -> float:
-    """The measured density at one value of the knob, in the layers from `first` on."""
+    """The measured density at one value of knob and floor, in the layers from `first` on."""
     attended, causal, count = 0.0, 0.0, tokens.shape[0]
     for start in range(0, count, batch):
         # The last batch reaches back; what it repeats is not counted.
@@ -205,7 +211,7 @@ def _measure(
             tokens[rows],
             lengths[rows],
             jnp.asarray(value, jnp.float32),
-            jnp.asarray(policy.floor_value, jnp.int32),
+            jnp.asarray(floor, jnp.int32),
         )
         new = slice(start - begin, None)
         pairs = np.asarray(found.prefill_pairs, np.float64)[first:, new]

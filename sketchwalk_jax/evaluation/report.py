@@ -144,6 +144,8 @@ def describe_results(results: Results) -> str:
         counts += (
             f"{', ' if counts else ''}{_range(by_hops)} for each number of statements to follow"
         )
+    if meta.get("probe_prompts"):
+        counts += f" (attention mass, errors and bytes on {meta['probe_prompts']} of each)"
     lengths = ", ".join(f"{tokens:,}" for tokens in values_of(rows, "tokens"))
     return (
         f"Model `{model['name']}` ({meta['dtype']}; SHA-256 of its weights begins {hashes}). "
