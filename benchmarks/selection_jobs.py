@@ -22,7 +22,7 @@ from sketchwalk_jax.selection import BlockSelection
 PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"
 ROUND_SECONDS = 0.04
 PROMPTS = 2  # layers that prefill rotates over: together far larger than any cache
-# Rounds over the layers between two looks at a loop's condition; of slow policies fewer.
+# Rounds over the layers between two looks at a loop's condition; where prompts take long, fewer.
 ROUNDS, SLOW_ROUNDS = 8, 1
 SLOW = ("oracle", "flexprefill")
 KNOB_STEPS = 10
@@ -98,6 +98,7 @@ class Length:
         """Draws nothing, compiles nothing yet."""
         self._inputs, self._pool, self._repeats = inputs, pool, repeats
         self._is_quick = is_quick
+        self._attending: dict[Any, Future[Any]] = {}
         self._keys, self._values = (
             jnp.stack([layer[place] for layer in inputs.layers]) for place in (1, 2)
         )
@@ -117,7 +118,7 @@ class Length:
         for rule in wanted:
             policy = rule.make()
             if "decode" in policy.phases:
-                found.append((self._names(rule, "decode"), self._decode(rule, policy)))
+                found.append((self._names(rule, "decode"), self._decode(policy)))
         return found
 
     def _names(self, rule: Rule, phase: str) -> Row:
@@ -144,12 +145,22 @@ class Length:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         return self._pool.submit(lambda: jax.jit(function).lower(*shapes).compile())
 
+    def _compile_attention(
+        self, function: Callable[..., Any], rounds: int, *arguments: Any
+    ) -> Future[Any]:
+        """Once for all policies whose lists have the same shapes."""
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
+        key = (rounds, shapes, jax.tree.structure(arguments))
+        if key not in self._attending:
+            self._attending[key] = self._compile(function, *arguments)
+        return self._attending[key]
+
     def _compile_loop(self, made: tuple[Any, Any, Any], *more: Any) -> Future[Any]:
         function, state, inputs = made
         return self._compile(function, jnp.int32(1), state, (*inputs, *more))
 
-    def _rounds(self, rule: Rule) -> int:
-        return SLOW_ROUNDS if rule.policy in SLOW or self._is_quick else ROUNDS
+    def _rounds(self, *, is_slow: bool = False) -> int:
+        return SLOW_ROUNDS if is_slow or self._is_quick else ROUNDS
 
     def _dense_prefill(self) -> Callable[[], Row]:
         attend = functools.partial(
@@ -171,7 +182,7 @@ class Length:
                 query, key, value, key_value_seq_lengths=lengths, implementation=PEER
             )
 
-        rounds, query = 1 if self._is_quick else ROUNDS, self._inputs.layers[0][0][:, -1:]
+        rounds, query = self._rounds(), self._inputs.layers[0][0][:, -1:]
         given = (tuple((key, value) for _, key, value in self._inputs.layers), self._lengths)
         loop = programs.loop(attend, num_layers=LAYERS, rounds=rounds)
         program, step = self._compile(loop, jnp.int32(1), query, given), LAYERS * rounds
@@ -183,7 +194,8 @@ class Length:
         }
 
     def _prefill(self, rule: Rule, policy: Policy) -> Callable[[], Row]:
-        rounds, selects = self._rounds(rule), "prefill" in policy.phases
+        rounds = self._rounds(is_slow=rule.policy in SLOW)
+        selects = "prefill" in policy.phases
         sizes: dict[str, Any] = {"num_layers": PROMPTS, "rounds": rounds}
         make = functools.partial(programs.prefill_loop, policy, self._inputs, **sizes)
         knob, step = jnp.float32(0.0), PROMPTS * rounds
@@ -194,7 +206,8 @@ class Length:
         if selecting is not None:
             selected = self._compile_loop(selecting, knob)
             lists = selecting[1][2][0].blocks
-            attended = self._compile(programs.attend_prompt, *self._inputs.layers[0], lists)
+            queries = self._inputs.layers[0]
+            attended = self._compile_attention(programs.attend_prompt, 1, *queries, lists)
 
         def measure() -> Row:
             row: Row = {}
@@ -228,8 +241,8 @@ class Length:
 
         return measure
 
-    def _decode(self, rule: Rule, policy: Policy) -> Callable[[], Row]:
-        rounds = self._rounds(rule)
+    def _decode(self, policy: Policy) -> Callable[[], Row]:
+        rounds = self._rounds()
         make = functools.partial(
             programs.decode_loop, policy, self._inputs, self._keys, rounds=rounds
         )
@@ -244,7 +257,8 @@ class Length:
         attention = programs.loop(programs.attend_token, num_layers=LAYERS, rounds=rounds)
         lists = selecting[1][3]
         cache = (self._keys, self._values)
-        attended = self._compile(attention, jnp.int32(1), query, (*cache, lists, self._lengths))
+        given = (*cache, lists, self._lengths)
+        attended = self._compile_attention(attention, rounds, jnp.int32(1), query, given)
 
         def measure() -> Row:
             row: Row = {}
