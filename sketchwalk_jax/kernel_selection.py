@@ -13,12 +13,13 @@ from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import group_heads, project
 from sketchwalk_jax.walk import (
+    WEIGHT_EXPONENT,
     WalkState,
     causal_mask,
     power_transition,
+    product_exponent,
     product_parts,
-    scale_columns,
-    walk_product,
+    row_maxima,
 )
 
 if TYPE_CHECKING:
@@ -80,23 +81,31 @@ def select_prompt(
     budget: Int[np.ndarray, "J"],
 ) -> tuple[BlockSelection, WalkState] | None:
     """Walk and lists of consecutive rows, from all scores (Algorithm 1 steps 6-7)."""
-    if config.transition == "softmax" or scores.shape[-1] > MAX_PROMPT_BLOCKS:
+    is_simple = config.transition != "softmax" and config.walk_degree == 1
+    num_blocks = scores.shape[-1]
+    if not is_simple or num_blocks > MAX_PROMPT_BLOCKS:
         return None
     from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+    from sketchwalk_jax.pallas_kernels.walk_operands import walk_operands_kernel
 
-    weights, log2_scale = power_transition(
-        scores,
-        causal_mask(scores.shape[-1]),
-        exponent=config.exponent,
-        rectify=config.transition == "relu_power",
-    )
-    step = walk.scores
-    use_walk = config.beta != 0.0
-    product = step[None]
+    power, rectify = config.exponent, config.transition == "relu_power"
+    use_walk, interpret = config.beta != 0.0, not dispatch.is_hopper()
     if use_walk:
-        for _ in range(config.walk_degree - 1):
-            step = walk_product(step, weights, log2_scale, exponent=config.exponent)
-        product = product_parts(scale_columns(step, log2_scale, exponent=config.exponent), weights)
+        weights, left = walk_operands_kernel(
+            scores,
+            row_maxima(scores, rectify=rectify),
+            walk.scores,
+            power=power,
+            rectify=rectify,
+            weight_exponent=WEIGHT_EXPONENT,
+            product_exponent=product_exponent(power),
+            interpret=interpret,
+        )
+        product = product_parts(left, weights)
+    else:
+        causal = causal_mask(num_blocks)
+        weights, _ = power_transition(scores, causal, exponent=power, rectify=rectify)
+        product = walk.scores[None]
     selection, state, layers = select_prompt_kernel(
         product,
         weights,
@@ -109,7 +118,7 @@ def select_prompt(
         sink_blocks=config.sink_blocks,
         local_blocks=config.local_blocks,
         block_size=config.block_size,
-        interpret=not dispatch.is_hopper(),
+        interpret=interpret,
     )
     return selection, WalkState(state, layers)
 

@@ -27,10 +27,10 @@ _LEAST_PANELLED = 1024
 _PARTS = 4  # of a smaller product's sum
 # Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
 _NO_EXPONENT = -(1 << 24)
-# Row maxima, as powers of two. Rows of W lie below 2^(_WEIGHT_EXPONENT + s); those of R are moved
-# to 2^(_PRODUCT_EXPONENT - _WEIGHT_EXPONENT - s) before the product, whose sums of up to 2^14 terms
+# Row maxima, as powers of two. Rows of W lie below 2^(WEIGHT_EXPONENT + s); those of R are moved
+# to 2^(_PRODUCT_EXPONENT - WEIGHT_EXPONENT - s) before the product, whose sums of up to 2^14 terms
 # (a million tokens) then stay below 2^127; and to 2^_STATE_EXPONENT after it.
-_WEIGHT_EXPONENT = 48
+WEIGHT_EXPONENT = 48
 _PRODUCT_EXPONENT = 112
 _STATE_EXPONENT = 100
 
@@ -91,6 +91,19 @@ def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
     return index[None, :] <= index[:, None]
 
 
+def _counting(
+    scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, rectify: bool
+) -> Float[Array, "B J J"]:
+    scores = jnp.maximum(scores, 0.0) if rectify else scores
+    return jnp.where(causal[None], scores, 0.0)
+
+
+def row_maxima(scores: Float[Array, "B J J"], *, rectify: bool) -> Float[Array, "B J"]:
+    """Largest magnitudes of the scores that a power transition counts."""
+    causal = causal_mask(scores.shape[-1])
+    return jnp.max(jnp.abs(_counting(scores, causal, rectify=rectify)), axis=-1)
+
+
 def power_transition(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, exponent: int, rectify: bool
 ) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
@@ -106,10 +119,9 @@ def power_transition(
       `W` with each row divided by a power of two, and the exponents of those powers up to a common
       constant (large negative numbers for rows that are all zero).
     """
-    scores = jnp.maximum(scores, 0.0) if rectify else scores
-    scores = jnp.where(causal[None], scores, 0.0)
+    scores = _counting(scores, causal, rectify=rectify)
     row_exponent = _exponent(jnp.max(jnp.abs(scores), axis=-1))
-    shift = _WEIGHT_EXPONENT // exponent - row_exponent
+    shift = WEIGHT_EXPONENT // exponent - row_exponent
     shift = jnp.where(row_exponent == _NO_EXPONENT, 0, shift)
     weights = jax.lax.integer_pow(_times_power_of_two(scores, shift[..., None]), exponent)
     return weights, jnp.maximum(row_exponent * exponent, _NO_EXPONENT)
@@ -175,7 +187,12 @@ def product_parts(
     )
 
 
-def scale_columns(
+def product_exponent(exponent: int) -> int:
+    """Exponent to which rows of `R` are moved before the product, for a power `s`."""
+    return _PRODUCT_EXPONENT - WEIGHT_EXPONENT - exponent
+
+
+def _scale_columns(
     state: Float[Array, "B I J"], log2_scale: Int[Array, "B J"], *, exponent: int
 ) -> Float[Array, "B I J"]:
     """Rows of `R` times the scale of `W`'s rows, each at its own power of two.
@@ -190,7 +207,7 @@ def scale_columns(
     """
     term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
     largest = jnp.max(term, axis=-1, keepdims=True)
-    headroom = _PRODUCT_EXPONENT - _WEIGHT_EXPONENT - exponent
+    headroom = product_exponent(exponent)
     return _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
 
 
@@ -215,7 +232,7 @@ def walk_product(
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).
     """
-    scaled = scale_columns(state, log2_scale, exponent=exponent)
+    scaled = _scale_columns(state, log2_scale, exponent=exponent)
     return _normalize_rows(_times_triangular(scaled, weights))
 
 

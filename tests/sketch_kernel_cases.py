@@ -121,7 +121,36 @@ class PromptSelectionCase:
         )
 
 
-SketchCase = BlockSumsCase | TokenSelectionCase | PromptSelectionCase
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalkOperandsCase:
+    """What precedes the walk's product in a prompt."""
+
+    num_blocks: int
+    num_rows: int
+    power: int = 8
+    op: str = "walk_operands"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return f"walk_operands-J{self.num_blocks}-I{self.num_rows}-power{self.power}"
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.walk_operands import walk_operands_kernel
+
+        function = functools.partial(
+            walk_operands_kernel,
+            power=self.power,
+            rectify=self.power % 2 == 1,
+            weight_exponent=48,
+            product_exponent=64 - self.power,
+        )
+        shapes = [(1, self.num_blocks, self.num_blocks), (1, self.num_blocks)]
+        shapes.append((1, self.num_rows, self.num_blocks))
+        return function, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+SketchCase = BlockSumsCase | TokenSelectionCase | PromptSelectionCase | WalkOperandsCase
 SKETCH_CASES: tuple[SketchCase, ...] = (
     *(
         BlockSumsCase(heads=heads, head_dim=head_dim, dtype=dtype)
@@ -139,6 +168,8 @@ SKETCH_CASES: tuple[SketchCase, ...] = (
     *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
     *(PromptSelectionCase(num_blocks=blocks) for blocks in (5, 1500, 2048, 8192)),
     PromptSelectionCase(num_blocks=256, num_parts=4, has_tail=True),
+    *(WalkOperandsCase(num_blocks=blocks, num_rows=blocks) for blocks in (5, 256, 2048, 8192)),
+    WalkOperandsCase(num_blocks=1500, num_rows=64, power=7),
     TokenSelectionCase(num_blocks=512, batch=128, power=4),
     TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),
 )
