@@ -24,13 +24,15 @@ _HEADER = (
 def selection_tables(data: Results) -> str:
     """A table for each phase, the policies in the order in which they were measured."""
     some = data["rows"][0]
+    asked = {row["density"] for row in data["rows"] if row["policy"] != "dense"} - {None}
+    nominal = " and ".join(f"{density:g}" for density in sorted(asked))
     heads = f"{some['num_heads']}/{some['num_kv_heads']} heads of {some['head_dim']}"
     blocks = []
     for phase in ("prefill", "decode"):
         what = "a whole prompt" if phase == "prefill" else "one token"
         blocks.append(
             f"**{PHASE_TITLES[phase]}: one layer, {what}, batch {some['batch']}, {heads}, "
-            f"{some['dtype']}**"
+            f"{some['dtype']}, nominal density {nominal}**"
         )
         blocks.append(_table([row for row in data["rows"] if row["phase"] == phase]))
     return "\n\n".join(blocks)

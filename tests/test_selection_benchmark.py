@@ -74,5 +74,6 @@ def test_tables_are_made_of_the_results_and_name_what_did_not_run(repository, re
     text = page.read_text(encoding="utf-8")
     line = "| 1,024 | `streaming` | one, blocks of 64, XLA | 0.18 | 4.00 ms (0.25) | – |"
     assert f"{line} 6.00 ms (0.12) | **3.0×** |" in text
+    assert "**Decode: one layer, one token, batch 1, 4/2 heads of 64, bfloat16, nominal" in text
     assert "| 1,024 | dense | – | 1.00 | – | – | 30.0 ms (0.5) | – |" in text
     assert "| `minference` | did not run: XlaRuntimeError |" in text
