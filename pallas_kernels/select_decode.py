@@ -22,7 +22,7 @@ from sketchwalk_jax.pallas_kernels.scaled import (
     power_of_two,
     replace,
 )
-from sketchwalk_jax.pallas_kernels.score_tile import KEY_TILE, LEAST_CHUNK, QUERY_TILE
+from sketchwalk_jax.pallas_kernels.score_tile import LEAST_CHUNK, TILE
 from sketchwalk_jax.pallas_kernels.select import MAX_COLUMNS, select_row
 from sketchwalk_jax.selection import BlockSelection
 
@@ -73,7 +73,7 @@ def _select_token(
     layers = layers_ref[0]
     is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
     count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
-    last_tile = row // QUERY_TILE
+    last_tile = row // walk_row.QUERY_TILE
     first = jnp.where(layers * int(use_walk) == 0, last_tile, 0)
     own = height // warpgroups
     span = pl.ds(warpgroup * own, own)
@@ -93,10 +93,10 @@ def _select_token(
             )
             for x in range(num_splits)
         ]
-        exponent = load(exponent_ref.at[sequence, span, :, 0], table)
+        exponent = load(exponent_ref.at[sequence, span], table)
         tile = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=table)
         split = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=table)
-        there = walk_row.exists(tile, split, last_tile, first, num_tiles)
+        there = walk_row.exists(tile, split, row // TILE, first, num_tiles)
         exponent = replace(exponent, jnp.logical_not(there), NO_EXPONENT)
         # More than that of none, so that the factor of none is 0.
         largest = jnp.maximum(jnp.max(exponent, axis=1), NO_EXPONENT // 2)
@@ -107,7 +107,7 @@ def _select_token(
         total: Any = None
         for index, part in enumerate(parts):
             factor = load(factor_memory.at[warpgroup, :, index], layout.reduce(1))
-            factor = jax.lax.broadcast_in_dim(factor, (_ROWS, KEY_TILE), (0,))
+            factor = jax.lax.broadcast_in_dim(factor, (_ROWS, TILE), (0,))
             factor = plgpu.layout_cast(factor, layout)
             part = jnp.where(factor > 0.0, part, 0.0) * factor  # there may be anything in none
             total = part if total is None else total + part
@@ -127,9 +127,7 @@ def _select_token(
         value = load(value_memory.at[span], layout)
 
     exponents = load(exponent_memory.at[span], layout.reduce(1))
-    exponents = plgpu.layout_cast(
-        jax.lax.broadcast_in_dim(exponents, (own, KEY_TILE), (0,)), layout
-    )
+    exponents = plgpu.layout_cast(jax.lax.broadcast_in_dim(exponents, (own, TILE), (0,)), layout)
     exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
     positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
     largest, largest_positive = warp_ops.maxima(
@@ -137,10 +135,8 @@ def _select_token(
     )
     shift = jnp.minimum(exponent - largest, 0) + _STATE_EXPONENT
     state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
-    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, KEY_TILE), 0, layout=layout)
-    columns = columns * KEY_TILE + plgpu.broadcasted_iota(
-        jnp.int32, (own, KEY_TILE), 1, layout=layout
-    )
+    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
+    columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     warp_ops.write_row(state, columns, state_ref.at[sequence], layout=layout, interpret=interpret)
     is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
     is_walked = is_walked & (largest_positive > NO_EXPONENT)
@@ -170,7 +166,7 @@ def _select_token(
 
 def _shape_of_rows(num_tiles: int, *, interpret: bool) -> tuple[int, int]:
     """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
-    height = -(-num_tiles * (QUERY_TILE // KEY_TILE) // _ROWS) * _ROWS
+    height = -(-num_tiles * (walk_row.QUERY_TILE // TILE) // _ROWS) * _ROWS
     if interpret:  # whose warpgroups cannot count together
         return height, 1
     warpgroups = min(height // _ROWS, _WARPGROUPS)
@@ -241,8 +237,8 @@ def select_token_kernel(
             f"most {MAX_COLUMNS}, got {size}, {power} and {num_blocks}"
         )
     max_count = min(max_count, num_blocks)
-    padding = -num_blocks % QUERY_TILE
-    num_tiles = (num_blocks + padding) // QUERY_TILE
+    padding = -num_blocks % walk_row.QUERY_TILE
+    num_tiles = (num_blocks + padding) // walk_row.QUERY_TILE
     height, warpgroups = _shape_of_rows(num_tiles, interpret=interpret)
 
     def flat(sums: Array) -> Array:
@@ -254,7 +250,6 @@ def select_token_kernel(
         num_tiles=num_tiles,
         use_walk=use_walk,
         overlaps=overlaps and not interpret,
-        block_size=block_size,
         interpret=interpret,
     )
     kernel: Any = functools.partial(
@@ -268,25 +263,29 @@ def select_token_kernel(
     else:
         matrix = walk_row.projection_of(token.shape[1], projection)
         token = token.reshape(batch, -1, walk_row.WIDE)
-    floats = jax.ShapeDtypeStruct((batch, height, KEY_TILE), jnp.float32)
-    parts = (batch, min(num_tiles, walk_row.MAX_SPLITS), height, KEY_TILE)
+    floats = jax.ShapeDtypeStruct((batch, height, TILE), jnp.float32)
+    parts = (batch, min(num_tiles, walk_row.MAX_SPLITS), height, TILE)
     layers = layers[None]
     value, exponents, direct = kernel(
         functools.partial(
             walk_row.walk_row,
-            scale=1.0 / math.sqrt(head_dim),
-            power=power,
-            rectify=rectify,
+            settings=dict(
+                scale=1.0 / math.sqrt(head_dim),
+                block_size=block_size,
+                power=power,
+                rectify=rectify,
+            ),
             is_projected=is_projected,
             **settings,
         ),
         out_type=[
             jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct((batch, height, walk_row.MAX_SPLITS, KEY_TILE), jnp.int32),
+            jax.ShapeDtypeStruct((batch, height, walk_row.MAX_SPLITS), jnp.int32),
             floats,
         ],
         grid=(*walk_row.programs(num_tiles), batch),
         grid_names=("index", "line", "sequence"),
+        **walk_row.warpgroups(interpret=interpret),
         scratch_types=walk_row.scratch(size, is_projected=is_projected),
         kernel_name="sketchwalk_walk_row",
     )(token, matrix, flat(query_sums), flat(key_sums), row, positions, layers)
@@ -295,7 +294,8 @@ def select_token_kernel(
         functools.partial(
             _select_token,
             warpgroups=warpgroups,
-            is_padded=height * KEY_TILE != num_blocks,
+            block_size=block_size,
+            is_padded=height * TILE != num_blocks,
             num_blocks=num_blocks,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
@@ -312,7 +312,7 @@ def select_token_kernel(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((height if height > _ROWS * warpgroups else 1, KEY_TILE), jnp.float32),
+            plgpu.SMEM((height if height > _ROWS * warpgroups else 1, TILE), jnp.float32),
             plgpu.SMEM((height,), jnp.int32),
             plgpu.SMEM((warpgroups, _ROWS, walk_row.MAX_SPLITS), jnp.float32),
             warp_ops.scratch_of_counts(warpgroups),

@@ -4,6 +4,9 @@ The row of the token is `r_k = r_{k-1} W_k` with `W_k = A^s`: a sum over all ear
 which is formed tile by tile and never stored. Powers of two are kept apart from the numbers
 wherever these may become large or small: of each row of queries and keys, of each column's sum, and
 of each part of the result.
+
+A program has two warpgroups, each with 64 query blocks of its own and, as a rule, the same 64 key
+blocks.
 """
 
 from typing import Any
@@ -14,63 +17,70 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from sketchwalk_jax.pallas_kernels import row_ops, warp_ops
 from sketchwalk_jax.pallas_kernels import score_tile as tiles
-from sketchwalk_jax.pallas_kernels import warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import (
     NO_EXPONENT,
     add_scaled,
     exponent_of,
-    integer_power,
     mantissa_of,
     power_of_two,
-    replace,
 )
-from sketchwalk_jax.pallas_kernels.score_tile import KEY_TILE, QUERY_TILE, spread
+from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
+from sketchwalk_jax.pallas_kernels.walk_tile import BY_KEY, BY_QUERY, Tiles, Total, load
 
 MAX_SPLITS = 16
 PART_EXPONENT = 100  # of a part's largest entry
 WIDE = 128  # entries of the queries that are added up side by side
-# Exponents, so that the sums of a tile stay below 2^127: of the largest power, and of the weights.
-_POWER_EXPONENT = 80
-_WEIGHT_EXPONENT = 24
-_LARGEST = 127
-_LAYOUT = plgpu.Layout.WGMMA
-_SHAPE = (KEY_TILE, QUERY_TILE)
+_HALVES = 2  # of a program's query blocks: one for each warpgroup
+QUERY_TILE = _HALVES * TILE  # query blocks of a part
+
+
+def warpgroups(*, interpret: bool) -> dict[str, Any]:
+    """Threads of a program: the interpreter goes through the halves in one."""
+    return {} if interpret else {"num_threads": _HALVES, "thread_name": "half"}
 
 
 def scratch(size: int, *, is_projected: bool) -> dict[str, Any]:
     """Shared memory of a program."""
-    keys, queries = tiles.buffers(size)
-    floats = {"token": size, "weights": QUERY_TILE, "factors": QUERY_TILE}
-    integers = {"exponents": QUERY_TILE, "sums": KEY_TILE}
+    floats = {"token": (size,), "factors": (TILE,), "weights": (_HALVES, TILE)}
     if is_projected:
-        floats["combined"] = WIDE
+        floats["combined"] = (WIDE,)
     return {
-        "keys": keys,
-        "queries": queries,
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=1),
-        **{name: plgpu.SMEM((length,), jnp.float32) for name, length in floats.items()},
-        **{name: plgpu.SMEM((length,), jnp.int32) for name, length in integers.items()},
+        "operands": tiles.buffers(2 * _HALVES, size),  # keys, then queries
+        "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2 * _HALVES),
+        "are_parts": plgpu.Barrier(num_arrivals=1, num_barriers=_HALVES),
+        "is_done": plgpu.Barrier(num_arrivals=1, num_barriers=1),
+        "maxima": row_ops.scratch_of_maximum(_HALVES),
+        "total": plgpu.SMEM((TILE,), jnp.float32),
+        "total_exponent": plgpu.SMEM((TILE,), jnp.int32),
+        "key_shifts": plgpu.SMEM((_HALVES, TILE), jnp.int32),
+        **{name: plgpu.SMEM(shape, jnp.float32) for name, shape in floats.items()},
     }
 
 
 def programs(num_tiles: int) -> tuple[int, int]:
-    """Programs for so many tiles of query blocks, and whether each makes a single tile.
+    """Programs for so many tiles of query blocks, and the lines that they stand in.
 
-    Few tiles of query blocks: those at or below the diagonal, of the first and the last tile of
-    query blocks in one line, of the second and the last but one in the next, and so on. Many: all
+    Few tiles of query blocks: those below the diagonal, of the first and the last tile of query
+    blocks in one line, of the second and the last but one in the next, and so on. What reaches the
+    diagonal in the second half of a tile alone comes last, two of these in one program. Many: all
     tiles of key blocks in a line, and a line for every part.
     """
     if num_tiles <= MAX_SPLITS:
-        return 2 * num_tiles + 2, (num_tiles + 1) // 2
+        return 2 * num_tiles + 1, (num_tiles + 1) // 2
     return 2 * num_tiles, MAX_SPLITS
 
 
-def exists(tile: Array, split: Array, last_tile: Array, first: Array, num_tiles: int) -> Any:
-    """Whether the first kernel has written that part of that tile of key blocks."""
+def exists(tile: Array, split: Array, last: Array, first: Array, num_tiles: int) -> Any:
+    """Whether the first kernel has written that part of that tile of key blocks.
+
+    `last` is the last tile of 64 blocks, `first` the first part of those that the row consists of.
+    """
     if num_tiles > MAX_SPLITS:
         return tile < 2 * num_tiles
-    return (tile <= 2 * split + 1) & (split <= last_tile) & (split >= first)
+    is_there = (tile <= jnp.minimum(2 * split + 1, last)) & (2 * split <= last)
+    return is_there & (split >= first)
 
 
 def walk_row(
@@ -85,191 +95,177 @@ def walk_row(
     exponent_ref: Any,
     direct_ref: Any,
     *,
-    scale: float,
+    settings: dict[str, Any],
     num_tiles: int,
     is_projected: bool,
     overlaps: bool,
-    power: int,
-    rectify: bool,
     use_walk: bool,
-    block_size: int,
     interpret: bool,
     **memory: Any,
 ) -> None:
-    """A tile of key blocks, and one tile of query blocks or several: a part of the row."""
+    """A tile of key blocks, and one tile of query blocks or several: a part of the row.
+
+    `settings` are those of `Tiles` that are the same for all.
+    """
     if overlaps:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     index, line, sequence = (jax.lax.axis_index(x) for x in ("index", "line", "sequence"))
-    by_key, by_query = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-    flat = plgpu.Layout.WG_STRIDED((QUERY_TILE,), 1)
     is_single = num_tiles <= MAX_SPLITS
     num_splits = num_tiles if is_single else MAX_SPLITS
-    if is_single:
-        of_first = index < 2 * line + 2
-        tile = jnp.where(of_first, index, index - (2 * line + 2))
-        split = jnp.where(of_first, line, num_tiles - 1 - line)
-        is_new = of_first | (split != line)
-    else:
-        tile, split = index, line
-    keys = pl.ds(tile * KEY_TILE, KEY_TILE)
     size = query_ref.shape[-1]
     chunk = tiles.chunk_of(size)
-
-    def blocks(start: Array, shape: tuple[int, ...], axis: int) -> Array:
-        return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_LAYOUT)
+    num_chunks = size // chunk
+    shares = num_chunks == 1 and not interpret  # the keys' parts, which then stay where they are
 
     def wait() -> None:
         warp_ops.barrier(interpret=interpret)
 
-    def start_copies(query_tile: Array, part: int) -> None:
-        entries, queries = pl.ds(part * chunk, chunk), pl.ds(query_tile * QUERY_TILE, QUERY_TILE)
-        for name, source in (
-            ("keys", key_ref.at[sequence, keys, entries]),
-            ("queries", query_ref.at[sequence, queries, entries]),
-        ):
-            plgpu.copy_gmem_to_smem(source, memory[name][0], memory["arrived"].at[0])
-
-    def load_state(query_tile: Array) -> Array:
-        span = state_ref.at[sequence, pl.ds(query_tile * QUERY_TILE, QUERY_TILE)]
-        return plgpu.load(span, layout=flat, optimized=False)
-
     def write_token() -> None:
+        """Leaves the sketch of the token's query in shared memory."""
         if not is_projected:
-            token = token_ref.at[sequence]
-            memory["token"][...] = plgpu.load(token, layout=by_query, optimized=False)
+            memory["token"][...] = load(token_ref.at[sequence], BY_QUERY)
             wait()
             return
         layout = plgpu.Layout.WG_STRIDED((WIDE,), 1)
-        lines = [
-            plgpu.load(token_ref.at[sequence, x], layout=layout, optimized=False)
-            for x in range(token_ref.shape[1])
-        ]
-        projection = plgpu.load(projection_ref, layout=_LAYOUT, optimized=False)
+        lines = [load(token_ref.at[sequence, x], layout) for x in range(token_ref.shape[1])]
+        projection = load(projection_ref)
         memory["combined"][...] = _sum([x.astype(jnp.float32) for x in lines])
         wait()
-        combined = plgpu.load(memory["combined"], layout=by_query, optimized=False)
-        memory["token"][...] = jnp.sum(projection * spread(combined, projection.shape, 1), axis=1)
+        combined = spread(load(memory["combined"], BY_QUERY), projection.shape, 1)
+        memory["token"][...] = jnp.sum(projection * combined, axis=1)
         wait()
 
-    def add_tile(query_tile: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
-        start = query_tile * QUERY_TILE
-        state = first_state if is_single else load_state(query_tile)
-        is_started = [is_single]
-
-        def fetch(part: int) -> tuple[tiles.Load, tiles.Load]:
-            entries = pl.ds(part * chunk, chunk)
-            key_sums, query_sums = memory["keys"][0], memory["queries"][0]
-            if not is_started.pop():
-                wait()  # all have read what was there
-                start_copies(query_tile, part)
-            is_started.append(False)
-
-            if part == 0:
-
-                @pl.when(query_tile == last_tile)
-                def _() -> None:
-                    write_token()
-
-            plgpu.barrier_wait(memory["arrived"].at[0])
-
-            def load_keys() -> Array:
-                key = plgpu.load(key_sums, layout=_LAYOUT, optimized=False)
-                block = blocks(tile * KEY_TILE, key.shape, 0)
-                share = jnp.where(block == row, scale / last_count, scale / block_size)
-                return jnp.where(block <= row, key * share, 0.0)
-
-            def load_queries() -> Array:
-                own = memory["token"].at[entries]
-                own = plgpu.load(own, layout=by_query, optimized=False)
-                query = plgpu.load(query_sums, layout=_LAYOUT, optimized=False)
-                block = blocks(start, query.shape, 0)
-                query = jnp.where(block < row, query * (1.0 / block_size), 0.0)
-                return jnp.where(block == row, spread(own, query.shape, 1), query)
-
-            return load_keys, load_queries
-
-        def weigh(shift: Array) -> Array:
-            """Writes weights of the tile's rows; returns the power of two that they all lack."""
-            memory["exponents"][...] = shift
-            wait()
-            shift = plgpu.load(memory["exponents"], layout=flat, optimized=False)
-            rows = start + plgpu.broadcasted_iota(jnp.int32, (QUERY_TILE,), 0, layout=flat)
-            own = jnp.where(rows == row, plgpu.layout_cast(jnp.ones_like(state), flat), 0.0)
-            weight = jnp.where(rows <= row, jnp.where(is_first, own, state), 0.0)
-            exponent = exponent_of(weight)
-            exponent = replace(exponent - power * shift, exponent == NO_EXPONENT, NO_EXPONENT)
-            largest = jnp.maximum(jnp.max(exponent), NO_EXPONENT // 2) - _WEIGHT_EXPONENT
-            memory["weights"][...] = mantissa_of(weight) * power_of_two(exponent - largest)
-            memory["factors"][...] = own * power_of_two(-shift)
-            wait()
-            return largest
-
-        parts = memory["keys"][1], memory["queries"][1]
-        scores, key_shift, exponent = tiles.score_tile(
-            fetch, size, parts, weigh, interpret=interpret
-        )
-        query_row = blocks(start, _SHAPE, 1)
-        exist = (blocks(tile * KEY_TILE, _SHAPE, 0) <= query_row) & (query_row <= row)
-        scores = jnp.where(exist, scores, 0.0)
-
-        @pl.when(query_tile == last_tile)
-        def _() -> None:
-            factors = plgpu.load(memory["factors"], layout=by_query, optimized=False)
-            direct = jnp.sum(scores * spread(factors, _SHAPE, 1), axis=1)
-            direct_ref[sequence, tile] = direct * power_of_two(-key_shift)
-
-        if rectify:
-            scores = jnp.maximum(scores, 0.0)
-        top = _POWER_EXPONENT // power - 1
-        shift = jnp.minimum(top - exponent_of(jnp.max(jnp.abs(scores), axis=1)), _LARGEST)
-        powers = integer_power(scores * spread(power_of_two(shift), _SHAPE, 0), power)
-        weights = plgpu.load(memory["weights"], layout=by_query, optimized=False)
-        sums = jnp.sum(powers * spread(weights, _SHAPE, 1), axis=1)
-        return add_scaled(total, (sums, exponent - power * (shift + key_shift)))
-
-    if is_single:  # before it is known whether there is anything to do
-        start_copies(split, 0)
-        first_state = load_state(split)
-    position = position_ref[sequence]
-    row = position // block_size
-    last_count = (position + 1 - row * block_size).astype(jnp.float32)
-    last_tile = row // QUERY_TILE
-    # The walk's first layer needs the token's own row alone.
-    is_first = layers_ref[0] * int(use_walk) == 0
-    has_work: Any = index >= 0
-    if is_single:
-        has_work = is_new & (split <= last_tile)
-        has_work = has_work & (jnp.logical_not(is_first) | (split == last_tile))
-
-        @pl.when(jnp.logical_not(has_work))
-        def _() -> None:
-            plgpu.barrier_wait(memory["arrived"].at[0])
-
-    @pl.when(has_work)
-    def _() -> None:
-        zero = plgpu.layout_cast(jnp.zeros((KEY_TILE,), jnp.float32), by_key)
-        none = plgpu.layout_cast(jnp.full((KEY_TILE,), NO_EXPONENT, jnp.int32), by_key)
-        total = zero, none
+    def work(half: Array) -> None:
+        """What one of the warpgroups does."""
+        tile, split, is_corner, is_new = index, line, index < 0, index >= 0
         if is_single:
-            total = add_tile(split, total)
-        else:
-            first = jnp.where(is_first, last_tile, 0)
-            first = jnp.maximum(first, tile * KEY_TILE // QUERY_TILE)
-            first = first + (split + num_splits - first % num_splits) % num_splits
-            steps = jnp.maximum(last_tile - first + num_splits, 0) // num_splits
-            total = jax.lax.fori_loop(
-                0, steps, lambda step, x: add_tile(first + step * num_splits, x), total
+            is_corner = index == 2 * num_tiles
+            is_straight = jnp.logical_not(is_corner)
+            of_first = (is_corner & (half == 0)) | (is_straight & (index <= 2 * line))
+            split = jnp.where(of_first, line, num_tiles - 1 - line)
+            tile = jnp.where(of_first, index, index - (2 * line + 1))
+            tile = jnp.where(is_corner, 2 * split + 1, tile)
+            is_new = of_first | (split != line)
+        has_keys = is_corner | (half == 0) if shares else index >= 0
+        key_slot = jnp.where(has_keys, half, 0)
+        query_slot = _HALVES + half
+        own = jnp.where(is_corner, tile, 2 * split + half)  # tile of query blocks
+
+        both = Tiles(
+            memory=memory,
+            references={
+                "query": query_ref.at[sequence],
+                "key": key_ref.at[sequence],
+                "state": state_ref.at[sequence],
+                "direct": direct_ref.at[sequence, tile],
+            },
+            half=half,
+            tile=tile,
+            key_slot=key_slot,
+            query_slot=query_slot,
+            write_token=write_token,
+            chunk=chunk,
+            num_chunks=num_chunks,
+            shares_keys=shares,
+            is_single=is_single,
+            interpret=interpret,
+            **settings,
+        )
+        # Before it is known whether there is anything to do.
+        if shares:
+            pl.when(has_keys)(lambda: both.start_copy("key", tile, 0, key_slot))
+        state = None
+        if is_single:
+            both.start_copies(own, 0)
+            state = both.load_state(own)
+        position = position_ref[sequence]
+        row = position // settings["block_size"]
+        last, last_split = row // TILE, row // QUERY_TILE
+        # The walk's first layer needs the token's own row alone.
+        is_first = layers_ref[0] * int(use_walk) == 0
+
+        def is_live(query_tile: Array) -> Array:
+            is_below = (query_tile <= last) & (query_tile >= tile)
+            return is_below & (jnp.logical_not(is_first) | (query_tile == last))
+
+        def write(total: Total) -> None:
+            value, exponent = total
+            exponent = jnp.maximum(exponent + exponent_of(value), NO_EXPONENT)
+            largest = row_ops.maximum(
+                exponent, memory["maxima"], layout=BY_KEY, interpret=interpret
             )
-        value, exponent = total
-        exponent = jnp.maximum(exponent + exponent_of(value), NO_EXPONENT)
-        memory["sums"][...] = exponent
-        wait()
-        every = plgpu.load(memory["sums"], layout=by_query, optimized=False)
-        largest = jnp.max(spread(every, (KEY_TILE, KEY_TILE), 1), axis=1)
-        part = mantissa_of(value) * power_of_two(exponent - largest + PART_EXPONENT)
-        part_ref[sequence, split, tile] = jnp.where(value == 0.0, 0.0, part)
-        exponent_ref[sequence, tile, split] = largest
+            part = mantissa_of(value) * power_of_two(exponent - largest + PART_EXPONENT)
+            part_ref[sequence, split, tile] = jnp.where(value == 0.0, 0.0, part)
+            exponent_ref[sequence, tile, split] = largest
+
+        zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_KEY)
+        no_exponent = plgpu.layout_cast(jnp.full((TILE,), NO_EXPONENT, jnp.int32), BY_KEY)
+        none = zero, no_exponent
+
+        def add_live(query_tile: Array, total: Total) -> Total:
+            def add() -> Total:
+                return both.add(query_tile, total, state, position, is_first)
+
+            return jax.lax.cond(is_live(query_tile), add, lambda: total)
+
+        def add_all() -> Total:
+            if is_single:
+
+                @pl.when(jnp.logical_not(is_live(own)))
+                def _() -> None:
+                    both.arrive(query_slot)
+                    if not shares:
+                        both.arrive(key_slot)
+
+                return add_live(own, none)
+            first = jnp.where(is_first, last_split, 0)
+            first = jnp.maximum(first, tile // _HALVES)
+            first = first + (split + num_splits - first % num_splits) % num_splits
+            steps = jnp.maximum(last_split - first + num_splits, 0) // num_splits
+
+            def add(step: Array, total: Total) -> Total:
+                return add_live(_HALVES * (first + step * num_splits) + half, total)
+
+            return jax.lax.fori_loop(0, steps, add, none)
+
+        has_work = is_new
+        if is_single:
+            is_needed = (2 * split <= last) & (jnp.logical_not(is_first) | (split == last_split))
+            has_work = is_new & is_needed & (jnp.logical_not(is_corner) | is_live(own))
+
+            @pl.when(jnp.logical_not(has_work))
+            def _() -> None:
+                both.arrive(query_slot)
+                pl.when(has_keys)(lambda: both.arrive(key_slot))
+
+        @pl.when(has_work)
+        def _() -> None:
+            if shares:
+                pl.when(has_keys)(lambda: both.write_keys(position))
+            if shares and not is_single:
+                both.await_keys()
+            total = add_all()
+            gives = jnp.logical_not(is_corner) & (half == 1)
+
+            @pl.when(gives)
+            def _() -> None:
+                memory["total"][...], memory["total_exponent"][...] = total
+                plgpu.barrier_arrive(memory["is_done"].at[0])
+
+            def add_other() -> Total:
+                plgpu.barrier_wait(memory["is_done"].at[0])
+                names = "total", "total_exponent"
+                value, exponent = (load(memory[name], BY_KEY) for name in names)
+                return add_scaled(total, (value, exponent))
+
+            @pl.when(jnp.logical_not(gives))
+            def _() -> None:
+                write(jax.lax.cond(is_corner, lambda: total, add_other))
+
+    # The half that hands over its sum first.
+    for half in (1, 0) if interpret else (None,):
+        work(jax.lax.axis_index("half") if half is None else jnp.int32(half))
 
 
 def _sum(values: list[Array]) -> Array:
@@ -286,7 +282,7 @@ def can_project(num_heads: int, matrix: Any, num_groups: int) -> bool:
         return False
     head_dim, size = matrix.shape
     fits = WIDE % head_dim == 0 and num_heads * head_dim % WIDE == 0
-    return bool(fits and size % KEY_TILE == 0)
+    return bool(fits and size % TILE == 0)
 
 
 def projection_of(num_heads: int, matrix: Any) -> Any:
