@@ -78,8 +78,7 @@ def _sum_tokens(
     key_ref: Any,
     valid_ref: Any,
     projection_ref: Any,
-    query_out: Any,
-    key_out: Any,
+    out_ref: Any,
     query_memory: Any,
     key_memory: Any,
     folded: Any,
@@ -117,7 +116,6 @@ def _sum_tokens(
         for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
             memory[pl.ds(start, vector * _THREADS)] = piece
     warp_ops.barrier(interpret=interpret)
-    outs = query_out, key_out
     for group in range(num_groups):
         for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
             total = _fold(memory, group, num_groups, wide)
@@ -126,24 +124,23 @@ def _sum_tokens(
             if is_projected:
                 folded[which * num_groups + group] = total
             else:
-                outs[which][sequence, index, group] = total
+                out_ref[sequence, index, which * num_groups + group] = total
     if matrix is not None:
         warp_ops.barrier(interpret=interpret)
-        _project(matrix, folded, [x.at[sequence, index] for x in outs])
+        _project(matrix, folded, out_ref.at[sequence, index])
 
 
 def _load_projection(ref: Any) -> Array:
     return plgpu.load(ref, layout=warp_ops.tile_layout(ref.shape[0]), optimized=False)
 
 
-def _project(matrix: Array, folded: Any, outs: list[Any]) -> None:
+def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
     """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
     layout = warp_ops.tile_layout(matrix.shape[0])
-    num_groups = outs[0].shape[0]
-    for row in range(2 * num_groups):
+    for row in range(folded.shape[0]):
         x = plgpu.load(folded.at[row], layout=layout.reduce(1), optimized=False)
         x = plgpu.layout_cast(jax.lax.broadcast_in_dim(x, matrix.shape, (0,)), layout)
-        outs[row // num_groups][row % num_groups] = jnp.sum(x * matrix, axis=0)
+        out_ref[row] = jnp.sum(x * matrix, axis=0)
 
 
 def _projection(omega: np.ndarray | None, head_dim: int, wide: int) -> np.ndarray | None:
@@ -198,7 +195,8 @@ def block_sums_kernel(
     is_divided = batch * num_blocks < _MANY_BLOCKS and block_size >= 2 * _LEAST_TOKENS
     parts = 2 if is_divided else 1
     size = _COLUMNS if is_projected else wide
-    shape = (batch, num_blocks * parts, num_groups, size)
+    # Both in one array, so that what comes next is one pass for both.
+    shape = (batch, num_blocks * parts, 2 * num_groups, size)
     in_kernel = np.zeros((1, 1), np.float32)
     if matrix is not None and is_projected:
         in_kernel = np.pad(matrix, ((0, 0), (0, _COLUMNS - matrix.shape[1])))
@@ -211,7 +209,7 @@ def block_sums_kernel(
             is_projected=is_projected,
             interpret=interpret,
         ),
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=shape[:2],
         grid_names=("sequence", "index"),
         scratch_types=[
@@ -228,11 +226,10 @@ def block_sums_kernel(
         jnp.asarray(in_kernel),
     )
 
-    def finish(x: Array) -> Array:
-        x = x.reshape(batch, num_blocks, parts, num_groups, size)
-        x = x.sum(axis=2) if is_divided else x[:, :, 0]
-        if matrix is not None and not is_projected:
-            return jnp.matmul(x, jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
-        return x if matrix is None else x[..., : matrix.shape[1]]
-
-    return finish(sums[0]), finish(sums[1])
+    sums = sums.reshape(batch, num_blocks, parts, 2 * num_groups, size)
+    sums = sums.sum(axis=2) if is_divided else sums[:, :, 0]
+    if matrix is not None and not is_projected:
+        sums = jnp.matmul(sums, jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
+    elif matrix is not None:
+        sums = sums[..., : matrix.shape[1]]
+    return sums[:, :, :num_groups], sums[:, :, num_groups:]
