@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops, walk_row, warp_ops
+from sketchwalk_jax.pallas_kernels import ops, row_ops, walk_row, warp_ops
 from sketchwalk_jax.pallas_kernels.scaled import (
     NO_EXPONENT,
     exponent_of,
@@ -29,7 +29,7 @@ from sketchwalk_jax.selection import BlockSelection
 _STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LARGEST = 127  # exponent of a float
 _WARPGROUPS = 4  # at most, that share a row
-_ROWS = 8  # tiles of key blocks whose parts a warpgroup adds up at once
+_ROWS = 8  # tiles of key blocks, of which a warpgroup has a multiple
 
 
 def _select_token(
@@ -43,14 +43,10 @@ def _select_token(
     state_ref: Any,
     count_ref: Any,
     walked_ref: Any,
-    value_memory: Any,
-    exponent_memory: Any,
-    factor_memory: Any,
     scratch: Any,
     *,
     warpgroups: int,
     num_tiles: int,
-    use_walk: bool,
     overlaps: bool,
     block_size: int,
     interpret: bool,
@@ -61,73 +57,23 @@ def _select_token(
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
-    num_splits, height = part_ref.shape[1:3]
-
-    def load(ref: Any, layout: Any) -> Array:
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    def wait() -> None:
-        warp_ops.barrier(interpret=interpret)
-
+    own = part_ref.shape[2] // warpgroups
+    layout = row_ops.rows_layout(own)
+    direct = plgpu.load(
+        direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout=layout, optimized=False
+    )
     row = position_ref[sequence] // block_size
     layers = layers_ref[0]
     is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
     count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
-    last_tile = row // walk_row.QUERY_TILE
-    first = jnp.where(layers * int(use_walk) == 0, last_tile, 0)
-    own = height // warpgroups
-    span = pl.ds(warpgroup * own, own)
-    layout = warp_ops.tile_layout(_ROWS)
-    shape = (_ROWS, walk_row.MAX_SPLITS)
-    table = warp_ops.table_layout(*shape)
-
-    def add_parts(step: Any) -> Array:
-        start = warpgroup * own + step * _ROWS
-        span = pl.ds(start, _ROWS)
-        # No part of the first ones is there: what is read instead is read anyway.
-        least = start // 2 if num_tiles <= walk_row.MAX_SPLITS else 0
-        parts = [
-            load(
-                part_ref.at[sequence, jnp.minimum(jnp.maximum(x, least), num_splits - 1), span],
-                layout,
-            )
-            for x in range(num_splits)
-        ]
-        exponent = load(exponent_ref.at[sequence, span], table)
-        tile = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=table)
-        split = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=table)
-        there = walk_row.exists(tile, split, row // TILE, first, num_tiles)
-        exponent = replace(exponent, jnp.logical_not(there), NO_EXPONENT)
-        # More than that of none, so that the factor of none is 0.
-        largest = jnp.maximum(jnp.max(exponent, axis=1), NO_EXPONENT // 2)
-        above = plgpu.layout_cast(jax.lax.broadcast_in_dim(largest, shape, (0,)), table)
-        factor_memory[warpgroup] = power_of_two(exponent - above)
-        exponent_memory[span] = largest
-        wait()
-        total: Any = None
-        for index, part in enumerate(parts):
-            factor = load(factor_memory.at[warpgroup, :, index], layout.reduce(1))
-            factor = jax.lax.broadcast_in_dim(factor, (_ROWS, TILE), (0,))
-            factor = plgpu.layout_cast(factor, layout)
-            part = jnp.where(factor > 0.0, part, 0.0) * factor  # there may be anything in none
-            total = part if total is None else total + part
-        return total
-
-    if own == _ROWS:
-        direct = load(direct_ref.at[sequence, span], layout)
-        value = add_parts(0)
-    else:
-
-        @pl.loop(0, own // _ROWS)
-        def _(step: Array) -> None:
-            value_memory[pl.ds(warpgroup * own + step * _ROWS, _ROWS)] = add_parts(step)
-            wait()  # all have read the factors
-
-        layout = warp_ops.tile_layout(own)
-        value = load(value_memory.at[span], layout)
-
-    exponents = load(exponent_memory.at[span], layout.reduce(1))
-    exponents = plgpu.layout_cast(jax.lax.broadcast_in_dim(exponents, (own, TILE), (0,)), layout)
+    value, exponents = row_ops.add_parts(
+        part_ref.at[sequence],
+        exponent_ref.at[sequence],
+        rows=own,
+        num_tiles=walk_row.QUERY_TILE // TILE * num_tiles,
+        is_triangle=num_tiles <= walk_row.MAX_SPLITS,
+        interpret=interpret,
+    )
     exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
     positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
     largest, largest_positive = warp_ops.maxima(
@@ -140,8 +86,6 @@ def _select_token(
     warp_ops.write_row(state, columns, state_ref.at[sequence], layout=layout, interpret=interpret)
     is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
     is_walked = is_walked & (largest_positive > NO_EXPONENT)
-    if own != _ROWS:
-        direct = load(direct_ref.at[sequence, span], layout)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
@@ -248,7 +192,6 @@ def select_token_kernel(
     row = jnp.pad(state[:, 0], ((0, 0), (0, padding))) if padding else state[:, 0]
     settings: dict[str, Any] = dict(
         num_tiles=num_tiles,
-        use_walk=use_walk,
         overlaps=overlaps and not interpret,
         interpret=interpret,
     )
@@ -276,6 +219,7 @@ def select_token_kernel(
                 rectify=rectify,
             ),
             is_projected=is_projected,
+            use_walk=use_walk,
             **settings,
         ),
         out_type=[
@@ -312,9 +256,6 @@ def select_token_kernel(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((height if height > _ROWS * warpgroups else 1, TILE), jnp.float32),
-            plgpu.SMEM((height,), jnp.int32),
-            plgpu.SMEM((warpgroups, _ROWS, walk_row.MAX_SPLITS), jnp.float32),
             warp_ops.scratch_of_counts(warpgroups),
         ],
         kernel_name="sketchwalk_select_token",

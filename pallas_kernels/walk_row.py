@@ -72,17 +72,6 @@ def programs(num_tiles: int) -> tuple[int, int]:
     return 2 * num_tiles, MAX_SPLITS
 
 
-def exists(tile: Array, split: Array, last: Array, first: Array, num_tiles: int) -> Any:
-    """Whether the first kernel has written that part of that tile of key blocks.
-
-    `last` is the last tile of 64 blocks, `first` the first part of those that the row consists of.
-    """
-    if num_tiles > MAX_SPLITS:
-        return tile < 2 * num_tiles
-    is_there = (tile <= jnp.minimum(2 * split + 1, last)) & (2 * split <= last)
-    return is_there & (split >= first)
-
-
 def walk_row(
     token_ref: Any,
     projection_ref: Any,
@@ -238,6 +227,14 @@ def walk_row(
             def _() -> None:
                 both.arrive(query_slot)
                 pl.when(has_keys)(lambda: both.arrive(key_slot))
+
+            # The second kernel reads all parts at or below the diagonal.
+            is_empty = is_new & jnp.logical_not(has_work) & (is_corner | (half == 0))
+
+            @pl.when(is_empty)
+            def _() -> None:
+                part_ref[sequence, split, tile] = none[0]
+                exponent_ref[sequence, tile, split] = NO_EXPONENT
 
         @pl.when(has_work)
         def _() -> None:

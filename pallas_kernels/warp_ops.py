@@ -43,15 +43,6 @@ def row_layout(width: int) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
 
 
-def tile_layout(rows: int) -> Any:
-    """A matrix of 64 columns over a warpgroup, a quarter of its rows per warp, in order."""
-    columns = 2 * _LANES
-    tiles: tuple[tuple[int, ...], ...] = ((rows, columns), (rows // WARPS, columns))
-    return plgpu.Layout.TILED(
-        plgpu.Tiling((*tiles, (1, _LANES), (1,))), (-7,), (-2,), -1, _check_canonical=False
-    )
-
-
 def maxima(
     arrays: tuple[Int[Array, "..."], ...], scratch: Any, *, layout: Any, interpret: bool
 ) -> list[Int[Array, ""]]:
@@ -112,12 +103,6 @@ def _over_warps(scratch, start, number, kind, identity):
     is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
     theirs = arith.select(is_one, theirs, _constant(identity))
     return nvvm.redux_sync(theirs, kind, _constant(_ALL_LANES))
-
-
-def table_layout(rows: int, columns: int) -> Any:
-    """A matrix with one entry for each thread, whole rows in a warp."""
-    tiles: tuple[tuple[int, ...], ...] = ((rows, columns), (rows // WARPS, columns), (1,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3, -2), -1, _check_canonical=False)
 
 
 def count_kept(
@@ -212,7 +197,8 @@ def write_kept(
     """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
 
     Args:
-      keys: Keys of one row, in registers that each hold 32 adjacent ones, in order.
+      keys: Keys of one row, in order: a register of a warp holds the next 32 times as many as
+        one of its threads does.
       lower: Key of the ties.
       upper: Least key that is kept.
       missing: Ties to keep.
@@ -254,12 +240,13 @@ def _constant(value: int) -> ir.Value:
 
 
 def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """What one thread holds of an array whose registers have one element."""
-    first = ir.DenseI64ArrayAttr.get([0])
-    return [
-        vector.extract(x, [], first) if isinstance(x.type, ir.VectorType) else x
-        for x in array.registers.flat
-    ]
+    """What one thread holds of an array, in order."""
+    found: list[ir.Value] = []
+    for x in array.registers.flat:
+        places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
+        found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
+        found += [] if places else [x]
+    return found
 
 
 def _index(value: ir.Value) -> ir.Value:
@@ -312,21 +299,31 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
     num_above = arith.andi(before, _constant(0xFFFF))
     num_tied = arith.shrui(before, _constant(16))
 
-    per_warp = _LANES * len(registers)
-    column = arith.addi(arith.muli(warp, _constant(per_warp)), lane)
+    adjacent = len(registers) // keys.registers.size
+    column = arith.addi(
+        arith.muli(warp, _constant(_LANES * len(registers))), arith.muli(lane, _constant(adjacent))
+    )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
-    for key in _scalars(mgpu.optimization_barrier(keys)):
-        above, tied = tests(key)
-        above_votes, tied_votes = _ballot(above), _ballot(tied)
-        rank = arith.addi(num_tied, math.ctpop(arith.andi(tied_votes, earlier_lanes)))
-        place = arith.addi(num_above, math.ctpop(arith.andi(above_votes, earlier_lanes)))
-        place = arith.addi(place, arith.minsi(rank, missing))
-        has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
-        with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
-            memref.store(column, ids, [_index(place)])
-        num_above = arith.addi(num_above, math.ctpop(above_votes))
-        num_tied = arith.addi(num_tied, math.ctpop(tied_votes))
-        column = arith.addi(column, _constant(_LANES))
+    registers = _scalars(mgpu.optimization_barrier(keys))
+    for start in range(0, len(registers), adjacent):
+        found = [tests(key) for key in registers[start : start + adjacent]]
+        votes = [[_ballot(test) for test in both] for both in found]
+        # Of earlier lanes, then of earlier columns of this lane's.
+        place, rank = num_above, num_tied
+        for above_votes, tied_votes in votes:
+            place = arith.addi(place, math.ctpop(arith.andi(above_votes, earlier_lanes)))
+            rank = arith.addi(rank, math.ctpop(arith.andi(tied_votes, earlier_lanes)))
+            num_above = arith.addi(num_above, math.ctpop(above_votes))
+            num_tied = arith.addi(num_tied, math.ctpop(tied_votes))
+        for index, (above, tied) in enumerate(found):
+            has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
+            with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
+                target = arith.addi(place, arith.minsi(rank, missing))
+                memref.store(arith.addi(column, _constant(index)), ids, [_index(target)])
+            if index + 1 < adjacent:
+                place = arith.addi(place, arith.extui(missing.type, above))
+                rank = arith.addi(rank, arith.extui(missing.type, tied))
+        column = arith.addi(column, _constant(_LANES * adjacent))
 
     length = ir.MemRefType(ids.type).shape[0]
     step = arith.constant(ir.IndexType.get(), _LANES * _warps(scratch))
