@@ -17,13 +17,14 @@ from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 
-_THREADS = 128
+_THREADS, _WARPS = 128, 4
 _VECTOR = 8  # 16-byte loads of 16-bit numbers
 _TOKENS_PER_STEP = 4
 _COLUMNS = 64  # of a projection in the kernel
-# So many blocks keep every multiprocessor busy; fewer are divided.
+# So many blocks keep every multiprocessor busy; fewer are divided, where four programs fit on one.
 _MANY_BLOCKS = 1024
 _LEAST_TOKENS = 32
+_LARGEST_WIDTH = 5120  # entries of a token's queries and keys
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
@@ -130,13 +131,20 @@ def _sum_tokens(
         _project(matrix, folded, out_ref.at[sequence, index])
 
 
+def _projection_layout(rows: int) -> Any:
+    """A quarter of the rows per warp, and in a thread all of these of two columns."""
+    tiles: tuple[tuple[int, ...], ...] = ((rows, _COLUMNS), (rows // _WARPS, _COLUMNS))
+    tiling = plgpu.Tiling((*tiles, (1, _THREADS // _WARPS), (1,)))
+    return plgpu.Layout.TILED(tiling, (-7,), (-2,), -1, _check_canonical=False)
+
+
 def _load_projection(ref: Any) -> Array:
-    return plgpu.load(ref, layout=warp_ops.tile_layout(ref.shape[0]), optimized=False)
+    return plgpu.load(ref, layout=_projection_layout(ref.shape[0]), optimized=False)
 
 
 def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
     """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
-    layout = warp_ops.tile_layout(matrix.shape[0])
+    layout = _projection_layout(matrix.shape[0])
     for row in range(folded.shape[0]):
         x = plgpu.load(folded.at[row], layout=layout.reduce(1), optimized=False)
         x = plgpu.layout_cast(jax.lax.broadcast_in_dim(x, matrix.shape, (0,)), layout)
@@ -192,7 +200,8 @@ def block_sums_kernel(
     matrix = _projection(omega, head_dim, wide)
     is_projected = matrix is not None and wide == _THREADS and matrix.shape[1] <= _COLUMNS
     num_blocks = tokens // block_size
-    is_divided = batch * num_blocks < _MANY_BLOCKS and block_size >= 2 * _LEAST_TOKENS
+    is_small = batch * num_blocks < _MANY_BLOCKS and sum(sizes) <= _LARGEST_WIDTH
+    is_divided = is_small and block_size >= 2 * _LEAST_TOKENS
     parts = 2 if is_divided else 1
     size = _COLUMNS if is_projected else wide
     # Both in one array, so that what comes next is one pass for both.
