@@ -57,22 +57,21 @@ def quarter_threshold(
     count: Int[Array, ""],
     scratch: Any,
     *,
+    guesses: tuple[int, ...] = (),
     layout: Any,
     interpret: bool,
 ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-    """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`."""
+    """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`.
 
-    def middle(one: Array, other: Array) -> Array:
-        return (one >> 1) + (other >> 1) + (one & other & 1)
+    The result does not depend on the `guesses`: three keys in ascending order to try first.
+    """
 
     def is_open(state: _Bracket) -> Bool[Array, ""]:
         lower, upper, above, _ = state
         return (above != count) & (lower + 1 < upper)
 
-    def quarter(state: _Bracket) -> _Bracket:
+    def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
         lower, upper, above, turn = state
-        half = middle(lower, upper)
-        limits = middle(lower, half), half, middle(half, upper)
         kept = warp_ops.count_kept(keys, limits, scratch, turn, layout=layout, interpret=interpret)
         # The least limit that keeps too few is the new upper key, the one below it the lower.
         for limit, number in reversed(list(zip(limits, kept, strict=True))):
@@ -82,7 +81,16 @@ def quarter_threshold(
             lower = jnp.where(number > count, limit, lower)
         return lower, upper, above, 1 - turn
 
+    def quarter(state: _Bracket) -> _Bracket:
+        lower, upper, _, _ = state
+        # Rounded up: no limit is the lower key itself, and what exceeds the upper one does no harm.
+        step = jax.lax.shift_right_logical(upper - lower + 3, jnp.int32(2))
+        return narrow(state, (lower + step, lower + 2 * step, lower + 3 * step))
+
     start = (jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
+    if guesses:
+        one, two, three = (count * 0 + guess for guess in guesses)  # no constants to the compiler
+        start = narrow(start, (one, two, three))
     lower, upper, above, _ = jax.lax.while_loop(is_open, quarter, start)
     return lower, upper, count - above
 
@@ -99,12 +107,14 @@ def select_row(
     num_blocks: int,
     sink_blocks: int,
     local_blocks: int,
+    guesses: tuple[int, ...] = (),
     layout: Any,
     interpret: bool,
 ) -> None:
     """Writes the list of one row, whose scores and columns are in registers in order.
 
-    Every warpgroup has a part of the row; `is_padded` says that some columns do not exist.
+    Every warpgroup has a part of the row; `is_padded` says that some columns do not exist, and
+    `guesses` are keys near which the least one to keep may be.
     """
     keys = row_keys(
         scores,
@@ -116,7 +126,7 @@ def select_row(
         local_blocks=local_blocks,
     )
     where: dict[str, Any] = dict(layout=layout, interpret=interpret)
-    lower, upper, missing = quarter_threshold(keys, count, scratch, **where)
+    lower, upper, missing = quarter_threshold(keys, count, scratch, guesses=guesses, **where)
     warp_ops.write_kept(
         keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, **where
     )

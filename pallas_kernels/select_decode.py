@@ -28,6 +28,8 @@ from sketchwalk_jax.selection import BlockSelection
 
 _STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LARGEST = 127  # exponent of a float
+# Keys of the rows' entries that are so many octaves below what no entry exceeds.
+_GUESSES = tuple((_STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
 _WARPGROUPS = 4  # at most, that share a row
 _ROWS = 8  # tiles of key blocks, of which a warpgroup has a multiple
 
@@ -102,6 +104,7 @@ def _select_token(
         count,
         ids_ref.at[sequence],
         scratch,
+        guesses=_GUESSES,
         layout=layout,
         interpret=interpret,
         **sizes,

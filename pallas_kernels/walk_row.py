@@ -100,6 +100,11 @@ def walk_row(
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     index, line, sequence = (jax.lax.axis_index(x) for x in ("index", "line", "sequence"))
+    position = position_ref[sequence]
+    row = position // settings["block_size"]
+    last, last_split = row // TILE, row // QUERY_TILE
+    # The walk's first layer needs the token's own row alone.
+    is_first = layers_ref[0] * int(use_walk) == 0
     is_single = num_tiles <= MAX_SPLITS
     num_splits = num_tiles if is_single else MAX_SPLITS
     size = query_ref.shape[-1]
@@ -168,11 +173,6 @@ def walk_row(
         if is_single:
             both.start_copies(own, 0)
             state = both.load_state(own)
-        position = position_ref[sequence]
-        row = position // settings["block_size"]
-        last, last_split = row // TILE, row // QUERY_TILE
-        # The walk's first layer needs the token's own row alone.
-        is_first = layers_ref[0] * int(use_walk) == 0
 
         def is_live(query_tile: Array) -> Array:
             is_below = (query_tile <= last) & (query_tile >= tile)

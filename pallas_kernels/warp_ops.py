@@ -152,17 +152,21 @@ def _emit_count(registers, limits, turn, scratch):
     """Counts of three limits; the first two in the halves of one integer."""
     first, second = _constant(0), _constant(0)
     for key in registers:
-        above = [arith.cmpi(arith.CmpIPredicate.sge, key, limit) for limit in limits]
-        for limit, step in ((0, 1), (1, 1 << 16)):
-            one = arith.select(above[limit], _constant(step), _constant(0))
-            first = arith.addi(first, one)
-        second = arith.addi(second, arith.select(above[2], _constant(1), _constant(0)))
+        first = _add_if_kept(first, key, limits[0], 1)
+        first = _add_if_kept(first, key, limits[1], 1 << 16)
+        second = _add_if_kept(second, key, limits[2], 1)
     packed = [
         nvvm.redux_sync(x, nvvm.ReductionKind.ADD, _constant(_ALL_LANES)) for x in (first, second)
     ]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
     low = arith.andi(totals[0], _constant(0xFFFF))
     return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
+
+
+def _add_if_kept(total, key, limit, step):
+    """Two instructions, where the compiler makes three of a choice and a sum."""
+    code = f"{{ .reg .pred p; setp.ge.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
+    return mgpu.utils.inline_ptx(code, total, key, limit, result_types=total.type)
 
 
 def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
@@ -305,8 +309,8 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
     )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
     registers = _scalars(mgpu.optimization_barrier(keys))
-    for start in range(0, len(registers), adjacent):
-        found = [tests(key) for key in registers[start : start + adjacent]]
+    for group in range(0, len(registers), adjacent):
+        found = [tests(key) for key in registers[group : group + adjacent]]
         votes = [[_ballot(test) for test in both] for both in found]
         # Of earlier lanes, then of earlier columns of this lane's.
         place, rank = num_above, num_tied
