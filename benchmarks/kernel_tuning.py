@@ -29,7 +29,8 @@ WIDE: tuple[Changes, ...] = (
     {},
     {"prefill_heads_first": False},
     {"prefill_value_stages": 3},
-    {"prefill_takes_turns": False},
+    {"prefill_takes_turns": True},
+    {"prefill_frees_early": False},
     {"prefill_overlaps": False},
     {"prefill_programs": 1 << 30},
 )
@@ -39,6 +40,7 @@ NARROW: tuple[Changes, ...] = (
     {"prefill_stages": 2, "prefill_value_stages": 2},
     {"prefill_stages": 3, "prefill_value_stages": 3},
     {"prefill_takes_turns": True},
+    {"prefill_frees_early": False},
     {"prefill_overlaps": False},
 )
 DECODE: tuple[Changes, ...] = (

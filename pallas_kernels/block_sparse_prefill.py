@@ -74,8 +74,7 @@ def block_sparse_prefill(
     padded = 64 if head_dim <= 64 else 128
     if padded != head_dim:
         query, key, value, index = _pad_heads(query, key, value, index, padded)
-    is_narrow = padded == 64  # of which more steps fit, and little is gained by taking turns
-    stages = 4 if is_narrow else 2
+    stages = 4 if padded == 64 else 2
     plan = prefill_tiles.Plan(
         batch=query.shape[0],
         tiles=query.shape[1] // QUERIES,
@@ -87,7 +86,7 @@ def block_sparse_prefill(
         stages=config.prefill_stages or stages,
         value_stages=config.prefill_value_stages or stages,
         takes_turns=config.prefill_takes_turns,
-        frees_early=_or(config.prefill_frees_early, not is_narrow),
+        frees_early=config.prefill_frees_early,
         overlaps=config.prefill_overlaps,
         heads_first=config.prefill_heads_first,
         exponent=scale * math.log2(math.e),
@@ -123,10 +122,6 @@ def block_sparse_prefill(
     )
     out = outputs[0][..., :head_dim]
     return (out, jnp.swapaxes(outputs[1], 1, 2)) if return_lse else out
-
-
-def _or(asked: bool | None, default: bool) -> bool:
-    return default if asked is None else asked
 
 
 def _check(query: Any, key: Any, scale: float, block_size: int) -> None:

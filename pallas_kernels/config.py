@@ -58,7 +58,7 @@ class KernelConfig:
     prefill_value_stages: int | None = None
     prefill_programs: int = 132
     prefill_takes_turns: bool = False
-    prefill_frees_early: bool | None = None
+    prefill_frees_early: bool = True
     prefill_overlaps: bool = True
     prefill_heads_first: bool = True
     interpret: bool = False
