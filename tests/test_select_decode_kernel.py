@@ -115,6 +115,23 @@ def test_layers_of_a_step_equal_the_reference(
         walk = after
 
 
+@pytest.mark.parametrize("blocks", [(0, 63), (64, 127), (128, 191)])
+def test_rows_that_end_in_either_half_of_a_tile(blocks: tuple[int, int]) -> None:
+    case = Case(256, groups=1, sketch=32, transition="power", power=8)
+    case.rows = jnp.asarray(blocks, jnp.int32)[:, None]
+    case.positions = case.rows[:, 0] * BLOCK + jnp.asarray([0, 40], jnp.int32)
+    case.counts = jnp.asarray(block_budget(256, density=0.2, sink_blocks=1))[case.rows]
+    walk = WalkState(jnp.zeros((BATCH, 1, 256)), jnp.int32(0))
+    for _ in range(2):
+        inputs = case.draw()
+        want, after = case.reference(*inputs, walk, None)
+        got, state = case.kernel(*inputs, walk, None)
+        np.testing.assert_array_equal(got.ids, want.ids)
+        largest = np.abs(after.scores).max()
+        np.testing.assert_allclose(state, after.scores, rtol=3e-5, atol=1e-6 * largest)
+        walk = after
+
+
 def test_a_row_without_positive_entries_selects_by_its_scores() -> None:
     case = Case(130, groups=1, sketch=32, transition="relu_power", power=8)
     token, query, key = case.draw()
