@@ -17,7 +17,7 @@ from sketchwalk_jax.pallas_kernels.scaled import exponent_of, power_of_two
 
 TILE = 64  # blocks of keys, and of queries, in a tile
 LEAST_CHUNK = 32  # entries of the sketches that are loaded and multiplied at a time, or twice this
-_TOP = 7  # exponent of a row's largest entry as the tensor cores see it
+TOP = 7  # exponent of a row's largest entry as the tensor cores see it
 _LARGEST = 127
 
 
@@ -52,9 +52,9 @@ def peaks_of(x: Float[Array, "R C"]) -> Float[Array, "R"]:
     return jnp.max(jnp.abs(x), axis=1)
 
 
-def shifts_by(peaks: Float[Array, "R"]) -> Int[Array, "R"]:
+def shifts_by(peaks: Float[Array, "R"], top: int = TOP) -> Int[Array, "R"]:
     """Exponents of the powers of two that bring rows with these peaks to one magnitude."""
-    return jnp.minimum(_TOP - exponent_of(peaks), _LARGEST)
+    return jnp.minimum(top - exponent_of(peaks), _LARGEST)
 
 
 def write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:

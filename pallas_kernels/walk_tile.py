@@ -28,6 +28,7 @@ from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
 _POWER_EXPONENT = 80
 _WEIGHT_EXPONENT = 24
 _LARGEST = 127
+_LOW_TOP = 3  # of operands, so that powers need no scale: lower ones would lose bits as float16
 _LAYOUT = plgpu.Layout.WGMMA
 BY_KEY, BY_QUERY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _SHAPE = (TILE, TILE)
@@ -87,6 +88,25 @@ class Tiles:
     rectify: bool
     interpret: bool
 
+    @property
+    def _weight_exponent(self) -> int:
+        """Of the weights, if the powers of scores of low operands are not scaled."""
+        size = self.chunk * self.num_chunks
+        largest_score = (size - 1).bit_length() + 2 * (_LOW_TOP + 1)
+        most = _LARGEST - self.power * largest_score - TILE.bit_length()
+        return min(most, _WEIGHT_EXPONENT)
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether powers are not scaled, which takes no look at their peaks.
+
+        What they are too small for then, even so, is less than the scores' rounding.
+        """
+        return self._weight_exponent >= 0
+
+    def _shifts_by(self, peaks: Array) -> Array:
+        return tiles.shifts_by(peaks, _LOW_TOP if self._is_low else tiles.TOP)
+
     def start_copy(self, name: str, tile: Array, part: int, slot: Array) -> None:
         """Starts the copy of a chunk of 64 sketches to shared memory."""
         rows, entries = pl.ds(tile * TILE, TILE), pl.ds(part * self.chunk, self.chunk)
@@ -120,7 +140,7 @@ class Tiles:
         """Divides the keys into parts, for the whole program."""
         self.arrive(self.key_slot)
         keys = self._load_keys(position)
-        shift = tiles.shifts_by(tiles.peaks_of(keys))
+        shift = self._shifts_by(tiles.peaks_of(keys))
         self.memory["key_shifts"][self.key_slot] = shift
         tiles.write_parts(keys, shift, self.memory["operands"][1].at[self.key_slot])
         plgpu.commit_smem()
@@ -163,7 +183,8 @@ class Tiles:
         largest = row_ops.maximum(
             exponent, self.memory["maxima"], layout=BY_KEY, interpret=self.interpret
         )
-        largest = jnp.maximum(largest, NO_EXPONENT // 2) - _WEIGHT_EXPONENT
+        top = self._weight_exponent if self._is_low else _WEIGHT_EXPONENT
+        largest = jnp.maximum(largest, NO_EXPONENT // 2) - top
         weights = mantissa_of(weight) * power_of_two(exponent - largest)
         self.memory["weights"][self.half] = weights
 
@@ -205,14 +226,14 @@ class Tiles:
         if self.interpret:
             chunks_of_both = zip(*(load_both(part) for part in chunks), strict=True)
             both = [jnp.concatenate(x, axis=1) for x in chunks_of_both]
-            shifts = [tiles.shifts_by(tiles.peaks_of(x)) for x in both]
+            shifts = [self._shifts_by(tiles.peaks_of(x)) for x in both]
             return tiles.interpreted_scores(both, shifts), shifts[0], weigh(shifts[1])
         key_shift: Any = None
         shift: Any = None
         if self.num_chunks > 1:
             peaks = [[tiles.peaks_of(x) for x in load_both(part)] for part in chunks]
             key_shift, shift = (
-                tiles.shifts_by(functools.reduce(jnp.maximum, x)) for x in zip(*peaks, strict=True)
+                self._shifts_by(functools.reduce(jnp.maximum, x)) for x in zip(*peaks, strict=True)
             )
 
         def write_chunk(part: int, shift: Any) -> Array:
@@ -221,7 +242,7 @@ class Tiles:
                 tiles.write_parts(self._load_keys(position), key_shift, keys)
             query = self._load_queries(query_tile, row, part)
             if shift is None:
-                shift = tiles.shifts_by(tiles.peaks_of(query))
+                shift = self._shifts_by(tiles.peaks_of(query))
             tiles.write_parts(query, shift, queries)
             plgpu.commit_smem()
             return shift
@@ -284,11 +305,15 @@ class Tiles:
 
         if self.rectify:
             scores = jnp.maximum(scores, 0.0)
-        top = _POWER_EXPONENT // power - 1
-        shift = jnp.minimum(top - exponent_of(tiles.peaks_of(scores)), _LARGEST)
-        powers = integer_power(scores * spread(power_of_two(shift), _SHAPE, 0), power)
+        shift = key_shift
+        if not self._is_low:
+            top = _POWER_EXPONENT // power - 1
+            own_shift = jnp.minimum(top - exponent_of(tiles.peaks_of(scores)), _LARGEST)
+            scores = scores * spread(power_of_two(own_shift), _SHAPE, 0)
+            shift = shift + own_shift
+        powers = integer_power(scores, power)
         weights = load(self.memory["weights"].at[self.half], BY_QUERY)
         sums = jnp.sum(powers * spread(weights, _SHAPE, 1), axis=1)
         mantissa, lacks = math.frexp(factor)
-        exponent = exponent - power * (shift + key_shift - lacks)
+        exponent = exponent - power * (shift - lacks)
         return add_scaled(total, (sums * mantissa**power, exponent))
