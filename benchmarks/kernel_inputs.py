@@ -93,12 +93,12 @@ def decode_inputs(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, list[A
 
 
 def selection_sets(shape: Shape) -> list[Any]:
-    """Queries and keys of whole prompts, and the walk so far."""
+    """Queries and keys of whole prompts, and which tokens these are."""
     sets = []
     for index in range(num_sets(shape)):
-        keys = jax.random.split(jax.random.key(index), 3)
+        keys = jax.random.split(jax.random.key(index))
         arrays = [draw(keys[n], shape, shape.heads[n], shape.tokens) for n in range(2)]
-        sets.append((*arrays, walked(keys[2], shape, shape.num_blocks), whole_prompt(shape)))
+        sets.append((*arrays, whole_prompt(shape)))
     return sets
 
 
@@ -118,20 +118,27 @@ def walked(key: jax.Array, shape: Shape, rows: int) -> sw.WalkState:
     return sw.WalkState(jnp.where(causal[None], scores, 0.0), jnp.ones((), jnp.int32))
 
 
-def prefill_selection(shape: Shape) -> Callable[..., Any]:
-    """Observation and selection of a whole prompt, as inference runs them."""
+def prefill_selection(shape: Shape) -> tuple[Callable[..., Any], Any]:
+    """One step (a layer's observation and selection of whole prompts), and what it starts from."""
     config = shape.config
     layer = LayerShape(*shape.heads, shape.head_dim)
+    empty = config.init_statistics(layer, batch=shape.batch, num_blocks=shape.num_blocks)
 
-    def select(query: jax.Array, key: jax.Array, walk: sw.WalkState, span: Span) -> Any:
-        statistics = config.init_statistics(layer, batch=shape.batch, num_blocks=shape.num_blocks)
-        statistics = config.observe(query, key, statistics, span=span)
+    def step(state: Any, inputs: Any, index: int) -> Any:
+        walk, results = state
+        # Nothing may be computed once for all rounds of the loop.
+        walk, (query, key, span) = jax.lax.optimization_barrier((walk, inputs[index]))
+        statistics = config.observe(query, key, empty, span=span)
         selection, walk = config.select_prefill(
             query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
         )
-        return selection, walk, statistics
+        # All lists and statistics are results of the loop: none is left out.
+        return walk, (*results[:index], (selection, statistics), *results[index + 1 :])
 
-    return select
+    rows = jnp.arange(shape.num_blocks, dtype=jnp.int32)
+    lists = random_lists(jax.random.key(0), shape, rows)
+    walk = walked(jax.random.key(1), shape, shape.num_blocks)
+    return step, (walk, ((lists, empty),) * num_sets(shape))
 
 
 def decode_selection(shape: Shape) -> tuple[Callable[..., Any], Any, list[Any]]:

@@ -144,7 +144,8 @@ def add_parts(
             )
         return arrays
 
-    return add(part_ref, exponent_ref)
+    total, exponents = add(part_ref, exponent_ref)
+    return total, exponents
 
 
 def _sum_of_tile(
