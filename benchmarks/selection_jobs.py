@@ -25,7 +25,7 @@ PROMPTS = 2  # layers that prefill rotates over: together far larger than any ca
 # Rounds over the layers between two looks at a loop's condition; where prompts take long, fewer.
 ROUNDS, SLOW_ROUNDS = 8, 1
 SLOW = ("oracle", "flexprefill")
-KNOB_STEPS = 10
+KNOB_STEPS = 17  # to a single offset of MInference's
 Row = dict[str, Any]
 Call = Callable[[int], Any]  # runs that many steps
 # Milliseconds of one layer: `observe` alone, all of `selection`, `attention` over its lists.

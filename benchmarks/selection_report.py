@@ -62,7 +62,8 @@ def _cells(row: Row, dense_ms: float | None) -> list[str]:
     density = row["measured_density"]
     faster = _NOTHING
     if dense_ms is not None and row["selection_ms"] is not None:
-        faster = f"**{dense_ms / (row['selection_ms'] + row['attention_ms']):.1f}×**"
+        ratio = dense_ms / (row["selection_ms"] + row["attention_ms"])
+        faster = f"**{ratio:.{1 if ratio >= 1 else 2}f}×**"
     return [_lists(row), _NOTHING if density is None else f"{density:.2f}", *times, faster]
 
 
