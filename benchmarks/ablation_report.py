@@ -6,12 +6,9 @@
 `report.py` writes the tables alone.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
 
 from sketchwalk_jax.evaluation.drawing import style_of
 from sketchwalk_jax.evaluation.report import describe_results
@@ -54,20 +51,13 @@ _NOTHING = "–"
 
 def main() -> None:
     """Draws the figure and writes the tables."""
-    import matplotlib
     import report
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
-    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
-    options = parser.parse_args()
-    matplotlib.use("Agg")
-    rows = read_results(options.results / "ablations.json").rows
-    options.plots.mkdir(parents=True, exist_ok=True)
-    ablations_figure(rows).savefig(options.plots / Path(FIGURE).name, dpi=_DPI)
-    for page in options.page or report.PAGES:
-        report.update(page, options.results)
+    def draw(results: Path, plots: Path) -> None:
+        rows = read_results(results / "ablations.json").rows
+        ablations_figure(rows).savefig(plots / Path(FIGURE).name, dpi=_DPI)
+
+    report.draw_and_write(__doc__, draw)
 
 
 def ablation_tables(path: Path) -> str:

@@ -6,13 +6,10 @@
 `report.py` writes the tables alone.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
 
 from sketchwalk_jax.evaluation.tables import markdown_table
 from sketchwalk_jax.plots import import_pyplot
@@ -27,20 +24,13 @@ MAIN_SHAPE = {"batch": 1, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 def main() -> None:
     """Draws the figure and writes the tables."""
-    import matplotlib
     import report
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
-    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
-    options = parser.parse_args()
-    matplotlib.use("Agg")
-    data = json.loads((options.results / "kernels.json").read_text(encoding="utf-8"))
-    options.plots.mkdir(parents=True, exist_ok=True)
-    speedup_figure(data["rows"]).savefig(options.plots / "kernels_speedup.png", dpi=_DPI)
-    for page in options.page or report.PAGES:
-        report.update(page, options.results)
+    def draw(results: Path, plots: Path) -> None:
+        data = json.loads((results / "kernels.json").read_text(encoding="utf-8"))
+        speedup_figure(data["rows"]).savefig(plots / "kernels_speedup.png", dpi=_DPI)
+
+    report.draw_and_write(__doc__, draw)
 
 
 def rows_of(data: Results, op: str) -> list[Row]:

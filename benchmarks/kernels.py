@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import kernel_inputs
 from kernel_inputs import Shape
+from loops import loop
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
@@ -144,19 +145,8 @@ def in_turns(function: Callable[..., Any], sets: list[Any]) -> Call:
 
 def in_loop(step: Callable[..., Any], first: Any, inputs: Any, num_sets: int) -> Call:
     """One program whose steps each start from what the last one made, over the sets in turn."""
-
-    def loop(count: jax.Array, state: Any, inputs: Any) -> Any:
-        def body(_: Any, state: Any) -> Any:
-            for index in range(num_sets):
-                state = step(state, inputs, index)
-            return state
-
-        def rounds(_: Any, state: Any) -> Any:
-            return jax.lax.fori_loop(0, ROUNDS_OF_LAYERS, body, state)
-
-        return jax.lax.fori_loop(0, count, rounds, state)
-
-    compiled = jax.jit(loop).lower(jnp.int32(1), first, inputs).compile()
+    program = jax.jit(loop(step, num_layers=num_sets, rounds=ROUNDS_OF_LAYERS))
+    compiled = program.lower(jnp.int32(1), first, inputs).compile()
     return lambda count: compiled(jnp.int32(count // (num_sets * ROUNDS_OF_LAYERS)), first, inputs)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import ablation_report
 import kernel_report
 import selection_report
-from common import ROOT  # which finds the package in a checkout that is not installed
+from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
 
 from sketchwalk_jax.evaluation.comparison import comparison
 from sketchwalk_jax.evaluation.report import SUMMARY_NOTE, TITLES, describe_run, sections
@@ -36,12 +36,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, fail on differences")
     parser.add_argument("--page", type=Path, action="append", help="default: all pages")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     is_equal = [
         update(page, options.results, is_check=options.check) for page in options.page or PAGES
     ]
     return 0 if all(is_equal) or not options.check else 1
+
+
+def draw_and_write(description: str | None, draw: Callable[[Path, Path], None]) -> None:
+    """Draws figures, then rewrites the pages: what scripts with figures do.
+
+    Args:
+      description: Of the script, for its help.
+      draw: Takes the folder of the results and that of the figures.
+    """
+    import matplotlib
+
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
+    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
+    options = parser.parse_args()
+    matplotlib.use("Agg")
+    options.plots.mkdir(parents=True, exist_ok=True)
+    draw(options.results, options.plots)
+    for page in options.page or PAGES:
+        update(page, options.results)
 
 
 def update(page: Path, results: Path, *, is_check: bool = False) -> bool:

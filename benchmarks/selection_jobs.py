@@ -11,6 +11,7 @@ import common
 import jax
 import jax.numpy as jnp
 import selection_programs as programs
+from loops import loop
 from selection_programs import LAYERS, Inputs
 
 from sketchwalk_jax.evaluation.settings import Rule
@@ -184,8 +185,8 @@ class Length:
 
         rounds, query = self._rounds(), self._inputs.layers[0][0][:, -1:]
         given = (tuple((key, value) for _, key, value in self._inputs.layers), self._lengths)
-        loop = programs.loop(attend, num_layers=LAYERS, rounds=rounds)
-        program, step = self._compile(loop, jnp.int32(1), query, given), LAYERS * rounds
+        attention = loop(attend, num_layers=LAYERS, rounds=rounds)
+        program, step = self._compile(attention, jnp.int32(1), query, given), LAYERS * rounds
         run = looped(program, query, given, step)
         return lambda: {
             "attention_implementation": PEER,
@@ -254,7 +255,7 @@ class Length:
         fill = programs.observe_prompt(policy, self._inputs)
         filled = self._compile(fill, *self._inputs.layers[0][:2], self._inputs.span)
         query = self._inputs.layers[0][0][:, -1:]
-        attention = programs.loop(programs.attend_token, num_layers=LAYERS, rounds=rounds)
+        attention = loop(programs.attend_token, num_layers=LAYERS, rounds=rounds)
         lists = selecting[1][3]
         cache = (self._keys, self._values)
         given = (*cache, lists, self._lengths)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import kernel_inputs
 from jaxtyping import Array, Float, Int
 from kernel_inputs import Shape
+from loops import Step, loop
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.policies import Policy
@@ -23,8 +24,6 @@ from sketchwalk_jax.policies.prefill_only import PrefillPolicy
 from sketchwalk_jax.selection import BlockSelection
 
 PyTree = Any
-# A step: state, inputs of all layers and the layer's index to state
-Step = Callable[[PyTree, PyTree, int], PyTree]
 LAYERS = 4
 
 
@@ -62,27 +61,6 @@ class Inputs:
     def num_blocks(self, policy: Policy) -> int:
         """Blocks of the policy's size."""
         return self.shape.tokens // policy.block_size
-
-
-def loop(step: Step, *, num_layers: int, rounds: int) -> Callable[..., PyTree]:
-    """A program of `count` times `rounds` rounds over the layers, from a state on.
-
-    The number of inner rounds is known when it is compiled: a GPU asks the host whether to go on
-    after all of them only.
-    """
-
-    def run(count: Int[Array, ""], state: PyTree, inputs: PyTree) -> PyTree:
-        def one_round(_: Array, state: PyTree) -> PyTree:
-            for index in range(num_layers):
-                state = step(state, inputs, index)
-            return state
-
-        def some_rounds(_: Array, state: PyTree) -> PyTree:
-            return jax.lax.fori_loop(0, rounds, one_round, state)
-
-        return jax.lax.fori_loop(0, count, some_rounds, state)
-
-    return run
 
 
 def _replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:

@@ -125,3 +125,18 @@ def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_benchmark() -> Callable[..., None]:
+    """Runs a script of the benchmarks, by name and with arguments, which must succeed."""
+
+    def run(script: str, *arguments: object) -> None:
+        done = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / script, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run

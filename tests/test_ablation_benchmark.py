@@ -1,8 +1,6 @@
 """The ablations: which are run, that they run anywhere with `--reduced`, and their page."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,15 +21,6 @@ def scripts(repository):
         import ablations
 
         yield ablations, ablation_report
-
-
-def run(repository, script, *arguments):
-    done = subprocess.run(
-        [sys.executable, repository / "benchmarks" / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def made_up_row(rule, phase, task, *, seed):
@@ -79,13 +68,13 @@ def test_one_field_is_changed_at_a_time_and_every_rule_can_be_made(scripts):
     assert names == {"no causal mask", *(one for own in ablations.CHANGES.values() for one in own)}
 
 
-def test_page_has_every_variant_with_paired_differences(repository, rows, tmp_path):
+def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp_path):
     data = {"meta": META | {"prompts": PROMPTS}, "rows": rows}
     (tmp_path / "ablations.json").write_text(json.dumps(data), encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:ablations -->\n<!-- /benchmark -->\n", encoding="utf-8")
     where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
-    run(repository, "ablation_report.py", *where)
+    run_benchmark("ablation_report.py", *where)
     text = page.read_text(encoding="utf-8")
     for preset in ("paper", "damped"):
         assert f"**`{preset}` with one thing changed, density 0.2**" in text
@@ -102,13 +91,13 @@ def test_page_has_every_variant_with_paired_differences(repository, rows, tmp_pa
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(repository, tmp_path):
+def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(run_benchmark, tmp_path):
     path = tmp_path / "ablations.json"
     few = ("--reduced", "--preset", "damped", "--phase", "prefill", "--probe-prompts", 0)
-    run(repository, "ablations.py", *few, "--only", "walk_degree", "--out", path)
+    run_benchmark("ablations.py", *few, "--only", "walk_degree", "--out", path)
     first = read_results(path).rows
     assert {row["variant"] for row in first} == {None, "walk_degree=2", "walk_degree=3"}
-    run(repository, "ablations.py", *few, "--only", "no causal mask", "--out", path)
+    run_benchmark("ablations.py", *few, "--only", "no causal mask", "--out", path)
     rows = read_results(path).rows
     assert rows[: len(first)] == first
     added = rows[len(first) :]

@@ -1,8 +1,6 @@
 """The benchmark of the kernels: it runs anywhere with `--quick`; its tables and its figure."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -31,34 +29,25 @@ OPS = {
 }
 
 
-def run(repository, script, *arguments):
-    done = subprocess.run(
-        [sys.executable, repository / "benchmarks" / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
-def test_variants_are_timed_beside_the_default_and_tabled(repository, tmp_path):
+def test_variants_are_timed_beside_the_default_and_tabled(run_benchmark, tmp_path):
     path = tmp_path / "kernel_tuning.json"
-    run(repository, "kernel_tuning.py", "--quick", "--out", path)
+    run_benchmark("kernel_tuning.py", "--quick", "--out", path)
     data = json.loads(path.read_text(encoding="utf-8"))
     assert [row["changes"] for row in data["rows"]] == [{}, {"row_tile": 2}] * 2
     assert all(row["ours_ms"] > 0 for row in data["rows"])
     path.write_text(json.dumps(data | {"meta": data["meta"] | {"is_quick": False}}))
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:kernels-tuning -->\n<!-- /benchmark -->\n")
-    run(repository, "report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
     text = page.read_text(encoding="utf-8")
     assert "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |" in text
 
 
 @pytest.fixture(scope="module")
-def results(repository, tmp_path_factory):
+def results(run_benchmark, tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "kernels.json"
-    run(repository, "kernels.py", "--quick", "--out", path)
+    run_benchmark("kernels.py", "--quick", "--out", path)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -75,7 +64,7 @@ def test_every_operation_is_measured_and_checked(results):
 
 
 @pytest.mark.slow
-def test_tables_and_figure_are_made_of_the_results(repository, results, tmp_path):
+def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
     results["meta"]["is_quick"] = False
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     results["rows"] += [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
@@ -85,7 +74,7 @@ def test_tables_and_figure_are_made_of_the_results(repository, results, tmp_path
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
     page.write_text("".join(sections), encoding="utf-8")
     where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
-    run(repository, "kernel_report.py", *where)
+    run_benchmark("kernel_report.py", *where)
     text = page.read_text(encoding="utf-8")
     for cells in (
         "| Tokens | Prefill, density 0.1 |",

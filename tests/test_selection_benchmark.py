@@ -1,8 +1,6 @@
 """The benchmark of what selecting costs: it runs anywhere with `--quick`; and its tables."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -16,20 +14,11 @@ PHASES = {
 }
 
 
-def run(repository, script, *arguments):
-    done = subprocess.run(
-        [sys.executable, repository / "benchmarks" / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
-def results(repository, tmp_path_factory):
+def results(run_benchmark, tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "selection.json"
     policies = [word for name in PHASES for word in ("--policy", name)]
-    run(repository, "selection.py", "--quick", "--out", path, *policies)
+    run_benchmark("selection.py", "--quick", "--out", path, *policies)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -58,7 +47,7 @@ def test_what_selects_has_lists_and_what_keeps_statistics_observes(results):
     assert list(knob) == ["minference"] and knob["minference"]["scale"] > 0
 
 
-def test_tables_are_made_of_the_results_and_name_what_did_not_run(repository, results, tmp_path):
+def test_tables_are_made_of_the_results_and_name_what_did_not_run(run_benchmark, results, tmp_path):
     results["meta"]["is_quick"] = False
     row = next(row for row in results["rows"] if row["policy"] == "streaming")
     dense = next(row for row in results["rows"] if row["policy"] == "dense")
@@ -70,7 +59,7 @@ def test_tables_are_made_of_the_results_and_name_what_did_not_run(repository, re
     (tmp_path / "selection.json").write_text(json.dumps(results), encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:selection -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    run(repository, "report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
     text = page.read_text(encoding="utf-8")
     line = "| 1,024 | `streaming` | one, blocks of 64, XLA | 0.18 | 4.00 ms (0.25) | – |"
     assert f"{line} 6.00 ms (0.12) | **3.0×** |" in text
