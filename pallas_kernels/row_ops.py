@@ -9,10 +9,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
 from jaxlib.mlir.dialects import math as typed_math
+from jaxlib.mlir.dialects import memref, nvvm, vector
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.pallas_kernels import emit
 from sketchwalk_jax.pallas_kernels.scaled import NO_EXPONENT, power_of_two, replace
 
 # Their annotations lack the operands that their functions take.
@@ -20,7 +21,6 @@ arith: Any = typed_arith
 math: Any = typed_math
 
 _WARPS = 4
-_LANES = 32
 _COLUMNS = 64  # of a tile
 ADJACENT = 4  # columns of a row that a thread holds side by side
 
@@ -45,15 +45,16 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=scalar)
     def largest(_: Any, x: Any, scratch: Any) -> Any:
-        own = _over_lanes(functools.reduce(arith.maxsi, _elements(x)))
-        thread = arith.index_cast(_integer(), gpu.thread_id(gpu.Dimension.x))
-        warp = arith.shrui(thread, _constant(5))
-        memref.store(own, scratch, [_index(warp)])
+        own = functools.reduce(arith.maxsi, emit.scalars(x))
+        own = emit.over_lanes(own, nvvm.ReductionKind.MAX)
+        thread, warp = emit.thread(), emit.warp()
+        memref.store(own, scratch, [emit.index(warp)])
         mgpu.warpgroup_barrier()
         # Every lane reads what one of the warpgroup's warps has left.
-        first = arith.andi(warp, _constant(-_WARPS))
-        other = arith.ori(first, arith.andi(thread, _constant(_WARPS - 1)))
-        found = _over_lanes(memref.load(scratch, [_index(other)]))
+        first = arith.andi(warp, emit.constant(-_WARPS))
+        other = arith.ori(first, arith.andi(thread, emit.constant(_WARPS - 1)))
+        theirs = memref.load(scratch, [emit.index(other)])
+        found = emit.over_lanes(theirs, nvvm.ReductionKind.MAX)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return largest(x, scratch)
@@ -65,7 +66,7 @@ def rows_layout(rows: int) -> Any:
     Each register of a thread holds four adjacent columns, those of a warp two adjacent rows.
     """
     tiles: tuple[tuple[int, ...], ...] = ((rows, _COLUMNS), (rows // _WARPS, _COLUMNS))
-    tiles = (*tiles, (_LANES * ADJACENT // _COLUMNS, _COLUMNS), (1, ADJACENT))
+    tiles = (*tiles, (emit.LANES * ADJACENT // _COLUMNS, _COLUMNS), (1, ADJACENT))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
 
 
@@ -114,21 +115,20 @@ def add_parts(
         ],
     )
     def add(_: Any, parts: Any, exponents: Any) -> Any:
-        thread = arith.index_cast(_integer(), gpu.thread_id(gpu.Dimension.x))
-        lane = arith.andi(thread, _constant(_LANES - 1))
-        first = arith.muli(arith.shrui(thread, _constant(5)), _constant(rows // _WARPS))
-        first = arith.addi(first, arith.shrui(lane, _constant(4)))
-        column = arith.muli(arith.andi(lane, _constant(15)), _constant(ADJACENT))
+        lane = emit.lane()
+        first = arith.muli(emit.warp(), emit.constant(rows // _WARPS))
+        first = arith.addi(first, arith.shrui(lane, emit.constant(4)))
+        column = arith.muli(arith.andi(lane, emit.constant(15)), emit.constant(ADJACENT))
         width = ir.MemRefType(exponents.type).shape[-1]
         found = []
         for pair in range(rows // (_WARPS * 2)):
-            tile = arith.addi(first, _constant(2 * pair))
-            least = arith.shrui(tile, _constant(1)) if is_triangle else _constant(0)
-            is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, _constant(num_tiles))
-            least = arith.select(is_tile, least, _constant(num_splits))
-            place = arith.addi(arith.muli(tile, _constant(_COLUMNS)), column)
+            tile = arith.addi(first, emit.constant(2 * pair))
+            least = arith.shrui(tile, emit.constant(1)) if is_triangle else emit.constant(0)
+            is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, emit.constant(num_tiles))
+            least = arith.select(is_tile, least, emit.constant(num_splits))
+            place = arith.addi(arith.muli(tile, emit.constant(_COLUMNS)), column)
             start = _address(parts, place)
-            exponent = _address(exponents, arith.muli(tile, _constant(width)))
+            exponent = _address(exponents, arith.muli(tile, emit.constant(width)))
             found.append(_sum_of_tile(parts, start, exponent, least))
         arrays = []
         for values, is_signed in zip(zip(*found, strict=True), (None, True), strict=True):
@@ -156,25 +156,25 @@ def _sum_of_tile(
     number = ir.F32Type.get()
     exponents: list[ir.Value] = []
     for split in range(0, num_splits, ADJACENT):
-        exponents += _load(exponent, 4 * split, _constant(0), 0, _integer(), "b32")
+        exponents += _load(exponent, 4 * split, emit.constant(0), 0, emit.integer(), "b32")
     stride = 4 * height * _COLUMNS  # bytes
     loaded = [
         _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
     ]
-    none = _constant(NO_EXPONENT)
+    none = emit.constant(NO_EXPONENT)
     shifts = []
     for split in range(num_splits):
-        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, _constant(split))
+        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, emit.constant(split))
         shifts.append(arith.select(is_there, exponents[split], none))
     # More than that of none, so that the factor of none is 0.
-    largest = functools.reduce(arith.maxsi, shifts, _constant(NO_EXPONENT // 2))
+    largest = functools.reduce(arith.maxsi, shifts, emit.constant(NO_EXPONENT // 2))
     totals = [arith.constant(number, 0.0)] * ADJACENT
     for values, shift in zip(loaded, shifts, strict=True):
-        field = arith.maxsi(arith.subi(shift, largest), _constant(-127))
-        field = arith.shli(arith.addi(field, _constant(127)), _constant(23))
+        field = arith.maxsi(arith.subi(shift, largest), emit.constant(-127))
+        field = arith.shli(arith.addi(field, emit.constant(127)), emit.constant(23))
         factor = arith.bitcast(number, field)
         totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
-    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, _integer()))
+    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, emit.integer()))
     sums, same = (
         vector.from_elements(kind, list(values))
         for kind, values in zip(vectors, (totals, [largest] * ADJACENT), strict=True)
@@ -203,32 +203,3 @@ def _load(
             code, pointer, least, result_types=[kind] * ADJACENT, has_side_effects=True
         )
     )
-
-
-def _over_lanes(x: ir.Value) -> ir.Value:
-    return nvvm.redux_sync(x, nvvm.ReductionKind.MAX, _constant(-1))
-
-
-def _elements(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """What one thread holds of an array, in order."""
-    found = []
-    for register in array.registers.flat:
-        if isinstance(register.type, ir.VectorType):
-            for index in range(register.type.shape[0]):
-                place = ir.DenseI64ArrayAttr.get([index])
-                found.append(vector.extract(register, [], place))
-        else:
-            found.append(register)
-    return found
-
-
-def _integer() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _constant(value: int) -> ir.Value:
-    return arith.constant(_integer(), value)
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)

@@ -8,18 +8,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import gpu, math, memref, nvvm, vector
+from jaxlib.mlir.dialects import gpu, math, memref, nvvm
 from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Int
+
+from sketchwalk_jax.pallas_kernels import emit
 
 # The annotations of these two lack the operands that their functions take.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
 WARPS = 4
-_LANES = 32
+_LANES = emit.LANES
 _THREADS = WARPS * _LANES
-_ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
 
 
@@ -64,9 +65,9 @@ def maxima(
     def largest(_, first, second, scratch):
         found = []
         for x in (first, second):
-            own = functools.reduce(arith.maxsi, _scalars(x))
-            found.append(nvvm.redux_sync(own, nvvm.ReductionKind.MAX, _constant(_ALL_LANES)))
-        found = _exchange(found, scratch, _constant(1), nvvm.ReductionKind.MAX, -(1 << 31))
+            own = functools.reduce(arith.maxsi, emit.scalars(x))
+            found.append(emit.over_lanes(own, nvvm.ReductionKind.MAX))
+        found = _exchange(found, scratch, emit.constant(1), nvvm.ReductionKind.MAX, -(1 << 31))
         return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
 
     return largest(*arrays, scratch)
@@ -87,22 +88,22 @@ def _wait(scratch: ir.Value) -> None:
 def _exchange(values, scratch, turn, kind, identity):
     """Brings the values of all warps together."""
     warps = _warps(scratch)
-    start = arith.muli(turn, _constant(2 * warps))
-    starts = [arith.addi(start, _constant(index * warps)) for index in range(len(values))]
+    start = arith.muli(turn, emit.constant(2 * warps))
+    starts = [arith.addi(start, emit.constant(index * warps)) for index in range(len(values))]
     for start, value in zip(starts, values, strict=True):
-        memref.store(value, scratch, [_index(arith.addi(start, _warp()))])
+        memref.store(value, scratch, [emit.index(arith.addi(start, emit.warp()))])
     _wait(scratch)
-    return [_over_warps(scratch, start, _constant(warps), kind, identity) for start in starts]
+    return [_over_warps(scratch, start, emit.constant(warps), kind, identity) for start in starts]
 
 
 def _over_warps(scratch, start, number, kind, identity):
     """Reduces what so many warps have left: each lane reads what one of them has."""
-    lane = _lane()
-    last = _constant(_warps(scratch) - 1)
-    theirs = memref.load(scratch, [_index(arith.addi(start, arith.minsi(lane, last)))])
+    lane = emit.lane()
+    last = emit.constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [emit.index(arith.addi(start, arith.minsi(lane, last)))])
     is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
-    theirs = arith.select(is_one, theirs, _constant(identity))
-    return nvvm.redux_sync(theirs, kind, _constant(_ALL_LANES))
+    theirs = arith.select(is_one, theirs, emit.constant(identity))
+    return emit.over_lanes(theirs, kind)
 
 
 def count_kept(
@@ -133,8 +134,8 @@ def count_kept(
         arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[number] * 3
     )
     def count(_, keys, first, second, third, turn, scratch):
-        limits = [_scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(_scalars(keys), limits, _scalars(turn)[0], scratch)
+        limits = [emit.scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(emit.scalars(keys), limits, emit.scalars(turn)[0], scratch)
         return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in counts]
 
     return count(keys, *limits, turn, scratch)
@@ -150,17 +151,15 @@ def scratch_of_counts(warpgroups: int = 1) -> Any:
 
 def _emit_count(registers, limits, turn, scratch):
     """Counts of three limits; the first two in the halves of one integer."""
-    first, second = _constant(0), _constant(0)
+    first, second = emit.constant(0), emit.constant(0)
     for key in registers:
         first = _add_if_kept(first, key, limits[0], 1)
         first = _add_if_kept(first, key, limits[1], 1 << 16)
         second = _add_if_kept(second, key, limits[2], 1)
-    packed = [
-        nvvm.redux_sync(x, nvvm.ReductionKind.ADD, _constant(_ALL_LANES)) for x in (first, second)
-    ]
+    packed = [emit.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
-    low = arith.andi(totals[0], _constant(0xFFFF))
-    return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
+    low = arith.andi(totals[0], emit.constant(0xFFFF))
+    return [low, arith.shrui(totals[0], emit.constant(16)), totals[1]]
 
 
 def _add_if_kept(total, key, limit, step):
@@ -177,10 +176,10 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
     def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
-        limit = _constant(ir.MemRefType(ref.type).shape[0])
-        for value, column in zip(_scalars(values), _scalars(columns), strict=True):
+        limit = emit.constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(emit.scalars(values), emit.scalars(columns), strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
-                memref.store(value, ref, [_index(column)])
+                memref.store(value, ref, [emit.index(column)])
 
     write(values, columns, ref)
 
@@ -239,79 +238,41 @@ def _write_kept_interpreted(
     ids_ref[...] = jnp.full((length,), pad, jnp.int32).at[place].set(columns, mode="drop")
 
 
-def _constant(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """What one thread holds of an array, in order."""
-    found: list[ir.Value] = []
-    for x in array.registers.flat:
-        places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
-        found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
-        found += [] if places else [x]
-    return found
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)
-
-
-def _ballot(predicate: ir.Value) -> ir.Value:
-    return nvvm.vote_sync(
-        _constant(_ALL_LANES),
-        predicate,
-        nvvm.VoteSyncKind.ballot,
-        results=[ir.IntegerType.get_signless(32)],
-    )
-
-
-def _thread() -> ir.Value:
-    return arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-
-
-def _lane() -> ir.Value:
-    return arith.andi(_thread(), _constant(_LANES - 1))
-
-
-def _warp() -> ir.Value:
-    return arith.shrui(_thread(), _constant(5))
-
-
 def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: int) -> None:
-    lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
-    thread = _thread()
-    lane, warp = _lane(), _warp()
-    earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
-    registers = _scalars(keys)
+    lower, upper, missing, count = (emit.scalars(x)[0] for x in (lower, upper, missing, count))
+    thread = emit.thread()
+    lane, warp = emit.lane(), emit.warp()
+    earlier_lanes = arith.subi(arith.shli(emit.constant(1), lane), emit.constant(1))
+    registers = emit.scalars(keys)
 
     def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
         above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
     # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
-    packed = _constant(0)
+    packed = emit.constant(0)
     for key in registers:
         above, tied = tests(key)
-        packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
-        packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
-    packed = nvvm.redux_sync(packed, nvvm.ReductionKind.ADD, _constant(_ALL_LANES))
-    start = _constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [_index(arith.addi(start, warp))])
+        packed = arith.addi(packed, arith.select(above, emit.constant(1), emit.constant(0)))
+        packed = arith.addi(packed, arith.select(tied, emit.constant(1 << 16), emit.constant(0)))
+    packed = emit.over_lanes(packed, nvvm.ReductionKind.ADD)
+    start = emit.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [emit.index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    num_above = arith.andi(before, _constant(0xFFFF))
-    num_tied = arith.shrui(before, _constant(16))
+    num_above = arith.andi(before, emit.constant(0xFFFF))
+    num_tied = arith.shrui(before, emit.constant(16))
 
     adjacent = len(registers) // keys.registers.size
     column = arith.addi(
-        arith.muli(warp, _constant(_LANES * len(registers))), arith.muli(lane, _constant(adjacent))
+        arith.muli(warp, emit.constant(_LANES * len(registers))),
+        arith.muli(lane, emit.constant(adjacent)),
     )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
-    registers = _scalars(mgpu.optimization_barrier(keys))
+    registers = emit.scalars(mgpu.optimization_barrier(keys))
     for group in range(0, len(registers), adjacent):
         found = [tests(key) for key in registers[group : group + adjacent]]
-        votes = [[_ballot(test) for test in both] for both in found]
+        votes = [[emit.ballot(test) for test in both] for both in found]
         # Of earlier lanes, then of earlier columns of this lane's.
         place, rank = num_above, num_tied
         for above_votes, tied_votes in votes:
@@ -323,17 +284,17 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
             has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
             with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
                 target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, _constant(index)), ids, [_index(target)])
+                memref.store(arith.addi(column, emit.constant(index)), ids, [emit.index(target)])
             if index + 1 < adjacent:
                 place = arith.addi(place, arith.extui(missing.type, above))
                 rank = arith.addi(rank, arith.extui(missing.type, tied))
-        column = arith.addi(column, _constant(_LANES * adjacent))
+        column = arith.addi(column, emit.constant(_LANES * adjacent))
 
     length = ir.MemRefType(ids.type).shape[0]
     step = arith.constant(ir.IndexType.get(), _LANES * _warps(scratch))
     loop = scf.ForOp(
-        _index(arith.addi(count, thread)), arith.constant(ir.IndexType.get(), length), step
+        emit.index(arith.addi(count, thread)), arith.constant(ir.IndexType.get(), length), step
     )
     with ir.InsertionPoint(loop.body):
-        memref.store(_constant(pad), ids, [loop.induction_variable])
+        memref.store(emit.constant(pad), ids, [loop.induction_variable])
         scf.yield_([])
