@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  which finds the package in a checkout that is not installed
+
 from sketchwalk_jax.evaluation.tables import markdown_table
 from sketchwalk_jax.plots import import_pyplot
 
