@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401  which finds the package in a checkout that is not installed
+
 from sketchwalk_jax.evaluation.drawing import style_of
 from sketchwalk_jax.evaluation.report import describe_results
 from sketchwalk_jax.evaluation.summaries import (
@@ -19,16 +21,18 @@ from sketchwalk_jax.evaluation.summaries import (
     paired_loss_difference,
     pool,
     read_results,
+    select,
     tasks_of,
 )
 from sketchwalk_jax.evaluation.tables import (
+    NOTHING,
     PHASE_TITLES,
     difference,
+    loss_difference,
     markdown_table,
     measured,
     name_of,
     share,
-    signed,
     task_title,
 )
 from sketchwalk_jax.plots import import_pyplot
@@ -46,7 +50,6 @@ PANELS = {
 }
 FIGURE = "plots/ablations.png"
 _DPI = 150
-_NOTHING = "–"
 
 
 def main() -> None:
@@ -65,22 +68,22 @@ def ablation_tables(path: Path) -> str:
     results = read_results(path)
     rows = results.rows
     density = base_density(rows)
-    anchors = [of_rule(rows, "dense", None, None, None), of_rule(rows, "random", None, density)]
+    anchors = [select(rows, label="dense"), select(rows, label="random", density=density)]
     blocks = [f"![Right answers and text loss against each field]({FIGURE})"]
-    for preset in (one for one in PRESETS if of_rule(rows, "sketchwalk", one, density)):
-        base = of_rule(rows, "sketchwalk", preset, density)
+    for preset in (one for one in PRESETS if select(rows, label=one, density=density)):
+        base = select(rows, label=preset, density=density)
         named = [("dense", anchors[0]), ("`random`", anchors[1]), (name_of(preset), base)]
         for variant in variants_of(rows, preset):
             title = variant if "=" not in variant else f"`{variant}`"
-            named.append((title, of_rule(rows, "sketchwalk", preset, density, variant)))
+            named.append((title, with_variant(rows, preset, density, variant)))
         blocks.append(f"**{name_of(preset)} with one thing changed, density {density:g}**")
         lines = [_line(name, some, base, anchors[0]) for name, some in named if some]
         blocks.append(_table("Changed", lines, name_of(preset)))
     lines = []
     for own in densities(rows):
-        base = of_rule(rows, "random", None, own)
-        for label, policy in (("random", "random"), *((one, "sketchwalk") for one in PRESETS)):
-            some = of_rule(rows, policy, None if policy == label else label, own)
+        base = select(rows, label="random", density=own)
+        for label in ("random", *PRESETS):
+            some = select(rows, label=label, density=own)
             if some:
                 lines.append(_line(f"{name_of(label)}, {own:g}", some, base, anchors[0]))
     blocks += ["**Density**", _table("Policy", lines, "`random` of that density")]
@@ -94,28 +97,15 @@ def base_density(rows: Rows) -> float:
     return max(found or densities(rows))
 
 
-def of_rule(
-    rows: Rows, policy: str, preset: str | None, density: float | None, variant: str | None = None
-) -> list[Row]:
-    """The rows of one rule; a density of `None` is any."""
-    wanted = (policy, preset, variant)
-    return [
-        row
-        for row in rows
-        if (row["policy"], row["preset"], row.get("variant")) == wanted
-        and density in (None, row["density"])
-    ]
+def with_variant(rows: Rows, preset: str, density: float, variant: str) -> list[Row]:
+    """The rows of a variant of a preset."""
+    return select(rows, label=f"{preset}, {variant}", density=density)
 
 
 def variants_of(rows: Rows, preset: str) -> list[str]:
     """The variants of a preset, in the order in which they were measured."""
     found = (row.get("variant") for row in rows if row["preset"] == preset)
     return [variant for variant in dict.fromkeys(found) if variant is not None]
-
-
-def in_phase(rows: Rows, phase: str) -> list[Row]:
-    """The rows of one phase; those of dense attention are of every phase."""
-    return [row for row in rows if row["policy"] == "dense" or row["phase"] == phase]
 
 
 def scored(rows: Rows) -> list[Row]:
@@ -125,15 +115,15 @@ def scored(rows: Rows) -> list[Row]:
 
 def _line(name: str, rows: Rows, base: Rows, dense: Rows) -> list[str]:
     is_dense, is_base = bool(rows) and rows[0]["policy"] == "dense", rows == base
-    by_phase = {phase: scored(in_phase(rows, phase)) for phase in PHASES}
+    by_phase = {phase: scored(select(rows, phase=phase)) for phase in PHASES}
     cells = [share(pool(some)) for some in by_phase.values()]
     if is_dense:
         cells = [cells[0], "", ""]
     for phase in ("prefill", "decode"):
-        other = scored(in_phase(base, phase))
+        other = scored(select(base, phase=phase))
         cells.append("" if is_dense or is_base else difference(by_phase[phase], other))
-    first = in_phase(rows, "prefill")
-    cells.append("" if is_dense else _more_loss(first, in_phase(dense, "prefill")))
+    first = select(rows, phase="prefill")
+    cells.append("" if is_dense else loss_difference(first, select(dense, phase="prefill")))
     cells.append("" if is_dense else _recall(rows))
     cells.append("" if is_dense else measured(pool(first)))
     return [name, *cells]
@@ -146,20 +136,15 @@ def _table(title: str, lines: Sequence[Sequence[str]], base: str) -> str:
     return markdown_table([*header, "Density, prefill: sparse / all layers"], lines)
 
 
-def _more_loss(first: Rows, second: Rows) -> str:
-    found = paired_loss_difference(first, second)
-    if found is None:
-        return _NOTHING
-    return f"{signed(found.mean, 3)} ({signed(found.low, 3)} to {signed(found.high, 3)})"
-
-
 def _recall(rows: Rows) -> str:
     cells = []
     for phase in ("prefill", "decode"):
         values = [
-            row["mass_recall"] for row in in_phase(rows, phase) if row["mass_recall"] is not None
+            row["mass_recall"]
+            for row in select(rows, phase=phase)
+            if row["mass_recall"] is not None
         ]
-        cells.append(f"{sum(values) / len(values):.2f}" if values else _NOTHING)
+        cells.append(f"{sum(values) / len(values):.2f}" if values else NOTHING)
     return " / ".join(cells)
 
 
@@ -167,10 +152,10 @@ def series(rows: Rows, preset: str, field: str) -> list[tuple[float, list[Row]]]
     """Values of a field and the rows of the preset with it, the preset's own value among them."""
     density = base_density(rows)
     if field == "density":
-        some = [(own, of_rule(rows, "sketchwalk", preset, own)) for own in densities(rows)]
+        some = [(own, select(rows, label=preset, density=own)) for own in densities(rows)]
         return [(own, found) for own, found in some if found]
     found = [
-        (float(value), of_rule(rows, "sketchwalk", preset, density, variant))
+        (float(value), with_variant(rows, preset, density, variant))
         for variant in variants_of(rows, preset)
         for name, _, value in (variant.partition("="),)
         if name == field
@@ -179,7 +164,7 @@ def series(rows: Rows, preset: str, field: str) -> list[tuple[float, list[Row]]]
     if not found or own is None:
         return []
     return sorted(
-        [*found, (float(own), of_rule(rows, "sketchwalk", preset, density))], key=lambda one: one[0]
+        [*found, (float(own), select(rows, label=preset, density=density))], key=lambda one: one[0]
     )
 
 
@@ -205,7 +190,7 @@ def ablations_figure(rows: Rows) -> Any:
         squeeze=False,
         layout="constrained",
     )
-    dense = of_rule(rows, "dense", None, None)
+    dense = select(rows, label="dense")
     makes = (_share_of, lambda some: _loss_of(some, dense))
     for column, field in enumerate(shown):
         values = sorted({x for preset in PRESETS for x, _ in series(rows, preset, field)})
@@ -215,7 +200,7 @@ def ablations_figure(rows: Rows) -> Any:
             for preset in PRESETS:
                 _draw_lines(axis, series(rows, preset, field), preset, places, make)
             if field == "density":
-                random = [(own, of_rule(rows, "random", None, own)) for own in values]
+                random = [(own, select(rows, label="random", density=own)) for own in values]
                 _draw_lines(axis, random, "random", places, make)
             axis.set_xticks(range(len(values)), [f"{value:g}" for value in values])
             axis.spines[["top", "right"]].set_visible(False)
@@ -244,7 +229,7 @@ def _draw_lines(
     """A line for prefill and one, dashed, for decode, with intervals."""
     colour, marker = style_of(label, [label])
     for phase, style in (("prefill", "-"), ("decode", "--")):
-        found = [(places[value], make(in_phase(some, phase))) for value, some in points]
+        found = [(places[value], make(select(some, phase=phase))) for value, some in points]
         kept = [(x, *values) for x, values in found if values is not None]
         if not kept:
             continue

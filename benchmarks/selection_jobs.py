@@ -36,11 +36,7 @@ MEASURED = (
     "measured_density",
     "num_lists",
     "list_block_size",
-    *(
-        f"{part}_{name}"
-        for part in ("observe", "selection", "attention")
-        for name in ("ms", "ms_iqr")
-    ),
+    *(f"{part}_{name}" for part in PARTS for name in ("ms", "ms_iqr")),
     "attention_implementation",
 )
 

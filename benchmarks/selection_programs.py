@@ -5,7 +5,6 @@ that nothing is computed once for all of them; what they make are results of the
 nothing is left out.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import kernel_inputs
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 from kernel_inputs import Shape
 from loops import Step, loop
 
@@ -73,15 +72,6 @@ def _first_entry(tree: PyTree) -> Int[Array, ""]:
     return leaf[(0,) * leaf.ndim].astype(jnp.int32)
 
 
-def _with_knob(policy: Policy, value: Float[Array, ""]) -> Policy:
-    """With its knob, if it has one, at a value that is not known when a program is compiled."""
-    if not isinstance(policy, PrefillPolicy):
-        return policy
-    changed = copy.copy(policy)
-    object.__setattr__(changed, policy.knob, value)  # a traced number, so unchecked
-    return changed
-
-
 def prefill_step(policy: Policy, inputs: Inputs, *, selects: bool) -> Step:
     """Observes a whole prompt and, if asked, selects for all its rows.
 
@@ -93,7 +83,7 @@ def prefill_step(policy: Policy, inputs: Inputs, *, selects: bool) -> Step:
     def step(state: PyTree, given: PyTree, index: int) -> PyTree:
         walk, entry, results = state
         layers, span, knob = given
-        own = _with_knob(policy, knob)
+        own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
         walk, entry, (query, key) = jax.lax.optimization_barrier((walk, entry, layers[index]))
         statistics = own.init_statistics(inputs.layer_shape, **sizes)
         result = own.observe(query, key, statistics, span=span)

@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 NO_EXPONENT = -(1 << 24)  # of zero: far below any other, far from overflow when added to others
 _SIGN_AND_MANTISSA = -(0xFF << 23) - 1
+_GROWN = 24  # makes every subnormal number a normal one
 
 
 def _bits(x: Array) -> Array:
@@ -30,6 +31,14 @@ def exponent_of(x: Array) -> Array:
 def mantissa_of(x: Array) -> Array:
     """`x / 2^exponent(x)`, of magnitude `[1, 2)`."""
     return jax.lax.bitcast_convert_type((_bits(x) & _SIGN_AND_MANTISSA) | (127 << 23), jnp.float32)
+
+
+def mantissa_and_exponent(x: Array) -> tuple[Array, Array, Array]:
+    """`x` as a mantissa and an exponent, subnormal numbers too, and where it is zero."""
+    is_small = exponent_of(x) == NO_EXPONENT
+    x = jnp.where(is_small, x * 2.0**_GROWN, x)
+    exponent = exponent_of(x)
+    return mantissa_of(x), jnp.where(is_small, exponent - _GROWN, exponent), x == 0.0
 
 
 def power_of_two(exponent: Array) -> Array:

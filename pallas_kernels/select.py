@@ -137,6 +137,12 @@ def padded_columns(num_blocks: int) -> int:
     return -(-num_blocks // _COLUMNS_PER_WARPGROUP) * _COLUMNS_PER_WARPGROUP
 
 
+def pad_columns(x: Float[Array, "*lead J"]) -> Float[Array, "*lead W"]:
+    """With zeros up to `padded_columns`."""
+    padding = padded_columns(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
+
+
 def select_blocks_kernel(
     scores: Float[Array, "B I J"],
     rows: Int[Array, "B I"],
@@ -171,8 +177,6 @@ def select_blocks_kernel(
         raise ValueError(f"scores must have at most {MAX_COLUMNS} columns, got {num_blocks}")
     max_count = min(max_count, num_blocks)
     width = padded_columns(num_blocks)
-    if width != num_blocks:
-        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, width - num_blocks)))
 
     def select_rows(
         scores_ref: Any, rows_ref: Any, counts_ref: Any, ids_ref: Any, scratch: Any
@@ -204,5 +208,5 @@ def select_blocks_kernel(
         scratch_types=[warp_ops.scratch_of_counts()],
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),
-    )(scores.reshape(total, width), rows.reshape(total), counts.reshape(total))
+    )(pad_columns(scores).reshape(total, width), rows.reshape(total), counts.reshape(total))
     return BlockSelection(ids.reshape(batch, 1, num_rows, max_count), counts[:, None], block_size)

@@ -14,28 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import (
-    NO_EXPONENT,
-    exponent_of,
-    mantissa_of,
-    power_of_two,
-)
-from sketchwalk_jax.pallas_kernels.select import padded_columns, select_row
+from sketchwalk_jax.pallas_kernels.scaled import mantissa_and_exponent, power_of_two
+from sketchwalk_jax.pallas_kernels.select import pad_columns, select_row
 from sketchwalk_jax.selection import BlockSelection
 
 MAX_COLUMNS = 8192  # of a row, which stands in registers
 _STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LEAST = -126  # exponent of a normal float
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
-_GROWN = 24  # makes every subnormal number a normal one
-
-
-def mantissa_and_exponent(x: Array) -> tuple[Array, Array, Array]:
-    """`x` as a mantissa and an exponent, subnormal numbers too, and where it is zero."""
-    is_small = exponent_of(x) == NO_EXPONENT
-    x = jnp.where(is_small, x * 2.0**_GROWN, x)
-    exponent = exponent_of(x)
-    return mantissa_of(x), jnp.where(is_small, exponent - _GROWN, exponent), x == 0.0
 
 
 def _select(
@@ -157,11 +143,6 @@ def select_prompt_kernel(
         raise ValueError(f"rows must have at most {MAX_COLUMNS} columns, got {num_blocks}")
     has_tail = tail_start is not None
     max_count = num_blocks if has_tail else int(budget[-1])
-    padding = padded_columns(num_blocks) - num_blocks
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
-
     ids, counts, state, walked = plgpu.kernel(
         functools.partial(
             _select,
@@ -186,7 +167,7 @@ def select_prompt_kernel(
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
     )(
-        *(padded(x) for x in (product, weights, scores)),
+        *map(pad_columns, (product, weights, scores)),
         first_block,
         tail_start if tail_start is not None else first_block,
         layers[None],

@@ -13,9 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import NO_EXPONENT, integer_power, power_of_two, replace
-from sketchwalk_jax.pallas_kernels.select import padded_columns
-from sketchwalk_jax.pallas_kernels.select_prompt import MAX_COLUMNS, mantissa_and_exponent
+from sketchwalk_jax.pallas_kernels.scaled import (
+    NO_EXPONENT,
+    integer_power,
+    mantissa_and_exponent,
+    power_of_two,
+    replace,
+)
+from sketchwalk_jax.pallas_kernels.select import pad_columns
+from sketchwalk_jax.pallas_kernels.select_prompt import MAX_COLUMNS
 
 
 def _make_row(
@@ -97,11 +103,6 @@ def walk_operands_kernel(
     batch, num_rows, num_blocks = state.shape
     if num_blocks > MAX_COLUMNS:
         raise ValueError(f"rows must have at most {MAX_COLUMNS} columns, got {num_blocks}")
-    padding = padded_columns(num_blocks) - num_blocks
-
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
-
     weights, left = plgpu.kernel(
         functools.partial(
             _make_row,
@@ -118,5 +119,5 @@ def walk_operands_kernel(
         scratch_types=[warp_ops.scratch_of_counts()],
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
-    )(*(padded(x) for x in (scores, largest, state)))
+    )(*map(pad_columns, (scores, largest, state)))
     return weights, left

@@ -5,7 +5,6 @@ MInference and FlexPrefill keep what the model and the prompt make them keep; a 
 prompts that no result counts, never on those that are scored, and stays as it is for all of them.
 """
 
-import copy
 import dataclasses
 import functools
 import warnings
@@ -251,14 +250,10 @@ def prefill_density(
     Returns:
       The pairs that were attended to.
     """
-    config = copy.copy(policy)
-    object.__setattr__(config, policy.knob, value)  # traced numbers, so unchecked
-    if policy.floor is not None:
-        object.__setattr__(config, policy.floor, floor)
     batch, num_tokens = tokens.shape
     dtype = params["embed"]["embedding"].dtype
     cache = init_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
-    settings = Settings(model_config=model_config, config=config)
+    settings = Settings(model_config=model_config, config=policy.with_traced(value, floor))
     columns = jnp.zeros((batch, 1), jnp.int32)
     _, cache, _ = prefill_hidden(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings

@@ -234,12 +234,18 @@ def _loss(pooled: Pooled | None) -> str:
     return NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
 
 
-def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
+def loss_difference(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """First minus second text loss on the same prompts, or a dash where there are none."""
     found = paired_loss_difference(first, second)
     if found is None:
+        return NOTHING
+    return f"{signed(found.mean, 3)} ({signed(found.low, 3)} to {signed(found.high, 3)})"
+
+
+def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
+    if paired_loss_difference(first, second) is None:
         return _loss(pool(first))
-    ends = f"{signed(found.low, 3)} to {signed(found.high, 3)}"
-    return f"{signed(found.mean, 3)} ({ends})"
+    return loss_difference(first, second)
 
 
 def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:

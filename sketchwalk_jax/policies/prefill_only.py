@@ -1,5 +1,6 @@
 """What policies for prefill share: nothing is kept between calls, and decoding is dense."""
 
+import copy
 import dataclasses
 from typing import Any, ClassVar, Self
 
@@ -46,6 +47,19 @@ class PrefillPolicy(StatelessPolicy):
         """The policy with its knob at another value."""
         fields: dict[str, Any] = {self.knob: value}
         return dataclasses.replace(self, **fields)
+
+    def with_traced(self, value: Float[Array, ""], floor: Int[Array, ""] | None = None) -> Self:
+        """With knob and floor at values that are not known when a program is compiled.
+
+        Args:
+          value: The knob; unchecked, as no program can be.
+          floor: The floor, of no effect where the policy has none; as it is by default.
+        """
+        changed = copy.copy(self)
+        object.__setattr__(changed, self.knob, value)
+        if floor is not None and self.floor is not None:
+            object.__setattr__(changed, self.floor, floor)
+        return changed
 
     @property
     def floor_value(self) -> int:
