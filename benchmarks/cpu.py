@@ -103,7 +103,7 @@ def layer_selection(
     statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
     statistics = config.observe(query, key, statistics, span=span)
     walk = sw.init_walk(batch, length, config=config)
-    return config.select_prefill(
+    return config.select(
         query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
     )[0]
 

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 import sketchwalk_jax as sw
+from sketchwalk_jax.dispatch import selection_kernels
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
 
+KERNELS = selection_kernels(None)
 CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
 LAYERS = 4
 
@@ -128,9 +130,10 @@ def prefill_selection(shape: Shape) -> tuple[Callable[..., Any], Any]:
         walk, results = state
         # Nothing may be computed once for all rounds of the loop.
         walk, (query, key, span) = jax.lax.optimization_barrier((walk, inputs[index]))
-        statistics = config.observe(query, key, empty, span=span)
-        selection, walk = config.select_prefill(
-            query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
+        statistics = config.observe(query, key, empty, span=span, kernels=KERNELS)
+        first = jnp.zeros((), jnp.int32)
+        selection, walk = config.select(
+            query, key[None], statistics, walk, layer=first, span=span, kernels=KERNELS
         )
         # All lists and statistics are results of the loop: none is left out.
         return walk, (*results[:index], (selection, statistics), *results[index + 1 :])
@@ -154,20 +157,21 @@ def decode_selection(shape: Shape) -> tuple[Callable[..., Any], Any, list[Any]]:
         )
         for one in jax.random.split(keys[0], LAYERS)
     ]
-    positions = jnp.full((shape.batch,), shape.tokens - 1, jnp.int32)
+    span = Span.of_tokens(jnp.full((shape.batch,), shape.tokens - 1, jnp.int32), shape.block_size)
     cache = (1, shape.batch, shape.tokens, shape.heads[1], shape.head_dim)
 
     def step(state: Any, inputs: Any, index: int) -> Any:
         walk, selections = state
         # Nothing may be computed once for all rounds of the loop.
         walk, (query, sums) = jax.lax.optimization_barrier((walk, inputs[index]))
-        selection, walk = config.select_decode(
+        selection, walk = config.select(
             query,
-            jnp.zeros(cache, query.dtype),  # the policy reads its shape
+            jnp.zeros(cache, query.dtype),  # the policy reads no key
             sums,
             walk,
             layer=jnp.zeros((), jnp.int32),
-            positions=positions,
+            span=span,
+            kernels=KERNELS,
         )
         # All lists are results of the loop: none is left out.
         return walk, (*selections[:index], selection, *selections[index + 1 :])

@@ -25,8 +25,8 @@ from loops import loop
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
-from sketchwalk_jax.pallas_kernels import dispatch
 
 IMPLEMENTATION = "mosaic_gpu" if dispatch.is_hopper() else "xla"
 PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -266,16 +266,11 @@ def measure_decode(shape: Shape, repeats: int) -> Row:
     return row | compare(program(query, inputs, 0), program(query, inputs, 0), wanted)
 
 
-def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose policy selects with what is measured here."""
-    return dispatch.selecting_with(IMPLEMENTATION)(function)
-
-
 def measure_select_prefill(shape: Shape, repeats: int) -> Row:
     """Block sums, scores, walk and lists of a whole prompt, layer after layer."""
     sets = kernel_inputs.selection_sets(shape)
     step, first = kernel_inputs.prefill_selection(shape)
-    run = in_loop(selecting(step), first, sets, len(sets))
+    run = in_loop(step, first, sets, len(sets))
     return row_of(shape, rounds({"ours": run}, repeats, step=len(sets) * ROUNDS_OF_LAYERS))
 
 
@@ -283,7 +278,7 @@ def measure_select_decode(shape: Shape, repeats: int) -> Row:
     """Scores, walk row and list of one token, layer after layer."""
     step, first, inputs = kernel_inputs.decode_selection(shape)
     layers = len(inputs)
-    run = in_loop(selecting(step), first, inputs, layers)
+    run = in_loop(step, first, inputs, layers)
     return row_of(shape, rounds({"ours": run}, repeats, step=layers * ROUNDS_OF_LAYERS))
 
 

@@ -14,10 +14,10 @@ import selection_programs as programs
 from loops import loop
 from selection_programs import LAYERS, Inputs
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies import Policy, has_knob
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.selection import BlockSelection
 
 PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -202,7 +202,7 @@ class Length:
         selected = attended = None
         if selecting is not None:
             selected = self._compile_loop(selecting, knob)
-            lists = selecting[1][2][0].blocks
+            lists = selecting[1][2][0]
             queries = self._inputs.layers[0]
             attended = self._compile_attention(programs.attend_prompt, 1, *queries, lists)
 
@@ -231,7 +231,7 @@ class Length:
             run = looped(selected, state, given, step)
             row |= named("selection", timed(run, self._repeats, step=step))
             sets = [
-                (*layer, lists.blocks)
+                (*layer, lists)
                 for layer, lists in zip(self._inputs.layers[:PROMPTS], found, strict=True)
             ]
             return row | named("attention", timed(queued(attended, sets), self._repeats))
@@ -282,7 +282,7 @@ class Length:
         return {
             "num_lists": lists.ids.shape[1],
             "list_block_size": lists.block_size,
-            "attention_implementation": implementation_of(query, lists.blocks),
+            "attention_implementation": implementation_of(query, lists),
         }
 
     def _prefill_density(self, lists: BlockSelection) -> float:

@@ -17,13 +17,14 @@ from kernel_inputs import Shape
 from loops import Step, loop
 
 import sketchwalk_jax as sw
+from sketchwalk_jax.dispatch import selection_kernels
 from sketchwalk_jax.policies import Policy
-from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
 from sketchwalk_jax.selection import BlockSelection
 
 PyTree = Any
 LAYERS = 4
+KERNELS = selection_kernels(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +87,11 @@ def prefill_step(policy: Policy, inputs: Inputs, *, selects: bool) -> Step:
         own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
         walk, entry, (query, key) = jax.lax.optimization_barrier((walk, entry, layers[index]))
         statistics = own.init_statistics(inputs.layer_shape, **sizes)
-        result = own.observe(query, key, statistics, span=span)
+        result = own.observe(query, key, statistics, span=span, kernels=KERNELS)
         if selects:
             layer = jnp.zeros((), jnp.int32)
-            result, walk = own.select_prefill(
-                query, key[None], result, walk, layer=layer, span=span
+            result, walk = own.select(
+                query, key[None], result, walk, layer=layer, span=span, kernels=KERNELS
             )
         return walk, _first_entry(result), _replaced(results, index, result)
 
@@ -122,30 +123,23 @@ def prefill_loop(
     return loop(step, num_layers=num_layers, rounds=rounds), state, (layers, inputs.span)
 
 
-def decode_span(inputs: Inputs, policy: Policy) -> Span:
-    """The last token of each sequence."""
-    lengths = jnp.full((inputs.shape.batch,), inputs.shape.tokens, jnp.int32)
-    valid = jnp.ones((inputs.shape.batch, 1), bool)
-    return Span((lengths - 1) // policy.block_size, valid, lengths, lengths)
-
-
 def decode_step(policy: Policy, *, selects: bool) -> Step:
     """Observes one token and, if asked, selects for it.
 
     The state is `(walk, entry, statistics of the layers, lists of the layers)`; the inputs
-    `(queries and keys of the token, stacked keys, span, positions)`.
+    `(queries and keys of the token, stacked keys, span)`.
     """
 
     def step(state: PyTree, given: PyTree, index: int) -> PyTree:
         walk, entry, statistics, selections = state
-        tokens, keys, span, positions = given
+        tokens, keys, span = given
         walk, entry, (query, key), own = jax.lax.optimization_barrier(
             (walk, entry, tokens[index], statistics[index])
         )
-        own = policy.observe(query, key, own, span=span)
+        own = policy.observe(query, key, own, span=span, kernels=KERNELS)
         if selects:
-            selection, walk = policy.select_decode(
-                query, keys, own, walk, layer=jnp.int32(index), positions=positions
+            selection, walk = policy.select(
+                query, keys, own, walk, layer=jnp.int32(index), span=span, kernels=KERNELS
             )
             selections = _replaced(selections, index, selection)
         entry = _first_entry(selections[index] if selects else own)
@@ -169,7 +163,7 @@ def decode_loop(
     step = decode_step(policy, selects=selects)
     tokens = tuple((query[:, -1:], key[:, -1:]) for query, key, _ in inputs.layers)
     positions = jnp.full((inputs.shape.batch,), inputs.shape.tokens - 1, jnp.int32)
-    given = (tokens, keys, decode_span(inputs, policy), positions)
+    given = (tokens, keys, Span.of_tokens(positions, policy.block_size))
     batch, num_blocks = inputs.shape.batch, inputs.num_blocks(policy)
 
     def first() -> PyTree:
@@ -196,7 +190,7 @@ def observe_prompt(policy: Policy, inputs: Inputs) -> Callable[..., PyTree]:
 
     def observe(query: Array, key: Array, span: Span) -> PyTree:
         statistics = policy.init_statistics(inputs.layer_shape, **sizes)
-        return policy.observe(query, key, statistics, span=span)
+        return policy.observe(query, key, statistics, span=span, kernels=KERNELS)
 
     return observe
 

@@ -8,17 +8,22 @@ package, but a reading of the paper that is to be measured.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.policies.sketchwalk import SketchSums
-from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
+from sketchwalk_jax.policies.sketchwalk import SketchSums, SketchWalkConfig
+from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.sketch import block_means, block_scores
-from sketchwalk_jax.walk import WalkState, power_transition, softmax_transition, walk_product
+from sketchwalk_jax.walk import (
+    HIGHEST,
+    WalkState,
+    power_transition,
+    softmax_transition,
+    walk_product,
+)
 
 _MAX_BLOCKS = 1023  # products of larger matrices are for triangular ones
 VARIANT = "no causal mask"
@@ -37,7 +42,7 @@ class UnmaskedConfig(SketchWalkConfig):
         """Prompts only: a decoded token's walk would pass through tokens that do not exist yet."""
         return ("prefill",)
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
@@ -46,6 +51,7 @@ class UnmaskedConfig(SketchWalkConfig):
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1 steps 5 to 7, the mask at the end."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]
@@ -61,13 +67,7 @@ class UnmaskedConfig(SketchWalkConfig):
         starts = jnp.arange(num_blocks, dtype=jnp.int32) * self.block_size
         exists = starts[None, :] < span.end[:, None]
         state = self._state(scores, exists, walk)
-        counts = block_budget(
-            num_blocks,
-            density=self.density,
-            top_blocks=self.top_blocks,
-            sink_blocks=self.sink_blocks,
-            local_blocks=self.local_blocks,
-        )
+        counts = self.budget(num_blocks)
         selection = select_blocks(
             state,
             rows,
@@ -90,8 +90,7 @@ class UnmaskedConfig(SketchWalkConfig):
             memory = 1.0 if self.beta is None else self.beta
 
             def step(state: Array) -> Array:
-                highest = jax.lax.Precision.HIGHEST
-                moved = jnp.einsum("bim,bmj->bij", state, weights, precision=highest)
+                moved = jnp.einsum("bim,bmj->bij", state, weights, precision=HIGHEST)
                 return (1.0 - memory) * weights + memory * moved
         else:
             scores = jnp.where(exists[:, None, :] & exists[:, :, None], scores, 0.0)

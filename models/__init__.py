@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from sketchwalk_jax.models.bundled import bundled_model as bundled_model
     from sketchwalk_jax.models.checkpoint import save as save
     from sketchwalk_jax.models.config import ModelConfig as ModelConfig
-    from sketchwalk_jax.models.config import RopeConfig as RopeConfig
     from sketchwalk_jax.models.params import init_params as init_params
     from sketchwalk_jax.models.params import param_shapes as param_shapes
+    from sketchwalk_jax.models.rope import RopeConfig as RopeConfig
     from sketchwalk_jax.models.rope import apply_rope as apply_rope
     from sketchwalk_jax.models.rope import rope_frequencies as rope_frequencies
     from sketchwalk_jax.models.weights import load as load
 
 _MODULES = {
     "ModelConfig": "config",
-    "RopeConfig": "config",
+    "RopeConfig": "rope",
     "apply_rope": "rope",
     "bundled_model": "bundled",
     "init_params": "params",

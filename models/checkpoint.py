@@ -16,9 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.models.config import DTYPES, SAVED_CONFIG_FILE, ModelConfig, read_json
-from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.placement import ParamsSharding, shardings_by_path
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.params import (
+    Params,
+    ParamsSharding,
+    check_params,
+    flatten_params,
+    param_shapes,
+    shardings_by_path,
+    unflatten_params,
+)
 
 PARAMS_FOLDER = "params"
 FORMAT_VERSION = 1
@@ -48,7 +55,9 @@ def save(
     """
     import orbax.checkpoint as ocp
 
-    dtypes = _check_params(params, model_config)
+    check_params(params, model_config)
+    leaves = flatten_params(params).items()
+    dtypes = {"/".join(path): jnp.dtype(leaf.dtype).name for path, leaf in leaves}
     target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"must be a directory, got the file {str(target)!r}")
@@ -120,26 +129,6 @@ def load_saved(
             f"sketchwalk_jax.models.save, got {type(error).__name__}: {reason}"
         ) from error
     return params, model_config
-
-
-def _check_params(params: Params, model_config: ModelConfig) -> dict[str, str]:
-    expected = flatten_params(param_shapes(model_config))
-    found = flatten_params(params)
-    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
-    problems += [f"{'/'.join(path)} is unknown" for path in found if path not in expected]
-    problems += [
-        f"{'/'.join(path)} must be {leaf.shape}, got {found[path].shape}"
-        for path, leaf in expected.items()
-        if path in found and found[path].shape != leaf.shape
-    ]
-    problems += [
-        f"{'/'.join(path)} must be one of {DTYPES}, got {leaf.dtype}"
-        for path, leaf in found.items()
-        if jnp.dtype(leaf.dtype).name not in DTYPES
-    ]
-    if problems:
-        raise ValueError("params must fit model_config:\n  " + "\n  ".join(problems))
-    return {"/".join(path): jnp.dtype(leaf.dtype).name for path, leaf in found.items()}
 
 
 @contextlib.contextmanager

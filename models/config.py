@@ -7,100 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DTYPES = ("float32", "float16", "bfloat16")
+from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, translate
+from sketchwalk_jax.models.rope import RopeConfig
+from sketchwalk_jax.validation import check_choice, check_integer
 
 SAVED_CONFIG_FILE = "model_config.json"
 """The file that marks a directory written by `sketchwalk_jax.models.save`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding of a model.
-
-    The frequencies are ``theta ** (-2 i / H)`` for ``i`` in ``0..H/2-1``, rescaled according to
-    `rope_type` so that a model trained on a short context serves a longer one.
-
-    Attributes:
-        rope_type: "default", "linear", "llama3" or "yarn".
-        theta: Base wavelength, larger than 1.
-        factor: How many times the context is stretched (linear, llama3, yarn).
-        low_freq_factor: llama3: wavelengths above ``original / low_freq_factor`` are stretched.
-        high_freq_factor: llama3: wavelengths below ``original / high_freq_factor`` are kept.
-        original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
-        attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
-        beta_fast: yarn: turns over the original context above which a frequency is kept.
-        beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
-        mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
-        mscale_all_dim: yarn: denominator scale of the derived attention factor.
-        truncate: yarn: whether the bounds of the ramp are rounded to whole dimensions.
-
-    Raises:
-        ValueError: For a value outside its range or a missing original context.
-
-    Example:
-        >>> RopeConfig(theta=500000.0).rope_type
-        'default'
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        """Checks every field once."""
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type must be one of {ROPE_TYPES}, got {self.rope_type!r}")
-        if not self.theta > 1:
-            raise ValueError(f"theta must be larger than 1, got {self.theta}")
-        if not self.factor > 0:
-            raise ValueError(f"factor must be positive, got {self.factor}")
-        original = self.original_max_position_embeddings
-        if self.rope_type in ("llama3", "yarn") and (original is None or original < 1):
-            raise ValueError(
-                f"original_max_position_embeddings must be a positive number of tokens for "
-                f"rope_type {self.rope_type!r}, got {original}"
-            )
-        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "high_freq_factor must be larger than a positive low_freq_factor, "
-                f"got {self.high_freq_factor} and {self.low_freq_factor}"
-            )
-        if not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(
-                f"beta_fast and beta_slow must be positive, got {self.beta_fast}, {self.beta_slow}"
-            )
-
-    def stretched_context(self, max_position_embeddings: int) -> int:
-        """Returns the context after scaling, in tokens.
-
-        Args:
-            max_position_embeddings: Context that the checkpoint declares, in tokens.
-
-        Returns:
-            The declared context, or what linear or yarn scaling stretches it to if that is more.
-
-        Example:
-            >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
-            ...                   original_max_position_embeddings=32768)
-            >>> rope.stretched_context(32768)
-            131072
-        """
-        stretched = {
-            "linear": max_position_embeddings * self.factor,
-            "yarn": (self.original_max_position_embeddings or 0) * self.factor,
-        }.get(self.rope_type, 0)
-        return max(max_position_embeddings, int(stretched))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,8 +76,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Checks every field once."""
-        if self.model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {self.model_type!r}")
+        check_choice("model_type", self.model_type, tuple(FAMILIES))
         for name in (
             "vocab_size",
             "num_layers",
@@ -176,9 +87,7 @@ class ModelConfig:
             "head_dim",
             "max_position_embeddings",
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            check_integer(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, "
@@ -188,8 +97,7 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
             raise ValueError(f"rms_norm_eps must be finite and >= 0, got {self.rms_norm_eps}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        check_choice("dtype", self.dtype, DTYPES)
         if not isinstance(self.eos_token_ids, tuple):
             raise ValueError(f"eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
 
@@ -267,9 +175,6 @@ class ModelConfig:
             >>> ModelConfig.from_dict(raw).qkv_bias
             True
         """
-        # hf_config needs the two classes above.
-        from sketchwalk_jax.models.hf_config import translate
-
         return cls(**translate(raw, generation_config))
 
     @classmethod

@@ -18,20 +18,8 @@ from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.generation import Generation, generate
 from sketchwalk_jax.inference import decode_step, forward, prefill
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import Params, flatten_params, init_params, param_shapes
+from sketchwalk_jax.models.params import Params, check_params, init_params
 from sketchwalk_jax.policies.base import Policy
-
-
-def _check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
-    expected = {path: x.shape for path, x in flatten_params(param_shapes(model_config)).items()}
-    found = {path: np.shape(x) for path, x in flatten_params(params).items()}
-    wrong = [
-        f"{'/'.join(path)}: {found.get(path, 'missing')} instead of {expected.get(path, 'none')}"
-        for path in sorted(expected.keys() | found.keys())
-        if expected.get(path) != found.get(path)
-    ]
-    if wrong:
-        raise ValueError("params must fit model_config, got\n  " + "\n  ".join(wrong))
 
 
 def _variables(params: Mapping[str, Any]) -> nnx.Module:
@@ -104,7 +92,7 @@ class CausalLM(nnx.Module):
         Raises:
           ValueError: If arrays are missing, unknown or of another shape.
         """
-        _check_params(params, model_config)
+        check_params(params, model_config)
         model = nnx.eval_shape(lambda: cls(model_config, rngs=nnx.Rngs(0)))
         model._own(params)
         return model
@@ -185,7 +173,7 @@ class LinenCausalLM(nn.Module):
             tree = init_params(self.make_rng("params"), self.model_config, self.dtype)
         else:
             tree = dict(self.variables.get("params", {}))
-            _check_params(tree, self.model_config)
+            check_params(tree, self.model_config)
         return {name: self.param(name, lambda _, x=branch: x) for name, branch in tree.items()}
 
     def __call__(

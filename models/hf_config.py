@@ -13,18 +13,20 @@ computes from the same file:
   leftovers, keys invented later.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from sketchwalk_jax.models import llama, qwen
-from sketchwalk_jax.models.config import DTYPES, MODEL_TYPES, ROPE_TYPES, RopeConfig
+from sketchwalk_jax.models.family import Family
+from sketchwalk_jax.models.llama import LLAMA
+from sketchwalk_jax.models.qwen import QWEN2, QWEN3
+from sketchwalk_jax.models.rope import ROPE_TYPES, RopeConfig
+from sketchwalk_jax.validation import check_choice
 
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "llama": llama.family_fields,
-    "qwen2": qwen.qwen2_fields,
-    "qwen3": qwen.qwen3_fields,
-}
-"""What differs by family: defaults and switches."""
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+"""Every family that loads; a new one is a record and its name here."""
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""The types that parameters may have."""
 
 RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (),
@@ -95,14 +97,14 @@ def translate(
         4
     """
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type must be one of {MODEL_TYPES}, got {model_type!r}")
+    check_choice("model_type", model_type, tuple(FAMILIES))
+    family = FAMILIES[str(model_type)]
     missing = [key for key in REQUIRED.values() if raw.get(key) is None]
     if missing:
         raise ValueError(f"config.json must have {', '.join(REQUIRED.values())}; missing {missing}")
 
     fields: dict[str, Any] = {name: raw[key] for name, key in REQUIRED.items()}
-    fields |= FAMILIES[model_type](raw)
+    fields |= family.read_fields(raw)
     fields |= {
         "model_type": model_type,
         "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
@@ -113,7 +115,7 @@ def translate(
     }
     problems = _unsupported_attributes(raw)
     context = fields["rope"].stretched_context(fields["max_position_embeddings"])
-    problems += _sliding_layers(raw, fields["num_layers"], context=context)
+    problems += _sliding_layers(raw, family, fields["num_layers"], context=context)
     if problems:
         raise NotImplementedError(
             "config.json asks for what is not implemented:\n  " + "\n  ".join(problems)
@@ -245,14 +247,13 @@ def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _sliding_layers(raw: Mapping[str, Any], num_layers: int, *, context: int) -> list[str]:
+def _sliding_layers(
+    raw: Mapping[str, Any], family: Family, num_layers: int, *, context: int
+) -> list[str]:
     """Lists layers whose attention is not over the whole context, in transformers' terms."""
-    is_used = raw.get("use_sliding_window", raw["model_type"] == "llama")
-    window = raw.get("sliding_window", None if raw["model_type"] == "llama" else 4096)
-    window = window if is_used else None
+    window, first = family.read_window(raw)
     layer_types = raw.get("layer_types")
     if layer_types is None:
-        first = 0 if raw["model_type"] == "llama" else raw.get("max_window_layers", 28)
         layer_types = [
             "sliding_attention" if window is not None and layer >= first else "full_attention"
             for layer in range(num_layers)

@@ -1,9 +1,8 @@
 """Llama: what its ``config.json`` means and how its weights are called."""
 
-from collections.abc import Mapping
 from typing import Any
 
-LAYER = "model.layers.{layer}."
+from sketchwalk_jax.models.family import LAYER, Family, RawConfig
 
 KEYS: dict[tuple[str, ...], str] = {
     ("embed", "embedding"): "model.embed_tokens.weight",
@@ -29,7 +28,7 @@ KEYS: dict[tuple[str, ...], str] = {
 """Hugging Face name of each parameter; ``{layer}`` counts the layers that are stacked here."""
 
 
-def family_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Llama reads in its own way.
 
     ``attention_bias`` covers q, k, v and o; head_dim and num_key_value_heads may be absent.
@@ -41,7 +40,7 @@ def family_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         Keyword arguments of `ModelConfig`.
 
     Example:
-        >>> family_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
+        >>> read_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
         2
     """
     num_heads = raw["num_attention_heads"]
@@ -55,3 +54,11 @@ def family_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": bool(raw.get("mlp_bias", False)),
         "bos_token_id": raw.get("bos_token_id", 1),
     }
+
+
+def read_window(raw: RawConfig) -> tuple[int | None, int]:
+    """Returns the sliding window, which Llama has only where one is given, for all layers."""
+    return raw.get("sliding_window") if raw.get("use_sliding_window", True) else None, 0
+
+
+LLAMA = Family(model_type="llama", keys=KEYS, read_fields=read_fields, read_window=read_window)

@@ -1,4 +1,4 @@
-"""The parameter tree: shapes, and random parameters.
+"""The parameter tree: shapes, random parameters, and where they go.
 
 Parameters are a plain nested dict. The arrays of the layers are stacked on a leading L axis, so
 that `jax.lax.scan` runs over them. Axes: V vocabulary, D model, L layers, N query heads, K key
@@ -18,18 +18,29 @@ and value heads, H head_dim, F mlp::
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hf_config import DTYPES
 
 Params = dict[str, Any]
 """A nested dict of arrays with the layout of this module."""
+
+ParamsSharding = (
+    Sharding
+    | Mapping[str, Any]
+    | Callable[[tuple[str, ...], jax.ShapeDtypeStruct], Sharding]
+    | None
+)
+"""What `load` accepts as `sharding`."""
 
 
 def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> Params:
@@ -167,3 +178,77 @@ def unflatten_params(flat: Mapping[tuple[str, ...], Any]) -> Params:
             node = node.setdefault(name, {})
         node[path[-1]] = leaf
     return params
+
+
+def shardings_by_path(
+    sharding: ParamsSharding, shapes: Params
+) -> dict[tuple[str, ...], Sharding | None]:
+    """Gives every parameter its sharding.
+
+    Args:
+        sharding: None for the default device, one sharding for all, a tree of shardings with the
+            layout of the parameters, or a function ``(path, shape) -> sharding``.
+        shapes: The parameter tree from `sketchwalk_jax.models.param_shapes`.
+
+    Returns:
+        The sharding of each parameter by its path; None means the default device.
+
+    Raises:
+        ValueError: If a tree does not have the layout of the parameters, or something in it is
+            not a sharding.
+
+    Example:
+        >>> shapes = {"final_norm": {"scale": jax.ShapeDtypeStruct((8,), "float32")}}
+        >>> shardings_by_path(None, shapes)
+        {('final_norm', 'scale'): None}
+    """
+    leaves = flatten_params(shapes)
+    if sharding is None or isinstance(sharding, Sharding):
+        return dict.fromkeys(leaves, sharding)
+    if isinstance(sharding, Mapping):
+        found = flatten_params(sharding)
+    else:
+        found = {path: sharding(path, shape) for path, shape in leaves.items()}
+    if found.keys() != leaves.keys():
+        missing = ["/".join(path) for path in leaves if path not in found]
+        unknown = ["/".join(path) for path in found if path not in leaves]
+        raise ValueError(
+            f"sharding must have the layout of the parameters, got missing {missing} and "
+            f"unknown {unknown}"
+        )
+    wrong = {path: leaf for path, leaf in found.items() if not isinstance(leaf, Sharding)}
+    if wrong:
+        path, leaf = next(iter(wrong.items()))
+        raise ValueError(
+            f"sharding must hold jax.sharding.Sharding, got {leaf!r} for {'/'.join(path)}"
+        )
+    return found
+
+
+def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
+    """Compares a parameter tree with what a model needs, array by array.
+
+    Args:
+        params: A nested dict of arrays.
+        model_config: The model.
+
+    Raises:
+        ValueError: If arrays are missing, unknown, of another shape or not floating point; all of
+            them in one message.
+    """
+    expected = flatten_params(param_shapes(model_config))
+    found = flatten_params(params)
+    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
+    problems += [f"{'/'.join(path)} is unknown" for path in found if path not in expected]
+    problems += [
+        f"{'/'.join(path)} must be {leaf.shape}, got {np.shape(found[path])}"
+        for path, leaf in expected.items()
+        if path in found and np.shape(found[path]) != leaf.shape
+    ]
+    problems += [
+        f"{'/'.join(path)} must be one of {DTYPES}, got {leaf.dtype}"
+        for path, leaf in found.items()
+        if jnp.dtype(leaf.dtype).name not in DTYPES
+    ]
+    if problems:
+        raise ValueError("params must fit model_config:\n  " + "\n  ".join(problems))

@@ -1,10 +1,9 @@
 """Qwen2 and Qwen3: what their ``config.json`` means and how their weights are called."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from sketchwalk_jax.models.family import LAYER, Family, RawConfig
 from sketchwalk_jax.models.llama import KEYS as LLAMA_KEYS
-from sketchwalk_jax.models.llama import LAYER
 
 KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
     ("layers", "query_norm", "scale"): LAYER + "self_attn.q_norm.weight",
@@ -13,7 +12,7 @@ KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
 """Hugging Face name of each parameter: Llama's, and Qwen3's norms of query and key."""
 
 
-def qwen2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Qwen2 reads in its own way.
 
     The biases of q, k and v are always there and that of o never, whatever the file says.
@@ -26,7 +25,7 @@ def qwen2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Example:
         >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-        >>> fields = qwen2_fields(raw)
+        >>> fields = read_qwen2_fields(raw)
         >>> fields["qkv_bias"], "o_bias" in fields
         (True, False)
     """
@@ -34,7 +33,7 @@ def qwen2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _common_fields(raw) | {"head_dim": head_dim, "qkv_bias": True}
 
 
-def qwen3_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Qwen3 reads in its own way.
 
     ``attention_bias`` covers q, k, v and o, query and key are normalised over head_dim, and
@@ -48,7 +47,7 @@ def qwen3_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Example:
         >>> raw = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
-        >>> fields = qwen3_fields(raw)
+        >>> fields = read_qwen3_fields(raw)
         >>> fields["qk_norm"], fields["head_dim"]
         (True, 128)
     """
@@ -62,9 +61,23 @@ def qwen3_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _common_fields(raw: RawConfig) -> dict[str, Any]:
     return {
         "num_kv_heads": raw.get("num_key_value_heads", 32) or raw["num_attention_heads"],
         "max_position_embeddings": raw.get("max_position_embeddings", 32768),
         "bos_token_id": raw.get("bos_token_id"),
     }
+
+
+def read_window(raw: RawConfig) -> tuple[int | None, int]:
+    """Returns the sliding window, which must be switched on, and the first layer that has it."""
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    return window, raw.get("max_window_layers", 28)
+
+
+QWEN2 = Family(
+    model_type="qwen2", keys=KEYS, read_fields=read_qwen2_fields, read_window=read_window
+)
+QWEN3 = Family(
+    model_type="qwen3", keys=KEYS, read_fields=read_qwen3_fields, read_window=read_window
+)

@@ -1,12 +1,102 @@
-"""Rotary position embedding (RoPE): the frequencies of each type, and the rotation."""
+"""Rotary position embedding (RoPE): what a model has, the frequencies, and the rotation."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from sketchwalk_jax.models.config import RopeConfig
+from sketchwalk_jax.validation import check_choice
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of a model.
+
+    The frequencies are ``theta ** (-2 i / H)`` for ``i`` in ``0..H/2-1``, rescaled according to
+    `rope_type` so that a model trained on a short context serves a longer one.
+
+    Attributes:
+        rope_type: "default", "linear", "llama3" or "yarn".
+        theta: Base wavelength, larger than 1.
+        factor: How many times the context is stretched (linear, llama3, yarn).
+        low_freq_factor: llama3: wavelengths above ``original / low_freq_factor`` are stretched.
+        high_freq_factor: llama3: wavelengths below ``original / high_freq_factor`` are kept.
+        original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
+        attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
+        beta_fast: yarn: turns over the original context above which a frequency is kept.
+        beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
+        mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
+        mscale_all_dim: yarn: denominator scale of the derived attention factor.
+        truncate: yarn: whether the bounds of the ramp are rounded to whole dimensions.
+
+    Raises:
+        ValueError: For a value outside its range or a missing original context.
+
+    Example:
+        >>> RopeConfig(theta=500000.0).rope_type
+        'default'
+    """
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every field once."""
+        check_choice("rope_type", self.rope_type, ROPE_TYPES)
+        if not self.theta > 1:
+            raise ValueError(f"theta must be larger than 1, got {self.theta}")
+        if not self.factor > 0:
+            raise ValueError(f"factor must be positive, got {self.factor}")
+        original = self.original_max_position_embeddings
+        if self.rope_type in ("llama3", "yarn") and (original is None or original < 1):
+            raise ValueError(
+                f"original_max_position_embeddings must be a positive number of tokens for "
+                f"rope_type {self.rope_type!r}, got {original}"
+            )
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "high_freq_factor must be larger than a positive low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+        if not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(
+                f"beta_fast and beta_slow must be positive, got {self.beta_fast}, {self.beta_slow}"
+            )
+
+    def stretched_context(self, max_position_embeddings: int) -> int:
+        """Returns the context after scaling, in tokens.
+
+        Args:
+            max_position_embeddings: Context that the checkpoint declares, in tokens.
+
+        Returns:
+            The declared context, or what linear or yarn scaling stretches it to if that is more.
+
+        Example:
+            >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
+            ...                   original_max_position_embeddings=32768)
+            >>> rope.stretched_context(32768)
+            131072
+        """
+        stretched = {
+            "linear": max_position_embeddings * self.factor,
+            "yarn": (self.original_max_position_embeddings or 0) * self.factor,
+        }.get(self.rope_type, 0)
+        return max(max_position_embeddings, int(stretched))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float32[np.ndarray, " half"], float]:

@@ -4,7 +4,8 @@ Layers are stacked on a leading axis and visited by `jax.lax.scan`; whatever att
 walk state) is threaded through the carry, opaque to this file.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,29 +63,26 @@ def run_layers(
     state: PyTree,
     *,
     model_config: ModelConfig,
-    start: int,
-    stop: int,
-    attend: Attend,
-) -> tuple[Float[Array, "B T D"], PyTree, PyTree]:
-    """Runs layers `start .. stop - 1`.
+    layers: Sequence[tuple[range, Attend]],
+) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
+    """Runs the layers, one `jax.lax.scan` over each range of them.
 
     Args:
       params: The whole parameter tree; layers are indexed inside the loop, never copied out.
       hidden: Input of the first of these layers.
       positions: Position of each token.
-      state: Threaded through `attend` from layer to layer.
+      state: Threaded through the layers.
       model_config: The model.
-      start: First layer.
-      stop: Layer to stop before.
-      attend: `(query, key, value, layer, state) -> (output, state, aux)`.
+      layers: Ranges of layers in order, each with its attention
+        `(query, key, value, layer, state) -> (output, state, aux)`.
 
     Returns:
-      The hidden state, the state, and `aux` stacked over the layers.
+      The hidden state, the state, and for each range its `aux`, stacked over its layers.
     """
-    eps = model_config.rms_norm_eps
+    eps, found = model_config.rms_norm_eps, []
     cos, sin = rope_cos_sin(positions, rope=model_config.rope, head_dim=model_config.head_dim)
 
-    def layer_step(carry: tuple[Array, PyTree], layer: Int[Array, ""]) -> Any:
+    def layer_step(carry: tuple[Array, PyTree], layer: Int[Array, ""], attend: Attend) -> Any:
         hidden, state = carry
         weights = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), params["layers"]
@@ -107,6 +105,9 @@ def run_layers(
             hidden = hidden + _linear(jax.nn.silu(gate) * up, weights["down"], "btf,fd->btd")
         return (hidden, state), aux
 
-    layers = jnp.arange(start, stop, dtype=jnp.int32)
-    (hidden, state), aux = jax.lax.scan(layer_step, (hidden, state), layers)
-    return hidden, state, aux
+    for part, attend in layers:
+        step = functools.partial(layer_step, attend=attend)
+        index = jnp.arange(part.start, part.stop, dtype=jnp.int32)
+        (hidden, state), aux = jax.lax.scan(step, (hidden, state), index)
+        found.append(aux)
+    return hidden, state, found

@@ -1,6 +1,5 @@
-"""Kernels and the choice between them: tile sizes (`KernelConfig`) and dispatch."""
+"""Kernels for Hopper GPUs, and the sizes that they run with."""
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, choose_implementation
 
-__all__ = ["IMPLEMENTATIONS", "KernelConfig", "choose_implementation", "default_kernel_config"]
+__all__ = ["KernelConfig", "default_kernel_config"]

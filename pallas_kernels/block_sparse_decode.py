@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops
+from sketchwalk_jax.pallas_kernels.attention import without_derivative
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_parts import (
     BY_HEAD,
@@ -211,7 +212,7 @@ def block_sparse_decode_kernel(
     block_size: int = 64,
     return_lse: bool = False,
     config: KernelConfig | None = None,
-) -> Float[Array, "B 1 N H"] | tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
     """Exact attention of one token per sequence over its listed blocks.
 
     Args:
@@ -228,7 +229,11 @@ def block_sparse_decode_kernel(
       config: Tile sizes.
 
     Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`.
+      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
+      `None`.
+
+    Raises:
+      NotImplementedError: If a derivative is taken.
     """
     config = config or KernelConfig()
     batch, _, num_heads, head_dim = query.shape
@@ -285,7 +290,7 @@ def block_sparse_decode_kernel(
         out = jnp.concatenate([out[..., :ROWS], rest], axis=-1)
     out = out[..., :head_dim]
     if lse is None:
-        return out
+        return out, None
     lse = lse.reshape(batch, units, -1)[:, :, : shape.group]
     return out, lse.reshape(batch, 1, num_heads)
 
@@ -311,7 +316,7 @@ def _run(
         "compiler_params": ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         "interpret": ops.interpreter(interpret),
     }
-    outputs = plgpu.kernel(
+    attend = plgpu.kernel(
         functools.partial(_decode_body, shape=shape),
         out_type=partial if shape.splits > 1 else final,
         grid=(shape.batch, shape.splits, shape.units),
@@ -327,7 +332,8 @@ def _run(
         ],
         kernel_name="block_sparse_decode",
         **common,
-    )(query, *operands)
+    )
+    outputs = without_derivative(attend)(query, *operands)
     if shape.splits > 1:
         outputs = plgpu.kernel(
             functools.partial(combine_body, shape=shape),

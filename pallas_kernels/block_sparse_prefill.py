@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, prefill_compute, prefill_tiles
+from sketchwalk_jax.pallas_kernels.attention import without_derivative
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 
 QUERIES = prefill_tiles.QUERIES
@@ -41,7 +42,7 @@ def block_sparse_prefill(
     block_size: int = 64,
     return_lse: bool = False,
     config: KernelConfig | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """Causal attention of each query block over its list of key blocks.
 
     Row `i` of the lists covers the queries of block `first_block + i`. Its list is ascending and
@@ -62,10 +63,11 @@ def block_sparse_prefill(
       config: Sizes; the result does not depend on them beyond rounding.
 
     Returns:
-      The output, and with `return_lse` the float32 log-sum-exp.
+      The output, and with `return_lse` the float32 log-sum-exp, else `None`.
 
     Raises:
       ValueError: If the kernel cannot take these arguments.
+      NotImplementedError: If a derivative is taken.
     """
     config = default_kernel_config() if config is None else config
     _check(query, key, scale, block_size)
@@ -97,7 +99,7 @@ def block_sparse_prefill(
         shape = (query.shape[0], query.shape[2], query.shape[1])
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     programs = min(config.prefill_programs, plan.units)
-    run = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, programs=programs, return_lse=return_lse),
         out_type=out_type,
         scratch_types=_scratch(plan, query.dtype),
@@ -110,7 +112,7 @@ def block_sparse_prefill(
         interpret=ops.interpreter(config.interpret),
         kernel_name="block_sparse_prefill",
     )
-    outputs = run(
+    outputs = without_derivative(kernel)(
         query,
         key,
         value,
@@ -121,7 +123,7 @@ def block_sparse_prefill(
         kv_lengths.astype(jnp.int32),
     )
     out = outputs[0][..., :head_dim]
-    return (out, jnp.swapaxes(outputs[1], 1, 2)) if return_lse else out
+    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
 
 
 def _check(query: Any, key: Any, scale: float, block_size: int) -> None:

@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import memref, nvvm, vector
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import emit
-from sketchwalk_jax.pallas_kernels.scaled import NO_EXPONENT, power_of_two, replace
+from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import exponent_of, power_of_two
+from sketchwalk_jax.pallas_kernels.selection import LEAST_CHUNK
+from sketchwalk_jax.scaled import exponent_of, power_of_two
 
 TILE = 64  # blocks of keys, and of queries, in a tile
-LEAST_CHUNK = 32  # entries of the sketches that are loaded and multiplied at a time, or twice this
 TOP = 7  # exponent of a row's largest entry as the tensor cores see it
 _LARGEST = 127
 

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import replace
+from sketchwalk_jax.pallas_kernels.selection import MAX_BLOCKS
+from sketchwalk_jax.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
 
 # Keys of +inf (forced blocks), -inf (blocks above the diagonal), and of columns that do not exist.
@@ -24,7 +25,6 @@ _ABSENT = -(1 << 31)
 _COLUMNS_PER_WARPGROUP = 128
 # A lower and an upper key, how many keys are at least the upper one, and whose turn it is.
 _Bracket = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]
-MAX_COLUMNS = 16384
 
 
 def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -173,8 +173,8 @@ def select_blocks_kernel(
       ValueError: If a row has more than 16,384 blocks, which no longer fit in registers.
     """
     batch, num_rows, num_blocks = scores.shape
-    if num_blocks > MAX_COLUMNS:
-        raise ValueError(f"scores must have at most {MAX_COLUMNS} columns, got {num_blocks}")
+    if num_blocks > MAX_BLOCKS:
+        raise ValueError(f"scores must have at most {MAX_BLOCKS} columns, got {num_blocks}")
     max_count = min(max_count, num_blocks)
     width = padded_columns(num_blocks)
 

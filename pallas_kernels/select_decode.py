@@ -15,21 +15,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, row_ops, walk_row, warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import (
+from sketchwalk_jax.pallas_kernels.score_tile import TILE
+from sketchwalk_jax.pallas_kernels.select import select_row
+from sketchwalk_jax.pallas_kernels.selection import LEAST_CHUNK, MAX_BLOCKS, MAX_POWER
+from sketchwalk_jax.scaled import (
     NO_EXPONENT,
+    STATE_EXPONENT,
     exponent_of,
     mantissa_of,
     power_of_two,
     replace,
 )
-from sketchwalk_jax.pallas_kernels.score_tile import LEAST_CHUNK, TILE
-from sketchwalk_jax.pallas_kernels.select import MAX_COLUMNS, select_row
 from sketchwalk_jax.selection import BlockSelection
 
-_STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LARGEST = 127  # exponent of a float
 # Keys of the rows' entries that are so many octaves below what no entry exceeds.
-_GUESSES = tuple((_STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
+_GUESSES = tuple((STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
 _WARPGROUPS = 4  # at most, that share a row
 _ROWS = 8  # tiles of key blocks, of which a warpgroup has a multiple
 
@@ -81,12 +82,12 @@ def _select_token(
     largest, largest_positive = warp_ops.maxima(
         (exponent, positive), scratch, layout=layout, interpret=interpret
     )
-    shift = jnp.minimum(exponent - largest, 0) + _STATE_EXPONENT
+    shift = jnp.minimum(exponent - largest, 0) + STATE_EXPONENT
     state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     warp_ops.write_row(state, columns, state_ref.at[sequence], layout=layout, interpret=interpret)
-    is_walked = largest_positive - largest + _STATE_EXPONENT > -_LARGEST
+    is_walked = largest_positive - largest + STATE_EXPONENT > -_LARGEST
     is_walked = is_walked & (largest_positive > NO_EXPONENT)
 
     @pl.when(warpgroup == 0)
@@ -178,10 +179,10 @@ def select_token_kernel(
     """
     batch, num_blocks = query_sums.shape[:2]
     size = math.prod(query_sums.shape[2:])
-    if size % LEAST_CHUNK or power > 32 or num_blocks > MAX_COLUMNS:
+    if size % LEAST_CHUNK or power > MAX_POWER or num_blocks > MAX_BLOCKS:
         raise ValueError(
-            f"sketches must be a multiple of {LEAST_CHUNK} long, power at most 32 and blocks at "
-            f"most {MAX_COLUMNS}, got {size}, {power} and {num_blocks}"
+            f"sketches must be a multiple of {LEAST_CHUNK} long, power at most {MAX_POWER} and "
+            f"blocks at most {MAX_BLOCKS}, got {size}, {power} and {num_blocks}"
         )
     max_count = min(max_count, num_blocks)
     padding = -num_blocks % walk_row.QUERY_TILE

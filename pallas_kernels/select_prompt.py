@@ -14,12 +14,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.scaled import mantissa_and_exponent, power_of_two
 from sketchwalk_jax.pallas_kernels.select import pad_columns, select_row
+from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
+from sketchwalk_jax.scaled import (
+    NO_EXPONENT,
+    STATE_EXPONENT,
+    WEIGHT_EXPONENT,
+    integer_power,
+    mantissa_and_exponent,
+    power_of_two,
+    product_exponent,
+    replace,
+)
 from sketchwalk_jax.selection import BlockSelection
 
-MAX_COLUMNS = 8192  # of a row, which stands in registers
-_STATE_EXPONENT = 100  # of the largest entry of a row, as in the walk
 _LEAST = -126  # exponent of a normal float
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
@@ -75,11 +83,11 @@ def _select(
         for x in magnitudes
     )
     mantissa, exponent, is_zero = mantissa_and_exponent(value)
-    state = mantissa * power_of_two(exponent - largest + _STATE_EXPONENT)
+    state = mantissa * power_of_two(exponent - largest + STATE_EXPONENT)
     state = jnp.where(is_zero, 0.0, state)
     columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
     warp_ops.write_row(state, columns, state_ref.at[sequence, index], **where)
-    is_walked = largest_positive - largest + _STATE_EXPONENT >= _LEAST
+    is_walked = largest_positive - largest + STATE_EXPONENT >= _LEAST
     is_walked = is_walked & (magnitudes[1] > 0)
     counts_ref[sequence, index] = count
 
@@ -139,8 +147,8 @@ def select_prompt_kernel(
       ValueError: If a row has more than 8,192 blocks, which no longer fit in registers.
     """
     batch, num_rows, num_blocks = product.shape[1:]
-    if num_blocks > MAX_COLUMNS:
-        raise ValueError(f"rows must have at most {MAX_COLUMNS} columns, got {num_blocks}")
+    if num_blocks > MAX_PROMPT_BLOCKS:
+        raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
     has_tail = tail_start is not None
     max_count = num_blocks if has_tail else int(budget[-1])
     ids, counts, state, walked = plgpu.kernel(
@@ -174,3 +182,93 @@ def select_prompt_kernel(
         jnp.asarray(budget, jnp.int32),
     )
     return BlockSelection(ids[:, None], counts[:, None], block_size), state, walked[0]
+
+
+def _make_row(
+    scores_ref: Any,
+    largest_ref: Any,
+    state_ref: Any,
+    weights_ref: Any,
+    left_ref: Any,
+    scratch: Any,
+    *,
+    power: int,
+    rectify: bool,
+    interpret: bool,
+) -> None:
+    index, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
+    num_rows, width = state_ref.shape[1:]
+    layout = warp_ops.row_layout(width)
+    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
+    columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+
+    def load(ref: Any) -> Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    @pl.when(index < scores_ref.shape[1])
+    def _() -> None:
+        _, own, _ = mantissa_and_exponent(largest_ref[sequence, index])
+        score = load(scores_ref.at[sequence, index])
+        mantissa, exponent, is_zero = mantissa_and_exponent(score)
+        root = mantissa * power_of_two(exponent - own + WEIGHT_EXPONENT // power)
+        is_none = is_zero | (columns > index) | ((score < 0.0) if rectify else is_zero)
+        weights = integer_power(jnp.where(is_none, 0.0, root), power)
+        warp_ops.write_row(weights, columns, weights_ref.at[sequence, index], **where)
+
+    @pl.when(index < num_rows)
+    def _() -> None:
+        _, scale, is_nothing = mantissa_and_exponent(load(largest_ref.at[sequence]))
+        scale = jnp.maximum(replace(scale * power, is_nothing, NO_EXPONENT), NO_EXPONENT)
+        mantissa, exponent, is_zero = mantissa_and_exponent(load(state_ref.at[sequence, index]))
+        exponent = exponent + scale
+        term = replace(exponent, is_zero, NO_EXPONENT)
+        largest, _ = warp_ops.maxima((term, term), scratch, **where)
+        left = mantissa * power_of_two(exponent - largest + product_exponent(power))
+        left = jnp.where(is_zero, 0.0, left)
+        warp_ops.write_row(left, columns, left_ref.at[sequence, index], **where)
+
+
+def walk_operands_kernel(
+    scores: Float[Array, "B J J"],
+    largest: Float[Array, "B J"],
+    state: Float[Array, "B I J"],
+    *,
+    power: int,
+    rectify: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B J J"], Float[Array, "B I J"]]:
+    """The transition, and the state scaled for the product with it, rows at any power of two.
+
+    Args:
+      scores: Block scores.
+      largest: The largest magnitude of each of their rows, of entries that exist and count.
+      state: Rows of the walk so far.
+      power: Exponent of the transition.
+      rectify: Whether negative scores count as zero.
+      interpret: Whether to interpret the kernel, which needs no GPU.
+
+    Returns:
+      The transition and the scaled rows.
+
+    Raises:
+      ValueError: If a row has more than 8,192 blocks, which no longer fit in registers.
+    """
+    batch, num_rows, num_blocks = state.shape
+    if num_blocks > MAX_PROMPT_BLOCKS:
+        raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
+    weights, left = plgpu.kernel(
+        functools.partial(
+            _make_row,
+            power=power,
+            rectify=rectify,
+            interpret=interpret,
+        ),
+        out_type=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (scores, state)],
+        grid=(max(num_rows, num_blocks), batch),
+        grid_names=("row", "sequence"),
+        kernel_name="sketchwalk_walk_operands",
+        scratch_types=[warp_ops.scratch_of_counts()],
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret),
+    )(*map(pad_columns, (scores, largest, state)))
+    return weights, left

@@ -19,15 +19,15 @@ from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels import row_ops, warp_ops
 from sketchwalk_jax.pallas_kernels import score_tile as tiles
-from sketchwalk_jax.pallas_kernels.scaled import (
+from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
+from sketchwalk_jax.pallas_kernels.walk_tile import BY_KEY, BY_QUERY, Tiles, Total, load
+from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     add_scaled,
     exponent_of,
     mantissa_of,
     power_of_two,
 )
-from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
-from sketchwalk_jax.pallas_kernels.walk_tile import BY_KEY, BY_QUERY, Tiles, Total, load
 
 MAX_SPLITS = 16
 PART_EXPONENT = 100  # of a part's largest entry

@@ -13,7 +13,8 @@ from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels import row_ops, warp_ops
 from sketchwalk_jax.pallas_kernels import score_tile as tiles
-from sketchwalk_jax.pallas_kernels.scaled import (
+from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
+from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     add_scaled,
     exponent_of,
@@ -22,7 +23,6 @@ from sketchwalk_jax.pallas_kernels.scaled import (
     power_of_two,
     replace,
 )
-from sketchwalk_jax.pallas_kernels.score_tile import TILE, spread
 
 # Exponents, so that the sums of a tile stay below 2^127: of the largest power, and of the weights.
 _POWER_EXPONENT = 80

@@ -16,24 +16,21 @@ if all((_root / _name / "__init__.py").exists() for _name in ("models", "pallas_
     __path__.append(str(_root))
 
 from sketchwalk_jax._version import __version__  # noqa: E402
-from sketchwalk_jax.attention import (  # noqa: E402
+from sketchwalk_jax.attention.api import (  # noqa: E402
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
 )
-from sketchwalk_jax.bucketing import make_generate  # noqa: E402
-from sketchwalk_jax.cache import Cache, init_cache  # noqa: E402
-from sketchwalk_jax.config import SketchWalkConfig  # noqa: E402
-from sketchwalk_jax.density import Density  # noqa: E402
-from sketchwalk_jax.functional import init_walk, sketchwalk_attention  # noqa: E402
-from sketchwalk_jax.generation import Generation, generate  # noqa: E402
+from sketchwalk_jax.cache import Cache, Density, init_cache  # noqa: E402
+from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
 from sketchwalk_jax.inference import decode_step, forward, prefill  # noqa: E402
+from sketchwalk_jax.layer import init_walk, sketchwalk_attention  # noqa: E402
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
 from sketchwalk_jax.policies.dense import Dense  # noqa: E402
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig  # noqa: E402
 from sketchwalk_jax.sampling import Sampling  # noqa: E402
 from sketchwalk_jax.selection import BlockSelection  # noqa: E402
-from sketchwalk_jax.streaming import stream  # noqa: E402
 from sketchwalk_jax.walk import WalkState  # noqa: E402
 
 __all__ = [

@@ -1,17 +1,64 @@
-"""The state of a batch of sequences: keys, values, a policy's statistics and lengths."""
+"""The state of a batch of sequences: keys, values, a policy's statistics, lengths and density."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from sketchwalk_jax.density import Density
-from sketchwalk_jax.policies.base import LayerShape, Policy
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 
-if TYPE_CHECKING:
-    from sketchwalk_jax.models.config import ModelConfig
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Density:
+    """Measured density: attended over all causal (query, key) pairs, dense layers included.
+
+    Counts per phase, layer and sequence; all float32.
+
+    Attributes:
+      prefill_pairs: Pairs attended to while reading prompts, `[L, B]` (mean over heads).
+      prefill_causal: All causal pairs of the prompts, `[B]`.
+      decode_pairs: Pairs attended to while decoding, `[L, B]`.
+      decode_causal: All causal pairs of the decoded tokens, `[B]`.
+    """
+
+    prefill_pairs: Float[Array, "L B"]
+    prefill_causal: Float[Array, "B"]
+    decode_pairs: Float[Array, "L B"]
+    decode_causal: Float[Array, "B"]
+
+    @classmethod
+    def zeros(cls, num_layers: int, batch: int) -> "Density":
+        """No pairs yet."""
+        # Four buffers of their own: the cache that holds them is donated.
+        shapes = ((num_layers, batch), (batch,), (num_layers, batch), (batch,))
+        return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+
+    def add(self, phase: str, pairs: Float[Array, "L B"], causal: Float[Array, "B"]) -> "Density":
+        """With the pairs of one call added to `phase`, `"prefill"` or `"decode"`."""
+        old = getattr(self, f"{phase}_pairs"), getattr(self, f"{phase}_causal")
+        new = {f"{phase}_pairs": old[0] + pairs, f"{phase}_causal": old[1] + causal}
+        return dataclasses.replace(self, **new)
+
+    @property
+    def prefill(self) -> Float[Array, "L"]:
+        """Density of each layer over the prompts (NaN if none was read)."""
+        return jnp.sum(self.prefill_pairs, axis=1) / jnp.sum(self.prefill_causal)
+
+    @property
+    def decode(self) -> Float[Array, "L"]:
+        """Density of each layer over the decoded tokens (NaN if there are none)."""
+        return jnp.sum(self.decode_pairs, axis=1) / jnp.sum(self.decode_causal)
+
+    @property
+    def overall(self) -> Float[Array, ""]:
+        """Density over both phases, all layers and sequences."""
+        pairs = jnp.sum(self.prefill_pairs) + jnp.sum(self.decode_pairs)
+        causal = jnp.sum(self.prefill_causal) + jnp.sum(self.decode_causal)
+        return pairs / (causal * float(self.prefill_pairs.shape[0]))
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +86,7 @@ class Cache:
         return self.key.shape[2]
 
 
-def num_dense_layers(model_config: "ModelConfig", config: Policy) -> int:
+def num_dense_layers(model_config: ModelConfig, config: Policy) -> int:
     """Leading layers that stay dense; all of them if the policy never selects."""
     if not config.phases:
         return model_config.num_layers
@@ -47,7 +94,7 @@ def num_dense_layers(model_config: "ModelConfig", config: Policy) -> int:
 
 
 def init_cache(
-    model_config: "ModelConfig",
+    model_config: ModelConfig,
     config: Policy,
     *,
     batch: int,
@@ -99,21 +146,34 @@ def init_cache(
     )
 
 
-def write_prompt(
+def write_layer(
     buffer: Float[Array, "L B S K H"],
     new: Float[Array, "B T K H"],
     *,
     layer: Int[Array, ""],
     start: Int[Array, "B"] | None,
-    valid: Bool[Array, "B T"],
+    span: Span,
 ) -> Float[Array, "L B S K H"]:
-    """Writes the valid columns of `new` at positions `start + t`, in place under `jit`.
+    """Writes the keys or values of a span into one layer, in place under `jit`.
 
-    `start=None` means 0 for every sequence, whose padding is written too: it lies beyond the
-    sequence's length, where anything may stand.
+    Args:
+      buffer: Keys or values of all layers.
+      new: Those of the span's tokens.
+      layer: The layer.
+      start: Position of column 0, `span.start(block_size)`. `None` means 0 for every sequence,
+        whose padding is written too: it lies beyond the sequence's length, where anything may
+        stand.
+      span: The tokens; of those that are not valid nothing is written.
+
+    Returns:
+      The buffer; positions beyond its capacity are dropped.
     """
     if start is None:
         return jax.lax.dynamic_update_slice(buffer, new[None], (layer, 0, 0, 0, 0))
+    if span.is_token:
+        position = jnp.where(span.valid[:, 0], start, buffer.shape[2])
+        sequence = jnp.arange(buffer.shape[1], dtype=jnp.int32)
+        return buffer.at[layer, sequence, position].set(new[:, 0], mode="drop")
     capacity = buffer.shape[2]
     width = min(new.shape[1], capacity)
     extent = (1, 1, width, *buffer.shape[3:])
@@ -124,24 +184,10 @@ def write_prompt(
         ahead = start[index] - begin
         place = (layer, index, begin, 0, 0)
         inside = jnp.arange(width, dtype=jnp.int32) >= ahead
-        fresh = jnp.roll(valid[index, :width], ahead) & inside
+        fresh = jnp.roll(span.valid[index, :width], ahead) & inside
         update = jnp.roll(new[index, :width], ahead, axis=0)
         kept = jax.lax.dynamic_slice(buffer, place, extent)
         merged = jnp.where(fresh[None, None, :, None, None], update[None, None], kept)
         return jax.lax.dynamic_update_slice(buffer, merged, place)
 
     return jax.lax.fori_loop(0, buffer.shape[1], write_one, buffer)
-
-
-def write_token(
-    buffer: Float[Array, "L B S K H"],
-    new: Float[Array, "B 1 K H"],
-    *,
-    layer: Int[Array, ""],
-    positions: Int[Array, "B"],
-    active: Bool[Array, "B"],
-) -> Float[Array, "L B S K H"]:
-    """Writes one token per active sequence; positions beyond the capacity are dropped."""
-    position = jnp.where(active, positions, buffer.shape[2])
-    sequence = jnp.arange(buffer.shape[1], dtype=jnp.int32)
-    return buffer.at[layer, sequence, position].set(new[:, 0], mode="drop")

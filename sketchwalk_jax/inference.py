@@ -1,27 +1,301 @@
-"""Prefill and decode: pure, jitted functions from `(params, tokens, cache)` to `(logits, cache)`.
+"""Prefill and decode: pure functions from `(params, tokens, cache)` to `(logits, cache)`.
 
-The cache is donated: it is updated in place.
+`prefill`, `decode_step` and `forward` check their arguments and are jitted, with the cache donated:
+it is updated in place. `read_prompt` and `decode_token` are what they share with `generate` and
+`stream`, for use inside `jit`. The cache and the walk travel through the scan over layers in its
+carry; the leading dense layers are a scan of their own.
 """
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.attention.api import take_columns
 from sketchwalk_jax.cache import Cache, init_cache
-from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.cached_layer import (
+    Settings,
+    attention_by_layer,
+    join_layers,
+    layer_attention,
+)
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import embed, run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.steps import decode_token, prefill_step
-from sketchwalk_jax.validation import check_prompt, check_settings, check_token
+from sketchwalk_jax.selection import BlockSelection, causal_pairs
+from sketchwalk_jax.validation import check_integers
 
 PyTree = Any
 
-_prefill = jax.jit(prefill_step, static_argnames=("is_fresh", "settings"), donate_argnames="cache")
+
+# What `prefill`, `generate` and `stream` share, inside `jit`.
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """Where the columns of some prompts come to lie when they are read chunk by chunk.
+
+    Columns are moved so that the first one of the first chunk stands on a block boundary: behind a
+    cache that ends inside a block, the chunk begins with padding.
+
+    Attributes:
+      num_chunks: Chunks.
+      chunk_size: Tokens of each, whole blocks.
+      shift: Columns by which each sequence is moved, int32 `[B]`.
+      tokens: The moved tokens, int32 `[B, num_chunks · chunk_size]`.
+      valid: Which of them are tokens of the sequences.
+    """
+
+    num_chunks: int
+    chunk_size: int
+    shift: Int[Array, "B"]
+    tokens: Int[Array, "B C"]
+    valid: Bool[Array, "B C"]
+
+
+def chunk_layout(
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    used: Int[Array, "B"],
+    *,
+    block_size: int,
+    chunk_size: int | None,
+    is_fresh: bool,
+) -> ChunkLayout:
+    """Lays prompts out behind `used` tokens of each sequence, of which a fresh cache has none."""
+    batch, num_tokens = tokens.shape
+    shift = jnp.zeros((batch,), jnp.int32) if is_fresh else used % block_size
+    reach = num_tokens if is_fresh else num_tokens + block_size - 1
+    chunk = min(chunk_size or reach, reach)
+    chunk = -(-chunk // block_size) * block_size
+    num_chunks = -(-reach // chunk)
+    source = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
+    valid = (source >= 0) & (source < lengths[:, None])
+    tokens = jnp.take_along_axis(tokens, jnp.clip(source, 0, num_tokens - 1), axis=1)
+    return ChunkLayout(num_chunks, chunk, shift, tokens, valid)
+
+
+def read_prompt(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"],
+    cache: Cache,
+    *,
+    is_fresh: bool,
+    settings: Settings,
+) -> tuple[Float[Array, "B C D"], Cache, BlockSelection | None]:
+    """Reads prompts into the cache, chunk by chunk, without checks (Algorithm 1).
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      columns: Columns of `tokens` whose output is wanted.
+      cache: The cache; the prompts continue what it holds.
+      is_fresh: Whether it holds nothing.
+      settings: Static settings.
+
+    Returns:
+      The last layer's output at the wanted columns, the cache, and what was selected, if asked for.
+    """
+    size = settings.config.block_size
+    layout = chunk_layout(
+        tokens,
+        lengths,
+        cache.lengths,
+        block_size=size,
+        chunk_size=settings.chunk_size,
+        is_fresh=is_fresh,
+    )
+    chunk, num_chunks = layout.chunk_size, layout.num_chunks
+    first_block = cache.lengths // size
+    prompt_end = cache.lengths + lengths
+    wanted = layout.shift[:, None] + columns
+
+    def read(index: Any, cache: Cache) -> tuple[Array, Cache, BlockSelection | None]:
+        """One chunk: all layers over its tokens."""
+        begin = index * chunk
+        tokens, valid = (
+            jax.lax.dynamic_slice_in_dim(x, begin, chunk, axis=1)
+            for x in (layout.tokens, layout.valid)
+        )
+        num_new = jnp.sum(valid, axis=1, dtype=jnp.int32)
+        span = Span(
+            first_block + index * (chunk // size), valid, cache.lengths + num_new, prompt_end
+        )
+        make = partial(
+            layer_attention, span, is_fresh=is_fresh and num_chunks == 1, settings=settings
+        )
+        walk = settings.config.init_walk(
+            batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
+        )
+        column = jnp.arange(chunk, dtype=jnp.int32)[None]
+        hidden, (written, _), found = run_layers(
+            params,
+            embed(params, tokens),
+            span.start(size)[:, None] + column,
+            (cache, walk),
+            model_config=settings.model_config,
+            layers=attention_by_layer(make, settings),
+        )
+        pairs, selection = join_layers(found)
+        density = cache.density.add("prefill", pairs, causal_pairs(cache.lengths, num_new))
+        return hidden, dataclasses.replace(written, lengths=span.end, density=density), selection
+
+    if num_chunks == 1:
+        hidden, cache, selection = read(0, cache)
+        return take_columns(hidden, jnp.clip(wanted, 0, chunk - 1)), cache, selection
+
+    def step(carry: tuple[Cache, Array], index: Array) -> Any:
+        cache, taken = carry
+        hidden, cache, selection = read(index, cache)
+        column = wanted - index * chunk
+        is_here = (column >= 0) & (column < chunk)
+        here = take_columns(hidden, jnp.clip(column, 0, chunk - 1))
+        taken = jnp.where(is_here[:, :, None], here, taken)
+        return (cache, taken), selection
+
+    embedding = params["embed"]["embedding"]
+    start = jnp.zeros((*wanted.shape, embedding.shape[1]), embedding.dtype)
+    chunks = jnp.arange(num_chunks, dtype=jnp.int32)
+    (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
+    return taken, cache, jax.tree.map(_join_chunks, selection)
+
+
+def _join_chunks(x: Int[Array, "C L B M I *rest"]) -> Int[Array, "L B M CI *rest"]:
+    """Puts the rows of all chunks of a selection behind one another."""
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:3], x.shape[3] * x.shape[4], *x.shape[5:])
+
+
+def decode_token(
+    params: PyTree,
+    tokens: Int[Array, "B"],
+    cache: Cache,
+    *,
+    active: Bool[Array, "B"],
+    settings: Settings,
+) -> tuple[Float[Array, "B V"], Cache, BlockSelection | None]:
+    """Appends one token to every active sequence, without checks (Algorithm 2).
+
+    Inactive sequences stay as they are. Returns the logits after the token, the cache, and what was
+    selected, if asked for.
+    """
+    config, positions = settings.config, cache.lengths
+    span = Span.of_tokens(positions, config.block_size, active)
+    walk = config.init_walk(
+        batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // config.block_size
+    )
+    make = partial(layer_attention, span, is_fresh=False, settings=settings)
+    hidden, (written, _), found = run_layers(
+        params,
+        embed(params, tokens[:, None]),
+        positions[:, None],
+        (cache, walk),
+        model_config=settings.model_config,
+        layers=attention_by_layer(make, settings),
+    )
+    pairs, selection = join_layers(found)
+    is_counted = active.astype(jnp.int32)
+    density = cache.density.add("decode", pairs, causal_pairs(positions, is_counted))
+    cache = dataclasses.replace(written, lengths=positions + is_counted, density=density)
+    return unembed(params, hidden[:, 0], model_config=settings.model_config), cache, selection
+
+
+def check_cache(cache: Cache, batch: int, config: Policy) -> None:
+    """Raises unless the cache is one for this batch and policy."""
+    if cache.lengths.shape != (batch,):
+        raise ValueError(
+            f"tokens must have the cache's batch size {cache.lengths.shape[0]}, got {batch}"
+        )
+    if cache.capacity % config.block_size:
+        raise ValueError(
+            f"cache must be made by init_cache with the same config (block size "
+            f"{config.block_size}), got a capacity of {cache.capacity} tokens"
+        )
+
+
+def tokens_used(cache: Cache | None) -> int:
+    """Tokens of the longest sequence in a cache; 0 where that is unknown, as under `jit`."""
+    if cache is None or isinstance(cache.lengths, jax.core.Tracer):
+        return 0
+    return int(np.asarray(cache.lengths).max())  # NumPy's: under jit, JAX's would be traced
+
+
+def check_prompt(tokens: Any, lengths: Any, cache: Cache | None, config: Policy) -> Int[Array, "B"]:
+    """Checks prompt tokens against lengths and cache; returns the lengths as an int32 array."""
+    check_integers("tokens", tokens, "[B, T]", 2)
+    batch, num_tokens = tokens.shape
+    if batch == 0 or num_tokens == 0:
+        raise ValueError(f"tokens must hold at least one token, got shape {list(tokens.shape)}")
+    if cache is not None:
+        check_cache(cache, batch, config)
+        used, longest = tokens_used(cache), num_tokens
+        if lengths is not None and not isinstance(lengths, jax.core.Tracer):
+            longest = int(np.asarray(lengths).max())
+        if used + longest > cache.capacity:
+            raise ValueError(
+                f"prompts must fit into the cache's {cache.capacity} tokens, got {longest} tokens "
+                f"after {used}; make the cache with a larger max_tokens"
+            )
+    if lengths is None:
+        return jnp.full((batch,), num_tokens, jnp.int32)
+    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+    check_integers("lengths", lengths, "[B]", 1)
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape [B] = ({batch},), got {lengths.shape}")
+    if not isinstance(lengths, jax.core.Tracer):
+        values = np.asarray(lengths)
+        if values.min() < 1 or values.max() > num_tokens:
+            raise ValueError(
+                f"lengths must be between 1 and the {num_tokens} columns of tokens, "
+                f"got {values.tolist()}"
+            )
+    return jnp.asarray(lengths, jnp.int32)
+
+
+def _check_token(tokens: Any, cache: Cache, config: Policy) -> None:
+    """Checks the tokens of a decode step against the cache."""
+    check_integers("tokens", tokens, "[B]", 1)
+    check_cache(cache, tokens.shape[0], config)
+    if tokens_used(cache) >= cache.capacity:
+        raise ValueError(
+            f"the cache must have room for one more token, got {tokens_used(cache)} tokens in a "
+            f"capacity of {cache.capacity}; make it with a larger max_tokens"
+        )
+
+
+# The public functions.
+
+
+def _read(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    cache: Cache,
+    *,
+    is_fresh: bool,
+    settings: Settings,
+) -> tuple[Array, Cache, BlockSelection | None]:
+    """Logits after the last token of each prompt, or of all tokens."""
+    columns = (lengths - 1)[:, None]
+    if settings.return_all_logits:
+        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, cache, selection = read_prompt(
+        params, tokens, lengths, columns, cache, is_fresh=is_fresh, settings=settings
+    )
+    hidden = hidden if settings.return_all_logits else hidden[:, 0]
+    return unembed(params, hidden, model_config=settings.model_config), cache, selection
+
+
+_prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argnames="cache")
 _decode = jax.jit(decode_token, static_argnames=("settings",), donate_argnames="cache")
 
 
@@ -81,7 +355,6 @@ def prefill(
         return_selection=return_selection,
         return_all_logits=return_all_logits,
     )
-    check_settings(settings)
     lengths = check_prompt(tokens, lengths, cache, config)
     out = _prefill(params, tokens, lengths, cache, is_fresh=False, settings=settings)
     return out if return_selection else out[:2]
@@ -128,8 +401,7 @@ def decode_step(
         kernel_config=kernel_config,
         return_selection=return_selection,
     )
-    check_settings(settings)
-    check_token(tokens, cache, config)
+    _check_token(tokens, cache, config)
     active = jnp.ones(tokens.shape, bool)
     out = _decode(params, tokens, cache, active=active, settings=settings)
     return out if return_selection else out[:2]
@@ -173,7 +445,6 @@ def forward(
         kernel_config=kernel_config,
         return_all_logits=True,
     )
-    check_settings(settings)
     lengths = check_prompt(tokens, lengths, None, config)
     batch, num_tokens = tokens.shape
     cache = init_cache(

@@ -1,14 +1,26 @@
-"""One rule for matrix products: what is given as float32 is multiplied as float32.
+"""Numerical conventions of attention and selection: one home for each."""
 
-By default accelerators would round float32 inputs to TF32 or bfloat16, and a float32 run would
-differ from transformers' by 1e-3.
-"""
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+# A finite stand-in for log(0), and a running maximum above it to begin with: the weight of a
+# masked score is then exactly exp(-5e29) = 0, in rows without a visible key too, and in any base.
+MASK_VALUE = -1e30
+FIRST_MAXIMUM = -5e29
+
 
 def matmul_precision(x: Array) -> jax.lax.Precision | None:
-    """`HIGHEST` for float32 inputs, the default for the others."""
+    """`HIGHEST` for float32 inputs, the default for the others.
+
+    What is given as float32 is multiplied as float32: by default accelerators would round such
+    inputs to TF32 or bfloat16, and a float32 run would differ from transformers' by 1e-3.
+    """
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def default_scale(head_dim: int) -> float:
+    """`1 / sqrt(H)`, the factor of attention scores."""
+    return 1.0 / math.sqrt(head_dim)

@@ -31,15 +31,6 @@ class BlockSelection:
     counts: Int[Array, "B M I"]
     block_size: int = dataclasses.field(default=64, metadata={"static": True})
 
-    @property
-    def blocks(self) -> "BlockSelection":
-        """The listed blocks alone: the selection itself."""
-        return self
-
-    def supported(self, implementation: str | None) -> str | None:
-        """The implementation to run where this one is asked for; raises if it cannot."""
-        return implementation
-
     def attended_pairs(
         self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
     ) -> Float[Array, "B"]:

@@ -2,7 +2,7 @@
 
 `R_0 = W_0`, `R_k = R_{k-1} W_k`. Row `i` of `R_k` depends on row `i` of `R_{k-1}` and on `W_k`
 alone, so rows may be computed in any grouping: a whole prompt, a chunk, or the single row of the
-token being decoded.
+token being decoded. A row without a positive entry selects by its scores.
 
 Scores are masked *before* the product (`W` is block-lower-triangular). Rows of `W` are kept at
 their own power of two, whose exponent re-enters when the row is multiplied; rows of `R` are
@@ -12,27 +12,26 @@ can: an entry that underflows may be large again a few layers later.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.scaled import (
+    NO_EXPONENT,
+    STATE_EXPONENT,
+    WEIGHT_EXPONENT,
+    floor_log2,
+    product_exponent,
+    times_power_of_two,
+)
 
+Precision = jax.lax.PrecisionLike
+HIGHEST = jax.lax.Precision.HIGHEST
 # Panels of columns in a product with a triangular matrix, and the least size worth dividing.
 _PANELS = 4
 _LEAST_PANELLED = 1024
 _PARTS = 4  # of a smaller product's sum
-# Stands for log2(0). Far below any reachable exponent, far from overflow when added to others.
-_NO_EXPONENT = -(1 << 24)
-# Row maxima, as powers of two. Rows of W lie below 2^(WEIGHT_EXPONENT + s); those of R are moved
-# to 2^(_PRODUCT_EXPONENT - WEIGHT_EXPONENT - s) before the product, whose sums of up to 2^14 terms
-# (a million tokens) then stay below 2^127; and to 2^_STATE_EXPONENT after it.
-WEIGHT_EXPONENT = 48
-_PRODUCT_EXPONENT = 112
-_STATE_EXPONENT = 100
 
 
 @jax.tree_util.register_dataclass
@@ -48,41 +47,20 @@ class WalkState:
     scores: Float[Array, "B I J"]
     layers: Int[Array, ""]
 
+    @classmethod
+    def zeros(cls, batch: int, num_rows: int, num_blocks: int) -> "WalkState":
+        """The walk before the first sparse layer.
 
-def init_walk(batch: int, num_rows: int, num_blocks: int) -> WalkState:
-    """The walk before the first sparse layer.
+        Args:
+          batch: Sequences `B`.
+          num_rows: Query blocks `I` walked together; 1 in decode.
+          num_blocks: Key blocks `J`.
 
-    Args:
-      batch: Sequences `B`.
-      num_rows: Query blocks `I` walked together; 1 in decode.
-      num_blocks: Key blocks `J`.
-
-    Returns:
-      A `WalkState` of zero layers.
-    """
-    return WalkState(
-        jnp.zeros((batch, num_rows, num_blocks), jnp.float32), jnp.zeros((), jnp.int32)
-    )
-
-
-def _exponent(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """`floor(log2 |x|)`; `_NO_EXPONENT` for zero."""
-    _, exponent = jnp.frexp(x)
-    return jnp.where(x == 0.0, _NO_EXPONENT, exponent - 1)
-
-
-def _power_of_two(exponent: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Exactly `2^exponent` in float32, 0 below the normal range, capped at `2^127`."""
-    bits = (jnp.clip(exponent, -127, 127) + 127).astype(jnp.int32) << 23
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _times_power_of_two(
-    x: Float[Array, "B I J"], exponent: Int[Array, "B #I #J"]
-) -> Float[Array, "B I J"]:
-    """`x · 2^exponent`, exact where the result is a normal float, for any size of `exponent`."""
-    mantissa, own = jnp.frexp(x)
-    return jnp.where(x == 0.0, 0.0, 2.0 * mantissa * _power_of_two(own - 1 + exponent))
+        Returns:
+          A `WalkState` of zero layers.
+        """
+        scores = jnp.zeros((batch, num_rows, num_blocks), jnp.float32)
+        return cls(scores, jnp.zeros((), jnp.int32))
 
 
 def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
@@ -120,11 +98,11 @@ def power_transition(
       constant (large negative numbers for rows that are all zero).
     """
     scores = _counting(scores, causal, rectify=rectify)
-    row_exponent = _exponent(jnp.max(jnp.abs(scores), axis=-1))
+    row_exponent = floor_log2(jnp.max(jnp.abs(scores), axis=-1))
     shift = WEIGHT_EXPONENT // exponent - row_exponent
-    shift = jnp.where(row_exponent == _NO_EXPONENT, 0, shift)
-    weights = jax.lax.integer_pow(_times_power_of_two(scores, shift[..., None]), exponent)
-    return weights, jnp.maximum(row_exponent * exponent, _NO_EXPONENT)
+    shift = jnp.where(row_exponent == NO_EXPONENT, 0, shift)
+    weights = jax.lax.integer_pow(times_power_of_two(scores, shift[..., None]), exponent)
+    return weights, jnp.maximum(row_exponent * exponent, NO_EXPONENT)
 
 
 def softmax_transition(
@@ -135,22 +113,16 @@ def softmax_transition(
 
 
 def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
-    """Rescales each row by a power of two, its largest entry to `[1, 2) · 2^_STATE_EXPONENT`."""
-    exponent = _exponent(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
-    shift = jnp.where(exponent == _NO_EXPONENT, 0, _STATE_EXPONENT - exponent)
-    return _times_power_of_two(x, shift)
-
-
-def _product_precision(left: Array) -> Any:
-    if dispatch.is_hopper() and dispatch.selects_with_kernels():  # as accurate, on tensor cores
-        return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return matmul_precision(left)
+    """Rescales each row by a power of two, its largest entry to `[1, 2) · 2^STATE_EXPONENT`."""
+    exponent = floor_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    shift = jnp.where(exponent == NO_EXPONENT, 0, STATE_EXPONENT - exponent)
+    return times_power_of_two(x, shift)
 
 
 def _times_triangular(
-    left: Float[Array, "B I J"], lower: Float[Array, "B J J"]
+    left: Float[Array, "B I J"], lower: Float[Array, "B J J"], precision: Precision
 ) -> Float[Array, "B I J"]:
-    """`left @ lower` at float32 accuracy, without the zeros above the diagonal of `lower`.
+    """`left @ lower` at float32's accuracy, without the zeros above the diagonal of `lower`.
 
     Panels of columns: `sum_m left[:, m] lower[m, j]` begins at the panel's first `j`.
     """
@@ -162,7 +134,7 @@ def _times_triangular(
             "bim,bmj->bij",
             left[:, :, start:],
             lower[:, start:, start : start + width],
-            precision=_product_precision(left),
+            precision=precision,
         )
         for start in starts
     ]
@@ -170,7 +142,7 @@ def _times_triangular(
 
 
 def product_parts(
-    left: Float[Array, "B I J"], lower: Float[Array, "B J J"]
+    left: Float[Array, "B I J"], lower: Float[Array, "B J J"], *, precision: Precision
 ) -> Float[Array, "P B I J"]:
     """What adds up to `left @ lower`, where `lower` is triangular.
 
@@ -178,18 +150,13 @@ def product_parts(
     """
     batch, num_rows, num_blocks = left.shape
     if num_blocks >= _LEAST_PANELLED or num_blocks % _PARTS:
-        return _times_triangular(left, lower)[None]
+        return _times_triangular(left, lower, precision)[None]
     return jnp.einsum(
         "bipm,bpmj->pbij",
         left.reshape(batch, num_rows, _PARTS, -1),
         lower.reshape(batch, _PARTS, -1, num_blocks),
-        precision=_product_precision(left),
+        precision=precision,
     )
-
-
-def product_exponent(exponent: int) -> int:
-    """Exponent to which rows of `R` are moved before the product, for a power `s`."""
-    return _PRODUCT_EXPONENT - WEIGHT_EXPONENT - exponent
 
 
 def _scale_columns(
@@ -205,10 +172,10 @@ def _scale_columns(
     Returns:
       The scaled rows, for the product with `W` without its scale.
     """
-    term = jnp.where(state == 0.0, _NO_EXPONENT, _exponent(state) + log2_scale[:, None, :])
+    term = jnp.where(state == 0.0, NO_EXPONENT, floor_log2(state) + log2_scale[:, None, :])
     largest = jnp.max(term, axis=-1, keepdims=True)
     headroom = product_exponent(exponent)
-    return _times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
+    return times_power_of_two(state, log2_scale[:, None, :] - largest + headroom)
 
 
 def walk_product(
@@ -217,6 +184,7 @@ def walk_product(
     log2_scale: Int[Array, "B J"],
     *,
     exponent: int,
+    precision: Precision = HIGHEST,
 ) -> Float[Array, "B I J"]:
     """Rows of `R W` up to a power of two per row, where `W[m] = 2^log2_scale[m] · weights[m]`.
 
@@ -228,12 +196,13 @@ def walk_product(
       weights: Rows of `W` without their scale.
       log2_scale: Exponents of that scale.
       exponent: The power `s` of the transition.
+      precision: Of the matrix product; it must be as accurate as float32.
 
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).
     """
     scaled = _scale_columns(state, log2_scale, exponent=exponent)
-    return _normalize_rows(_times_triangular(scaled, weights))
+    return _normalize_rows(_times_triangular(scaled, weights, precision))
 
 
 def _take_rows(matrix: Float[Array, "B J J2"], rows: Int[Array, "B I"]) -> Float[Array, "B I J2"]:
@@ -250,6 +219,7 @@ def walk_step(
     exponent: int,
     walk_degree: int,
     beta: float | None,
+    precision: Precision = HIGHEST,
 ) -> tuple[Float[Array, "B I J"], WalkState]:
     """One layer of the walk (equation 1), for the rows in hand.
 
@@ -261,6 +231,7 @@ def walk_step(
       exponent: The power of the power transitions.
       walk_degree: Steps taken in this layer.
       beta: `None` for `R ← R W`; otherwise `X ← (1 - β) P + β X P`.
+      precision: Of the walk's matrix products, which must be as accurate as float32.
 
     Returns:
       The scores that select (rows of `R_k`; where such a row has no positive entry, the row of
@@ -274,7 +245,7 @@ def walk_step(
         if beta != 0.0:
             step = walk.scores
             for _ in range(walk_degree):
-                moved = _times_triangular(step, weights)
+                moved = _times_triangular(step, weights, precision)
                 step = moved if beta is None else (1.0 - beta) * weights_rows + beta * moved
     else:
         weights, log2_scale = power_transition(
@@ -284,7 +255,9 @@ def walk_step(
         if beta != 0.0:
             step = walk.scores
             for _ in range(walk_degree):
-                step = walk_product(step, weights, log2_scale, exponent=exponent)
+                step = walk_product(
+                    step, weights, log2_scale, exponent=exponent, precision=precision
+                )
     state = jnp.where(first, weights_rows, step)
     is_empty = jnp.max(state, axis=-1, keepdims=True) <= 0.0
     selecting = jnp.where(is_empty, _take_rows(scores, rows), state)

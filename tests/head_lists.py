@@ -37,7 +37,7 @@ def stack(prompts, capacity: int = CAPACITY) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames=("config",))
 def _select(query, cache, span, *, config):
     layer = jnp.zeros((), jnp.int32)
-    selection, _ = config.select_prefill(query, cache, None, None, layer=layer, span=span)
+    selection, _ = config.select(query, cache, None, None, layer=layer, span=span)
     return selection
 
 

@@ -240,8 +240,8 @@ def program(
         options = {"layer": layer, "kv_lengths": kv_lengths, **static}
         if case.op == "prefill":
             options["first_block"] = first_block
-        out = function(query, key, value, ids, counts, **options)
-        return out if isinstance(out, tuple) else (out,)
+        out, lse = function(query, key, value, ids, counts, **options)
+        return (out,) if lse is None else (out, lse)
 
     return attend, tuple(arguments)
 

@@ -43,9 +43,7 @@ def _prefill(query, key, statistics, span, cache, *, config):
     def step(walk, layer):
         query, key, statistics, index = layer
         statistics = config.observe(query, key, statistics, span=span)
-        selection, walk = config.select_prefill(
-            query, cache, statistics, walk, layer=index, span=span
-        )
+        selection, walk = config.select(query, cache, statistics, walk, layer=index, span=span)
         return walk, (statistics, selection.ids, selection.counts)
 
     layers = (query, key, statistics, jnp.arange(len(query), dtype=jnp.int32))
@@ -56,15 +54,12 @@ def _decode(query, key, statistics, positions, cache, *, config):
     batch = query.shape[1]
     num_blocks = cache.shape[2] // config.block_size
     walk = config.init_walk(batch=batch, num_rows=1, num_blocks=num_blocks)
-    end = positions + 1
-    span = Span(positions // config.block_size, jnp.ones((batch, 1), bool), end, end)
+    span = Span.of_tokens(positions, config.block_size)
 
     def step(walk, layer):
         query, key, statistics, index = layer
         statistics = config.observe(query, key, statistics, span=span)
-        selection, walk = config.select_decode(
-            query, cache, statistics, walk, layer=index, positions=positions
-        )
+        selection, walk = config.select(query, cache, statistics, walk, layer=index, span=span)
         return walk, (statistics, selection.ids, selection.counts)
 
     layers = (query, key, statistics, jnp.arange(len(query), dtype=jnp.int32))

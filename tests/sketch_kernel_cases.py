@@ -136,14 +136,12 @@ class WalkOperandsCase:
 
     def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
         """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.walk_operands import walk_operands_kernel
+        from sketchwalk_jax.pallas_kernels.select_prompt import walk_operands_kernel
 
         function = functools.partial(
             walk_operands_kernel,
             power=self.power,
             rectify=self.power % 2 == 1,
-            weight_exponent=48,
-            product_exponent=64 - self.power,
         )
         shapes = [(1, self.num_blocks, self.num_blocks), (1, self.num_blocks)]
         shapes.append((1, self.num_rows, self.num_blocks))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tolerances import tolerance
 
 from sketchwalk_jax import BlockSelection, KernelConfig
-from sketchwalk_jax.attention_mass import block_mass, mass_recall, token_mass
+from sketchwalk_jax.attention.mass import block_mass, mass_recall, token_mass
 from sketchwalk_jax.selection import full_selection
 
 SIZE, CAPACITY, HEADS, HEAD_DIM = 16, 112, (6, 2), 32

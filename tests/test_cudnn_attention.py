@@ -13,8 +13,8 @@ import pytest
 import tiny
 from tolerances import tolerance
 
-from sketchwalk_jax import Dense, cudnn_attention, dense_attention, generate
-from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax import Dense, dense_attention, dispatch, generate
+from sketchwalk_jax.attention import cudnn
 
 WHY_NOT_HERE = dispatch.why_not_cudnn(
     jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16), num_keys=64, has_offset=False
@@ -145,7 +145,7 @@ def test_padding_never_reaches_cudnn_nor_comes_back(case, monkeypatch):
     calls: list[tuple] = []
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in(calls))
     options = {"layer": jnp.asarray(LAYER), "kv_lengths": lengths, "scale": None}
-    out = cudnn_attention.attend_dense(query, key, value, **options)
+    out = cudnn.attend_dense(query, key, value, **options)
     batch, num_tokens = query.shape[:2]
     assert calls == [("cudnn", query.shape, (batch, num_tokens, *key.shape[3:]))]
     wanted = attend(

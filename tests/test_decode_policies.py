@@ -64,14 +64,18 @@ def _observe(key, statistics, span, *, config):
 
 
 observe = jax.jit(_observe, static_argnames="config")
-select = jax.jit(
-    lambda query, cache, statistics, positions, *, config: jax.vmap(
-        lambda query, statistics: config.select_decode(
-            query, cache, statistics, None, layer=jnp.zeros((), jnp.int32), positions=positions
-        )[0]
-    )(query, statistics),
-    static_argnames="config",
-)
+
+
+def _select(query, cache, statistics, positions, *, config):
+    layer, span = jnp.zeros((), jnp.int32), Span.of_tokens(positions, config.block_size)
+
+    def one_layer(query, statistics):
+        return config.select(query, cache, statistics, None, layer=layer, span=span)[0]
+
+    return jax.vmap(one_layer)(query, statistics)
+
+
+select = jax.jit(_select, static_argnames="config")
 
 
 def read(config, key, lengths, *, chunk=CAPACITY, num_blocks=CAPACITY // SIZE):
@@ -300,7 +304,10 @@ def test_prompts_cannot_be_sparse(name):
     with pytest.raises(ValueError, match="phase must be 'both' or 'decode' for .*, which selects"):
         generated(config, phase="prefill")
     with pytest.raises(NotImplementedError, match="selects in decode only"):
-        config.select_prefill(None, None, None, None, layer=0, span=None)
+        lengths = jnp.array([32], jnp.int32)
+        span = Span(jnp.zeros_like(lengths), jnp.ones((1, 32), bool), lengths, lengths)
+        x = jnp.zeros((1, 32, 1, 16))
+        config.select(x, x[None], None, None, layer=jnp.int32(0), span=span)
 
 
 @pytest.mark.unchecked

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sketchwalk_jax import KernelConfig, block_sparse_attention
-from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
+from sketchwalk_jax import KernelConfig, block_sparse_attention, dispatch
+from sketchwalk_jax.dispatch import choose_implementation
 from sketchwalk_jax.selection import full_selection
 
 REASONS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from evaluation_samples import samples
 
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.results import ResultsFile, hash_weights, write_results

@@ -242,7 +242,7 @@ def test_a_bias_is_honoured_or_refused():
 
 def test_policies_that_are_not_walks_are_refused():
     class Other(Policy):
-        init_statistics = init_walk = observe = select_prefill = select_decode = None
+        select = None
 
     for make in (make_attention_fn, WalkAttention):
         with pytest.raises(NotImplementedError, match="config must be a SketchWalkConfig"):

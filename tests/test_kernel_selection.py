@@ -10,10 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from tolerances import tolerance
 
-from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
-from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax import (
+    KernelConfig,
+    SketchWalkConfig,
+    dispatch,
+    generate,
+    init_walk,
+    sketchwalk_attention,
+)
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 pytestmark = pytest.mark.interpreted
@@ -30,9 +37,11 @@ CONFIGS = {
 }
 
 
-def run(config, lengths, *, use_kernels, monkeypatch):
+KERNELS = KernelConfig(interpret=not dispatch.is_hopper())
+
+
+def run(config, lengths, kernels):
     """Lists, sums and walk of two layers of a prompt, and of two layers for its last token."""
-    monkeypatch.setattr(dispatch, "selects_with_kernels", lambda: use_kernels)
     rng = np.random.default_rng(3)
     lengths = jnp.asarray(lengths, jnp.int32)
     batch, tokens = len(lengths), BLOCKS * SIZE
@@ -49,31 +58,23 @@ def run(config, lengths, *, use_kernels, monkeypatch):
         )
         query, key = (x.reshape(batch, tokens, -1, 128) for x in (query, key))
         sums = config.init_statistics(shape, batch=batch, num_blocks=BLOCKS)
-        sums = config.observe(query, key, sums, span=span)
-        index = jnp.asarray(layer, jnp.int32)
-        lists, prompt = config.select_prefill(
-            query, key[None], sums, prompt, layer=index, span=span
-        )
+        options = {"layer": jnp.asarray(layer, jnp.int32), "kernels": kernels}
+        sums = config.observe(query, key, sums, span=span, kernels=kernels)
+        lists, prompt = config.select(query, key[None], sums, prompt, span=span, **options)
         if token is None:
             empty = jnp.zeros((batch, 1, BLOCKS), jnp.float32)
             token = dataclasses.replace(prompt, scores=empty, layers=jnp.zeros((), jnp.int32))
         last = query[jnp.arange(batch), lengths - 1][:, None]
-        one, token = config.select_decode(
-            last, key[None], sums, token, layer=index, positions=lengths - 1
-        )
+        own = Span.of_tokens(lengths - 1, SIZE)
+        one, token = config.select(last, key[None], sums, token, span=own, **options)
         found.append((lists, one, sums, prompt.scores, token.scores))
     return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_lists_sums_and_walk_are_the_same(name, monkeypatch):
+def test_lists_sums_and_walk_are_the_same(name):
     config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
-    options = {"monkeypatch": monkeypatch}
-    pairs = zip(
-        run(config, lengths, use_kernels=True, **options),
-        run(config, lengths, use_kernels=False, **options),
-        strict=True,
-    )
+    pairs = zip(run(config, lengths, KERNELS), run(config, lengths, None), strict=True)
     for (lists, one, *states), (wanted_lists, wanted_one, *wanted_states) in pairs:
         for actual, wanted in ((lists, wanted_lists), (one, wanted_one)):
             np.testing.assert_array_equal(actual.counts, wanted.counts)
@@ -90,30 +91,49 @@ def test_lists_sums_and_walk_are_the_same(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("is_hopper", "asked", "expected"),
+    ("is_hopper", "interpret", "asked", "expected"),
     [
-        (True, None, True),
-        (True, "xla", False),
-        (True, "mosaic_gpu", True),
-        (False, None, False),
-        (False, "mosaic_gpu", False),
+        (True, False, None, True),
+        (True, False, "xla", False),
+        (True, False, "mosaic_gpu", True),
+        (False, False, None, False),
+        (False, False, "mosaic_gpu", False),
+        (False, True, "mosaic_gpu", True),
+        (False, True, None, False),
+        (True, True, None, False),
     ],
 )
-def test_selection_follows_what_is_asked_of_attention(is_hopper, asked, expected, monkeypatch):
+def test_selection_follows_what_is_asked_of_attention(
+    is_hopper, interpret, asked, expected, monkeypatch
+):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    with dispatch.selecting_with("xla"):
-        with dispatch.selecting_with(asked):
-            assert dispatch.selects_with_kernels() == expected
-        assert not dispatch.selects_with_kernels()
+    config = KernelConfig(interpret=interpret)
+    assert dispatch.selection_kernels(asked, config) == (config if expected else None)
 
 
-def test_what_is_asked_reaches_the_policy(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        dispatch, "selects_with_kernels", lambda: asked.append(dispatch._asked_for.get())
-    )
+class Asked(SketchWalkConfig):
+    """Remembers what it was told to run."""
+
+    seen = []
+
+    def observe(self, *arrays, kernels=None, **options):
+        self.seen.append(kernels)
+        return super().observe(*arrays, **options)
+
+    def select(self, *arrays, kernels=None, **options):
+        self.seen.append(kernels)
+        return super().select(*arrays, **options)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
+    monkeypatch.setattr("sketchwalk_jax.layer.selection_kernels", lambda *asked: asked)
+    monkeypatch.setattr("sketchwalk_jax.cached_layer.selection_kernels", lambda *asked: asked)
+    config, sizes = Asked.paper(block_size=SIZE), KernelConfig(row_tile=2)
+    asked = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)
-    config = CONFIGS["paper"]
-    walk = init_walk(1, 32, config=config)
-    sketchwalk_attention(x, x, x, walk, config=config, implementation="xla")
-    assert len(asked) >= 2 and set(asked) == {"xla"}
+    Asked.seen = []
+    sketchwalk_attention(x, x, x, init_walk(1, 32, config=config), config=config, **asked)
+    options = {"model_config": tiny.MODEL, "config": config, "max_new_tokens": 1} | asked
+    generate(tiny.params(), tiny.prompts(20)[0], **options)
+    assert len(Asked.seen) == 6 and set(Asked.seen) == {(implementation, sizes)}

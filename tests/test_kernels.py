@@ -21,9 +21,9 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     block_sparse_attention,
     block_sparse_decode,
+    dispatch,
     generate,
 )
-from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 

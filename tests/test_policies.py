@@ -83,8 +83,8 @@ def test_random_favours_no_block(forced):
     nothing = jnp.zeros((1, 1, 1, 1)), jnp.zeros((1, 1, CAPACITY, 1, 1)), None, None
 
     def last_row(layer):
-        positions = jnp.array([CAPACITY - 1], jnp.int32)
-        return config.select_decode(*nothing, layer=layer, positions=positions)[0].ids[0, 0, 0]
+        span = Span.of_tokens(jnp.array([CAPACITY - 1], jnp.int32), config.block_size)
+        return config.select(*nothing, layer=layer, span=span)[0].ids[0, 0, 0]
 
     ids = jax.jit(jax.vmap(last_row))(jnp.arange(2000, dtype=jnp.int32))
     free = slice(config.sink_blocks, 20 - config.local_blocks)

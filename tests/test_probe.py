@@ -41,10 +41,8 @@ def _layers(weights, tokens):
         positions,
         None,
         model_config=MODEL,
-        start=0,
-        stop=MODEL.num_layers,
-        attend=attend,
-    )[2]
+        layers=[(range(MODEL.num_layers), attend)],
+    )[2][0]
     return [np.asarray(x, np.float64) for x in found]
 
 

@@ -75,13 +75,13 @@ def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_oth
         config.init_statistics(shape, batch=1, num_blocks=4),
         span=span,
     )
-    chosen, _ = config.select_decode(
+    chosen, _ = config.select(
         jnp.ones((1, 1, 1, HEAD_DIM)),
         jnp.asarray(key)[None],
         bounds,
         None,
         layer=jnp.zeros((), jnp.int32),
-        positions=ends - 1,
+        span=Span.of_tokens(ends - 1, 16),
     )
     assert (chosen.ids.tolist(), chosen.counts.tolist()) == ([[[[1]]]], [[[1]]])
     assert chosen.block_size == 16 and isinstance(bounds, PageBounds)

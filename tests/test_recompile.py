@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
-from sketchwalk_jax import Sampling, bucketing, generation, inference, init_cache, streaming
+from sketchwalk_jax import Sampling, generation, inference, init_cache
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def test_prompts_of_one_bucket_and_all_sampling_settings_share_one_program(monke
     _count_traces(
         monkeypatch,
         generation,
-        "_generate_jit",
-        generation._generate,
+        "_generate",
+        generation._generate.__wrapped__,
         1,
         static_argnames=generation._STATIC,
     )
-    run = bucketing.make_generate(MODEL, POLICIES["paper"], max_new_tokens=2)
+    run = generation.make_generate(MODEL, POLICIES["paper"], max_new_tokens=2)
     settings = [
         None,
         Sampling(temperature=0.5),
@@ -56,15 +56,15 @@ def test_prompts_of_one_bucket_and_all_sampling_settings_share_one_program(monke
 def test_chunks_of_a_stream_share_one_program(monkeypatch, weights):
     _count_traces(
         monkeypatch,
-        streaming,
-        "_decode",
+        generation,
+        "_continue",
         generation.decode_tokens,
         1,
         static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
     )
     prompt, _ = prompts(40)
     options = {"model_config": MODEL, "config": POLICIES["paper"], "max_new_tokens": 7}
-    assert len(list(streaming.stream(weights, prompt, every=3, **options))) == 4
+    assert len(list(generation.stream(weights, prompt, every=3, **options))) == 4
 
 
 def test_a_longer_bucket_does_compile(monkeypatch, weights):
@@ -72,12 +72,12 @@ def test_a_longer_bucket_does_compile(monkeypatch, weights):
     _count_traces(
         monkeypatch,
         generation,
-        "_generate_jit",
-        generation._generate,
+        "_generate",
+        generation._generate.__wrapped__,
         1,
         static_argnames=generation._STATIC,
     )
-    run = bucketing.make_generate(MODEL, POLICIES["dense"], max_new_tokens=1)
+    run = generation.make_generate(MODEL, POLICIES["dense"], max_new_tokens=1)
     run(weights, prompts(20)[0])
     with pytest.raises(AssertionError, match="traced"):
         run(weights, prompts(200)[0])

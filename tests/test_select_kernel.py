@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from sketchwalk_jax.pallas_kernels.select import MAX_COLUMNS, ordered_keys, select_blocks_kernel
+from sketchwalk_jax.pallas_kernels.select import ordered_keys, select_blocks_kernel
+from sketchwalk_jax.pallas_kernels.selection import MAX_BLOCKS
 from sketchwalk_jax.selection import block_budget, select_blocks
 
 pytestmark = pytest.mark.interpreted
@@ -87,7 +88,7 @@ def test_keys_have_the_order_of_the_scores() -> None:
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    scores = jnp.zeros((1, 1, MAX_COLUMNS + 1))
+    scores = jnp.zeros((1, 1, MAX_BLOCKS + 1))
     row = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match="at most 16384 columns"):
         select_blocks_kernel(scores, row, row, sink_blocks=1, local_blocks=1, max_count=1)

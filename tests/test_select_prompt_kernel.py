@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sketchwalk_jax.pallas_kernels.select_prompt import MAX_COLUMNS, select_prompt_kernel
+from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.selection import block_budget, select_blocks
 
 pytestmark = pytest.mark.interpreted
@@ -94,7 +95,7 @@ def test_rows_and_lists_equal_the_reference(
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    num_blocks = MAX_COLUMNS + 1
+    num_blocks = MAX_PROMPT_BLOCKS + 1
     square = jax.ShapeDtypeStruct((1, num_blocks, num_blocks), jnp.float32)
     arrays = jax.ShapeDtypeStruct((1, *square.shape), jnp.float32), square, square
     select = functools.partial(

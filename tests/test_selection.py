@@ -14,7 +14,7 @@ from hypothesis import given
 from tolerances import tolerance
 
 from sketchwalk_jax import reference
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.selection import BlockSelection, block_budget, full_selection, select_blocks
 
 NUM_BLOCKS = 12

@@ -10,7 +10,7 @@ from hypothesis import given
 from tolerances import tolerance
 
 from sketchwalk_jax import reference, sketch
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 256])

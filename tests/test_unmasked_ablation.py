@@ -38,9 +38,7 @@ def select_in_layers(config, layers, lengths=LENGTHS):
         shape = LayerShape(HEADS, KV_HEADS, HEAD_DIM)
         sums = config.init_statistics(shape, batch=BATCH, num_blocks=BLOCKS)
         sums = config.observe(query, key, sums, span=span)
-        selection, walk = config.select_prefill(
-            query, key[None], sums, walk, layer=jnp.int32(0), span=span
-        )
+        selection, walk = config.select(query, key[None], sums, walk, layer=jnp.int32(0), span=span)
         found.append(selection)
     return found
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from tolerances import tolerance
 
 from sketchwalk_jax import reference
-from sketchwalk_jax.config import SketchWalkConfig
-from sketchwalk_jax.walk import WalkState, init_walk, walk_step
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.walk import WalkState, walk_step
 
 WALKS = {
     "paper": SketchWalkConfig.paper(),
@@ -48,7 +48,7 @@ def _walk(scores, rows, matrix_scale, row_scale, *, config):
         )
         return walk, (selecting[0], walk.scores[0])
 
-    return jax.lax.scan(step, init_walk(1, len(rows), scores.shape[-1]), scores)[1]
+    return jax.lax.scan(step, WalkState.zeros(1, len(rows), scores.shape[-1]), scores)[1]
 
 
 def run_walk(scores, config, *, rows=range(NUM_BLOCKS), matrix_scale=1.0, row_scale=1.0):

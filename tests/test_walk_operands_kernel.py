@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sketchwalk_jax.pallas_kernels.walk_operands import MAX_COLUMNS, walk_operands_kernel
-from sketchwalk_jax.walk import WEIGHT_EXPONENT, causal_mask, power_transition, row_maxima
+from sketchwalk_jax.pallas_kernels.select_prompt import walk_operands_kernel
+from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
+from sketchwalk_jax.scaled import product_exponent
+from sketchwalk_jax.walk import causal_mask, power_transition, row_maxima
 
 pytestmark = pytest.mark.interpreted
 
-TOP = 56
 
-
-def moved(state: np.ndarray, log2_scale: np.ndarray) -> np.ndarray:
-    """Rows times powers of two, the largest entry in `[1, 2) · 2^TOP`, tiny ones zero."""
+def moved(state: np.ndarray, log2_scale: np.ndarray, top: int) -> np.ndarray:
+    """Rows times powers of two, the largest entry in `[1, 2) · 2^top`, tiny ones zero."""
     exponent = np.where(state == 0, -(1 << 24), np.frexp(state)[1] - 1 + log2_scale[:, None])
-    shift = log2_scale[:, None] - exponent.max(-1, keepdims=True) + TOP
+    shift = log2_scale[:, None] - exponent.max(-1, keepdims=True) + top
     rows = np.ldexp(state.astype(np.float64), np.where(state == 0, 0, shift))
     return np.where(np.abs(rows) < 2.0**-126, 0.0, rows).astype(np.float32)
 
@@ -44,23 +44,21 @@ def test_operands_equal_the_reference(
         jnp.asarray(state),
         power=power,
         rectify=rectify,
-        weight_exponent=WEIGHT_EXPONENT,
-        product_exponent=TOP,
         interpret=True,
     )
     wanted, log2_scale = power_transition(
         scores, causal_mask(num_blocks), exponent=power, rectify=rectify
     )
     np.testing.assert_array_equal(weights, wanted)
-    np.testing.assert_array_equal(left, moved(state, np.asarray(log2_scale)))
+    wanted = moved(state, np.asarray(log2_scale), product_exponent(power))
+    np.testing.assert_array_equal(left, wanted)
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    num_blocks = MAX_COLUMNS + 1
+    num_blocks = MAX_PROMPT_BLOCKS + 1
 
     def operands(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sizes = {"power": 8, "weight_exponent": 48, "product_exponent": TOP}
-        return walk_operands_kernel(*arrays, rectify=False, **sizes)
+        return walk_operands_kernel(*arrays, power=8, rectify=False)
 
     square = jax.ShapeDtypeStruct((1, num_blocks, num_blocks), jnp.float32)
     largest = jax.ShapeDtypeStruct((1, num_blocks), jnp.float32)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 MODEL = ModelConfig(
     model_type="llama",

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, flatten_params
-from sketchwalk_jax.models.tensor_map import find_sources
+from sketchwalk_jax.models.weights import find_sources
 
 
 def hf_tensors(params: Params, model_config: ModelConfig) -> dict[str, np.ndarray]:

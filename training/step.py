@@ -50,9 +50,7 @@ def logits_of(params: Params, tokens: Int[Array, "B T"], *, model_config: ModelC
         positions,
         None,
         model_config=model_config,
-        start=0,
-        stop=model_config.num_layers,
-        attend=attend,
+        layers=[(range(model_config.num_layers), attend)],
     )
     return unembed(params, hidden, model_config=model_config)
 

@@ -7,7 +7,7 @@ from sketchwalk_jax.cli.progress import elapsed
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.policies import Policy
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.policies.base import PrefillPolicy
 
 _TASK = "text_loss"  # plain text, nothing hidden in it
 _LEAST_TOKENS = 128

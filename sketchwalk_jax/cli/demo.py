@@ -11,7 +11,7 @@ import jax
 import typer
 
 from sketchwalk_jax.cache import num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.demo_picture import save_picture
@@ -25,7 +25,6 @@ from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import PRESETS, Policy
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.validation import check_settings
 
 # What is shown unless something else is asked for.
 PRESET, PHASE = "released", "prefill"
@@ -88,7 +87,7 @@ def demo(
     config = options.make_policy("sketchwalk", preset, density)
     model_config = ModelConfig.from_pretrained(directory)
     with usage_errors():
-        check_settings(Settings(model_config=model_config, config=config, phase=phase))
+        Settings(model_config=model_config, config=config, phase=phase)
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
     if not no_plot:

@@ -12,12 +12,12 @@ import numpy as np
 from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.cli.demo_prompt import Fact, Prompt
 from sketchwalk_jax.cli.stopwatch import Stopwatch
+from sketchwalk_jax.generation import stream
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.plots import block_map
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.streaming import stream
 from sketchwalk_jax.tokenizer import StreamDecoder
 
 QUESTION_TOKENS, ANSWER_TOKENS = 48, 16  # the most of each

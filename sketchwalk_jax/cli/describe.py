@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cache import init_cache
+from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
 from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
-from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation, why_not_mosaic_gpu
 from sketchwalk_jax.policies import Policy
 
 

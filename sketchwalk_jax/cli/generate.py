@@ -9,20 +9,17 @@ import jax
 import numpy as np
 import typer
 
-from sketchwalk_jax.bucketing import pad_to_bucket
-from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import drawing, options, prompt, report
 from sketchwalk_jax.cli.calibrated import set_density
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, is_shown
-from sketchwalk_jax.generation import prepare
+from sketchwalk_jax.generation import check_call, pad_to_bucket, stream
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.policies import changed_fields
-from sketchwalk_jax.streaming import stream
-from sketchwalk_jax.validation import check_settings
 
 PROMPT, DRAWING, OUTPUT = "Prompt", "Choice of tokens", "Output"
 
@@ -191,9 +188,7 @@ def generate(
     drawing.make_sampling(given, {})
     model_config = ModelConfig.from_pretrained(directory)
     with usage_errors():
-        check_settings(
-            Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
-        )
+        Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
     chosen = options.choose_dtype(dtype, model_config)
     defaults = drawing.checkpoint_settings(directory) if generation_config else {}
     text = prompt.read_prompt(prompt_text, prompt_file)
@@ -215,7 +210,7 @@ def generate(
     )
     padded, lengths = pad_to_bucket(tokens[None], np.array([len(tokens)]), model_config, config)
     # Once more after loading; whatever is wrong shows before the weights are read.
-    prepare(padded, lengths=lengths, model_config=model_config, **call)
+    check_call(padded, lengths=lengths, model_config=model_config, **call)
 
     started = time.perf_counter()
     params, model_config = load_model(directory, chosen)

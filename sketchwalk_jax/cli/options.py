@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import jax
 import typer
 
+from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.config import SketchWalkConfig
 from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import DTYPES, ModelConfig, check_directory
+from sketchwalk_jax.models.config import ModelConfig, check_directory
+from sketchwalk_jax.models.hf_config import DTYPES
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -22,7 +23,7 @@ from sketchwalk_jax.policies import (
     has_knob,
     takes_density,
 )
-from sketchwalk_jax.validation import PHASES
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 METHOD = "Method"
 

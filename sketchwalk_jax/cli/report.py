@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sketchwalk_jax.cli.progress import elapsed, token_bar
-from sketchwalk_jax.streaming import Stream, StreamChunk
+from sketchwalk_jax.generation import Stream, StreamChunk
 from sketchwalk_jax.tokenizer import StreamDecoder
 
 

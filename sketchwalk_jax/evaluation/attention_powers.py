@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import dense_attention
-from sketchwalk_jax.attention_mass import block_mass
+from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.plots import import_pyplot
@@ -99,10 +99,9 @@ def _mass(
     run = functools.partial(
         run_layers, params, positions=positions, state=None, model_config=model_config
     )
-    hidden = embed(params, tokens)
-    if layer > 0:
-        hidden, _, _ = run(hidden, start=0, stop=layer, attend=attend)
-    return run(hidden, start=layer, stop=layer + 1, attend=measure)[2][0]
+    layers = [(range(layer), attend)] if layer else []
+    _, _, found = run(embed(params, tokens), layers=[*layers, (range(layer, layer + 1), measure)])
+    return found[-1][0]
 
 
 def plot_attention_powers(

@@ -28,7 +28,7 @@ from sketchwalk_jax.evaluation.thresholds import (
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.adamas import AdamasConfig
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.policies.base import PrefillPolicy
 
 PyTree = Any
 

@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import init_cache, num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Density, init_cache, num_dense_layers
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.inference import read_prompt
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import changed_fields
-from sketchwalk_jax.policies.budget import check_density
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
-from sketchwalk_jax.steps import prefill_hidden
+from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.validation import check_number
 
 PyTree = Any
 
@@ -106,7 +105,7 @@ def calibrate(
     """
     if not isinstance(policy, PrefillPolicy):
         raise ValueError(f"policy must have a knob, as MInferenceConfig has, got {policy!r}")
-    check_density(density)
+    check_number("density", density, "(0, 1]")
     tokens = jnp.asarray(tokens, jnp.int32)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
@@ -255,7 +254,7 @@ def prefill_density(
     cache = init_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
     settings = Settings(model_config=model_config, config=policy.with_traced(value, floor))
     columns = jnp.zeros((batch, 1), jnp.int32)
-    _, cache, _ = prefill_hidden(
+    _, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
     return cache.density

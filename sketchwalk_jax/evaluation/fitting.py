@@ -8,8 +8,7 @@ from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.evaluation.thresholds import fit_thresholds
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.adamas import AdamasConfig
-from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.policies.base import Policy, PrefillPolicy
 
 PyTree = Any
 _log = logging.getLogger(__name__)

@@ -16,17 +16,15 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from sketchwalk_jax.bucketing import make_generate, pad_to_bucket
-from sketchwalk_jax.cache import num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Density, num_dense_layers
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.fitting import fit_policy
 from sketchwalk_jax.evaluation.requests import GenerationOptions, batches, pad, score_continuations
+from sketchwalk_jax.generation import make_generate, pad_to_bucket
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.policies import by_name, changed_fields, has_knob
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
-from sketchwalk_jax.validation import check_settings
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -135,7 +133,7 @@ class SketchWalkLM(TemplateLM):
         self.config, self._name, self._phase = config, str(pretrained), phase
         self._truncation, self._key = truncation, jax.random.key(seed)
         self._options: dict[str, Any] = {"chunk_size": chunk_size, "implementation": implementation}
-        check_settings(self._settings())
+        self._settings()  # which checks them
         self.config = fit_policy(
             config,
             self.params,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax.cache import Cache, num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.decode_bytes import decode_bytes
 from sketchwalk_jax.evaluation.probe import ProbeSums, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together

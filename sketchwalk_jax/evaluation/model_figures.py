@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from sketchwalk_jax.bucketing import make_generate
 from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
 from sketchwalk_jax.evaluation.figures import Drawing
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import ORANGE, plot_block_map
 from sketchwalk_jax.policies import by_name

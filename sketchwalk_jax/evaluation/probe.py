@@ -20,15 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.attention import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers, write_prompt, write_token
-from sketchwalk_jax.cached_attention import Settings, observe_layer
+from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
+from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers, write_layer
+from sketchwalk_jax.cached_layer import Settings, attention_by_layer, join_layers, observe_layer
 from sketchwalk_jax.decode_bytes import DecodeBytes, decode_bytes
 from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Attend
+from sketchwalk_jax.models.transformer import Attend, embed, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.steps import all_layers
 
 PyTree = Any
 
@@ -113,11 +112,6 @@ def _compare(
     )
 
 
-def _nothing(like: Int[Array, "B"]) -> ProbeSums:
-    """Of a policy that does not select in this phase."""
-    return _zeros(like.shape)
-
-
 def _zeros(shape: tuple[int, ...]) -> ProbeSums:
     names = (field.name for field in dataclasses.fields(ProbeSums))
     return ProbeSums(**dict.fromkeys(names, jnp.zeros(shape, jnp.float32)))
@@ -127,42 +121,43 @@ def _stack(sums: Sequence[ProbeSums]) -> ProbeSums:
     return jax.tree.map(lambda *parts: jnp.stack(parts), *sums)
 
 
-def _prefill_attention(
-    span: Span, *, is_sparse: bool, first_sparse: int, settings: Settings
+def _probe_attention(
+    span: Span, *, is_fresh: bool, is_sparse: bool, first_sparse: int, settings: Settings
 ) -> Attend:
-    """Dense attention of new prompts, and what each policy would have made of it."""
+    """Dense attention of the span's tokens, and what each policy would have made of it."""
     together: Any = settings.config
+    start = None if is_fresh else span.start(together.block_size)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walks = state
-        keys = write_prompt(cache.key, key, layer=layer, start=None, valid=span.valid)
-        values = write_prompt(cache.value, value, layer=layer, start=None, valid=span.valid)
-        dense = dense_attention(
-            query, keys, values, layer=layer, kv_lengths=span.end, return_lse=True
-        )
+        keys = write_layer(cache.key, key, layer=layer, start=start, span=span)
+        values = write_layer(cache.value, value, layer=layer, start=start, span=span)
+        where: dict[str, Any] = {"layer": layer, "kv_lengths": span.end, "return_lse": True}
+        dense = dense_attention(query, keys, values, query_offset=start, **where)
         statistics, sums = cache.statistics, None
         if is_sparse:
+            place = layer - first_sparse
             own, statistics = observe_layer(
-                statistics, query, key, config=together, index=layer - first_sparse, span=span
+                statistics, query, key, index=place, span=span, config=together
             )
             walks, found = list(walks), []
             for index, policy in enumerate(together.policies):
-                if "prefill" not in policy.phases:
-                    found.append(_nothing(span.end))
+                if span.phase not in policy.phases:
+                    found.append(_zeros(span.end.shape))
                     continue
-                selection, walks[index] = policy.select_prefill(
-                    query, keys, own[index], walks[index], layer=layer, span=span
+                its_span, read = together.span_of(policy, span), None
+                selection, walks[index] = policy.select(
+                    query, keys, own[index], walks[index], layer=layer, span=its_span
                 )
-                sparse = attend_rows(
-                    query,
-                    keys,
-                    values,
-                    selection,
-                    first_block=span.first_block,
-                    layer=layer,
-                    kv_lengths=span.end,
-                )
-                found.append(_compare(sparse, dense, span.valid))
+                if span.is_token:
+                    sparse = block_sparse_decode(query, keys, values, selection, **where)
+                    kv_heads, head_dim = keys.shape[3:]
+                    shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
+                    read = decode_bytes(policy, selection, span.positions, shape=shape)
+                else:
+                    first = span.first_block
+                    sparse = attend_rows(query, keys, values, selection, first_block=first, **where)
+                found.append(_compare(sparse, dense, span.valid, read))
             walks, sums = tuple(walks), _stack(found)
         cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
         return dense[0], (cache, walks), (jnp.zeros(span.end.shape), sums)
@@ -170,73 +165,41 @@ def _prefill_attention(
     return attend
 
 
-def _decode_attention(
-    positions: Int[Array, "B"],
-    active: Bool[Array, "B"],
-    *,
-    is_sparse: bool,
-    first_sparse: int,
-    settings: Settings,
-) -> Attend:
-    """The same for one token per sequence."""
-    together: Any = settings.config
-    end = positions + 1
-
-    def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
-        cache, walks = state
-        keys = write_token(cache.key, key, layer=layer, positions=positions, active=active)
-        values = write_token(cache.value, value, layer=layer, positions=positions, active=active)
-        dense = dense_attention(
-            query,
-            keys,
-            values,
-            layer=layer,
-            query_offset=positions,
-            kv_lengths=end,
-            return_lse=True,
-        )
-        statistics, sums = list(cache.statistics), None
-        if is_sparse:
-            walks, found = list(walks), []
-            for index, policy in enumerate(together.policies):
-                span = Span(positions // policy.block_size, active[:, None], end, end)
-                own, statistics[index] = observe_layer(
-                    statistics[index],
-                    query,
-                    key,
-                    config=policy,
-                    index=layer - first_sparse,
-                    span=span,
-                )
-                if "decode" not in policy.phases:
-                    found.append(_nothing(end))
-                    continue
-                selection, walks[index] = policy.select_decode(
-                    query, keys, own, walks[index], layer=layer, positions=positions
-                )
-                sparse = block_sparse_decode(
-                    query, keys, values, selection, kv_lengths=end, layer=layer, return_lse=True
-                )
-                kv_heads, head_dim = keys.shape[3:]
-                shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
-                read = decode_bytes(policy, selection, positions, shape=shape)
-                found.append(_compare(sparse, dense, active[:, None], read))
-            walks, sums = tuple(walks), _stack(found)
-        cache = dataclasses.replace(cache, key=keys, value=values, statistics=tuple(statistics))
-        return dense[0], (cache, walks), (jnp.zeros(end.shape), sums)
-
-    return attend
-
-
-def _walks(together: Together, *, batch: int, num_tokens: int | None, capacity: int) -> PyTree:
+def _walks(together: Together, span: Span, capacity: int) -> PyTree:
+    """The walk of every policy before the first sparse layer."""
     return tuple(
         policy.init_walk(
-            batch=batch,
-            num_rows=1 if num_tokens is None else num_tokens // policy.block_size,
+            batch=len(span.end),
+            num_rows=span.rows(policy.block_size).shape[1],
             num_blocks=capacity // policy.block_size,
         )
         for policy in together.policies
     )
+
+
+def _probe_layers(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    span: Span,
+    cache: Cache,
+    *,
+    is_fresh: bool,
+    settings: Settings,
+) -> tuple[Cache, ProbeSums]:
+    """All layers over the span's tokens; the cache, its lengths as they were, and the sums."""
+    together: Any = settings.config
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    make = partial(_probe_attention, span, is_fresh=is_fresh, settings=settings)
+    _, (cache, _), found = run_layers(
+        params,
+        embed(params, tokens),
+        span.start(together.block_size)[:, None] + column,
+        (cache, _walks(together, span, cache.capacity)),
+        model_config=settings.model_config,
+        layers=attention_by_layer(make, settings),
+    )
+    sums = join_layers(found)[1]
+    return cache, _no_sums(together, 0, len(span.end)) if sums is None else sums
 
 
 def _no_sums(together: Together, num_sparse: int, batch: int) -> ProbeSums:
@@ -270,17 +233,7 @@ def probe_prefill(
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     nothing = jnp.zeros((batch,), jnp.int32)
     span = Span(nothing, column < lengths[:, None], lengths, lengths)
-    _, cache, _, sums = all_layers(
-        params,
-        tokens,
-        jnp.broadcast_to(column, tokens.shape),
-        cache,
-        _walks(together, batch=batch, num_tokens=num_tokens, capacity=cache.capacity),
-        settings=settings,
-        attention=partial(_prefill_attention, span),
-    )
-    if sums is None:
-        sums = _no_sums(together, 0, batch)
+    cache, sums = _probe_layers(params, tokens, span, cache, is_fresh=True, settings=settings)
     return sums, dataclasses.replace(cache, lengths=lengths)
 
 
@@ -294,24 +247,17 @@ def probe_decode(
     together: Together,
 ) -> ProbeSums:
     """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
-    batch = num_told.shape[0]
     settings = Settings(model_config=model_config, config=together)
     num_sparse = model_config.num_layers - num_dense_layers(model_config, together)
 
     def one_token(step: Array, carry: tuple[Cache, ProbeSums]) -> tuple[Cache, ProbeSums]:
         cache, sums = carry
         active = step < num_told
-        _, cache, _, found = all_layers(
-            params,
-            continuation[:, step][:, None],
-            cache.lengths[:, None],
-            cache,
-            _walks(together, batch=batch, num_tokens=None, capacity=cache.capacity),
-            settings=settings,
-            attention=partial(_decode_attention, cache.lengths, active),
-        )
+        span = Span.of_tokens(cache.lengths, together.block_size, active)
+        token = continuation[:, step][:, None]
+        cache, found = _probe_layers(params, token, span, cache, is_fresh=False, settings=settings)
         lengths = cache.lengths + active.astype(jnp.int32)
-        return dataclasses.replace(cache, lengths=lengths), sums if found is None else sums + found
+        return dataclasses.replace(cache, lengths=lengths), sums + found if num_sparse else sums
 
-    carry = (cache, _no_sums(together, num_sparse, batch))
+    carry = (cache, _no_sums(together, num_sparse, num_told.shape[0]))
     return jax.lax.fori_loop(0, jnp.max(num_told), one_token, carry)[1]

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Cache, Density, init_cache, num_dense_layers
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS, NUM_SCORED
+from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.steps import decode_token, prefill_hidden
 
 PyTree = Any
 
@@ -94,10 +94,6 @@ class Together(Policy):
             for policy, size in zip(self.policies, sizes, strict=True)
         )
 
-    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> None:
-        """Nothing to carry."""
-        return None
-
     def observe(
         self,
         query: Float[Array, "B T N H"],
@@ -105,18 +101,23 @@ class Together(Policy):
         statistics: tuple[PyTree, ...],
         *,
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[PyTree, ...]:
-        """Statistics of every policy. Spans start with block 0, whatever its size."""
+        """Statistics of every policy. Prompts start with block 0, whatever its size."""
         return tuple(
-            policy.observe(query, key, own, span=span)
+            policy.observe(query, key, own, span=self.span_of(policy, span), kernels=kernels)
             for policy, own in zip(self.policies, statistics, strict=True)
         )
 
-    def select_prefill(self, *_: Any, **__: Any) -> NoReturn:
+    def span_of(self, policy: Policy, span: Span) -> Span:
+        """The span in blocks of one of the policies."""
+        if not span.is_token:
+            return span
+        return dataclasses.replace(span, first_block=span.positions // policy.block_size)
+
+    def select(self, *_: Any, **__: Any) -> NoReturn:
         """Not for selection."""
         raise NotImplementedError("statistics of several policies are for dense attention only")
-
-    select_decode = select_prefill
 
     def cache_of(self, cache: Cache, index: int, model_config: ModelConfig) -> Cache:
         """The cache as if one of the policies alone had watched."""
@@ -166,7 +167,7 @@ def prefill_program(
         max_tokens=tokens.shape[1],
         dtype=params["embed"]["embedding"].dtype,
     )
-    hidden, cache, _ = prefill_hidden(
+    hidden, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
     likeliest, losses = _next_tokens(params, hidden, targets, model_config=settings.model_config)

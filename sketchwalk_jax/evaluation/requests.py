@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.cache import init_cache
-from sketchwalk_jax.cached_attention import Settings
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Density, init_cache
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.generation import bucket_length
+from sketchwalk_jax.inference import read_prompt
 from sketchwalk_jax.models.transformer import unembed
-from sketchwalk_jax.padding import bucket_length
-from sketchwalk_jax.steps import prefill_hidden
 
 PyTree = Any
 
@@ -151,7 +150,7 @@ def _score(
         max_tokens=num_tokens,
         dtype=params["embed"]["embedding"].dtype,
     )
-    hidden, cache, _ = prefill_hidden(
+    hidden, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
     count = columns.shape[1]

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Bool, Float
 
-from sketchwalk_jax.density import Density
+from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation.intervals import wilson_interval
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import Sample

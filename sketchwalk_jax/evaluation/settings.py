@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.evaluation.tasks import TASKS
 from sketchwalk_jax.policies import (
     POLICIES,
@@ -13,8 +14,7 @@ from sketchwalk_jax.policies import (
     has_knob,
     takes_density,
 )
-from sketchwalk_jax.policies.budget import check_density
-from sketchwalk_jax.validation import PHASES
+from sketchwalk_jax.validation import check_number
 
 # Hops of variable tracking, which has prompts for each of them.
 _NUM_HOPS = 5
@@ -42,7 +42,7 @@ class Rule:
     def make(self) -> Policy:
         """The policy itself; where it has a knob, as published: calibration sets the density."""
         if self.is_calibrated:
-            check_density(self.density)
+            check_number("density", self.density, "(0, 1]")
             return by_name(self.policy, **dict(self.fields))
         options = {"density": self.density} | dict(self.fields)
         return by_name(self.policy, preset=self.preset, **options)

@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import init_cache, num_dense_layers
-from sketchwalk_jax.cached_attention import Settings
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.inference import read_prompt
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.steps import prefill_hidden
 
 PyTree = Any
 
@@ -102,7 +102,7 @@ def quartiles_of_keys(
     cache = init_cache(model_config, config, batch=batch, max_tokens=num_tokens, dtype=dtype)
     settings = Settings(model_config=model_config, config=config)
     columns = jnp.zeros((batch, 1), jnp.int32)
-    _, cache, _ = prefill_hidden(
+    _, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
     stride = (lengths[:, None] + _KEYS_OF_A_PROMPT - 1) // _KEYS_OF_A_PROMPT

@@ -4,22 +4,29 @@ A new policy is one file and one line here.
 """
 
 import dataclasses
-import importlib
 from typing import Any
 
+from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig
+from sketchwalk_jax.policies.minference import MInferenceConfig
+from sketchwalk_jax.policies.oracle import OracleConfig
+from sketchwalk_jax.policies.quest import QuestConfig
+from sketchwalk_jax.policies.random_blocks import RandomConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
 
-# Modules are imported when a policy is asked for: some of them import this package.
-_CLASSES = {
-    "dense": "sketchwalk_jax.policies.dense:Dense",
-    "streaming": "sketchwalk_jax.policies.streaming:StreamingConfig",
-    "random": "sketchwalk_jax.policies.random_blocks:RandomConfig",
-    "oracle": "sketchwalk_jax.policies.oracle:OracleConfig",
-    "quest": "sketchwalk_jax.policies.quest:QuestConfig",
-    "adamas": "sketchwalk_jax.policies.adamas:AdamasConfig",
-    "minference": "sketchwalk_jax.policies.minference:MInferenceConfig",
-    "flexprefill": "sketchwalk_jax.policies.flexprefill:FlexPrefillConfig",
-    "sketchwalk": "sketchwalk_jax.config:SketchWalkConfig",
+_CLASSES: dict[str, type[Policy]] = {
+    "dense": Dense,
+    "streaming": StreamingConfig,
+    "random": RandomConfig,
+    "oracle": OracleConfig,
+    "quest": QuestConfig,
+    "adamas": AdamasConfig,
+    "minference": MInferenceConfig,
+    "flexprefill": FlexPrefillConfig,
+    "sketchwalk": SketchWalkConfig,
 }
 POLICIES = tuple(_CLASSES)
 PRESETS = ("paper", "released", "damped", "one_hop")
@@ -52,8 +59,7 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
     overrides = {name: value for name, value in overrides.items() if value is not None}
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
-    module, name = _CLASSES[policy].split(":")
-    make = getattr(importlib.import_module(module), name)
+    make: Any = _CLASSES[policy]
     if policy == "sketchwalk":
         preset = preset or "paper"
         if preset not in PRESETS:

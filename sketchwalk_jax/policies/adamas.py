@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.decode_budget import DecodePolicy
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
 
 PyTree = Any
 
@@ -83,37 +82,35 @@ class AdamasConfig(DecodePolicy):
         statistics: UInt8[Array, "B J Q K 2 W"],
         *,
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> UInt8[Array, "B J Q K 2 W"]:
         """Writes the codes of the span's keys."""
         batch, tokens = span.valid.shape
-        first = (
-            span.end[:, None] - 1 if tokens == 1 else span.first_block[:, None] * self.block_size
+        positions = (
+            span.start(self.block_size)[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
         )
-        positions = first + jnp.arange(tokens, dtype=jnp.int32)[None, :]
         by_token = statistics.reshape(batch, -1, *statistics.shape[3:])
         places = jnp.where(span.valid, positions, by_token.shape[1])  # beyond the end: dropped
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         codes = encode(key, self.thresholds)
         return by_token.at[sequence, places].set(codes, mode="drop").reshape(statistics.shape)
 
-    def select_decode(
+    def score(
         self,
         query: Float[Array, "B 1 N H"],
         key: Float[Array, "Ls B S K H"],
         statistics: UInt8[Array, "B J Q K 2 W"],
-        walk: PyTree,
         *,
         layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """The tokens with the nearest codes, for every query head."""
+        span: Span,
+    ) -> Float[Array, "B N 1 S"]:
+        """Minus the distance of every token's code from that of the query, in every head."""
         batch, _, num_heads, _ = query.shape
         kv_heads, planes = statistics.shape[3], statistics.shape[4:]
         codes = encode(query, self.thresholds).reshape(batch, kv_heads, -1, 1, *planes)
         keys = jnp.swapaxes(statistics.reshape(batch, -1, kv_heads, *planes), 1, 2)
         distances = code_distance(codes, keys[:, :, None])
-        scores = -distances.astype(jnp.float32).reshape(batch, num_heads, -1)
-        return self.keep_best(scores, positions), walk
+        return -distances.astype(jnp.float32).reshape(batch, num_heads, 1, -1)
 
 
 def _check_head_dim(head_dim: int) -> None:

@@ -6,18 +6,31 @@ kernels then attends over the listed blocks, whatever policy listed them. Two ki
 * *statistics*, one set per layer, live in the cache beside K and V and grow with the sequence
   (sums of queries and keys in sketch space, say);
 * the *walk* crosses layers within one call and starts afresh with the next.
+
+`Policy` is the interface. What a rule needs of it decides where it starts: `BudgetPolicy` and
+`DecodePolicy` write a score and get their lists made of it, `PrefillPolicy` lists blocks itself and
+is set to a density by a knob. `README.md` beside this file has an example.
 """
 
 import abc
+import copy
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.selection import (
+    BlockSelection,
+    block_budget,
+    select_blocks,
+    select_blocks_per_head,
+)
+from sketchwalk_jax.validation import check_flag, check_integer, check_number
 
 PyTree = Any
 
@@ -25,11 +38,14 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The tokens that one call adds to the sequences, laid out on absolute block boundaries.
+    """The tokens that one call adds to the sequences: those of a prompt, or one of each in decode.
+
+    Tokens of a prompt are laid out on absolute block boundaries: column `t` of the call's arrays
+    stands for position `first_block · block_size + t`. A single decoded token stands at `end - 1`,
+    anywhere in its block.
 
     Attributes:
-      first_block: Block of the first row, int32 `[B]`. Column `t` of the call's arrays stands for
-        position `first_block · block_size + t`.
+      first_block: Block of the first row, int32 `[B]`.
       valid: Which columns hold a token of the sequence, bool `[B, T]`; the others are padding.
       end: Tokens in the cache once this call has been written, int32 `[B]`.
       prompt_end: Tokens in the cache once the whole prompt has been written, int32 `[B]`; later
@@ -41,10 +57,51 @@ class Span:
     end: Int[Array, "B"]
     prompt_end: Int[Array, "B"]
 
+    @classmethod
+    def of_tokens(
+        cls, positions: Int[Array, "B"], block_size: int, active: Bool[Array, "B"] | None = None
+    ) -> "Span":
+        """One decoded token of each sequence, at `positions`; inactive ones are padding."""
+        active = jnp.ones(positions.shape, bool) if active is None else active
+        return cls(positions // block_size, active[:, None], positions + 1, positions + 1)
+
+    @property
+    def is_token(self) -> bool:
+        """Whether this is one token of each sequence, as decoding adds them."""
+        return self.valid.shape[1] == 1
+
+    @property
+    def phase(self) -> str:
+        """`"prefill"` or `"decode"`."""
+        return "decode" if self.is_token else "prefill"
+
+    @property
+    def positions(self) -> Int[Array, "B"]:
+        """The last token's position in each sequence: in decode, the one token's."""
+        return self.end - 1
+
+    def start(self, block_size: int) -> Int[Array, "B"]:
+        """Position of column 0 of the call's arrays in each sequence."""
+        return self.positions if self.is_token else self.first_block * block_size
+
     def rows(self, block_size: int) -> Int[Array, "B I"]:
-        """Absolute block indices of the call's query blocks."""
+        """Absolute block indices of the call's query blocks; in decode of the token's own block."""
+        if self.is_token:
+            return (self.positions // block_size)[:, None]
         num_rows = self.valid.shape[1] // block_size
         return self.first_block[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+
+    def queries_of_rows(self, block_size: int) -> tuple[Int[Array, "B I"], Int[Array, "B I"]]:
+        """Position of the first query of each row, and how many queries the row has.
+
+        A row may begin and end with padding.
+        """
+        rows = self.rows(block_size)
+        if self.is_token:
+            return self.positions[:, None], self.valid.astype(jnp.int32)
+        by_row = self.valid.reshape(*rows.shape, block_size)
+        first = rows * block_size + jnp.argmax(by_row, axis=-1).astype(jnp.int32)
+        return first, jnp.sum(by_row, axis=-1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +125,9 @@ class LayerShape:
 class Policy(abc.ABC):
     """A rule that selects key blocks. Subclasses are frozen, hashable dataclasses.
 
+    A policy without a memory writes `select` alone: by default there are neither statistics nor a
+    walk.
+
     Attributes:
       block_size: Tokens per block.
       dense_layers: Leading layers that attend to everything.
@@ -81,25 +141,21 @@ class Policy(abc.ABC):
         size = self.block_size
         if not isinstance(size, int) or size < 16 or size & (size - 1):
             raise ValueError(f"block_size must be a power of two of at least 16, got {size!r}")
-        if not isinstance(self.dense_layers, int) or self.dense_layers < 0:
-            raise ValueError(
-                f"dense_layers must be an integer of at least 0, got {self.dense_layers!r}"
-            )
+        check_integer("dense_layers", self.dense_layers, least=0)
 
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases in which the policy selects: a subset of `("prefill", "decode")`."""
         return ("prefill", "decode")
 
-    @abc.abstractmethod
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
         """Empty statistics of one layer; every leaf starts with axes `[B, J]` or `[B]`."""
+        return None
 
-    @abc.abstractmethod
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> PyTree:
         """The state that crosses layers, before the first sparse layer."""
+        return None
 
-    @abc.abstractmethod
     def observe(
         self,
         query: Float[Array, "B T N H"],
@@ -107,11 +163,21 @@ class Policy(abc.ABC):
         statistics: PyTree,
         *,
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> PyTree:
-        """Statistics after the tokens of `span`, in prefill and in decode alike."""
+        """Statistics after the tokens of `span`, in prefill and in decode alike.
+
+        Args:
+          query: Queries of the span's tokens.
+          key: Their keys.
+          statistics: Those of this layer so far.
+          span: The tokens.
+          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
+        """
+        return statistics
 
     @abc.abstractmethod
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
@@ -120,25 +186,29 @@ class Policy(abc.ABC):
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """Blocks for every query block of `span`, and the walk for the next layer.
+        """Blocks for every query block of `span` (one row in decode), and the next layer's walk.
 
-        `key` is the stacked cache, already holding the tokens of `span`; `statistics` have
-        observed them.
+        Called in the policy's own `phases` only.
+
+        Args:
+          query: Queries of the span's tokens.
+          key: The stacked cache, already holding the tokens of `span`.
+          statistics: Those of this layer, which have observed the span.
+          walk: The state that the last layer left.
+          layer: This layer's index in the cache.
+          span: The tokens.
+          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
         """
 
-    @abc.abstractmethod
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: PyTree,
-        walk: PyTree,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """Blocks for the token at `positions`, already in the cache and in the statistics."""
+    def check_phase(self, span: Span) -> None:
+        """Raises for a call in a phase in which the policy does not select."""
+        if span.phase not in self.phases:
+            raise NotImplementedError(
+                f"{type(self).__name__} selects in {self.phases[0]} only; attend densely where a "
+                f"policy's phases lack {span.phase!r}, as generate does"
+            )
 
     def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
         """Bytes that selecting for one token reads in one layer, the query apart.
@@ -165,24 +235,240 @@ class Policy(abc.ABC):
         return float(size(1) - by_block) + float(by_block) * blocks
 
 
-class StatelessPolicy(Policy):
-    """A policy that keeps nothing, neither of the tokens nor from layer to layer."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScorePolicy(Policy):
+    """A policy that ranks what it lists by a score: the best are kept, as many as the budget says.
 
-    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
-        """Nothing to keep."""
-        return None
+    What is listed are *units* of `unit_size` tokens: blocks, or in decode also pages or single
+    tokens. Start from `BudgetPolicy` or `DecodePolicy`, which say what the budget is.
 
-    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> PyTree:
-        """Nothing to carry from layer to layer."""
-        return None
+    Attributes:
+      density: Share of the causal units of each row that is kept, in (0, 1].
+      dense_layers: Leading layers that stay dense.
+    """
 
-    def observe(
+    density: float = 0.2
+    dense_layers: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        check_number("density", self.density, "(0, 1]")
+
+    @property
+    def unit_size(self) -> int:
+        """Tokens in one unit of the lists."""
+        return self.block_size
+
+    @property
+    @abc.abstractmethod
+    def forced(self) -> tuple[int, int]:
+        """First and last units that every row keeps, inside its budget."""
+
+    @abc.abstractmethod
+    def budget(self, num_units: int) -> np.ndarray:
+        """Units that each of `num_units` rows keeps, int32 on the host, non-decreasing."""
+
+    def counts(self, rows: Int[Array, "B I"], num_units: int) -> Int[Array, "B I"]:
+        """Units that the given rows keep; padding rows beyond the cache count as its last."""
+        return jnp.asarray(self.budget(num_units))[jnp.minimum(rows, num_units - 1)]
+
+    def score(
         self,
         query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
+        key: Float[Array, "Ls B S K H"],
         statistics: PyTree,
         *,
+        layer: Int[Array, ""],
         span: Span,
-    ) -> PyTree:
-        """Nothing to add."""
-        return statistics
+    ) -> Float[Array, "B *M I J"]:
+        """The score of every unit for every row, `[B, I, J]`, or for every head, `[B, M, I, J]`.
+
+        Only the order within a row matters, float32; what lies after the row's own unit, and what
+        is forced, may score anything. The arguments are those of `select`; in decode `T = I = 1`.
+        A rule that knows its lists without a score writes `select` instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must have a method `score` or `select`")
+
+    def select(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: PyTree,
+        walk: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> tuple[BlockSelection, PyTree]:
+        """The units with the highest scores, up to each row's budget, forced ones included."""
+        self.check_phase(span)
+        scores = self.score(query, key, statistics, layer=layer, span=span)
+        rows, num_units = span.rows(self.unit_size), scores.shape[-1]
+        sink, local = self.forced
+        keep_best = select_blocks if scores.ndim == 3 else select_blocks_per_head
+        lists = keep_best(
+            scores,
+            rows,
+            self.counts(rows, num_units),
+            sink_blocks=sink,
+            local_blocks=local,
+            max_count=int(self.budget(num_units)[-1]),
+            block_size=self.unit_size,
+        )
+        return lists, walk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetPolicy(ScorePolicy):
+    """A policy that keeps `block_budget` blocks of every row, in prefill and in decode.
+
+    Row `i` keeps `min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))` blocks, the
+    forced ones among them; a subclass scores the others.
+
+    Attributes:
+      density: Share of the causal blocks of each row that is kept, in (0, 1].
+      sink_blocks: First blocks that every row keeps, inside its budget.
+      local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
+      dense_layers: Leading layers that stay dense.
+
+    Raises:
+      ValueError: If a field is outside its range.
+    """
+
+    sink_blocks: int = 1
+    local_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        check_integer("sink_blocks", self.sink_blocks, least=0)
+        check_integer("local_blocks", self.local_blocks)
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """First and last blocks that every row keeps."""
+        return self.sink_blocks, self.local_blocks
+
+    def budget(self, num_units: int) -> np.ndarray:
+        """Blocks that each of `num_units` rows keeps, int32 on the host, non-decreasing."""
+        return block_budget(
+            num_units,
+            density=self.density,
+            sink_blocks=self.sink_blocks,
+            local_blocks=self.local_blocks,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePolicy(ScorePolicy):
+    """A policy that reads prompts densely and selects for decoded tokens, per query head.
+
+    With `n` units (pages, or single tokens) up to and including the token's own, every query head
+    keeps
+
+        min(n, max(min_units, ceil(density · n)))
+
+    of them, as other policies do of blocks, or with a `token_budget`
+    `min(n, max(min_units, token_budget // unit_size))`.
+
+    Attributes:
+      density: Share of the causal units that every query head keeps, in (0, 1].
+      token_budget: When given, tokens to keep at every step, in place of the density.
+      force_current: Whether the unit that holds the current token is always kept, inside the
+        budget.
+      dense_layers: Leading layers that stay dense.
+    """
+
+    token_budget: int | None = None
+    force_current: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        check_integer("token_budget", self.token_budget, is_optional=True)
+        check_flag("force_current", self.force_current)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """It selects in decode; prompts are read densely."""
+        return ("decode",)
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """The unit that holds the current token, if it is always kept."""
+        return 0, int(self.force_current)
+
+    @property
+    def min_units(self) -> int:
+        """Fewest units to keep, where there are as many."""
+        return 1
+
+    def budget(self, num_units: int) -> np.ndarray:
+        """Units that a head keeps of `1 .. num_units`, int32 on the host, non-decreasing."""
+        tokens = self.token_budget
+        return block_budget(
+            num_units,
+            density=self.density,
+            top_blocks=None if tokens is None else tokens // self.unit_size,
+            local_blocks=self.min_units,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillPolicy(Policy):
+    """A policy that selects while prompts are read, one list per query head; it decodes densely.
+
+    Such a policy has no density of its own: how much it keeps depends on the model and the prompt.
+    One of its fields, the *knob*, makes it keep more or less, and
+    `sketchwalk_jax.evaluation.calibrate` finds the value that a density takes.
+
+    Attributes:
+      block_size: Tokens per block.
+      dense_layers: Leading layers that stay dense.
+      knob: Name of the field that sets how much is kept; more with larger values.
+      knob_range: Its least value, and one that keeps (nearly) everything.
+      floor: Name of the field with the least that is kept, in tokens, which `relaxed` lowers; None
+        without any.
+    """
+
+    knob: ClassVar[str]
+    knob_range: ClassVar[tuple[float, float]]
+    floor: ClassVar[str | None] = None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Prefill only: decoding attends to everything."""
+        return ("prefill",)
+
+    @property
+    def knob_value(self) -> float:
+        """What the knob is set to."""
+        return float(getattr(self, self.knob))
+
+    def with_knob(self, value: float) -> Self:
+        """The policy with its knob at another value."""
+        fields: dict[str, Any] = {self.knob: value}
+        return dataclasses.replace(self, **fields)
+
+    def with_traced(self, value: Float[Array, ""], floor: Int[Array, ""] | None = None) -> Self:
+        """With knob and floor at values that are not known when a program is compiled.
+
+        Args:
+          value: The knob; unchecked, as no program can be.
+          floor: The floor, of no effect where the policy has none; as it is by default.
+        """
+        changed = copy.copy(self)
+        object.__setattr__(changed, self.knob, value)
+        if floor is not None and self.floor is not None:
+            object.__setattr__(changed, self.floor, floor)
+        return changed
+
+    @property
+    def floor_value(self) -> int:
+        """What the floor is set to; 0 without any."""
+        return 0 if self.floor is None else int(getattr(self, self.floor))
+
+    def relaxed(self) -> Self | None:
+        """With lower floors, for densities that the knob does not reach; None without any."""
+        return None

@@ -1,16 +1,19 @@
 """Dense attention as a policy: the reference for accuracy, behind the same interface."""
 
 import dataclasses
+from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import Span, StatelessPolicy
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.selection import BlockSelection, full_selection
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(StatelessPolicy):
+class Dense(Policy):
     """Attends to everything. Inference takes the dense path and keeps no statistics.
 
     Attributes:
@@ -23,32 +26,17 @@ class Dense(StatelessPolicy):
         """It selects in neither phase."""
         return ()
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
-        statistics: None,
-        walk: None,
+        statistics: PyTree,
+        walk: PyTree,
         *,
         layer: Int[Array, ""],
         span: Span,
-    ) -> tuple[BlockSelection, None]:
-        """Every causal block of every row."""
-        rows = span.rows(self.block_size)
-        num_blocks = key.shape[2] // self.block_size
-        return full_selection(rows, num_blocks, block_size=self.block_size), None
-
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: None,
-        walk: None,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, None]:
-        """Every block up to the token's own."""
-        rows = (positions // self.block_size)[:, None]
-        num_blocks = key.shape[2] // self.block_size
-        return full_selection(rows.astype(jnp.int32), num_blocks, block_size=self.block_size), None
+        kernels: KernelConfig | None = None,
+    ) -> tuple[BlockSelection, PyTree]:
+        """Every causal block of every row, for whoever wants dense attention as lists."""
+        size = self.block_size
+        return full_selection(span.rows(size), key.shape[2] // size, block_size=size), walk

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.policies import last_queries as lines
-from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies import lines
+from sketchwalk_jax.policies.base import PrefillPolicy, Span
+from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_integer, check_number
 
 PyTree = Any
 
@@ -69,16 +71,10 @@ class FlexPrefillConfig(PrefillPolicy):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        if not isinstance(self.gamma, int | float) or not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma must be in [0, 1], got {self.gamma!r}")
-        if not isinstance(self.tau, int | float) or not 0.0 <= self.tau < float("inf"):
-            raise ValueError(f"tau must be a number of at least 0, got {self.tau!r}")
-        for name in ("min_budget", "max_budget"):
-            value = getattr(self, name)
-            if name == "max_budget" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_number("gamma", self.gamma, "[0, 1]")
+        check_number("tau", self.tau, "[0, inf)")
+        check_integer("min_budget", self.min_budget)
+        check_integer("max_budget", self.max_budget, is_optional=True)
 
     def relaxed(self) -> Self | None:
         """With half the least budget, down to one block."""
@@ -86,17 +82,19 @@ class FlexPrefillConfig(PrefillPolicy):
             return None
         return dataclasses.replace(self, min_budget=max(self.block_size, self.min_budget // 2))
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
-        statistics: None,
+        statistics: PyTree,
         walk: PyTree,
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """The blocks that every query head keeps for every query block."""
+        self.check_phase(span)
         size, keys = self.block_size, lines.keys_of(key, layer)
         num_blocks = keys.shape[1] // size
         last, is_query = lines.last_queries(query, span, block_size=size, count=size)
@@ -191,7 +189,7 @@ class FlexPrefillConfig(PrefillPolicy):
             def find() -> Bool[Array, "B I J"]:
                 keys = jnp.take(key_means, index // group, axis=2)[:, :, None]
                 scores = lines.head_products(query_mean[:, :, None], keys)[:, 0]
-                weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+                weights = jax.nn.softmax(jnp.where(causal, scores, MASK_VALUE), axis=-1)
                 weights = jnp.where(causal, weights, 0.0)
                 ordered = -jnp.sort(-weights.reshape(weights.shape[0], -1), axis=-1)
                 everything = num_rows[:, None]

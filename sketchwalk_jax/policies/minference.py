@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.line_selection import LineSelection
-from sketchwalk_jax.policies import last_queries as lines
-from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.policies.prefill_only import PrefillPolicy
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies import lines
+from sketchwalk_jax.policies.base import PrefillPolicy, Span
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_choice, check_integer, check_number
 
 PyTree = Any
 Pattern = Literal["vertical_and_slash", "block_sparse", "stream"]
@@ -37,8 +37,7 @@ class MInferenceConfig(PrefillPolicy):
 
     Attention works on blocks: columns and ranges are rounded out to whole blocks, and the measured
     density counts what is attended to, several times the pairs of the rule where these are few.
-    With `exact` they are not rounded, on XLA: it visits the same blocks, and hides the keys between
-    the lines. `token_mask` gives the same pairs as a mask.
+    `token_mask` gives the pairs of the rule itself.
 
     The other patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest
     products of mean query and mean key, `stream` the first `scale · sink_tokens` and the last
@@ -59,7 +58,6 @@ class MInferenceConfig(PrefillPolicy):
       local_tokens: Last keys that `stream` keeps, the query's own included.
       scale: Factor of these sizes, at least 0: the knob of the density. The nominal density of
         (512, 2048) is .78 at 4K tokens, .26 at 16K, .07 at 64K.
-      exact: Whether `vertical_and_slash` is exact to the key; on the implementation `"xla"` only.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -79,33 +77,28 @@ class MInferenceConfig(PrefillPolicy):
     sink_tokens: int = 100
     local_tokens: int = 800
     scale: float = 1.0
-    exact: bool = False
 
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        if self.pattern not in _PATTERNS:
-            raise ValueError(f"pattern must be one of {_PATTERNS}, got {self.pattern!r}")
-        if self.exact and self.pattern != "vertical_and_slash":
-            raise ValueError(f"exact must be False for the pattern {self.pattern!r}, got True")
+        check_choice("pattern", self.pattern, _PATTERNS)
         for name in ("vertical", "slash", "top_blocks", "sink_tokens", "local_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(self.scale, int | float) or not 0.0 <= self.scale < float("inf"):
-            raise ValueError(f"scale must be a number of at least 0, got {self.scale!r}")
+            check_integer(name, getattr(self, name))
+        check_number("scale", self.scale, "[0, inf)")
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
-        statistics: None,
+        statistics: PyTree,
         walk: PyTree,
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """The blocks that the pattern touches, for every query head and query block."""
+        self.check_phase(span)
         size, rows = self.block_size, span.rows(self.block_size)
         num_blocks = key.shape[2] // size
         causal = lines.row_mask(span, num_blocks, size)
@@ -121,12 +114,7 @@ class MInferenceConfig(PrefillPolicy):
         later = jnp.pad(offsets, ((0, 0), (0, 0), (size - 1, 0)))[..., : offsets.shape[-1]]
         distances = lines.any_in_block(offsets | later, size)
         mask = lines.lines_to_blocks(lines.any_in_block(columns, size), distances, rows)
-        listed = lines.lists_of(mask & causal, size)
-        if not self.exact:
-            return listed, walk
-        ranges = self._ranges(offsets)
-        exact = LineSelection(listed.ids, listed.counts, size, columns=columns, ranges=ranges)
-        return exact, walk
+        return lines.lists_of(mask & causal, size), walk
 
     def token_mask(
         self,

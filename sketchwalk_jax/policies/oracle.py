@@ -6,10 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention_mass import block_mass, token_mass
-from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.budget import BudgetPolicy, token_rows
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.attention.mass import block_mass, token_mass
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
 
 PyTree = Any
 
@@ -46,44 +44,26 @@ class OracleConfig(BudgetPolicy):
         by_token = shape.num_kv_heads * shape.head_dim * jnp.dtype(shape.dtype).itemsize
         return (positions + 1).astype(jnp.float32) * float(by_token)
 
-    def select_prefill(
+    def score(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
         statistics: PyTree,
-        walk: PyTree,
         *,
         layer: Int[Array, ""],
         span: Span,
-    ) -> tuple[BlockSelection, PyTree]:
-        """The heaviest blocks of every query block."""
-        mass = block_mass(
+    ) -> Float[Array, "B I J"]:
+        """Attention mass of every block: of a row's queries, or of the token being decoded."""
+        size = self.block_size
+        if span.is_token:
+            end = jnp.minimum(span.end, key.shape[2])
+            return token_mass(query, key, block_size=size, layer=layer, kv_lengths=end)
+        return block_mass(
             query,
             key,
-            block_size=self.block_size,
+            block_size=size,
             layer=layer,
             first_block=span.first_block,
             valid=span.valid,
             kv_lengths=span.end,
         )
-        return self.keep_best(mass, span.rows(self.block_size)), walk
-
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: PyTree,
-        walk: PyTree,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """The blocks that the token itself attends to most."""
-        mass = token_mass(
-            query,
-            key,
-            block_size=self.block_size,
-            layer=layer,
-            kv_lengths=jnp.minimum(positions + 1, key.shape[2]),
-        )
-        return self.keep_best(mass, token_rows(positions, self.block_size)), walk

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.decode_budget import DecodePolicy
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
 from sketchwalk_jax.precision import matmul_precision
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_integer
 
 PyTree = Any
 
@@ -68,8 +68,7 @@ class QuestConfig(DecodePolicy):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        if type(self.min_pages) is not int or self.min_pages < 1:
-            raise ValueError(f"min_pages must be a positive integer, got {self.min_pages!r}")
+        check_integer("min_pages", self.min_pages)
 
     @property
     def min_units(self) -> int:
@@ -90,12 +89,12 @@ class QuestConfig(DecodePolicy):
         statistics: PageBounds,
         *,
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> PageBounds:
         """Widens the bounds of the span's pages."""
         batch, tokens = span.valid.shape
         size = min(self.block_size, tokens)  # 1 in decode, where a span may start anywhere
-        num_pages = tokens // size
-        pages = span.first_block[:, None] + jnp.arange(num_pages, dtype=jnp.int32)[None, :]
+        num_pages, pages = tokens // size, span.rows(self.block_size)
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         key = key.astype(statistics.lowest.dtype).reshape(batch, num_pages, size, *key.shape[2:])
         is_key = span.valid.reshape(batch, num_pages, size, 1, 1)
@@ -106,18 +105,17 @@ class QuestConfig(DecodePolicy):
             statistics.highest.at[sequence, pages].max(highest, mode="drop"),
         )
 
-    def select_decode(
+    def score(
         self,
         query: Float[Array, "B 1 N H"],
         key: Float[Array, "Ls B S K H"],
         statistics: PageBounds,
-        walk: PyTree,
         *,
         layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """The pages with the highest bounds, for every query head."""
-        return self.keep_best(page_scores(query, statistics), positions), walk
+        span: Span,
+    ) -> Float[Array, "B N 1 J"]:
+        """The bound of every page, for every query head."""
+        return page_scores(query, statistics)[:, :, None]
 
 
 def page_scores(query: Float[Array, "B 1 N H"], bounds: PageBounds) -> Float[Array, "B N J"]:

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.policies.budget import BudgetPolicy, token_rows
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.policies.base import BudgetPolicy, Span
 
 PyTree = Any
 
@@ -47,45 +45,24 @@ class RandomConfig(BudgetPolicy):
         if not is_integer or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {self.seed!r}")
 
-    def select_prefill(
+    def score(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
         statistics: PyTree,
-        walk: PyTree,
         *,
         layer: Int[Array, ""],
         span: Span,
-    ) -> tuple[BlockSelection, PyTree]:
-        """Random blocks for every query block."""
-        rows = span.rows(self.block_size)
-        return self._select(rows, layer, key.shape[2] // self.block_size), walk
-
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: PyTree,
-        walk: PyTree,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """The random blocks of the token's own block."""
-        rows = token_rows(positions, self.block_size)
-        return self._select(rows, layer, key.shape[2] // self.block_size), walk
-
-    def _select(
-        self, rows: Int[Array, "B I"], layer: Int[Array, ""], num_blocks: int
-    ) -> BlockSelection:
+    ) -> Float[Array, "B I J"]:
+        """`u(seed, l, i, j)`."""
         # Named, so that JAX's default generator has no say in what is drawn; and one key for every
         # (row, block), so that the size of the cache has none either.
         in_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
 
-        def score(row: Int[Array, ""], block: Int[Array, ""]) -> Float[Array, ""]:
+        def draw(row: Int[Array, ""], block: Int[Array, ""]) -> Float[Array, ""]:
             key = jax.random.fold_in(jax.random.fold_in(in_layer, row), block)
             return jax.random.uniform(key, (), jnp.float32)
 
-        blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-        by_row = jax.vmap(jax.vmap(score, (None, 0)), (0, None))
-        return self.keep_best(jax.vmap(by_row, (0, None))(rows, blocks), rows)
+        blocks = jnp.arange(key.shape[2] // self.block_size, dtype=jnp.int32)
+        by_row = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))
+        return jax.vmap(by_row, (0, None))(span.rows(self.block_size), blocks)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import block_sums
-from sketchwalk_jax.walk import WalkState, init_walk
-
-_HIGHEST = jax.lax.Precision.HIGHEST
+from sketchwalk_jax.validation import check_integer, check_number
+from sketchwalk_jax.walk import HIGHEST, WalkState
 
 
 @jax.tree_util.register_dataclass
@@ -79,14 +79,10 @@ class ReleasedConfig(Policy):
         """Checks every field."""
         super().__post_init__()
         for name in ("damping", "sink_fraction", "recent_fraction", "skip_fraction", "quantile"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
+            check_number(name, getattr(self, name), "[0, 1)")
         for name, least in (("walk_steps", 1), ("dense_rows", 0), ("decode_queries", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not (math.isfinite(self.logit_scale) and self.logit_scale > 0):
-            raise ValueError(f"logit_scale must be positive, got {self.logit_scale!r}")
+            check_integer(name, getattr(self, name), least=least)
+        check_number("logit_scale", self.logit_scale, "(0, inf)")
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> HeadSums:
         """Zero sums."""
@@ -102,7 +98,7 @@ class ReleasedConfig(Policy):
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """The walk before the first sparse layer."""
-        return init_walk(batch, num_rows, num_blocks)
+        return WalkState.zeros(batch, num_rows, num_blocks)
 
     def observe(
         self,
@@ -111,24 +107,22 @@ class ReleasedConfig(Policy):
         statistics: HeadSums,
         *,
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> HeadSums:
         """Adds the span's tokens to the sums and remembers the latest queries."""
         batch, tokens = span.valid.shape
         size = min(self.block_size, tokens)
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        blocks = span.first_block[:, None] + jnp.arange(tokens // size, dtype=jnp.int32)[None, :]
+        blocks = span.rows(self.block_size)
 
         def add(total: Array, x: Array) -> Array:
             new = block_sums(x.astype(jnp.float32), span.valid, size)
             return total.at[sequence, blocks].add(new, mode="drop")
 
         slot = jnp.arange(self.decode_queries, dtype=jnp.int32)[None, :]
-        latest = (span.end - 1)[:, None]
+        latest = span.positions[:, None]
         position = latest - (latest - slot) % self.decode_queries
-        if tokens == 1:
-            column = position - latest
-        else:
-            column = position - (span.first_block * self.block_size)[:, None]
+        column = position - span.start(self.block_size)[:, None]
         inside = jnp.clip(column, 0, tokens - 1)
         is_new = (column >= 0) & jnp.take_along_axis(span.valid, inside, axis=1)
         fresh = jnp.take_along_axis(query, inside[:, :, None, None], axis=1).astype(jnp.float32)
@@ -153,7 +147,7 @@ class ReleasedConfig(Policy):
         def add_head(total: Array, head: Array) -> tuple[Array, None]:
             one_query = jax.lax.dynamic_index_in_dim(query, head, axis=2, keepdims=False)
             one_key = jax.lax.dynamic_index_in_dim(keys, head // group, axis=2, keepdims=False)
-            logits = jnp.einsum("bih,bjh->bij", one_query, one_key, precision=_HIGHEST) * scale
+            logits = jnp.einsum("bih,bjh->bij", one_query, one_key, precision=HIGHEST) * scale
             return total + jax.nn.softmax(jnp.where(exists[:, None], logits, -jnp.inf)), None
 
         shape = (query.shape[0], query.shape[1], key_sums.shape[1])
@@ -165,7 +159,7 @@ class ReleasedConfig(Policy):
         self, start: Float[Array, "B I J"], rows: Float[Array, "B I J"], matrix: Array
     ) -> Float[Array, "B I J"]:
         for _ in range(self.walk_steps):
-            moved = jnp.einsum("bim,bmj->bij", start, matrix, precision=_HIGHEST)
+            moved = jnp.einsum("bim,bmj->bij", start, matrix, precision=HIGHEST)
             start = (1.0 - self.damping) * rows + self.damping * moved
         return start
 
@@ -203,7 +197,7 @@ class ReleasedConfig(Policy):
         starts = jnp.arange(num_blocks, dtype=jnp.int32) * self.block_size
         return starts[None, :] < num_tokens[:, None]
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
@@ -212,13 +206,19 @@ class ReleasedConfig(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Blocks for every query block, and the walk."""
-        del query, key, layer
-        rows = span.rows(self.block_size)
-        num_blocks = statistics.key.shape[1]
+        """Blocks for every query block and the walk; for one token, which leaves the walk as is."""
+        rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]
         exists = self._exists(span.end, num_blocks)
         matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)
+        if span.is_token:
+            pooled = jnp.sum(statistics.recent, axis=1, keepdims=True)  # unused slots are zero
+            count = jnp.minimum(span.end, self.decode_queries).astype(jnp.float32)
+            own = self._transition(pooled / count[:, None, None, None], statistics.key, exists)
+            is_row = jnp.arange(num_blocks, dtype=jnp.int32)[None, :, None] == rows[:, :, None]
+            scores = self._walk(own, own, jnp.where(is_row, own, matrix))
+            return self._keep(scores, rows, span.end, jnp.zeros(rows.shape, bool)), walk
         reachable = jnp.minimum(rows, num_blocks - 1)
         own = jnp.take_along_axis(matrix, reachable[:, :, None], axis=1)
         start = jnp.where(walk.layers == 0, own, walk.scores)
@@ -227,27 +227,3 @@ class ReleasedConfig(Policy):
         is_dense = rows >= (prompt_blocks - self.dense_rows)[:, None]
         selection = self._keep(scores, rows, span.end, is_dense)
         return selection, WalkState(scores, walk.layers + 1)
-
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: HeadSums,
-        walk: WalkState,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, WalkState]:
-        """Blocks for one token, from the pooled latest queries; the walk is left as it is."""
-        del query, key, layer
-        rows = (positions // self.block_size)[:, None]
-        num_blocks = statistics.key.shape[1]
-        exists = self._exists(positions + 1, num_blocks)
-        pooled = jnp.sum(statistics.recent, axis=1, keepdims=True)  # unused slots are zero
-        count = jnp.minimum(positions + 1, self.decode_queries).astype(jnp.float32)
-        own = self._transition(pooled / count[:, None, None, None], statistics.key, exists)
-        matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)
-        is_row = jnp.arange(num_blocks, dtype=jnp.int32)[None, :, None] == rows[:, :, None]
-        scores = self._walk(own, own, jnp.where(is_row, own, matrix))
-        selection = self._keep(scores, rows, positions + 1, jnp.zeros(rows.shape, bool))
-        return selection, walk

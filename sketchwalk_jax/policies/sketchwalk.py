@@ -1,19 +1,23 @@
-"""Sketch-and-Walk as a policy: Algorithms 1 and 2 (arXiv:2602.07397) up to the attention itself.
+"""Sketch-and-Walk: Algorithms 1 and 2 (arXiv:2602.07397) up to the attention itself.
 
-The functions here take the configuration; `SketchWalkConfig` exposes them as its methods.
+`SketchWalkConfig` says what is computed, in one frozen value with named presets, and computes it:
+`observe` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), `select` steps 5-7 (3 to 6). Each
+step is a function of its own (`sketch`, `walk`, `selection`), chosen by a field. How fast it runs
+is the business of `KernelConfig`, which never changes a result beyond rounding.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax import kernel_selection
-from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import (
     block_means,
@@ -24,10 +28,14 @@ from sketchwalk_jax.sketch import (
     sketch_size,
     srht_matrix,
 )
+from sketchwalk_jax.validation import check_choice, check_integer, check_number
 from sketchwalk_jax.walk import WalkState, walk_step
 
-if TYPE_CHECKING:
-    from sketchwalk_jax.config import SketchWalkConfig
+HeadCombination = Literal["mean", "sum"]
+Transition = Literal["power", "relu_power", "softmax"]
+
+_HEAD_COMBINATIONS = ("mean", "sum")
+_TRANSITIONS = ("power", "relu_power", "softmax")
 
 
 @jax.tree_util.register_dataclass
@@ -44,58 +52,292 @@ class SketchSums:
     key: Float[Array, "B J C R"]
 
 
-def init_sums(
-    config: "SketchWalkConfig", shape: LayerShape, *, batch: int, num_blocks: int
-) -> SketchSums:
-    """Zero sums for one layer."""
-    groups = 1 if config.head_combination == "mean" else shape.num_kv_heads
-    size = (batch, num_blocks, groups, sketch_size(shape.head_dim, config.sketch_dim))
-    return SketchSums(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.float32))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SketchWalkConfig(Policy):
+    r"""Sketch-and-Walk block selection (arXiv:2602.07397, sections 2.2, 2.3 and Algorithms 1, 2).
 
+    With block means `q̄[i]`, `k̄[j]` and sketch `Ω`, the block scores are
+    `A[i, j] = (q̄[i] Ω)(k̄[j] Ω)ᵀ / sqrt(H)` for `j <= i`; a transition turns them into `W`
+    (element-wise power) or `P` (causal row softmax); and the walk state of layer `k` is
+    `R_k = R_{k-1} W_k` (equation 1), or with damping `X ← (1 - β) P + β X P`.
+    Row `i` keeps the `count[i]` best key blocks of `R_k[i]`,
+    `count[i] = min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))`.
 
-def _combined(
-    config: "SketchWalkConfig", x: Float[Array, "B T Heads H"], num_kv_heads: int
-) -> Float[Array, "B T C H"]:
-    groups = 1 if config.head_combination == "mean" else num_kv_heads
-    return group_heads(x, groups, combine=config.head_combination)
+    Instances are hashable and are passed to `jax.jit` as static arguments.
 
+    Attributes:
+      block_size: Tokens per block (a power of two, at least 16).
+      sketch_dim: Columns of the subsampled randomised Hadamard transform. `None`, or a value not
+        below the padded head dimension, makes no projection.
+      seed: Seed of the one draw of the transform.
+      head_combination: `"mean"` averages heads before scoring (the paper); `"sum"` adds up the
+        scores of the heads.
+      transition: `"power"` is `A ** exponent`, `"relu_power"` is `max(A, 0) ** exponent`,
+        `"softmax"` is the causal row softmax of `A`.
+      exponent: The power `s` of the two power transitions, at most 32.
+      walk_degree: Walk steps per layer.
+      beta: Damping. `None` is the plain product; 0 keeps no memory at all (one hop); values in
+        (0, 1) need the softmax transition, whose rows sum to one.
+      density: Share of the causal blocks of each row that is kept, in (0, 1].
+      top_blocks: When set, a fixed number of blocks per row instead of `density`.
+      sink_blocks: First blocks that every row keeps, inside its budget.
+      local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
+      dense_tail: Last tokens of a prompt whose rows keep every block.
+      dense_layers: Leading layers that stay dense; they neither read nor write the walk.
 
-def observe(
-    config: "SketchWalkConfig",
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    sums: SketchSums,
-    *,
-    span: Span,
-) -> SketchSums:
-    """Adds the span's tokens to the sums (Algorithm 1 steps 1-4; Algorithm 2 steps 2, 3).
+    Raises:
+      ValueError: If a field is outside its range.
 
-    A span of one token (decode) may start anywhere in its block; longer ones start at a block
-    boundary.
+    Example:
+      >>> SketchWalkConfig.paper(density=0.1).exponent
+      8
     """
-    omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
-    batch, tokens = span.valid.shape
-    size = min(config.block_size, tokens)
-    new = None
-    if dispatch.selects_with_kernels():
-        groups = sums.query.shape[2]
-        new = kernel_selection.block_sums(
-            query,
-            key,
-            span.valid,
-            num_groups=groups,
-            combine=config.head_combination,
-            omega=omega,
-            block_size=size,
+
+    sketch_dim: int | None = 64
+    seed: int = 0
+    head_combination: HeadCombination = "mean"
+    transition: Transition = "power"
+    exponent: int = 8
+    walk_degree: int = 1
+    beta: float | None = None
+    density: float = 0.2
+    top_blocks: int | None = None
+    sink_blocks: int = 1
+    local_blocks: int = 1
+    dense_tail: int = 0
+    dense_layers: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        check_integer("sketch_dim", self.sketch_dim, is_optional=True)
+        check_choice("head_combination", self.head_combination, _HEAD_COMBINATIONS)
+        check_choice("transition", self.transition, _TRANSITIONS)
+        for name, least in (
+            ("seed", 0),
+            ("exponent", 1),
+            ("walk_degree", 1),
+            ("sink_blocks", 0),
+            ("local_blocks", 1),
+            ("dense_tail", 0),
+        ):
+            check_integer(name, getattr(self, name), least=least)
+        if self.exponent > kernel_selection.MAX_POWER:
+            raise ValueError(f"exponent must be at most 32, got {self.exponent}")
+        if self.beta is not None:
+            check_number("beta", self.beta, "[0, 1)")
+            if self.beta != 0 and self.transition != "softmax":
+                raise ValueError(
+                    "beta must be None or 0 unless transition is 'softmax' (damping needs rows "
+                    f"that sum to one), got beta={self.beta!r} with transition={self.transition!r}"
+                )
+        check_number("density", self.density, "(0, 1]")
+        check_integer("top_blocks", self.top_blocks, is_optional=True)
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> "SketchWalkConfig":
+        """The method as printed: `R_k = R_{k-1} W_k` with `W = A ** 8`, head-mean scores."""
+        return cls(**overrides)
+
+    @classmethod
+    def damped(cls, **overrides: Any) -> "SketchWalkConfig":
+        """Softmax transitions with damping: `X ← (1 - β) P + β X P`, β = 0.25."""
+        return cls(**{"transition": "softmax", "beta": 0.25, **overrides})
+
+    @classmethod
+    def one_hop(cls, **overrides: Any) -> "SketchWalkConfig":
+        """The ablation without a walk: `R_k = P`, each layer selects by its own scores."""
+        return cls(**{"transition": "softmax", "beta": 0.0, **overrides})
+
+    @classmethod
+    def released(cls, **overrides: Any) -> ReleasedConfig:
+        """The rule of the authors' published code, a policy of its own: see `ReleasedConfig`."""
+        return ReleasedConfig(**overrides)
+
+    # The state.
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> SketchSums:
+        """Zero sums in sketch space."""
+        groups = self._num_groups(shape.num_kv_heads)
+        size = (batch, num_blocks, groups, sketch_size(shape.head_dim, self.sketch_dim))
+        return SketchSums(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.float32))
+
+    def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
+        """The walk before the first sparse layer."""
+        return WalkState.zeros(batch, num_rows, num_blocks)
+
+    def budget(self, num_blocks: int) -> Int[np.ndarray, "J"]:
+        """Blocks that each of `num_blocks` rows keeps, non-decreasing."""
+        return block_budget(
+            num_blocks,
+            density=self.density,
+            top_blocks=self.top_blocks,
+            sink_blocks=self.sink_blocks,
+            local_blocks=self.local_blocks,
         )
-    if new is None:
-        both = (_combined(config, x, key.shape[2]) for x in (query, key))
-        one, other = (project(block_sums(x, span.valid, size), omega) for x in both)
-        new = one, other
-    return SketchSums(
-        _add_blocks(sums.query, new[0], span.first_block),
-        _add_blocks(sums.key, new[1], span.first_block),
-    )
+
+    # Algorithm 1 steps 1-4; Algorithm 2 steps 2 and 3.
+
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: SketchSums,
+        *,
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> SketchSums:
+        """Adds the span's tokens to the sums."""
+        omega, groups = self._omega(query), statistics.query.shape[2]
+        size = min(self.block_size, span.valid.shape[1])  # 1 in decode: a token is its own sum
+        new = None
+        if kernels is not None:
+            new = kernel_selection.sketch_sums(
+                query,
+                key,
+                span.valid,
+                num_groups=groups,
+                combine=self.head_combination,
+                omega=omega,
+                block_size=size,
+                kernels=kernels,
+            )
+        if new is None:
+            combined = (group_heads(x, groups, combine=self.head_combination) for x in (query, key))
+            one, other = (project(block_sums(x, span.valid, size), omega) for x in combined)
+            new = one, other
+        return SketchSums(
+            _add_blocks(statistics.query, new[0], span.first_block),
+            _add_blocks(statistics.key, new[1], span.first_block),
+        )
+
+    # Algorithm 1 steps 5-7; Algorithm 2 steps 3-6.
+
+    def select(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "Ls B S K H"],
+        statistics: SketchSums,
+        walk: WalkState,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> tuple[BlockSelection, WalkState]:
+        """Scores, walk and top-τ: blocks for every query block, or for the token being decoded."""
+        del key, layer
+        select = self._select_token if span.is_token else self._select_prompt
+        return select(query, statistics, walk, span=span, kernels=kernels)
+
+    def _select_prompt(
+        self,
+        query: Float[Array, "B T N H"],
+        sums: SketchSums,
+        walk: WalkState,
+        *,
+        span: Span,
+        kernels: KernelConfig | None,
+    ) -> tuple[BlockSelection, WalkState]:
+        """Algorithm 1: every query block stands for its mean query."""
+        query_means = block_means(sums.query, span.end, self.block_size)
+        key_means = block_means(sums.key, span.end, self.block_size)
+        scores = block_scores(query_means, key_means, query.shape[-1])
+        tail_start = span.prompt_end - self.dense_tail if self.dense_tail else None
+        if kernels is not None:
+            selected = kernel_selection.select_prompt(
+                scores,
+                walk,
+                first_block=span.first_block,
+                tail_start=tail_start,
+                budget=self.budget(scores.shape[-1]),
+                **self._walk_rule,
+                **self._list_rule,
+                kernels=kernels,
+            )
+            if selected is not None:
+                return selected
+        rows = span.rows(self.block_size)
+        return self._walk_and_select(scores, walk, rows, tail_start, kernels)
+
+    def _select_token(
+        self,
+        query: Float[Array, "B 1 N H"],
+        sums: SketchSums,
+        walk: WalkState,
+        *,
+        span: Span,
+        kernels: KernelConfig | None,
+    ) -> tuple[BlockSelection, WalkState]:
+        """Algorithm 2: the token's own head-combined query stands for the row of its block."""
+        omega, groups = self._omega(query), sums.query.shape[2]
+        if kernels is not None:
+            selected = kernel_selection.select_token(
+                query,
+                sums.query,
+                sums.key,
+                walk,
+                positions=span.positions,
+                budget=self.budget(sums.key.shape[1]),
+                omega=omega,
+                combine=self.head_combination,
+                **self._walk_rule,
+                **self._list_rule,
+                kernels=kernels,
+            )
+            if selected is not None:
+                return selected
+        rows = span.rows(self.block_size)
+        token = project(group_heads(query, groups, combine=self.head_combination), omega)
+        is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
+        query_means = block_means(sums.query, span.end, self.block_size)
+        query_rows = jnp.where(is_row[:, :, None, None], token, query_means)
+        key_means = block_means(sums.key, span.end, self.block_size)
+        scores = block_scores(query_rows, key_means, query.shape[-1])
+        return self._walk_and_select(scores, walk, rows, None, kernels)
+
+    def _walk_and_select(
+        self,
+        scores: Float[Array, "B J J"],
+        walk: WalkState,
+        rows: Int[Array, "B I"],
+        tail_start: Int[Array, "B"] | None,
+        kernels: KernelConfig | None,
+    ) -> tuple[BlockSelection, WalkState]:
+        """Algorithm 1 steps 6-7; rows with a token from `tail_start` on keep every block."""
+        num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
+        precision = kernel_selection.walk_precision(kernels)
+        selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
+        counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
+        max_count = int(budget[-1])
+        if tail_start is not None:
+            in_tail = (rows + 1) * self.block_size > tail_start[:, None]
+            counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
+            max_count = num_blocks
+        lists = dict(self._list_rule, max_count=max_count)
+        selection = None
+        if kernels is not None:
+            selection = kernel_selection.select_rows(
+                selecting, rows, counts, **lists, kernels=kernels
+            )
+        return selection or select_blocks(selecting, rows, counts, **lists), walk
+
+    @property
+    def _walk_rule(self) -> dict[str, Any]:
+        """The fields that `walk_step` and the kernels in its place take."""
+        names = ("transition", "exponent", "walk_degree", "beta")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _list_rule(self) -> dict[str, Any]:
+        """The fields that `select_blocks` and the kernels in its place take."""
+        names = ("sink_blocks", "local_blocks", "block_size")
+        return {name: getattr(self, name) for name in names}
+
+    def _num_groups(self, num_kv_heads: int) -> int:
+        return 1 if self.head_combination == "mean" else num_kv_heads
+
+    def _omega(self, query: Float[Array, "B T N H"]) -> Float[np.ndarray, "H R"] | None:
+        return srht_matrix(query.shape[-1], self.sketch_dim, self.seed)
 
 
 def _add_blocks(
@@ -111,120 +353,3 @@ def _add_blocks(
     is_new = (row >= 0) & (row < num_rows)
     added = new[sequence, jnp.clip(row, 0, num_rows - 1)]
     return total + jnp.where(is_new[:, :, None, None], added, 0.0)
-
-
-def _budget(config: "SketchWalkConfig", num_blocks: int) -> np.ndarray:
-    return block_budget(
-        num_blocks,
-        density=config.density,
-        top_blocks=config.top_blocks,
-        sink_blocks=config.sink_blocks,
-        local_blocks=config.local_blocks,
-    )
-
-
-def _scores(
-    config: "SketchWalkConfig",
-    query_rows: Float[Array, "B J C R"],
-    sums: SketchSums,
-    *,
-    lengths: Int[Array, "B"],
-    head_dim: int,
-) -> Float[Array, "B J J"]:
-    """Scores of all pairs of blocks (Algorithm 1 step 5)."""
-    keys = block_means(sums.key, lengths, config.block_size)
-    return block_scores(query_rows, keys, head_dim)
-
-
-def _select(
-    config: "SketchWalkConfig",
-    scores: Float[Array, "B J J"],
-    walk: WalkState,
-    *,
-    rows: Int[Array, "B I"],
-    tail_start: Int[Array, "B"] | None,
-) -> tuple[BlockSelection, WalkState]:
-    """Walk and top-τ (Algorithm 1 steps 6-7)."""
-    num_blocks = scores.shape[-1]
-    selecting, walk = walk_step(
-        walk,
-        scores,
-        rows,
-        transition=config.transition,
-        exponent=config.exponent,
-        walk_degree=config.walk_degree,
-        beta=config.beta,
-    )
-    budget = _budget(config, num_blocks)
-    max_count = int(budget[-1])
-    counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
-    if tail_start is not None:
-        in_tail = (rows + 1) * config.block_size > tail_start[:, None]
-        counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
-        max_count = num_blocks
-    sizes = {"sink_blocks": config.sink_blocks, "local_blocks": config.local_blocks}
-    sizes |= {"max_count": max_count, "block_size": config.block_size}
-    selection = None
-    if dispatch.selects_with_kernels():
-        selection = kernel_selection.select_blocks(selecting, rows, counts, **sizes)
-    return selection or select_blocks(selecting, rows, counts, **sizes), walk
-
-
-def select_prefill(
-    config: "SketchWalkConfig",
-    query: Float[Array, "B T N H"],
-    sums: SketchSums,
-    walk: WalkState,
-    *,
-    span: Span,
-) -> tuple[BlockSelection, WalkState]:
-    """Blocks for every query block of the span."""
-    means = block_means(sums.query, span.end, config.block_size)
-    scores = _scores(config, means, sums, lengths=span.end, head_dim=query.shape[-1])
-    tail_start = span.prompt_end - config.dense_tail if config.dense_tail else None
-    if dispatch.selects_with_kernels():
-        selected = kernel_selection.select_prompt(
-            config,
-            scores,
-            walk,
-            first_block=span.first_block,
-            tail_start=tail_start,
-            budget=_budget(config, scores.shape[-1]),
-        )
-        if selected is not None:
-            return selected
-    rows = span.rows(config.block_size)
-    return _select(config, scores, walk, rows=rows, tail_start=tail_start)
-
-
-def select_decode(
-    config: "SketchWalkConfig",
-    query: Float[Array, "B 1 N H"],
-    key: Float[Array, "Ls B S K H"],
-    sums: SketchSums,
-    walk: WalkState,
-    *,
-    positions: Int[Array, "B"],
-) -> tuple[BlockSelection, WalkState]:
-    """Blocks for one token: its own head-combined query stands for the row of its block."""
-    omega = srht_matrix(query.shape[-1], config.sketch_dim, config.seed)
-    rows = (positions // config.block_size)[:, None]
-    if dispatch.selects_with_kernels():
-        selected = kernel_selection.select_token(
-            config,
-            query,
-            sums.query,
-            sums.key,
-            walk,
-            positions=positions,
-            budget=_budget(config, sums.key.shape[1]),
-            omega=omega,
-        )
-        if selected is not None:
-            return selected
-    token = project(_combined(config, query, key.shape[3]), omega)
-    is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
-    means = block_means(sums.query, positions + 1, config.block_size)
-    query_rows = jnp.where(is_row[:, :, None, None], token, means)
-    scores = _scores(config, query_rows, sums, lengths=positions + 1, head_dim=query.shape[-1])
-    return _select(config, scores, walk, rows=rows, tail_start=None)

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.policies.budget import BudgetPolicy, token_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import BudgetPolicy, Span
 from sketchwalk_jax.selection import BlockSelection
 
 PyTree = Any
@@ -36,7 +36,7 @@ class StreamingConfig(BudgetPolicy):
       1
     """
 
-    def select_prefill(
+    def select(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "Ls B S K H"],
@@ -45,28 +45,13 @@ class StreamingConfig(BudgetPolicy):
         *,
         layer: Int[Array, ""],
         span: Span,
+        kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """First and most recent blocks of every query block."""
-        return self._select(span.rows(self.block_size), key.shape[2] // self.block_size), walk
-
-    def select_decode(
-        self,
-        query: Float[Array, "B 1 N H"],
-        key: Float[Array, "Ls B S K H"],
-        statistics: PyTree,
-        walk: PyTree,
-        *,
-        layer: Int[Array, ""],
-        positions: Int[Array, "B"],
-    ) -> tuple[BlockSelection, PyTree]:
-        """First and most recent blocks as seen from the token's own block."""
-        rows = token_rows(positions, self.block_size)
-        return self._select(rows, key.shape[2] // self.block_size), walk
-
-    def _select(self, rows: Int[Array, "B I"], num_blocks: int) -> BlockSelection:
-        counts = self.row_counts(rows, num_blocks)[..., None]
+        """First and most recent blocks of every row."""
+        rows, num_blocks = span.rows(self.block_size), key.shape[2] // self.block_size
+        counts = self.counts(rows, num_blocks)[..., None]
         place = jnp.arange(int(self.budget(num_blocks)[-1]), dtype=jnp.int32)[None, None, :]
         skipped = rows[..., None] + 1 - counts  # blocks between the first and the recent ones
         ids = jnp.where(place < self.sink_blocks, place, place + skipped)
         ids = jnp.where(place < counts, ids, num_blocks)
-        return BlockSelection(ids[:, None], counts[:, None, :, 0], self.block_size)
+        return BlockSelection(ids[:, None], counts[:, None, :, 0], self.block_size), walk

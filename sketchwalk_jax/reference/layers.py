@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.reference.attention import masked_attention
 from sketchwalk_jax.reference.selection import budget, select, select_rows, token_mask
 from sketchwalk_jax.reference.sketch import AnyArray, block_scores

@@ -39,7 +39,7 @@ def released_transition(
       `P`, `[J, J]` float64; rows sum to one.
 
     Example:
-      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((128, 1, 32), np.float32)
       >>> released_transition(x, x, SketchWalkConfig.released()).tolist()
       [[0.5, 0.5], [0.5, 0.5]]
@@ -77,7 +77,7 @@ def released_walk(
       `S` after, shaped like `previous`.
 
     Example:
-      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> released_walk(np.eye(2), np.eye(2), np.eye(2), SketchWalkConfig.released()).tolist()
       [[1.0, 0.0], [0.0, 1.0]]
     """
@@ -107,7 +107,7 @@ def released_select(
       Block ids in ascending order.
 
     Example:
-      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> row = np.array([0.1, 0.1, 0.5, 0.1, 0.1, 0.1])
       >>> released_select(row, 5, 384, SketchWalkConfig.released())
       [0, 2, 4, 5]
@@ -141,7 +141,7 @@ def released_select_prefill(
       Block ids of each row, and `R_k`.
 
     Example:
-      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
       >>> released_select_prefill(x, x, None, SketchWalkConfig.released())[0]
       [[0], [0, 1]]
@@ -172,7 +172,7 @@ def released_select_decode(
       Block ids, and the row `[J]` that selected them.
 
     Example:
-      >>> from sketchwalk_jax.config import SketchWalkConfig
+      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
       >>> released_select_decode(x, x, SketchWalkConfig.released())[0]
       [0, 1]

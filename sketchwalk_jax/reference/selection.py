@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
 def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:

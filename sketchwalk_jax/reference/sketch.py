@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Array, Float
 
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 AnyArray = Array | np.ndarray
 

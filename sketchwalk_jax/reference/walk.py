@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sketchwalk_jax.config import SketchWalkConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
 def transition(scores: np.ndarray, config: SketchWalkConfig) -> np.ndarray:

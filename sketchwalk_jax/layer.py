@@ -1,4 +1,4 @@
-"""Sketch-and-Walk as one function for other codebases: `(q, k, v, walk) -> (out, walk)`.
+"""One layer for other codebases: `(q, k, v, walk) -> (out, walk)`, inside their own scan.
 
 Nothing is cached: queries and keys of the whole sequence go in, as in training or scoring. Thread
 the walk through the layers' `scan`.
@@ -7,13 +7,12 @@ the walk through the layers' `scan`.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention import attend_rows, dense_attention
-from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
+from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax.dispatch import selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.pallas_kernels.dispatch import selecting_with
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.validation import check_per_sequence, check_qkv
 from sketchwalk_jax.walk import WalkState
-from sketchwalk_jax.walk import init_walk as _init_walk
 
 
 def init_walk(batch: int, num_tokens: int, *, config: Policy) -> WalkState:
@@ -28,7 +27,7 @@ def init_walk(batch: int, num_tokens: int, *, config: Policy) -> WalkState:
       A `WalkState` of zero layers.
     """
     num_blocks = -(-num_tokens // config.block_size)
-    return _init_walk(batch, num_blocks, num_blocks)
+    return WalkState.zeros(batch, num_blocks, num_blocks)
 
 
 def sketchwalk_attention(
@@ -112,11 +111,12 @@ def sketchwalk_attention(
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
     statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
-    with selecting_with(implementation):
-        statistics = config.observe(query, key, statistics, span=span)
-        selection, walk = config.select_prefill(
-            query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
-        )
+    kernels = selection_kernels(implementation, kernel_config)
+    statistics = config.observe(query, key, statistics, span=span, kernels=kernels)
+    first = jnp.zeros((), jnp.int32)
+    selection, walk = config.select(
+        query, key[None], statistics, walk, layer=first, span=span, kernels=kernels
+    )
     out, _ = attend_rows(
         query,
         key,

@@ -9,14 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax import cudnn_attention, kernel_attention, xla_attention
-from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv, check_selection
+from sketchwalk_jax.attention import cudnn, xla
+from sketchwalk_jax.dispatch import choose_dense_implementation, choose_implementation
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.pallas_kernels.dispatch import (
-    choose_dense_implementation,
-    choose_implementation,
-)
+from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_per_sequence, check_qkv
 
 
 def _stack(x: Array, layer: Any) -> Array:
@@ -34,12 +32,19 @@ def _finish(
     return (out, lse) if return_lse else out
 
 
-def _per_sequence(x: Any, default: int, batch: int) -> Int[Array, "B"]:
+def per_sequence(x: Any, default: int, batch: int) -> Int[Array, "B"]:
+    """`x` as int32, or the default for every sequence."""
     return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
 
 
 def _layer_index(layer: Any) -> Int[Array, ""]:
     return jnp.asarray(0 if layer is None else layer, jnp.int32)
+
+
+def take_columns(x: Float[Array, "B T *rest"], columns: Int[Array, "B U"]) -> Array:
+    """`x[b, columns[b]]` for every sequence."""
+    index = columns.reshape(*columns.shape, *([1] * (x.ndim - 2)))
+    return jnp.take_along_axis(x, index, axis=1)
 
 
 def num_query_blocks(num_tokens: int, block_size: int, *, has_offset: bool) -> int:
@@ -57,6 +62,35 @@ def num_query_blocks(num_tokens: int, block_size: int, *, has_offset: bool) -> i
       The number of rows `I`.
     """
     return (num_tokens + (block_size - 1 if has_offset else 0) + block_size - 1) // block_size
+
+
+def _check_selection(selection: BlockSelection, query: Any, key: Any, num_rows: int) -> None:
+    """Checks lists of blocks against queries of `num_rows` rows."""
+    ids, counts, size = selection.ids, selection.counts, selection.block_size
+    batch, num_heads = query.shape[0], query.shape[2]
+    if ids.ndim != 4 or counts.shape != ids.shape[:3]:
+        raise ValueError(
+            "selection must have ids [B, M, I, P] and counts [B, M, I], "
+            f"got {ids.shape} and {counts.shape}"
+        )
+    if ids.shape[0] != batch or ids.shape[2] != num_rows:
+        raise ValueError(
+            f"selection must hold lists for {batch} sequences and {num_rows} query blocks, "
+            f"got ids of shape {ids.shape}"
+        )
+    if ids.shape[1] not in (1, key.shape[-2], num_heads):
+        raise ValueError(
+            f"selection must have 1, {key.shape[-2]} or {num_heads} lists per row, "
+            f"got {ids.shape[1]}"
+        )
+    if ids.shape[3] == 0:
+        raise ValueError("selection must have room for at least one block, got P = 0")
+    if ids.dtype != jnp.int32 or counts.dtype != jnp.int32:
+        raise ValueError(
+            f"selection must hold int32 ids and counts, got {ids.dtype} and {counts.dtype}"
+        )
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"selection.block_size must be a power of two, got {size}")
 
 
 def block_sparse_attention(
@@ -104,15 +138,15 @@ def block_sparse_attention(
     batch, num_tokens = check_qkv(query, key, value, layer)
     size = selection.block_size
     num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
-    check_selection(selection, query, key, num_rows)
+    _check_selection(selection, query, key, num_rows)
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     query = jnp.pad(query, ((0, 0), (0, num_rows * size - num_tokens), (0, 0), (0, 0)))
-    offset = _per_sequence(query_offset, 0, batch)
+    offset = per_sequence(query_offset, 0, batch)
     shift = offset % size
     column = jnp.arange(num_rows * size, dtype=jnp.int32)[None, :]
     if query_offset is not None:  # rows lie on block boundaries, the first may be partly empty
-        query = _take_columns(query, (column - shift[:, None]) % (num_rows * size))
+        query = take_columns(query, (column - shift[:, None]) % (num_rows * size))
     out, lse = attend_rows(
         query,
         key,
@@ -128,7 +162,7 @@ def block_sparse_attention(
     )
     if query_offset is not None:
         back = column[:, :num_tokens] + shift[:, None]
-        out, lse = _take_columns(out, back), lse if lse is None else _take_columns(lse, back)
+        out, lse = take_columns(out, back), lse if lse is None else take_columns(lse, back)
     return _finish(out[:, :num_tokens], lse if lse is None else lse[:, :num_tokens], return_lse)
 
 
@@ -155,27 +189,31 @@ def attend_rows(
     size = selection.block_size
     num_rows = num_tokens // size
     config = kernel_config or default_kernel_config()
-    implementation = selection.supported(implementation)
     chosen = choose_implementation(implementation, query, block_size=size, config=config)
     key, value = _stack(key, layer), _stack(value, layer)
-    kv_lengths = _per_sequence(kv_lengths, key.shape[2], batch)
-    scale = xla_attention.default_scale(head_dim) if scale is None else scale
+    kv_lengths = per_sequence(kv_lengths, key.shape[2], batch)
+    scale = default_scale(head_dim) if scale is None else scale
     if chosen == "mosaic_gpu":
-        return kernel_attention.attend_rows(
+        # Pallas takes long to import, and few callers need it.
+        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+
+        return block_sparse_prefill(
             query,
             _pad_keys(key, size),
             _pad_keys(value, size),
-            selection,
+            selection.ids,
+            selection.counts,
             layer=_layer_index(layer),
             first_block=first_block,
             kv_lengths=kv_lengths,
             scale=scale,
+            block_size=size,
             return_lse=return_lse,
             config=config,
         )
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     positions = (first_block * size)[:, None] + column
-    out, lse = xla_attention.attend_lists(
+    out, lse = xla.attend_lists(
         query.reshape(batch, num_rows, size, num_heads, head_dim),
         _pad_keys(key, size),
         _pad_keys(value, size),
@@ -189,11 +227,6 @@ def attend_rows(
     )
     out = out.reshape(batch, num_tokens, num_heads, head_dim)
     return out, lse.reshape(batch, num_tokens, num_heads)
-
-
-def _take_columns(x: Float[Array, "B T *rest"], columns: Int[Array, "B U"]) -> Array:
-    index = columns.reshape(*columns.shape, *([1] * (x.ndim - 2)))
-    return jnp.take_along_axis(x, index, axis=1)
 
 
 def block_sparse_decode(
@@ -234,30 +267,34 @@ def block_sparse_decode(
     batch, num_tokens = check_qkv(query, key, value, layer)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
-    check_selection(selection, query, key, 1)
+    _check_selection(selection, query, key, 1)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     size = selection.block_size
     config = kernel_config or default_kernel_config()
     chosen = choose_implementation(implementation, query, block_size=size, config=config)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     key, value = (_pad_keys(_stack(x, layer), size) for x in (key, value))
-    scale = xla_attention.default_scale(query.shape[-1]) if scale is None else scale
+    scale = default_scale(query.shape[-1]) if scale is None else scale
     if chosen == "mosaic_gpu":
-        out, lse = kernel_attention.attend_token(
+        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+
+        out, lse = block_sparse_decode_kernel(
             query,
             key,
             value,
-            selection,
+            selection.ids,
+            selection.counts,
             layer=_layer_index(layer),
             kv_lengths=lengths,
             scale=scale,
+            block_size=size,
             return_lse=return_lse,
             config=config,
         )
         return _finish(out, lse, return_lse)
     # A step over lists of tokens takes as many keys as one over pages of 16.
     block_step = config.decode_block_step * max(1, 16 // size)
-    out, lse = xla_attention.attend_lists(
+    out, lse = xla.attend_lists(
         query[:, None],
         key,
         value,
@@ -324,7 +361,7 @@ def dense_attention(
         return_lse=return_lse,
     )
     if chosen == "cudnn":
-        return cudnn_attention.attend_dense(
+        return cudnn.attend_dense(
             query, key, value, layer=layer, kv_lengths=kv_lengths, scale=scale
         )
     config = kernel_config or default_kernel_config()
@@ -334,15 +371,15 @@ def dense_attention(
     padded = num_tiles * tile
     query = jnp.pad(query, ((0, 0), (0, padded - num_tokens), (0, 0), (0, 0)))
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
-    positions = _per_sequence(query_offset, 0, batch)[:, None] + column
-    out, lse = xla_attention.attend_dense(
+    positions = per_sequence(query_offset, 0, batch)[:, None] + column
+    out, lse = xla.attend_dense(
         query.reshape(batch, num_tiles, tile, num_heads, head_dim),
         key,
         value,
         positions.reshape(batch, num_tiles, tile),
         layer=_layer_index(layer),
-        kv_lengths=_per_sequence(kv_lengths, key.shape[2], batch),
-        scale=xla_attention.default_scale(head_dim) if scale is None else scale,
+        kv_lengths=per_sequence(kv_lengths, key.shape[2], batch),
+        scale=default_scale(head_dim) if scale is None else scale,
         keys_per_step=config.dense_keys if num_tokens > 1 else config.dense_decode_keys,
     )
     out = out.reshape(batch, padded, num_heads, head_dim)[:, :num_tokens]

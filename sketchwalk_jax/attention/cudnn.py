@@ -1,6 +1,6 @@
 """Dense attention through cuDNN's flash attention, for prefill on NVIDIA GPUs.
 
-`pallas_kernels.dispatch.why_not_cudnn` says which calls it takes. cuDNN knows ragged batches and
+`dispatch.why_not_cudnn` says which calls it takes. cuDNN knows ragged batches and
 grouped-query attention; what it does not promise is that keys beyond a sequence's length may hold
 anything, so they are set to 0 on the way in, and queries beyond it on the way out.
 """

@@ -1,12 +1,47 @@
-"""Numbers that are each a float and a power of two of their own, in kernels and outside."""
+"""Numbers as a float and a power of two: the exponents of the walk, and arithmetic with them.
+
+The walk (section 2.3) multiplies by high powers of scores, layer after layer. Its rows are kept at
+powers of two of their own, which no selection can see; the constants here say at which. The upper
+half of this file is for XLA, the lower half for kernels too, which know no `frexp`.
+"""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-NO_EXPONENT = -(1 << 24)  # of zero: far below any other, far from overflow when added to others
+# Stands for log2(0): far below any reachable exponent, far from overflow when added to others.
+NO_EXPONENT = -(1 << 24)
+# Row maxima, as powers of two. Rows of W lie below 2^(WEIGHT_EXPONENT + s); those of R are moved
+# to 2^product_exponent(s) before the product, whose sums of up to 2^14 terms (a million tokens)
+# then stay below 2^127; and to 2^STATE_EXPONENT after it.
+WEIGHT_EXPONENT = 48
+STATE_EXPONENT = 100
+_PRODUCT_EXPONENT = 112
 _SIGN_AND_MANTISSA = -(0xFF << 23) - 1
 _GROWN = 24  # makes every subnormal number a normal one
+
+
+def product_exponent(power: int) -> int:
+    """Exponent to which rows of `R` are moved before the product with `W = A ** power`."""
+    return _PRODUCT_EXPONENT - WEIGHT_EXPONENT - power
+
+
+def floor_log2(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """`floor(log2 |x|)`; `NO_EXPONENT` for zero."""
+    _, exponent = jnp.frexp(x)
+    return jnp.where(x == 0.0, NO_EXPONENT, exponent - 1)
+
+
+def times_power_of_two(
+    x: Float[Array, "B I J"], exponent: Int[Array, "B #I #J"]
+) -> Float[Array, "B I J"]:
+    """`x · 2^exponent`, exact where the result is a normal float, for any size of `exponent`.
+
+    0 below the normal range; the power of `x`'s own magnitude is capped at `2^127`.
+    """
+    mantissa, own = jnp.frexp(x)
+    own_power = power_of_two(jnp.minimum(own - 1 + exponent, 127).astype(jnp.int32))
+    return jnp.where(x == 0.0, 0.0, 2.0 * mantissa * own_power)
 
 
 def _bits(x: Array) -> Array:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.attention_checks import check_per_sequence, check_qkv
+from sketchwalk_jax.attention.api import per_sequence
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.precision import MASK_VALUE, default_scale, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.xla_attention import MASK_VALUE, default_scale
+from sketchwalk_jax.validation import check_integer, check_per_sequence, check_qkv
 
 
 def block_mass(
@@ -59,17 +59,17 @@ def block_mass(
       ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
-    _check_block_size(block_size)
+    check_integer("block_size", block_size)
     check_per_sequence("first_block", first_block, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
         raise ValueError(f"valid must have shape {(batch, num_tokens)}, got {valid.shape}")
     key = key[None] if layer is None else key
-    lengths = _or_default(kv_lengths, key.shape[2], batch)
+    lengths = per_sequence(kv_lengths, key.shape[2], batch)
     padding = -num_tokens % block_size
     query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
     column = jnp.arange(num_tokens + padding, dtype=jnp.int32)[None, :]
-    positions = (_or_default(first_block, 0, batch) * block_size)[:, None] + column
+    positions = (per_sequence(first_block, 0, batch) * block_size)[:, None] + column
     if valid is None:
         valid = (positions < lengths[:, None]) & (column < num_tokens)
     else:
@@ -121,7 +121,7 @@ def token_mass(
       ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
-    _check_block_size(block_size)
+    check_integer("block_size", block_size)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     check_per_sequence("kv_lengths", kv_lengths, batch)
@@ -179,15 +179,6 @@ def mass_recall(
     total = jnp.sum(by_list, axis=-1)
     recall = held / jnp.where(total > 0, total, 1.0)
     return recall.reshape(mass.shape[:-1])
-
-
-def _check_block_size(block_size: Any) -> None:
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
-
-
-def _or_default(x: Any, default: int, batch: int) -> Int[Array, "B"]:
-    return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
 
 
 def _mass(

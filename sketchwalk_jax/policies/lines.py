@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.policies.base import Span
-from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.precision import MASK_VALUE, default_scale, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import block_sums
-from sketchwalk_jax.xla_attention import MASK_VALUE, default_scale
 
 
 def last_queries(
@@ -25,7 +24,7 @@ def last_queries(
 
     A sequence with fewer new tokens than that has fewer; one without new tokens has none.
     """
-    last = span.end - 1 - span.first_block * block_size
+    last = span.positions - span.first_block * block_size
     columns = last[:, None] + jnp.arange(1 - count, 1, dtype=jnp.int32)[None, :]
     inside = jnp.clip(columns, 0, query.shape[1] - 1)
     is_query = (columns == inside) & jnp.take_along_axis(span.valid, inside, axis=1)

@@ -13,21 +13,14 @@ all of batch, rows and key/value heads merged: the shapes in which XLA neither t
 splits products.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.line_selection import LineSelection
-from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
-
-# A finite stand-in for log(0), and a running maximum above it to begin with: the weight of a
-# masked score is then exactly exp(-5e29) = 0, in empty rows too, without a second mask.
-MASK_VALUE = -1e30
-_FIRST_MAXIMUM = -5e29
 
 # key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
 Tile = tuple[Array, Array, Array]
@@ -68,7 +61,7 @@ def _attend_tile(
     """Attention of one tile of rows over `num_steps` tiles of keys, and its log-sum-exp."""
     shape = query.shape[:-1]
     start = (
-        jnp.full(shape, _FIRST_MAXIMUM, jnp.float32),
+        jnp.full(shape, FIRST_MAXIMUM, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(query.shape, jnp.float32),
     )
@@ -188,10 +181,6 @@ def attend_lists(
             listed = place[None, None, None, :] < tile_counts[..., None]  # [B M R P]
             position = ids[..., None] * size + offsets[None, None, None, None, :]
             is_real = listed[..., None] & (position < kv_lengths[:, None, None, None, None])
-            if isinstance(selection, LineSelection):
-                keys = position.reshape(*ids.shape[:3], -1)
-                on_line = selection.attends(keys, tile_positions[:, :, 0] // size)
-                is_real &= on_line.reshape(is_real.shape)
             position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
             position, is_real = jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
@@ -265,8 +254,3 @@ def attend_dense(
 
     out, lse = jax.lax.map(attend_rows, rows)
     return _join_heads(out, lse, shape)
-
-
-def default_scale(head_dim: int) -> float:
-    """`1 / sqrt(H)`."""
-    return 1.0 / math.sqrt(head_dim)

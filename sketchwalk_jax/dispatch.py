@@ -1,19 +1,18 @@
-"""Which implementation of attention runs: chosen by device, dtype and shape, or as asked."""
+"""Which implementation runs, in attention and in selection: by device and shape, or as asked.
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+`implementation=None` always finds one; a name insists. What a kernel cannot take it says itself,
+in words (`why_not_...`); nothing here is remembered between calls.
+"""
+
 from typing import Any
 
 import jax
 
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.attention import LEAST_DECODE_HEAD, why_not_shape
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
-PREFILL_BLOCK_SIZES = (64, 128)
-DECODE_BLOCK_SIZES = (16, 64, 128)
-LEAST_DECODE_HEAD = 64
 
 
 def device_kind() -> str:
@@ -23,31 +22,11 @@ def device_kind() -> str:
 
 def is_hopper() -> bool:
     """Whether the default device is an NVIDIA GPU of compute capability 9.0: H100, H200."""
-    if jax.default_backend() != "gpu":
-        return False
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
-
-
-_asked_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("asked_for", default=None)
-
-
-@contextlib.contextmanager
-def selecting_with(implementation: str | None) -> Iterator[None]:
-    """While it is open, policies that are traced select with what was asked for attention."""
-    token = _asked_for.set(implementation)
-    try:
-        yield
-    finally:
-        _asked_for.reset(token)
-
-
-def selects_with_kernels() -> bool:
-    """Whether policies take the selection kernels, where these can make the same lists."""
-    return is_hopper() and _asked_for.get() in (None, "mosaic_gpu")
+    return _compute_capability() == "9.0"
 
 
 def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) -> str | None:
-    """Why the Hopper kernels cannot take this call, or `None` if they can.
+    """Why the Hopper kernels cannot take this call of attention, or `None` if they can.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
@@ -57,18 +36,9 @@ def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) 
     Returns:
       A reason to show to the caller.
     """
-    num_tokens, head_dim = query.shape[1], query.shape[3]
-    sizes = DECODE_BLOCK_SIZES if num_tokens == 1 else PREFILL_BLOCK_SIZES
     if not interpret and not is_hopper():
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
-    if query.dtype.name not in ("bfloat16", "float16"):
-        return f"it takes bfloat16 and float16, not {query.dtype.name}"
-    if head_dim > 128 or head_dim % 8:
-        return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
-    if block_size not in sizes:
-        phase = "decode" if num_tokens == 1 else "prefill"
-        return f"it takes a block_size of {' or '.join(map(str, sizes))} in {phase}"
-    return None
+    return why_not_shape(query, block_size=block_size)
 
 
 def choose_implementation(
@@ -78,7 +48,7 @@ def choose_implementation(
     block_size: int,
     config: KernelConfig | None = None,
 ) -> str:
-    """The implementation that will run.
+    """The implementation of attention over lists that will run.
 
     Args:
       implementation: `None` to choose; it always finds one. A name to insist.
@@ -94,12 +64,31 @@ def choose_implementation(
       NotImplementedError: If the named implementation cannot take this call.
     """
     interpret = config is not None and config.interpret
-    # The decode kernel would pad smaller heads, and copy the whole cache for each token.
     is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
     if implementation is None and (interpret or is_small):
         return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
     return _choose(implementation, IMPLEMENTATIONS, reason)
+
+
+def selection_kernels(
+    implementation: str | None, config: KernelConfig | None = None
+) -> KernelConfig | None:
+    """How policies may run their selection kernels, or `None` where they select on XLA.
+
+    A policy that finds a kernel for what it selects takes it; the lists are the same either way.
+
+    Args:
+      implementation: As asked for attention.
+      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+
+    Returns:
+      The configuration for the kernels, or `None`.
+    """
+    config = default_kernel_config() if config is None else config
+    if config.interpret:
+        return config if implementation == "mosaic_gpu" else None
+    return config if implementation in (None, "mosaic_gpu") and is_hopper() else None
 
 
 def why_not_cudnn(
@@ -117,7 +106,9 @@ def why_not_cudnn(
       A reason to show to the caller.
     """
     num_tokens, head_dim = query.shape[1], query.shape[3]
-    if not _is_nvidia_gpu():
+    # "9.0" on NVIDIA, "gfx942" and the like on AMD
+    major = _compute_capability().split(".")[0]
+    if not (major.isdigit() and int(major) >= 8):
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     if query.dtype.name not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {query.dtype.name}"
@@ -170,10 +161,8 @@ def _choose(asked: str | None, names: tuple[str, str], reason: str | None) -> st
     return general if asked == general or reason else fast
 
 
-def _is_nvidia_gpu() -> bool:
-    """Whether the default device is one that cuDNN's flash attention runs on."""
+def _compute_capability() -> str:
+    """That of the default device, if it is a GPU; an empty string otherwise."""
     if jax.default_backend() != "gpu":
-        return False
-    # "9.0" on NVIDIA, "gfx942" and the like on AMD
-    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
-    return major.isdigit() and int(major) >= 8
+        return ""
+    return str(getattr(jax.devices()[0], "compute_capability", ""))

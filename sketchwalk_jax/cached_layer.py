@@ -1,0 +1,190 @@
+"""Attention of one layer inside inference: write the cache, observe, select, attend.
+
+`layer_attention` builds the callback that `run_layers` calls, for the tokens of a prompt and for a
+decoded one alike. Its state is `(cache, walk)`, and its per-layer output the pairs attended to and,
+on request, the selection.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
+from sketchwalk_jax.cache import num_dense_layers, write_layer
+from sketchwalk_jax.dispatch import IMPLEMENTATIONS, selection_kernels
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import Attend
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Policy, Span
+from sketchwalk_jax.selection import causal_pairs
+
+PyTree = Any
+PHASES = ("both", "prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything static about a call to the model; hashable, one compiled program each.
+
+    Attributes:
+      model_config: The model.
+      config: The policy.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Tokens that prefill processes at a time, or `None` for all.
+      implementation: Attention implementation, or `None` to choose.
+      kernel_config: Tile sizes, or `None` for the defaults.
+      return_selection: Whether the selected blocks are returned.
+      return_all_logits: Whether prefill returns the logits of every token.
+
+    Raises:
+      ValueError: If an option is unknown, or two contradict each other.
+    """
+
+    model_config: ModelConfig
+    config: Policy
+    phase: str = "both"
+    chunk_size: int | None = None
+    implementation: str | None = None
+    kernel_config: KernelConfig | None = None
+    return_selection: bool = False
+    return_all_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        if not isinstance(self.config, Policy):
+            raise ValueError(
+                f"config must be a policy such as SketchWalkConfig or Dense, got {self.config!r}"
+            )
+        if self.phase not in PHASES:
+            raise ValueError(f"phase must be one of {PHASES}, got {self.phase!r}")
+        own = self.config.phases
+        if self.phase != "both" and own and self.phase not in own:
+            raise ValueError(
+                f"phase must be 'both' or {own[0]!r} for {type(self.config).__name__}, which "
+                f"selects in {own[0]} only and is dense elsewhere, got {self.phase!r}"
+            )
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation must be None or one of {IMPLEMENTATIONS}, "
+                f"got {self.implementation!r}"
+            )
+        size, chunk = self.config.block_size, self.chunk_size
+        if chunk is not None and (not isinstance(chunk, int) or chunk < size or chunk % size):
+            raise ValueError(
+                f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
+            )
+
+    def selects_in(self, phase: str) -> bool:
+        """Whether sparse layers select blocks in this phase; the other phase is dense."""
+        return self.phase in ("both", phase) and phase in self.config.phases
+
+    @property
+    def dense_implementation(self) -> str | None:
+        """What dense layers ask for: XLA where everything is to run on it, else the choice."""
+        return "xla" if self.implementation == "xla" else None
+
+    @property
+    def selection_kernels(self) -> KernelConfig | None:
+        """What policies may run their kernels with, or `None` where they select on XLA."""
+        return selection_kernels(self.implementation, self.kernel_config)
+
+
+def attention_by_layer(
+    make: Callable[..., Attend], settings: Settings
+) -> list[tuple[range, Attend]]:
+    """The leading dense layers and the sparse ones, each with its attention, as `run_layers` takes.
+
+    Args:
+      make: `(is_sparse, first_sparse) -> attend`, with the index of the first sparse layer.
+      settings: Static settings.
+    """
+    first = num_dense_layers(settings.model_config, settings.config)
+    layers = (range(first), False), (range(first, settings.model_config.num_layers), True)
+    return [(part, make(is_sparse=sparse, first_sparse=first)) for part, sparse in layers if part]
+
+
+def join_layers(
+    found: Sequence[tuple[Float[Array, "_ B"], PyTree]],
+) -> tuple[Float[Array, "L B"], PyTree]:
+    """Pairs of all layers, and what the last (the sparse) ones selected."""
+    return jnp.concatenate([pairs for pairs, _ in found]), found[-1][1]
+
+
+def observe_layer(
+    statistics: PyTree,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    *,
+    index: Int[Array, ""],
+    span: Span,
+    config: Policy,
+    kernels: KernelConfig | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics)
+    one = config.observe(query, key, one, span=span, kernels=kernels)
+    stacked = jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one
+    )
+    return one, stacked
+
+
+def layer_attention(
+    span: Span, *, is_fresh: bool, is_sparse: bool, first_sparse: int, settings: Settings
+) -> Attend:
+    """Attention of the span's tokens: those of a prompt, or one of each sequence.
+
+    Tokens that are not valid (padding, sequences that have ended) leave no trace.
+
+    Args:
+      span: The tokens.
+      is_fresh: Whether every sequence starts at position 0.
+      is_sparse: Whether these layers belong to the policy (the leading dense ones do not).
+      first_sparse: Index of the first sparse layer.
+      settings: Static settings.
+    """
+    config, kernels = settings.config, settings.selection_kernels
+    start = None if is_fresh else span.start(config.block_size)
+    first_query, num_queries = span.queries_of_rows(config.block_size)
+    num_new = jnp.sum(num_queries, axis=-1, dtype=jnp.int32)
+    all_pairs = causal_pairs(span.end - num_new, num_new)
+    selects = is_sparse and settings.selects_in(span.phase)
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
+        cache, walk = state
+        keys = write_layer(cache.key, key, layer=layer, start=start, span=span)
+        values = write_layer(cache.value, value, layer=layer, start=start, span=span)
+        statistics, pairs, kept = cache.statistics, all_pairs, None
+        if is_sparse:
+            index = layer - first_sparse
+            one, statistics = observe_layer(
+                statistics, query, key, index=index, span=span, config=config, kernels=kernels
+            )
+        where: dict[str, Any] = {
+            "layer": layer,
+            "kv_lengths": span.end,
+            "implementation": settings.implementation,
+            "kernel_config": settings.kernel_config,
+        }
+        if not selects:
+            where["implementation"] = settings.dense_implementation
+            out = dense_attention(query, keys, values, query_offset=start, **where)
+        else:
+            selection, walk = config.select(
+                query, keys, one, walk, layer=layer, span=span, kernels=kernels
+            )
+            pairs = selection.attended_pairs(first_query, num_queries)
+            kept = selection if settings.return_selection else None
+            if span.is_token:
+                out = block_sparse_decode(query, keys, values, selection, **where)
+            else:
+                where |= {"first_block": span.first_block, "return_lse": False}
+                out, _ = attend_rows(query, keys, values, selection, **where)
+        cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
+        return out, (cache, walk), (pairs, kept)
+
+    return attend
