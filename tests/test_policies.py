@@ -24,6 +24,7 @@ from sketchwalk_jax import (
     sketchwalk_attention,
 )
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
+from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.random_blocks import RandomConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
