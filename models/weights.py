@@ -327,30 +327,43 @@ def read_shard(
 def _read_tensor(
     files: TensorFiles, source: LeafSource, name: str, bounds: list[slice], target: np.ndarray
 ) -> None:
+    """Reads `target[i..., o...] = stored[row, column]`, a part of one layer's parameter.
+
+    A stored tensor has one row for each output and one column for each input, of which `o...` and
+    `i...` are the indices; vectors have rows alone. Only whole slices of the leading output axis
+    and the leading input axis are cut in the file; inner axes, which are rarely sharded, are cut
+    after reading. Rows come a few at a time, so that they are transposed in the CPU's cache.
+
+    Args:
+        files: The open files.
+        source: Where the parameter comes from.
+        name: The stored tensor.
+        bounds: The part, a slice with start and stop for each axis of the parameter.
+        target: Where it goes, of the part's shape.
+    """
     num_inputs = len(source.inputs)
     if source.is_transposed:
+        # The parameter has its inputs first; view it in the order of the file.
         inputs, outputs = bounds[:num_inputs], bounds[num_inputs:]
-        # The inputs of `target` come first; view it in the order of the file.
-        axes = (*range(num_inputs, target.ndim), *range(num_inputs))
-        target = target.transpose(axes)
+        target = target.transpose(*range(num_inputs, target.ndim), *range(num_inputs))
     else:
-        inputs, outputs = bounds[len(source.outputs) :], bounds[: len(source.outputs)]
-
-    row, column = math.prod(source.outputs[1:]), math.prod(source.inputs[1:])
-    columns = [slice(inputs[0].start * column, inputs[0].stop * column)] if inputs else []
-    # Only the leading axes are cut in the file; inner ones, rarely sharded, after reading.
-    inner = (slice(None), *outputs[1:], *([slice(None)] if inputs else []), *inputs[1:])
-    step = max(1, ROWS_PER_READ // row)
-    for start in range(outputs[0].start, outputs[0].stop, step):
-        stop = min(start + step, outputs[0].stop)
-        block = files.read(name, slice(start * row, stop * row), *columns)
-        block = block.reshape(stop - start, *source.outputs[1:], *_sizes(inputs, source.inputs))
-        offset = outputs[0].start
-        target[start - offset : stop - offset] = block[inner]
-
-
-def _sizes(inputs: list[slice], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return (inputs[0].stop - inputs[0].start, *sizes[1:]) if inputs else ()
+        num_outputs = len(source.outputs)
+        outputs, inputs = bounds[:num_outputs], bounds[num_outputs:]
+    # Stored rows of one index of the leading output axis, and stored columns of the part.
+    rows = math.prod(source.outputs[1:])
+    columns, read_inputs = [], ()
+    if inputs:
+        per_index = math.prod(source.inputs[1:])
+        columns = [slice(inputs[0].start * per_index, inputs[0].stop * per_index)]
+        read_inputs = (inputs[0].stop - inputs[0].start, *source.inputs[1:])
+    inner = (slice(None), *outputs[1:], *[slice(None) for _ in inputs[:1]], *inputs[1:])
+    first, last = outputs[0].start, outputs[0].stop
+    step = max(1, ROWS_PER_READ // rows)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        block = files.read(name, slice(start * rows, stop * rows), *columns)
+        block = block.reshape(stop - start, *source.outputs[1:], *read_inputs)
+        target[start - first : stop - first] = block[inner]
 
 
 def resolve_tying(

@@ -6,6 +6,10 @@ import os
 # pool of a machine with two cores would hang.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
+# Most of a test's time is XLA's, and half of that LLVM's optimisations. What is about a compiled
+# program itself (its memory, its last bits, its speed) carries the marker `optimized`.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import random
 import subprocess
@@ -38,17 +42,27 @@ settings.load_profile("sketchwalk")
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs; programs that tests start share them."""
     assert config.cache is not None
-    directory = str(config.cache.mkdir("jax_compilation_cache"))
-    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", directory)
+    directory = config.cache.mkdir("jax_compilation_cache")
+    directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
+    # Entries are not written in one piece, so every worker has a folder of its own.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory / worker)
     seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_compiled_programs() -> Iterator[None]:
-    """Each program that XLA compiles holds memory maps, of which Linux allows a process 65,530."""
+def _compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles a module's programs as its marker `optimized` says, and forgets them after it.
+
+    Each program that XLA compiles holds memory maps, of which Linux allows a process 65,530.
+    """
+    was = jax.config.read("jax_disable_most_optimizations")
+    if request.node.get_closest_marker("optimized") is not None:
+        jax.config.update("jax_disable_most_optimizations", False)
     yield
+    jax.config.update("jax_disable_most_optimizations", was)
     jax.clear_caches()
 
 

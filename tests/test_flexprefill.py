@@ -255,9 +255,9 @@ def test_defaults_are_the_published_ones():
     [
         ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
         ({"gamma": float("nan")}, r"gamma must be in \[0, 1\]"),
-        ({"tau": -0.1}, "tau must be a number of at least 0"),
+        ({"tau": -0.1}, r"tau must be in \[0, inf\), got -0.1"),
         ({"min_budget": 0}, "min_budget must be a positive integer, got 0"),
-        ({"max_budget": 0}, "max_budget must be a positive integer, got 0"),
+        ({"max_budget": 0}, "max_budget must be None or a positive integer, got 0"),
     ],
 )
 def test_wrong_fields_are_named(options, message):

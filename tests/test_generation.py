@@ -11,10 +11,12 @@ from tolerances import tolerance
 from sketchwalk_jax import Sampling, generate, init_cache, make_generate, prefill, stream
 from sketchwalk_jax.inference import decode_step, forward
 
+# One shape for most tests, so that they share compiled programs.
 LENGTHS = (100, 37, 64)
-NEW = 6
-OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW}
+NEW, CAPACITY = 6, 144
+OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW, "max_tokens": CAPACITY}
 SAMPLED = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -22,30 +24,37 @@ def weights():
     return params()
 
 
-def _step_by_step(weights, prompt, config, phase="both"):
-    """Greedy tokens from `prefill` and `decode_step`, one sequence, one token at a time."""
+def _step_by_step(weights, tokens, lengths, config, phase="both"):
+    """Greedy tokens from `prefill` and `decode_step`, one token of each sequence at a time."""
     options = {"model_config": MODEL, "config": config, "phase": phase}
-    cache = init_cache(MODEL, config, batch=1, max_tokens=prompt.shape[1] + NEW)
-    logits, cache = prefill(weights, prompt, cache, **options)
-    tokens = []
+    cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
+    logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
+    found = []
     for _ in range(NEW):
-        tokens.append(int(jnp.argmax(logits[0])))
-        logits, cache = decode_step(weights, jnp.asarray(tokens[-1:]), cache, **options)
-    return tokens
+        found.append(np.argmax(logits, axis=-1).astype(np.int32))
+        logits, cache = decode_step(weights, found[-1], cache, **options)
+    return np.stack(found, axis=1)
 
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [("dense", "both"), ("paper", "both"), ("released", "both"), ("damped", "prefill")],
+    [
+        ("dense", "both"),
+        ("paper", "both"),
+        pytest.param("released", "both", marks=slow),
+        pytest.param("damped", "prefill", marks=slow),
+    ],
 )
 def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
-    prompt, _ = prompts(90)
-    out = generate(weights, prompt, config=POLICIES[name], phase=phase, **OPTIONS)
-    assert out.tokens[0].tolist() == _step_by_step(weights, prompt, POLICIES[name], phase)
+    tokens, lengths = prompts(*LENGTHS)
+    config = POLICIES[name]
+    out = generate(weights, tokens, lengths=lengths, config=config, phase=phase, **OPTIONS)
+    wanted = _step_by_step(weights, tokens, lengths, config, phase)
+    np.testing.assert_array_equal(out.tokens, wanted)
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["paper", "released"])
+@pytest.mark.parametrize("name", ["paper", pytest.param("released", marks=slow)])
 def test_batched_equals_single(weights, name, sampling):
     tokens, lengths = prompts(*LENGTHS)
     keys = jax.random.split(jax.random.key(3), len(LENGTHS))
@@ -102,12 +111,20 @@ def test_ended_sequences_leave_no_trace_in_cache_or_density(weights):
 def test_a_conversation_continues_from_the_returned_cache(weights):
     config = POLICIES["paper"]
     options = {"model_config": MODEL, "config": config}
-    first, lengths = prompts(53, 30)
-    second, more = prompts(9, 20, seed=1)
-    start = generate(weights, first, lengths=lengths, config=config, max_tokens=128, **OPTIONS)
-    turn = generate(weights, second, lengths=more, config=config, cache=start.cache, **OPTIONS)
+    first, lengths = prompts(*LENGTHS)
+    second, more = np.pad(prompts(9, 20, 1, seed=1)[0], ((0, 0), (0, 80))), np.array([9, 20, 1])
+    start = generate(weights, first, lengths=lengths, config=config, **OPTIONS)
+    turn = generate(
+        weights,
+        second,
+        lengths=more,
+        config=config,
+        cache=start.cache,
+        model_config=MODEL,
+        max_new_tokens=NEW,
+    )
     # The history again, step by step: a prompt, decoded tokens, a prompt.
-    cache = init_cache(MODEL, config, batch=2, max_tokens=128)
+    cache = init_cache(MODEL, config, batch=3, max_tokens=CAPACITY)
     _, cache = prefill(weights, first, cache, lengths=lengths, **options)
     for token in start.tokens.T:
         _, cache = decode_step(weights, token, cache, **options)
@@ -116,13 +133,13 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
     chex.assert_trees_all_equal(turn.cache.lengths, cache.lengths + NEW)
 
 
-@pytest.mark.parametrize("name", ["paper", "sum_of_heads"])
+@pytest.mark.parametrize("name", ["paper", pytest.param("sum_of_heads", marks=slow)])
 def test_chunked_prefill_is_one_shot_prefill(weights, name):
     tokens, lengths = prompts(*LENGTHS)
     options = {"model_config": MODEL, "config": POLICIES[name], "return_selection": True}
     results = []
     for chunk_size in (None, 32):
-        cache = init_cache(MODEL, POLICIES[name], batch=3, max_tokens=112)
+        cache = init_cache(MODEL, POLICIES[name], batch=3, max_tokens=CAPACITY)
         results.append(
             prefill(weights, tokens, cache, lengths=lengths, chunk_size=chunk_size, **options)
         )
@@ -147,7 +164,7 @@ def test_left_padded_prompts_give_what_right_padded_prompts_give(weights):
         [np.roll(row, max(LENGTHS) - n) for row, n in zip(tokens, lengths, strict=True)]
     )
     mask = np.arange(max(LENGTHS))[None] >= max(LENGTHS) - lengths[:, None]
-    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW)
+    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW, max_tokens=CAPACITY)
     chex.assert_trees_all_equal(
         run(weights, left, attention_mask=mask.astype(np.int32)).tokens,
         run(weights, tokens, lengths=lengths).tokens,
@@ -155,10 +172,10 @@ def test_left_padded_prompts_give_what_right_padded_prompts_give(weights):
 
 
 def test_buckets_do_not_change_the_result(weights):
-    prompt, _ = prompts(70)
-    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW)
-    exact = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS)
-    chex.assert_trees_all_equal(run(weights, prompt).tokens, exact.tokens)
+    tokens, lengths = prompts(*LENGTHS)
+    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW, max_tokens=CAPACITY)
+    exact = generate(weights, tokens, lengths=lengths, config=POLICIES["paper"], **OPTIONS)
+    chex.assert_trees_all_equal(run(weights, tokens, lengths=lengths).tokens, exact.tokens)
 
 
 def test_a_prompt_may_fill_the_context_to_the_last_token(weights):
@@ -182,17 +199,17 @@ def test_a_stream_gives_what_generate_gives(weights, sampling):
 
 
 def test_generate_runs_under_the_callers_jit(weights):
-    prompt, _ = prompts(40, 30)
-    options = OPTIONS | {"config": POLICIES["paper"], "lengths": jnp.asarray([40, 30], jnp.int32)}
+    tokens, lengths = prompts(*LENGTHS)
+    options = OPTIONS | {"config": POLICIES["paper"], "lengths": jnp.asarray(lengths)}
     inside = jax.jit(lambda params, tokens: generate(params, tokens, **options).tokens)
-    outside = generate(weights, prompt, **options).tokens
-    chex.assert_trees_all_equal(inside(weights, prompt), outside)
+    outside = generate(weights, tokens, **options).tokens
+    chex.assert_trees_all_equal(inside(weights, tokens), outside)
 
 
 def test_forward_gives_the_logits_that_prefill_gives(weights):
     tokens, lengths = prompts(*LENGTHS)
     config = POLICIES["paper"]
-    cache = init_cache(MODEL, config, batch=3, max_tokens=128)
+    cache = init_cache(MODEL, config, batch=3, max_tokens=CAPACITY)
     logits, _ = prefill(weights, tokens, cache, model_config=MODEL, config=config, lengths=lengths)
     everywhere = forward(weights, tokens, model_config=MODEL, config=config, lengths=lengths)
     last = everywhere[np.arange(3), lengths - 1]
@@ -212,7 +229,8 @@ def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights)
 
 def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
     prompt, _ = prompts(160)
-    out = generate(weights, prompt, config=POLICIES["paper"], return_selection=True, **OPTIONS)
+    options = {"model_config": MODEL, "max_new_tokens": 1}
+    out = generate(weights, prompt, config=POLICIES["paper"], return_selection=True, **options)
     assert out.selection.ids.shape[:4] == (3, 1, 1, 10)
     ids, counts = np.asarray(out.selection.ids)[:, 0, 0], np.asarray(out.selection.counts)[:, 0, 0]
     for layer in range(3):
@@ -224,12 +242,13 @@ def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
 
 def test_density_counts_dense_layers_and_both_phases(weights):
     prompt, _ = prompts(200)
-    density = generate(weights, prompt, config=POLICIES["paper"], **OPTIONS).measured_density
+    options = {"model_config": MODEL, "max_new_tokens": NEW}
+    density = generate(weights, prompt, config=POLICIES["paper"], **options).measured_density
     assert float(density.prefill[0]) == 1.0 and float(density.decode[0]) == 1.0
     assert (np.asarray(density.prefill[1:]) < 0.6).all()
     assert (np.asarray(density.decode[1:]) < 0.6).all()
     dense_decode = generate(
-        weights, prompt, config=POLICIES["paper"], phase="prefill", **OPTIONS
+        weights, prompt, config=POLICIES["paper"], phase="prefill", **options
     ).measured_density
     assert (np.asarray(dense_decode.decode) == 1.0).all()
     chex.assert_trees_all_equal(dense_decode.prefill, density.prefill)

@@ -125,6 +125,7 @@ class Asked(SketchWalkConfig):
         return super().select(*arrays, **options)
 
 
+@pytest.mark.unchecked  # of what stands in for a configuration
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     monkeypatch.setattr("sketchwalk_jax.layer.selection_kernels", lambda *asked: asked)

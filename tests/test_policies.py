@@ -308,7 +308,7 @@ def test_every_name_makes_its_policy():
         ("minference", {"density": 0.2}, "density must be None for minference, .* set scale, or"),
         ("streaming", {"density": float("nan")}, "density must be in"),
         ("random", {"sink_blocks": -1}, "sink_blocks must be an integer of at least 0"),
-        ("random", {"local_blocks": 0}, "local_blocks must be an integer of at least 1"),
+        ("random", {"local_blocks": 0}, "local_blocks must be a positive integer"),
         ("random", {"seed": 2**32}, "seed must be an integer from 0"),
         ("random", {"seed": True}, "seed must be an integer from 0"),
         ("oracle", {"block_size": 24}, "block_size must be a power of two"),

@@ -1,9 +1,7 @@
 """The example of the guide to policies runs as it stands, and is the policy that it says it is."""
 
-import importlib.util
-import re
-
 import cases
+import guides
 import numpy as np
 import policy_runs
 import pytest
@@ -16,23 +14,17 @@ SIZE, CAPACITY, NUM_LAYERS = 16, 160, 2
 LENGTHS = (151, 64, 5)
 
 
-def block(repository, name):
-    """The Python block behind `<!-- name -->` of the guide."""
-    page = (repository / "sketchwalk_jax" / "policies" / "README.md").read_text(encoding="utf-8")
-    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert found is not None, f"the guide has no block {name}"
-    return found[1]
+@pytest.fixture(scope="module")
+def page(repository):
+    """The guide."""
+    return repository / "sketchwalk_jax" / "policies" / "README.md"
 
 
 @pytest.fixture(scope="module")
-def policy(repository, tmp_path_factory):
+def policy(page, tmp_path_factory):
     """The class of the example, from a file of its own."""
     path = tmp_path_factory.mktemp("guide") / "key_sum.py"
-    path.write_text(block(repository, "example"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("key_sum", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.KeySumConfig
+    return guides.load_example(page, path).KeySumConfig
 
 
 def slow_rows(query, key, config):
@@ -84,12 +76,12 @@ def test_the_example_selects_by_its_equation_whole_and_in_chunks(policy):
     np.testing.assert_allclose(sums[0, 2, 0], drawn[2].keys[0].sum(0), **tolerance("scores"))
 
 
-def test_the_example_generates(policy, repository):
+def test_the_example_generates(policy, page):
     params = tiny.params()
     tokens, lengths = tiny.prompts(200, 170)
     options = {"params": params, "tokens": tokens, "model_config": tiny.MODEL}
     scope = {"sw": sw, "KeySumConfig": policy, **options}
-    exec(block(repository, "example-use"), scope)
+    exec(guides.block(page, "example-use"), scope)
     generation = scope["generation"]
     assert generation.tokens.shape == (2, 8)
     density = np.asarray(generation.measured_density.prefill)

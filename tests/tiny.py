@@ -1,11 +1,17 @@
 """A tiny random model and ragged prompts, shared by the tests of inference and generation."""
 
-import jax
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import init_params
+from sketchwalk_jax.models.params import (
+    flatten_params,
+    input_axes,
+    param_shapes,
+    unflatten_params,
+)
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
@@ -33,9 +39,19 @@ POLICIES = {
 
 
 def params(dtype=jnp.float32, model=MODEL):
-    """Random weights, scaled up so that attention is far from uniform."""
-    tree = init_params(jax.random.key(7), model, dtype)
-    return jax.tree.map(lambda x: x * 1.5 if x.ndim > 2 else x, tree)
+    """Random weights, scaled up so that attention is far from uniform; drawn without compiling."""
+    rng = np.random.default_rng(7)
+
+    def draw(path, shape):
+        if path[-1] != "kernel" and path[-1] != "embedding":
+            return np.full(shape.shape, path[-1] == "scale", np.float32)
+        inputs = shape.shape[-1:] if path[-1] == "embedding" else input_axes(path, shape.shape)
+        scale = (1.5 if len(shape.shape) > 2 else 1.0) / math.sqrt(math.prod(inputs))
+        return scale * rng.standard_normal(shape.shape, np.float32)
+
+    shapes = flatten_params(param_shapes(model))
+    drawn = {path: jnp.asarray(draw(path, shape), dtype) for path, shape in shapes.items()}
+    return unflatten_params(drawn)
 
 
 def prompts(*lengths: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

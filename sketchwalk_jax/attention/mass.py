@@ -195,63 +195,92 @@ def _mass(
     row_tile: int,
     keys_per_step: int,
 ) -> Float[Array, "B *N I J"]:
-    """Mass of each row, `row_tile` rows at a time against `keys_per_step` keys at a time."""
+    """`M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
+
+    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`.
+    """
     batch, num_rows, tokens, num_heads, head_dim = query.shape
-    kv_heads, group = key.shape[3], num_heads // key.shape[3]
+    kv_heads = key.shape[3]
     key = jnp.pad(key, ((0, 0), (0, 0), (0, -key.shape[2] % block_size), (0, 0), (0, 0)))
     key = jax.lax.optimization_barrier(key)  # a fused cast would copy the whole cache
     num_blocks = key.shape[2] // block_size
-    step = min(max(1, keys_per_step // block_size), num_blocks)
-    width = step * block_size
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     scale = default_scale(head_dim) if scale is None else scale
     row_tile = min(row_tile, num_rows)
-    padding = ((0, 0), (0, -num_rows % row_tile), (0, 0))
 
     def tiles(x: Array) -> Array:
-        x = jnp.pad(x, padding + ((0, 0),) * (x.ndim - 3))
-        x = x.reshape(batch, -1, row_tile * tokens, *x.shape[3:])
+        """`[tiles, B, R · Q, ...]` for `lax.map`, with padding rows at the end."""
+        padding = ((0, 0), (0, -num_rows % row_tile)) + ((0, 0),) * (x.ndim - 2)
+        x = jnp.pad(x, padding).reshape(batch, -1, row_tile * tokens, *x.shape[3:])
         return jnp.moveaxis(x, 1, 0)
 
-    def of_tile(tile: tuple[Array, Array, Array]) -> Float[Array, "B M R J"]:
-        tile_query, tile_positions, tile_valid = tile  # [B R·Q ...]
-        split = tile_query.reshape(batch, row_tile * tokens, kv_heads, group, head_dim)
-        merged = jnp.transpose(split, (0, 2, 3, 1, 4)).reshape(batch * kv_heads, -1, head_dim)
-
-        def visit(index: Int[Array, ""], block_lse: Array) -> Array:
-            # The last step reaches back, and finds for some blocks what an earlier one found.
-            block = jnp.minimum(index * step, num_blocks - step)
-            place = (layer, 0, block * block_size, 0, 0)
-            keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, head_dim))[0]
-            keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
-            scores = jax.lax.dot_general(
-                merged,
-                keys,
-                (((2,), (2,)), ((0,), (0,))),
-                precision=matmul_precision(keys),
-                preferred_element_type=jnp.float32,
-            )
-            position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
-            visible = position <= tile_positions[:, :, None]
-            visible &= position < kv_lengths[:, None, None]
-            shape = (batch, kv_heads, group, row_tile * tokens, width)
-            scores = jnp.where(visible[:, None, None], scores.reshape(shape) * scale, MASK_VALUE)
-            scores = scores.reshape(*shape[:-1], step, block_size)
-            lse = jax.nn.logsumexp(scores, axis=-1)
-            return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
-
-        reach = jnp.max(jnp.where(tile_valid, tile_positions + 1, 0))
-        shape = (batch, kv_heads, group, row_tile * tokens, num_blocks)
-        nothing = jnp.full(shape, MASK_VALUE, jnp.float32)
-        steps = jnp.minimum((reach + width - 1) // width, -(-num_blocks // step))
-        block_lse = jax.lax.fori_loop(0, steps, visit, nothing)
-        weights = jax.nn.softmax(block_lse, axis=-1)
-        is_real = tile_valid[:, None, None, :, None] & (block_lse > 0.5 * MASK_VALUE)
+    def mass_of(tile: tuple[Array, Array, Array]) -> Float[Array, "B M R J"]:
+        query, positions, valid = tile
+        lse = _block_lse(
+            query.reshape(batch, row_tile * tokens, kv_heads, num_heads // kv_heads, head_dim),
+            key,
+            positions,
+            jnp.max(jnp.where(valid, positions + 1, 0)),
+            kv_lengths,
+            block_size=block_size,
+            layer=layer,
+            scale=scale,
+            keys_per_step=keys_per_step,
+        )
+        weights = jax.nn.softmax(lse, axis=-1)
+        is_real = valid[:, None, None, :, None] & (lse > 0.5 * MASK_VALUE)
         weights = jnp.where(is_real, weights, 0.0)
         weights = weights.reshape(batch, num_heads, row_tile, tokens, num_blocks)
         by_head = jnp.sum(weights, axis=3)
         return jnp.sum(by_head, axis=1, keepdims=True) if sum_heads else by_head
 
-    mass = jax.lax.map(of_tile, (tiles(query), tiles(positions), tiles(valid)))
+    mass = jax.lax.map(mass_of, (tiles(query), tiles(positions), tiles(valid)))
     mass = jnp.moveaxis(mass, 0, 2).reshape(batch, mass.shape[2], -1, num_blocks)[:, :, :num_rows]
     return mass[:, 0] if sum_heads else mass
+
+
+def _block_lse(
+    query: Float[Array, "B T K G H"],
+    key: Float[Array, "L B S K H"],
+    positions: Int[Array, "B T"],
+    reach: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+    *,
+    block_size: int,
+    layer: Int[Array, ""],
+    scale: float,
+    keys_per_step: int,
+) -> Float[Array, "B K G T J"]:
+    """Log-sum-exp of every query's scores over each block's visible keys, of those before `reach`.
+
+    Blocks without a visible key have about `MASK_VALUE`. `keys_per_step` keys are taken at a time.
+    """
+    batch, tokens, kv_heads, group, head_dim = query.shape
+    num_blocks = key.shape[2] // block_size
+    step = min(max(1, keys_per_step // block_size), num_blocks)  # blocks
+    width = step * block_size
+    merged = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(batch * kv_heads, -1, head_dim)
+
+    def visit(index: Int[Array, ""], block_lse: Array) -> Array:
+        # The last step reaches back, and finds for some blocks what an earlier one found.
+        block = jnp.minimum(index * step, num_blocks - step)
+        place = (layer, 0, block * block_size, 0, 0)
+        keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, head_dim))[0]
+        keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
+        scores = jax.lax.dot_general(
+            merged,
+            keys,
+            (((2,), (2,)), ((0,), (0,))),
+            precision=matmul_precision(keys),
+            preferred_element_type=jnp.float32,
+        )
+        position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
+        visible = (position <= positions[:, :, None]) & (position < kv_lengths[:, None, None])
+        scores = scores.reshape(batch, kv_heads, group, tokens, width) * scale
+        scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
+        lse = jax.nn.logsumexp(scores.reshape(*scores.shape[:-1], step, block_size), axis=-1)
+        return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
+
+    nothing = jnp.full((batch, kv_heads, group, tokens, num_blocks), MASK_VALUE, jnp.float32)
+    num_steps = jnp.minimum((reach + width - 1) // width, -(-num_blocks // step))
+    return jax.lax.fori_loop(0, num_steps, visit, nothing)

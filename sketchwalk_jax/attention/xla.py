@@ -17,10 +17,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
+
+_NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
 
 # key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
 Tile = tuple[Array, Array, Array]
@@ -52,7 +54,7 @@ def _fold(running: Running, query: Float[Array, "Z M H"], tile: Tile, scale: flo
     return new_maximum, denominator, numerator * decay[..., None] + update
 
 
-def _attend_tile(
+def _fold_steps(
     query: Float[Array, "Z M H"],
     num_steps: Int[Array, ""],
     load: Callable[[Int[Array, ""]], Tile],
@@ -114,6 +116,50 @@ def _join_heads(
     return out[:, :num_rows], lse[:, :num_rows]
 
 
+def _gather_blocks(
+    cache: Float[Array, "L B J size K H"],
+    ids: Int[Array, "B M R P"],
+    *,
+    layer: Int[Array, ""],
+    kv_head: Int[Array, "M"],
+) -> Float[Array, "B R heads P size H"]:
+    """The listed blocks of one layer: for every head of the loop those of its own list."""
+    sequence = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None, None]
+    ids = jnp.minimum(ids, cache.shape[2] - 1)  # what pads a list is read, and hidden
+    if ids.shape[1] == 1:  # one list for all heads: whole blocks of tokens are taken
+        taken = cache.at[layer, sequence, ids[:, 0]].get(mode="promise_in_bounds")
+        return jnp.transpose(taken, (0, 1, 4, 2, 3, 5))
+    place = cache.at[layer, sequence[..., None], ids, :, kv_head[None, :, None, None]]
+    return jnp.swapaxes(place.get(mode="promise_in_bounds"), 1, 2)
+
+
+def _listed_positions(
+    ids: Int[Array, "B M R P"],
+    is_listed: Bool[Array, "B M R P"],
+    kv_lengths: Int[Array, "B"],
+    block_size: int,
+) -> tuple[Int[Array, "B R M P size"], Bool[Array, "B R M P size"]]:
+    """Positions of a step's keys, and which of them are listed tokens; others stand nowhere."""
+    offset = jnp.arange(block_size, dtype=jnp.int32)
+    position = ids[..., None] * block_size + offset[None, None, None, None, :]
+    is_real = is_listed[..., None] & (position < kv_lengths[:, None, None, None, None])
+    position = jnp.where(is_real, position, _NOWHERE)
+    return jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
+
+
+def _sees(
+    query_positions: Int[Array, "B R Q"],
+    key_positions: Int[Array, "B R M C"],
+    heads: int,
+    group: int,
+) -> Bool[Array, "Z GQ C"]:
+    """Which keys each query sees, causally, as the matrix products are laid out."""
+    visible = key_positions[:, :, :, None, None, :] <= query_positions[:, :, None, None, :, None]
+    batch, rows, _, _, tokens, keys = visible.shape  # [B R M 1 Q C]
+    visible = jnp.broadcast_to(visible, (batch, rows, heads, group, tokens, keys))
+    return visible.reshape(batch * rows * heads, group * tokens, keys)
+
+
 def attend_lists(
     query: Float[Array, "B I Q N H"],
     key: Float[Array, "L B S K H"],
@@ -127,78 +173,61 @@ def attend_lists(
     row_tile: int,
     block_step: int,
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """Attention of each row over its listed blocks, causal by `positions`.
+    """Attention of each row over its listed blocks, causal by `positions` (Algorithm 1 step 8).
 
-    `S` is a multiple of the block size. Returns the output and its log-sum-exp.
+    Tiles of `row_tile` rows follow one another. Each folds `block_step` blocks of its lists at a
+    time into a running softmax, until its longest list ends. `S` is a multiple of the block size.
+    Returns the output and its log-sum-exp.
     """
-    shape = query.shape
+    shape, size = query.shape, selection.block_size
     batch, num_rows, tokens, num_heads, head_dim = shape
-    size = selection.block_size
-    num_layers, _, key_tokens, kv_heads, _ = key.shape
-    num_blocks = key_tokens // size
-    blocked = (num_layers, batch, num_blocks, size, kv_heads, head_dim)
+    num_layers, _, num_keys, kv_heads, _ = key.shape
+    num_blocks, num_lists = num_keys // size, selection.ids.shape[1]
+    # Lists per query head make every query head a group of its own.
+    heads = max(num_lists, kv_heads)
+    group = num_heads // heads
+    kv_head = jnp.arange(num_lists, dtype=jnp.int32) // (heads // kv_heads)
+    row_tile, step = min(row_tile, num_rows), min(block_step, selection.ids.shape[-1])
     # Without it XLA fuses the reshape with the write that made the cache, and so copies the cache.
     key, value = jax.lax.optimization_barrier((key, value))
+    blocked = (num_layers, batch, num_blocks, size, kv_heads, head_dim)
     key, value = key.reshape(blocked), value.reshape(blocked)
-    num_lists = selection.ids.shape[1]
-    # Lists per query head make every query head a group of its own.
-    loop_heads = max(num_lists, kv_heads)
-    repeats = loop_heads // kv_heads
-    group = num_heads // loop_heads
-    row_tile = min(row_tile, num_rows)
-    step = min(block_step, selection.ids.shape[-1])
 
-    query = _split_heads(query, loop_heads)
+    def attend_tile(
+        tile: tuple[Array, Array, Array, Array],
+    ) -> tuple[Float[Array, "B R K M H"], Float[Array, "B R K M"]]:
+        query, ids, counts, positions = tile
+        products = (batch * row_tile * heads, -1, head_dim)  # [Z, queries or keys, H]
+
+        def load(index: Int[Array, ""]) -> Tile:
+            listed = jax.lax.dynamic_slice_in_dim(ids, index * step, step, axis=3)
+            place = index * step + jnp.arange(step, dtype=jnp.int32)
+            is_listed = place[None, None, None, :] < counts[..., None]
+            position, is_real = _listed_positions(listed, is_listed, kv_lengths, size)
+            visible = _sees(
+                positions, position.reshape(*position.shape[:3], step * size), heads, group
+            )
+            keys, values = (
+                _gather_blocks(x, listed, layer=layer, kv_head=kv_head) for x in (key, value)
+            )
+            # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
+            values = jnp.where(is_real[..., None], values, 0)
+            return keys.reshape(products), values.reshape(products), visible
+
+        num_steps = (jnp.max(counts) + step - 1) // step
+        out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
+        return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+
+    query = _split_heads(query, heads)
     ids = _pad_axis(_pad_axis(selection.ids, 3, step, num_blocks), 2, row_tile, num_blocks)
     counts = _pad_axis(selection.counts, 2, row_tile)
-    rows = (
+    tiles = (
         _rows_first(_pad_axis(query, 1, row_tile), row_tile),
         _rows_first(ids, row_tile, axis=2),
         _rows_first(counts, row_tile, axis=2),
         _rows_first(_pad_axis(positions, 1, row_tile), row_tile),
     )
-    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    kv_head = (jnp.arange(num_lists, dtype=jnp.int32) // repeats)[None, :, None, None]
-    offsets = jnp.arange(size, dtype=jnp.int32)
-    merged = (batch * row_tile * loop_heads, step * size, head_dim)
-
-    def gather(cache: Array, ids: Int[Array, "B M R P"]) -> Float[Array, "B R K P size H"]:
-        ids = jnp.minimum(ids, num_blocks - 1)
-        if num_lists == 1:
-            taken = cache.at[layer, sequence, ids[:, 0]].get(mode="promise_in_bounds")
-            return jnp.transpose(taken, (0, 1, 4, 2, 3, 5))
-        places = cache.at[layer, sequence[..., None], ids, :, kv_head]
-        return jnp.swapaxes(places.get(mode="promise_in_bounds"), 1, 2)
-
-    def attend_rows(
-        tile: tuple[Array, Array, Array, Array],
-    ) -> tuple[Float[Array, "B R K M H"], Float[Array, "B R K M"]]:
-        tile_query, tile_ids, tile_counts, tile_positions = tile
-
-        def load(index: Int[Array, ""]) -> Tile:
-            ids = jax.lax.dynamic_slice_in_dim(tile_ids, index * step, step, axis=3)
-            place = index * step + jnp.arange(step, dtype=jnp.int32)
-            listed = place[None, None, None, :] < tile_counts[..., None]  # [B M R P]
-            position = ids[..., None] * size + offsets[None, None, None, None, :]
-            is_real = listed[..., None] & (position < kv_lengths[:, None, None, None, None])
-            position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
-            position, is_real = jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
-            # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-            values = jnp.where(is_real[..., None], gather(value, ids), 0)
-            visible = (  # [B R M 1 Q C]
-                position.reshape(batch, row_tile, num_lists, 1, 1, step * size)
-                <= tile_positions[:, :, None, None, :, None]
-            )
-            heads = (batch, row_tile, loop_heads, group, tokens, step * size)
-            visible = jnp.broadcast_to(visible, heads).reshape(merged[0], -1, step * size)
-            return gather(key, ids).reshape(merged), values.reshape(merged), visible
-
-        num_steps = (jnp.max(tile_counts) + step - 1) // step
-        flat = tile_query.reshape(merged[0], group * tokens, head_dim)
-        out, lse = _attend_tile(flat, num_steps, load, scale)
-        return out.reshape(tile_query.shape), lse.reshape(tile_query.shape[:-1])
-
-    out, lse = jax.lax.map(attend_rows, rows)
+    out, lse = jax.lax.map(attend_tile, tiles)
     return _join_heads(out, lse, shape)
 
 
@@ -213,21 +242,22 @@ def attend_dense(
     scale: float,
     keys_per_step: int,
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """Attention of each row over all keys up to its positions, tile by tile."""
+    """Attention of each row over all keys up to its positions, `keys_per_step` at a time.
+
+    Returns the output and its log-sum-exp.
+    """
     shape = query.shape
-    batch, _, tokens, num_heads, head_dim = shape
-    _, _, key_tokens, kv_heads, _ = key.shape
+    batch, _, _, num_heads, head_dim = shape
+    key_tokens, kv_heads = key.shape[2:4]
     key, value = jax.lax.optimization_barrier((key, value))  # as above: where one step takes all
     group = num_heads // kv_heads
     width = min(keys_per_step, key_tokens)
-    query = _split_heads(query, kv_heads)
-    rows = (_rows_first(query, 1), _rows_first(positions, 1))
-    merged = (batch * kv_heads, width, head_dim)
+    products = (batch * kv_heads, -1, head_dim)  # [Z, queries or keys, H]
 
-    def attend_rows(
+    def attend_tile(
         tile: tuple[Array, Array],
     ) -> tuple[Float[Array, "B 1 K M H"], Float[Array, "B 1 K M"]]:
-        tile_query, tile_positions = tile
+        query, positions = tile
 
         def load(index: Int[Array, ""]) -> Tile:
             first = index * width
@@ -240,17 +270,16 @@ def attend_dense(
 
             position = (start + jnp.arange(width, dtype=jnp.int32))[None, :]
             is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
-            position = jnp.where(is_real, position, jnp.iinfo(jnp.int32).max)
+            position = jnp.where(is_real, position, _NOWHERE)
             values = jnp.where(is_real[:, None, :, None], slice_heads(value), 0)
-            visible = position[:, None, None, None, :] <= tile_positions[:, :, None, :, None]
-            heads = (batch, kv_heads, group, tokens, width)
-            visible = jnp.broadcast_to(visible, heads).reshape(merged[0], -1, width)
-            return slice_heads(key).reshape(merged), values.reshape(merged), visible
+            visible = _sees(positions, position[:, None, None, :], kv_heads, group)
+            return slice_heads(key).reshape(products), values.reshape(products), visible
 
-        reach = jnp.minimum(jnp.max(tile_positions) + 1, jnp.max(kv_lengths))
-        flat = tile_query.reshape(merged[0], group * tokens, head_dim)
-        out, lse = _attend_tile(flat, (reach + width - 1) // width, load, scale)
-        return out.reshape(tile_query.shape), lse.reshape(tile_query.shape[:-1])
+        reach = jnp.minimum(jnp.max(positions) + 1, jnp.max(kv_lengths))
+        num_steps = (reach + width - 1) // width
+        out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
+        return out.reshape(query.shape), lse.reshape(query.shape[:-1])
 
-    out, lse = jax.lax.map(attend_rows, rows)
+    query = _split_heads(query, kv_heads)
+    out, lse = jax.lax.map(attend_tile, (_rows_first(query, 1), _rows_first(positions, 1)))
     return _join_heads(out, lse, shape)

@@ -1,0 +1,68 @@
+"""The example of the guide to model families runs as it stands, and loads what it says it loads."""
+
+import json
+
+import guides
+import jax
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hf_config import FAMILIES
+
+TOKENS = np.arange(40, dtype=np.int32)[None] % 250 + 2
+
+
+@pytest.fixture
+def family(repository, tmp_path):
+    """The record of the example; what is added to the registry is gone after the test."""
+    before = dict(FAMILIES)
+    page = repository / "models" / "README.md"
+    yield guides.load_example(page, tmp_path / "mistral.py").MISTRAL
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def test_the_example_loads_and_generates(family, repository, tmp_path):
+    """With the arithmetic of a Llama of the same weights, as transformers' Mistral has it."""
+    wanted = {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 2}
+    write_checkpoint(tmp_path / "mistral", **wanted)
+    write_checkpoint(tmp_path / "llama")
+    scope = {"sw": sw, "MISTRAL": family, "directory": tmp_path / "mistral", "tokens": TOKENS}
+    exec(guides.block(repository / "models" / "README.md", "example-use"), scope)
+    params, model_config = sw.load(tmp_path / "llama")
+    expected = sw.generate(
+        params, TOKENS, model_config=model_config, config=sw.Dense(), max_new_tokens=8
+    )
+    assert scope["model_config"].model_type == "mistral"
+    np.testing.assert_array_equal(scope["generation"].tokens, expected.tokens)
+    for one, other in zip(*map(jax.tree.leaves, (scope["params"], params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_absent_attributes_mean_what_they_mean_in_transformers(family, tmp_path):
+    FAMILIES["mistral"] = family
+    write_checkpoint(tmp_path, model_type="mistral", sliding_window=None)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    for name in ("num_key_value_heads", "max_position_embeddings", "bos_token_id"):
+        del raw[name]
+    config = ModelConfig.from_dict(raw | {"num_attention_heads": 8, "head_dim": 4})
+    assert (config.num_kv_heads, config.head_dim) == (8, 4)
+    assert (config.max_position_embeddings, config.bos_token_id) == (131072, 1)
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+
+
+def test_a_window_is_refused(family, tmp_path):
+    FAMILIES["mistral"] = family
+    write_checkpoint(tmp_path, model_type="mistral", sliding_window=128)
+    with pytest.raises(NotImplementedError, match=r"window 128\) in layers \[0, 1\]"):
+        sw.load(tmp_path)
+
+
+def test_a_family_that_nobody_added_is_refused_by_name(tmp_path):
+    write_checkpoint(tmp_path, model_type="mistral")
+    with pytest.raises(ValueError, match="model_type must be one of .*'llama'.* got 'mistral'"):
+        sw.load(tmp_path)
