@@ -106,9 +106,7 @@ def why_not_cudnn(
       A reason to show to the caller.
     """
     num_tokens, head_dim = query.shape[1], query.shape[3]
-    # "9.0" on NVIDIA, "gfx942" and the like on AMD
-    major = _compute_capability().split(".")[0]
-    if not (major.isdigit() and int(major) >= 8):
+    if not _is_ampere_or_later():
         return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
     if query.dtype.name not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {query.dtype.name}"
@@ -159,6 +157,12 @@ def _choose(asked: str | None, names: tuple[str, str], reason: str | None) -> st
             f"implementation {fast!r} cannot run here: {reason}; {general!r} can, and so does None"
         )
     return general if asked == general or reason else fast
+
+
+def _is_ampere_or_later() -> bool:
+    """Whether the default device is one that cuDNN's flash attention runs on."""
+    major = _compute_capability().split(".")[0]  # "9.0" on NVIDIA, "gfx942" and the like on AMD
+    return major.isdigit() and int(major) >= 8
 
 
 def _compute_capability() -> str:

@@ -173,7 +173,7 @@ def test_choice_of_dense_attention(reason, monkeypatch):
     call = {"dtype": "bfloat16", "head_dim": 64, "has_offset": False, "num_keys": 64}
     call |= {"return_lse": False, "is_gpu": True} | change
     is_gpu = call.pop("is_gpu")
-    monkeypatch.setattr(dispatch, "_is_nvidia_gpu", lambda: is_gpu)
+    monkeypatch.setattr(dispatch, "_is_ampere_or_later", lambda: is_gpu)
     query = jax.ShapeDtypeStruct((2, 64, 4, call.pop("head_dim")), call.pop("dtype"))
     choose = functools.partial(dispatch.choose_dense_implementation, query=query, **call)
     assert choose("xla") == "xla"
@@ -202,7 +202,7 @@ def test_only_nvidia_gpus_since_ampere_have_it(backend, capability, expected, mo
     device = type("Device", (), {"compute_capability": capability} if capability else {})()
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert dispatch._is_nvidia_gpu() == expected
+    assert dispatch._is_ampere_or_later() == expected
 
 
 @pytest.mark.unchecked

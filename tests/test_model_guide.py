@@ -12,6 +12,16 @@ import sketchwalk_jax as sw
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hf_config import FAMILIES
 
+
+def write_mistral(directory, **changes):
+    """A Llama's checkpoint that says it is a Mistral; returns its `config.json`."""
+    write_checkpoint(directory)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | {"model_type": "mistral", "sliding_window": None} | changes
+    path.write_text(json.dumps(raw))
+    return raw
+
+
 TOKENS = np.arange(40, dtype=np.int32)[None] % 250 + 2
 
 
@@ -27,8 +37,7 @@ def family(repository, tmp_path):
 
 def test_the_example_loads_and_generates(family, repository, tmp_path):
     """With the arithmetic of a Llama of the same weights, as transformers' Mistral has it."""
-    wanted = {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 2}
-    write_checkpoint(tmp_path / "mistral", **wanted)
+    write_mistral(tmp_path / "mistral")
     write_checkpoint(tmp_path / "llama")
     scope = {"sw": sw, "MISTRAL": family, "directory": tmp_path / "mistral", "tokens": TOKENS}
     exec(guides.block(repository / "models" / "README.md", "example-use"), scope)
@@ -44,9 +53,7 @@ def test_the_example_loads_and_generates(family, repository, tmp_path):
 
 def test_absent_attributes_mean_what_they_mean_in_transformers(family, tmp_path):
     FAMILIES["mistral"] = family
-    write_checkpoint(tmp_path, model_type="mistral", sliding_window=None)
-    path = tmp_path / "config.json"
-    raw = json.loads(path.read_text())
+    raw = write_mistral(tmp_path)
     for name in ("num_key_value_heads", "max_position_embeddings", "bos_token_id"):
         del raw[name]
     config = ModelConfig.from_dict(raw | {"num_attention_heads": 8, "head_dim": 4})
@@ -57,12 +64,12 @@ def test_absent_attributes_mean_what_they_mean_in_transformers(family, tmp_path)
 
 def test_a_window_is_refused(family, tmp_path):
     FAMILIES["mistral"] = family
-    write_checkpoint(tmp_path, model_type="mistral", sliding_window=128)
+    write_mistral(tmp_path, sliding_window=128)
     with pytest.raises(NotImplementedError, match=r"window 128\) in layers \[0, 1\]"):
         sw.load(tmp_path)
 
 
 def test_a_family_that_nobody_added_is_refused_by_name(tmp_path):
-    write_checkpoint(tmp_path, model_type="mistral")
+    write_mistral(tmp_path)
     with pytest.raises(ValueError, match="model_type must be one of .*'llama'.* got 'mistral'"):
         sw.load(tmp_path)
