@@ -14,13 +14,13 @@ def bundled_model() -> Path:
     knowledge.
 
     Returns:
-      The folder, for `sketchwalk_jax.load` and `sketchwalk_jax.tokenizer.load_tokenizer`.
+     The folder, for `sketchwalk_jax.load` and `sketchwalk_jax.tokenizer.load_tokenizer`.
 
     Raises:
-      FileNotFoundError: If the installation lacks its files.
+     FileNotFoundError: If the installation lacks its files.
 
     Example:
-      >>> params, model_config = load(bundled_model())  # doctest: +SKIP
+     >>> params, model_config = load(bundled_model())  # doctest: +SKIP
     """
     folder = Path(__file__).parent / NAME
     missing = [name for name in FILES if not (folder / name).is_file()]

@@ -1,6 +1,6 @@
 """Saving and loading of the stacked parameter tree with Orbax.
 
-A saved directory holds ``model_config.json`` and ``params/``, an Orbax checkpoint. Loading it
+A saved directory holds `model_config.json` and `params/`, an Orbax checkpoint. Loading it
 needs no transposition or stacking, and reads only what each device holds.
 """
 
@@ -40,18 +40,18 @@ def save(
     name, then renamed. In a multi-process program every process must call this.
 
     Args:
-        directory: Where to write; parents are created.
-        params: The parameter tree, in any of float32, float16 and bfloat16, with any sharding.
-        model_config: The model's configuration.
-        overwrite: Whether to replace a directory that is not empty.
+      directory: Where to write; parents are created.
+      params: The parameter tree, in any of float32, float16 and bfloat16, with any sharding.
+      model_config: The model's configuration.
+      overwrite: Whether to replace a directory that is not empty.
 
     Raises:
-        FileExistsError: If the directory is not empty and `overwrite` is False.
-        ValueError: If the parameters do not fit the configuration.
+      FileExistsError: If the directory is not empty and `overwrite` is False.
+      ValueError: If the parameters do not fit the configuration.
 
     Example:
-        >>> save("model", params, model_config)  # doctest: +SKIP
-        >>> params, model_config = load("model")  # doctest: +SKIP
+      >>> save("model", params, model_config)  # doctest: +SKIP
+      >>> params, model_config = load("model")  # doctest: +SKIP
     """
     import orbax.checkpoint as ocp
 
@@ -85,15 +85,15 @@ def load_saved(
     """Loads a directory written by `save`; `sketchwalk_jax.models.load` calls it.
 
     Args:
-        directory: The directory.
-        dtype: Dtype of the parameters; None keeps that in which each was saved.
-        sharding: Where the parameters go, as in `sketchwalk_jax.models.load`.
+      directory: The directory.
+      dtype: Dtype of the parameters; None keeps that in which each was saved.
+      sharding: Where the parameters go, as in `sketchwalk_jax.models.load`.
 
     Returns:
-        The parameters and the model's configuration.
+      The parameters and the model's configuration.
 
     Raises:
-        ValueError: If the directory is of a newer version, damaged, or incomplete.
+      ValueError: If the directory is of a newer version, damaged, or incomplete.
     """
     import orbax.checkpoint as ocp
 

@@ -1,4 +1,4 @@
-"""Model configurations: what a checkpoint's ``config.json`` says, in one hashable value."""
+"""Model configurations: what a checkpoint's `config.json` says, in one hashable value."""
 
 import dataclasses
 import json
@@ -23,35 +23,35 @@ class ModelConfig:
     of their weights.
 
     Attributes:
-        model_type: "llama", "qwen2" or "qwen3".
-        vocab_size: Rows of the embedding, V.
-        num_layers: Decoder layers, L.
-        hidden_size: Model width, D.
-        intermediate_size: Width of the gated mlp, F.
-        num_heads: Query heads, N.
-        num_kv_heads: Key and value heads, K; divides `num_heads`.
-        head_dim: Width of one head, H; even. ``num_heads * head_dim`` may differ from D.
-        max_position_embeddings: Context the checkpoint declares, in tokens.
-        rms_norm_eps: Added to the mean square in every RMSNorm.
-        rope: Rotary position embedding.
-        tie_word_embeddings: Whether the logits reuse the embedding (then there is no lm_head).
-        qkv_bias: Whether the query, key and value projections have a bias.
-        o_bias: Whether the attention output projection has a bias.
-        mlp_bias: Whether the gate, up and down projections have a bias.
-        qk_norm: Whether query and key pass an RMSNorm over head_dim before RoPE.
-        bos_token_id: Token that starts a text, if there is one.
-        eos_token_ids: Tokens that end a generation; may be several or none.
-        dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
+      model_type: "llama", "qwen2" or "qwen3".
+      vocab_size: Rows of the embedding, V.
+      num_layers: Decoder layers, L.
+      hidden_size: Model width, D.
+      intermediate_size: Width of the gated mlp, F.
+      num_heads: Query heads, N.
+      num_kv_heads: Key and value heads, K; divides `num_heads`.
+      head_dim: Width of one head, H; even. `num_heads * head_dim` may differ from D.
+      max_position_embeddings: Context the checkpoint declares, in tokens.
+      rms_norm_eps: Added to the mean square in every RMSNorm.
+      rope: Rotary position embedding.
+      tie_word_embeddings: Whether the logits reuse the embedding (then there is no lm_head).
+      qkv_bias: Whether the query, key and value projections have a bias.
+      o_bias: Whether the attention output projection has a bias.
+      mlp_bias: Whether the gate, up and down projections have a bias.
+      qk_norm: Whether query and key pass an RMSNorm over head_dim before RoPE.
+      bos_token_id: Token that starts a text, if there is one.
+      eos_token_ids: Tokens that end a generation; may be several or none.
+      dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
 
     Raises:
-        ValueError: For a value outside its range.
+      ValueError: For a value outside its range.
 
     Example:
-        >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
-        ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
-        ...                      max_position_embeddings=512)
-        >>> config.group_size
-        2
+      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+      ...                      max_position_embeddings=512)
+      >>> config.group_size
+      2
     """
 
     model_type: str
@@ -121,21 +121,21 @@ class ModelConfig:
         """Reads the configuration of a checkpoint directory.
 
         Args:
-            directory: A Hugging Face checkpoint directory (``config.json``, and for the end
-                tokens ``generation_config.json`` where there is one) or a directory written by
-                `sketchwalk_jax.models.save`.
+          directory: A Hugging Face checkpoint directory (`config.json`, and for the end
+            tokens `generation_config.json` where there is one) or a directory written by
+            `sketchwalk_jax.models.save`.
 
         Returns:
-            The configuration.
+          The configuration.
 
         Raises:
-            FileNotFoundError: If the directory or its ``config.json`` does not exist.
-            ValueError: If a file is not valid JSON, or the contents are not a supported model.
-            NotImplementedError: If the checkpoint uses a feature that is not implemented.
+          FileNotFoundError: If the directory or its `config.json` does not exist.
+          ValueError: If a file is not valid JSON, or the contents are not a supported model.
+          NotImplementedError: If the checkpoint uses a feature that is not implemented.
 
         Example:
-            >>> ModelConfig.from_pretrained("Llama-3.2-1B").num_layers  # doctest: +SKIP
-            16
+          >>> ModelConfig.from_pretrained("Llama-3.2-1B").num_layers  # doctest: +SKIP
+          16
         """
         directory = check_directory(directory)
         if (directory / SAVED_CONFIG_FILE).exists():
@@ -150,30 +150,30 @@ class ModelConfig:
     def from_dict(
         cls, raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> "ModelConfig":
-        """Translates the contents of a Hugging Face ``config.json``.
+        """Translates the contents of a Hugging Face `config.json`.
 
         What an absent attribute means is what transformers' own class takes it to mean. See
         `sketchwalk_jax.models.hf_config` for which attributes are refused and which ignored.
 
         Args:
-            raw: The parsed ``config.json``, in any spelling since 2023.
-            generation_config: The parsed ``generation_config.json``; only its end tokens are
-                used, and they come before those of `raw`.
+          raw: The parsed `config.json`, in any spelling since 2023.
+          generation_config: The parsed `generation_config.json`; only its end tokens are
+            used, and they come before those of `raw`.
 
         Returns:
-            The configuration.
+          The configuration.
 
         Raises:
-            ValueError: If the model type is not supported or an attribute is missing or invalid.
-            NotImplementedError: If the checkpoint uses a feature that is not implemented; all of
-                them are listed.
+          ValueError: If the model type is not supported or an attribute is missing or invalid.
+          NotImplementedError: If the checkpoint uses a feature that is not implemented; all of
+            them are listed.
 
         Example:
-            >>> raw = dict(model_type="qwen2", vocab_size=64, hidden_size=32,
-            ...            intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            ...            num_key_value_heads=2)
-            >>> ModelConfig.from_dict(raw).qkv_bias
-            True
+          >>> raw = dict(model_type="qwen2", vocab_size=64, hidden_size=32,
+          ...            intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+          ...            num_key_value_heads=2)
+          >>> ModelConfig.from_dict(raw).qkv_bias
+          True
         """
         return cls(**translate(raw, generation_config))
 

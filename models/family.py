@@ -23,13 +23,13 @@ class Family:
     `model_type` takes it to mean.
 
     Attributes:
-        model_type: The `model_type` of its `config.json`.
-        keys: Hugging Face name of each parameter by its path in the tree of `models.params`;
-            parameters that a model does not have may be named.
-        read_fields: The fields of `ModelConfig` that the family reads in its own way, from a
-            parsed `config.json`: heads, head_dim, context, biases, norms, begin token.
-        read_window: The sliding window that the file asks for, in tokens, or None; and the first
-            layer to which it applies, where no `layer_types` say so.
+      model_type: The `model_type` of its `config.json`.
+      keys: Hugging Face name of each parameter by its path in the tree of `models.params`;
+        parameters that a model does not have may be named.
+      read_fields: The fields of `ModelConfig` that the family reads in its own way, from a
+        parsed `config.json`: heads, head_dim, context, biases, norms, begin token.
+      read_window: The sliding window that the file asks for, in tokens, or None; and the first
+        layer to which it applies, where no `layer_types` say so.
     """
 
     model_type: str

@@ -45,20 +45,20 @@ class CausalLM(nnx.Module):
     pass it to the pure functions of the same names, which are jitted themselves.
 
     Attributes:
-      model_config: The model's sizes and switches; static.
-      embed: `nnx.Param`s of the embedding.
-      layers: Those of all layers, stacked on a leading axis.
-      final_norm: That of the last norm.
-      lm_head: That of the output head, unless the embedding is tied.
+     model_config: The model's sizes and switches; static.
+     embed: `nnx.Param`s of the embedding.
+     layers: Those of all layers, stacked on a leading axis.
+     final_norm: That of the last norm.
+     lm_head: That of the output head, unless the embedding is tied.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
-      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
-      ...                      max_position_embeddings=512)
-      >>> model = CausalLM(config, rngs=nnx.Rngs(0))
-      >>> model(jnp.zeros((1, 5), jnp.int32)).shape
-      (1, 5, 64)
+     >>> import jax.numpy as jnp
+     >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+     ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+     ...                      max_position_embeddings=512)
+     >>> model = CausalLM(config, rngs=nnx.Rngs(0))
+     >>> model(jnp.zeros((1, 5), jnp.int32)).shape
+     (1, 5, 64)
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class CausalLM(nnx.Module):
         """Draws random parameters, as `init_params` does.
 
         Args:
-          model_config: The model.
-          rngs: Random streams; one key of `params` is used.
-          dtype: Type of the parameters, the checkpoint's own by default.
+         model_config: The model.
+         rngs: Random streams; one key of `params` is used.
+         dtype: Type of the parameters, the checkpoint's own by default.
         """
         self.model_config = model_config
         self._own(init_params(rngs.params(), model_config, dtype))
@@ -83,14 +83,14 @@ class CausalLM(nnx.Module):
         """A model that owns given parameters; the arrays are shared, not copied.
 
         Args:
-          params: Parameter tree, such as `load` returns.
-          model_config: The model.
+         params: Parameter tree, such as `load` returns.
+         model_config: The model.
 
         Returns:
-          The module.
+         The module.
 
         Raises:
-          ValueError: If arrays are missing, unknown or of another shape.
+         ValueError: If arrays are missing, unknown or of another shape.
         """
         check_params(params, model_config)
         model = nnx.eval_shape(lambda: cls(model_config, rngs=nnx.Rngs(0)))
@@ -112,12 +112,12 @@ class CausalLM(nnx.Module):
         """Float32 logits of every token; see `sketchwalk_jax.forward`.
 
         Args:
-          tokens: Token ids, right-padded.
-          config: The policy; dense by default.
-          lengths: Tokens of each sequence; all `T` by default.
+         tokens: Token ids, right-padded.
+         config: The policy; dense by default.
+         lengths: Tokens of each sequence; all `T` by default.
 
         Returns:
-          The logits; those of padding mean nothing.
+         The logits; those of padding mean nothing.
         """
         return forward(
             self.params, tokens, model_config=self.model_config, config=config, lengths=lengths
@@ -149,19 +149,19 @@ class LinenCausalLM(nn.Module):
     call are reached through `apply(..., method="generate")`.
 
     Attributes:
-      model_config: The model's sizes and switches.
-      dtype: Type of the parameters that `init` draws, the checkpoint's own by default.
+     model_config: The model's sizes and switches.
+     dtype: Type of the parameters that `init` draws, the checkpoint's own by default.
 
     Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
-      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
-      ...                      max_position_embeddings=512)
-      >>> model, tokens = LinenCausalLM(config), jnp.zeros((1, 5), jnp.int32)
-      >>> params = model.init(jax.random.key(0), tokens)["params"]
-      >>> model.apply({"params": params}, tokens).shape
-      (1, 5, 64)
+     >>> import jax
+     >>> import jax.numpy as jnp
+     >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+     ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+     ...                      max_position_embeddings=512)
+     >>> model, tokens = LinenCausalLM(config), jnp.zeros((1, 5), jnp.int32)
+     >>> params = model.init(jax.random.key(0), tokens)["params"]
+     >>> model.apply({"params": params}, tokens).shape
+     (1, 5, 64)
     """
 
     model_config: ModelConfig
@@ -186,15 +186,15 @@ class LinenCausalLM(nn.Module):
         """Float32 logits of every token; see `sketchwalk_jax.forward`.
 
         Args:
-          tokens: Token ids, right-padded.
-          config: The policy; dense by default.
-          lengths: Tokens of each sequence; all `T` by default.
+         tokens: Token ids, right-padded.
+         config: The policy; dense by default.
+         lengths: Tokens of each sequence; all `T` by default.
 
         Returns:
-          The logits; those of padding mean nothing.
+         The logits; those of padding mean nothing.
 
         Raises:
-          ValueError: If `params` has missing, unknown or mis-shaped arrays.
+         ValueError: If `params` has missing, unknown or mis-shaped arrays.
         """
         return forward(
             self._params(), tokens, model_config=self.model_config, config=config, lengths=lengths

@@ -1,6 +1,6 @@
-"""Translation of a Hugging Face ``config.json`` into the fields of `ModelConfig`.
+"""Translation of a Hugging Face `config.json` into the fields of `ModelConfig`.
 
-The raw JSON is read, never ``AutoConfig``: transformers 5 renames attributes while it loads, and
+The raw JSON is read, never `AutoConfig`: transformers 5 renames attributes while it loads, and
 files of every year are around. The yardstick is what the transformers class of that `model_type`
 computes from the same file:
 
@@ -77,24 +77,24 @@ REQUIRED = {
 def translate(
     raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Translates a parsed ``config.json`` into keyword arguments of `ModelConfig`.
+    """Translates a parsed `config.json` into keyword arguments of `ModelConfig`.
 
     Args:
-        raw: The parsed ``config.json``.
-        generation_config: The parsed ``generation_config.json``, for its end tokens only.
+      raw: The parsed `config.json`.
+      generation_config: The parsed `generation_config.json`, for its end tokens only.
 
     Returns:
-        One value for each field of `ModelConfig`.
+      One value for each field of `ModelConfig`.
 
     Raises:
-        ValueError: If the model type is not supported or attributes are missing.
-        NotImplementedError: If attributes ask for what is not implemented.
+      ValueError: If the model type is not supported or attributes are missing.
+      NotImplementedError: If attributes ask for what is not implemented.
 
     Example:
-        >>> raw = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8,
-        ...            num_hidden_layers=1, num_attention_heads=2)
-        >>> translate(raw)["head_dim"]
-        4
+      >>> raw = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8,
+      ...            num_hidden_layers=1, num_attention_heads=2)
+      >>> translate(raw)["head_dim"]
+      4
     """
     model_type = raw.get("model_type")
     check_choice("model_type", model_type, tuple(FAMILIES))
@@ -129,8 +129,8 @@ def eos_token_ids(
     """Returns the end tokens: an int or a list, those of the generation config first.
 
     Example:
-        >>> eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 8]})
-        (7, 8)
+      >>> eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 8]})
+      (7, 8)
     """
     for source in (generation_config or {}, raw):
         value = source.get("eos_token_id")
@@ -140,14 +140,14 @@ def eos_token_ids(
 
 
 def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that ``config.json`` declares, None where it declares none.
+    """Returns the dtype that `config.json` declares, None where it declares none.
 
     Raises:
-        NotImplementedError: If it is not float32, float16 or bfloat16.
+      NotImplementedError: If it is not float32, float16 or bfloat16.
 
     Example:
-        >>> checkpoint_dtype({"torch_dtype": "bfloat16"})
-        'bfloat16'
+      >>> checkpoint_dtype({"torch_dtype": "bfloat16"})
+      'bfloat16'
     """
     declared = raw.get("dtype") or raw.get("torch_dtype")
     if declared in (None, "auto"):
@@ -161,24 +161,24 @@ def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
 def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
     """Reads the rotary embedding in every spelling.
 
-    Files up to 2025 have ``rope_theta`` and perhaps ``rope_scaling`` with ``type`` or
-    ``rope_type``; transformers 5 writes all of it into ``rope_parameters``. Where both are given,
-    ``rope_scaling`` comes first, and a ``rope_theta`` inside before one outside.
+    Files up to 2025 have `rope_theta` and perhaps `rope_scaling` with `type` or
+    `rope_type`; transformers 5 writes all of it into `rope_parameters`. Where both are given,
+    `rope_scaling` comes first, and a `rope_theta` inside before one outside.
 
     Args:
-        raw: The parsed ``config.json``.
-        max_position_embeddings: Stands in for a missing original context, in tokens.
+      raw: The parsed `config.json`.
+      max_position_embeddings: Stands in for a missing original context, in tokens.
 
     Returns:
-        The rotary embedding.
+      The rotary embedding.
 
     Raises:
-        ValueError: If a parameter is missing or invalid.
-        NotImplementedError: If the type is not default, linear, llama3 or yarn.
+      ValueError: If a parameter is missing or invalid.
+      NotImplementedError: If the type is not default, linear, llama3 or yarn.
 
     Example:
-        >>> rope_config({"rope_theta": 1e6}, 4096).theta
-        1000000.0
+      >>> rope_config({"rope_theta": 1e6}, 4096).theta
+      1000000.0
     """
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in parameters.values()):

@@ -1,4 +1,4 @@
-"""Llama: what its ``config.json`` means and how its weights are called."""
+"""Llama: what its `config.json` means and how its weights are called."""
 
 from typing import Any
 
@@ -25,23 +25,23 @@ KEYS: dict[tuple[str, ...], str] = {
     ("final_norm", "scale"): "model.norm.weight",
     ("lm_head", "kernel"): "lm_head.weight",
 }
-"""Hugging Face name of each parameter; ``{layer}`` counts the layers that are stacked here."""
+"""Hugging Face name of each parameter; `{layer}` counts the layers that are stacked here."""
 
 
 def read_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Llama reads in its own way.
 
-    ``attention_bias`` covers q, k, v and o; head_dim and num_key_value_heads may be absent.
+    `attention_bias` covers q, k, v and o; head_dim and num_key_value_heads may be absent.
 
     Args:
-        raw: The parsed ``config.json``.
+      raw: The parsed `config.json`.
 
     Returns:
-        Keyword arguments of `ModelConfig`.
+      Keyword arguments of `ModelConfig`.
 
     Example:
-        >>> read_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
-        2
+      >>> read_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
+      2
     """
     num_heads = raw["num_attention_heads"]
     attention_bias = bool(raw.get("attention_bias", False))

@@ -47,18 +47,18 @@ def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> P
     """Describes every parameter without allocating any.
 
     Args:
-        model_config: Sizes and switches of the model.
-        dtype: Dtype of the parameters; None takes the checkpoint's own.
+      model_config: Sizes and switches of the model.
+      dtype: Dtype of the parameters; None takes the checkpoint's own.
 
     Returns:
-        The parameter tree with a `jax.ShapeDtypeStruct` for each array.
+      The parameter tree with a `jax.ShapeDtypeStruct` for each array.
 
     Example:
-        >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
-        ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
-        ...                      max_position_embeddings=512)
-        >>> param_shapes(config)["layers"]["key"]["kernel"].shape
-        (2, 32, 2, 8)
+      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+      ...                      max_position_embeddings=512)
+      >>> param_shapes(config)["layers"]["key"]["kernel"].shape
+      (2, 32, 2, 8)
     """
     c = model_config
     num_layers, width, mlp = c.num_layers, c.hidden_size, c.intermediate_size
@@ -102,23 +102,23 @@ def init_params(
 ) -> Params:
     """Draws random parameters: kernels and embedding normal, norms 1, biases 0.
 
-    Kernels have standard deviation ``1 / sqrt(inputs)``, the embedding ``1 / sqrt(D)``, so that a
+    Kernels have standard deviation `1 / sqrt(inputs)`, the embedding `1 / sqrt(D)`, so that a
     random model has logits of order one.
 
     Args:
-        key: Random key.
-        model_config: Sizes and switches of the model.
-        dtype: Dtype of the parameters; None takes the checkpoint's own.
+      key: Random key.
+      model_config: Sizes and switches of the model.
+      dtype: Dtype of the parameters; None takes the checkpoint's own.
 
     Returns:
-        The parameter tree.
+      The parameter tree.
 
     Example:
-        >>> config = ModelConfig(model_type="qwen3", vocab_size=64, num_layers=2, hidden_size=32,
-        ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
-        ...                      max_position_embeddings=512, qk_norm=True)
-        >>> init_params(jax.random.key(0), config)["layers"]["query_norm"]["scale"].shape
-        (2, 16)
+      >>> config = ModelConfig(model_type="qwen3", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
+      ...                      max_position_embeddings=512, qk_norm=True)
+      >>> init_params(jax.random.key(0), config)["layers"]["query_norm"]["scale"].shape
+      (2, 16)
     """
     shapes = flatten_params(param_shapes(model_config, dtype))
     drawn = {}
@@ -137,11 +137,11 @@ def init_params(
 
 
 def input_axes(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sizes of a kernel's input axes: ``(N, H)`` for out, one axis for the others.
+    """Returns the sizes of a kernel's input axes: `(N, H)` for out, one axis for the others.
 
     Example:
-        >>> input_axes(("layers", "out", "kernel"), (2, 4, 8, 32))
-        (4, 8)
+      >>> input_axes(("layers", "out", "kernel"), (2, 4, 8, 32))
+      (4, 8)
     """
     layer_axes = 1 if path[0] == "layers" else 0
     num_inputs = 2 if path[-2] == "out" else 1
@@ -152,8 +152,8 @@ def flatten_params(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Turns a nested dict into a flat one whose keys are paths.
 
     Example:
-        >>> flatten_params({"embed": {"embedding": 1}})
-        {('embed', 'embedding'): 1}
+      >>> flatten_params({"embed": {"embedding": 1}})
+      {('embed', 'embedding'): 1}
     """
     flat: dict[tuple[str, ...], Any] = {}
     for name, value in params.items():
@@ -168,8 +168,8 @@ def unflatten_params(flat: Mapping[tuple[str, ...], Any]) -> Params:
     """Turns a flat dict whose keys are paths into a nested one.
 
     Example:
-        >>> unflatten_params({("embed", "embedding"): 1})
-        {'embed': {'embedding': 1}}
+      >>> unflatten_params({("embed", "embedding"): 1})
+      {'embed': {'embedding': 1}}
     """
     params: Params = {}
     for path, leaf in flat.items():
@@ -186,21 +186,21 @@ def shardings_by_path(
     """Gives every parameter its sharding.
 
     Args:
-        sharding: None for the default device, one sharding for all, a tree of shardings with the
-            layout of the parameters, or a function ``(path, shape) -> sharding``.
-        shapes: The parameter tree from `sketchwalk_jax.models.param_shapes`.
+      sharding: None for the default device, one sharding for all, a tree of shardings with the
+        layout of the parameters, or a function `(path, shape) -> sharding`.
+      shapes: The parameter tree from `sketchwalk_jax.models.param_shapes`.
 
     Returns:
-        The sharding of each parameter by its path; None means the default device.
+      The sharding of each parameter by its path; None means the default device.
 
     Raises:
-        ValueError: If a tree does not have the layout of the parameters, or something in it is
-            not a sharding.
+      ValueError: If a tree does not have the layout of the parameters, or something in it is
+        not a sharding.
 
     Example:
-        >>> shapes = {"final_norm": {"scale": jax.ShapeDtypeStruct((8,), "float32")}}
-        >>> shardings_by_path(None, shapes)
-        {('final_norm', 'scale'): None}
+      >>> shapes = {"final_norm": {"scale": jax.ShapeDtypeStruct((8,), "float32")}}
+      >>> shardings_by_path(None, shapes)
+      {('final_norm', 'scale'): None}
     """
     leaves = flatten_params(shapes)
     if sharding is None or isinstance(sharding, Sharding):
@@ -229,12 +229,12 @@ def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
     """Compares a parameter tree with what a model needs, array by array.
 
     Args:
-        params: A nested dict of arrays.
-        model_config: The model.
+      params: A nested dict of arrays.
+      model_config: The model.
 
     Raises:
-        ValueError: If arrays are missing, unknown, of another shape or not floating point; all of
-            them in one message.
+      ValueError: If arrays are missing, unknown, of another shape or not floating point; all of
+        them in one message.
     """
     expected = flatten_params(param_shapes(model_config))
     found = flatten_params(params)

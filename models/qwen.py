@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3: what their ``config.json`` means and how their weights are called."""
+"""Qwen2 and Qwen3: what their `config.json` means and how their weights are called."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
     The biases of q, k and v are always there and that of o never, whatever the file says.
 
     Args:
-        raw: The parsed ``config.json``.
+      raw: The parsed `config.json`.
 
     Returns:
-        Keyword arguments of `ModelConfig`.
+      Keyword arguments of `ModelConfig`.
 
     Example:
-        >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-        >>> fields = read_qwen2_fields(raw)
-        >>> fields["qkv_bias"], "o_bias" in fields
-        (True, False)
+      >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+      >>> fields = read_qwen2_fields(raw)
+      >>> fields["qkv_bias"], "o_bias" in fields
+      (True, False)
     """
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     return _common_fields(raw) | {"head_dim": head_dim, "qkv_bias": True}
@@ -36,20 +36,20 @@ def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
 def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Qwen3 reads in its own way.
 
-    ``attention_bias`` covers q, k, v and o, query and key are normalised over head_dim, and
+    `attention_bias` covers q, k, v and o, query and key are normalised over head_dim, and
     head_dim is 128 where the file does not say, whatever the width.
 
     Args:
-        raw: The parsed ``config.json``.
+      raw: The parsed `config.json`.
 
     Returns:
-        Keyword arguments of `ModelConfig`.
+      Keyword arguments of `ModelConfig`.
 
     Example:
-        >>> raw = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
-        >>> fields = read_qwen3_fields(raw)
-        >>> fields["qk_norm"], fields["head_dim"]
-        (True, 128)
+      >>> raw = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
+      >>> fields = read_qwen3_fields(raw)
+      >>> fields["qk_norm"], fields["head_dim"]
+      (True, 128)
     """
     attention_bias = bool(raw.get("attention_bias", False))
     head_dim = raw.get("head_dim", 128) or raw["hidden_size"] // raw["num_attention_heads"]

@@ -16,29 +16,29 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 class RopeConfig:
     """Rotary position embedding of a model.
 
-    The frequencies are ``theta ** (-2 i / H)`` for ``i`` in ``0..H/2-1``, rescaled according to
+    The frequencies are `theta ** (-2 i / H)` for `i` in `0..H/2-1`, rescaled according to
     `rope_type` so that a model trained on a short context serves a longer one.
 
     Attributes:
-        rope_type: "default", "linear", "llama3" or "yarn".
-        theta: Base wavelength, larger than 1.
-        factor: How many times the context is stretched (linear, llama3, yarn).
-        low_freq_factor: llama3: wavelengths above ``original / low_freq_factor`` are stretched.
-        high_freq_factor: llama3: wavelengths below ``original / high_freq_factor`` are kept.
-        original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
-        attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
-        beta_fast: yarn: turns over the original context above which a frequency is kept.
-        beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
-        mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
-        mscale_all_dim: yarn: denominator scale of the derived attention factor.
-        truncate: yarn: whether the bounds of the ramp are rounded to whole dimensions.
+      rope_type: "default", "linear", "llama3" or "yarn".
+      theta: Base wavelength, larger than 1.
+      factor: How many times the context is stretched (linear, llama3, yarn).
+      low_freq_factor: llama3: wavelengths above `original / low_freq_factor` are stretched.
+      high_freq_factor: llama3: wavelengths below `original / high_freq_factor` are kept.
+      original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
+      attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
+      beta_fast: yarn: turns over the original context above which a frequency is kept.
+      beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
+      mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
+      mscale_all_dim: yarn: denominator scale of the derived attention factor.
+      truncate: yarn: whether the bounds of the ramp are rounded to whole dimensions.
 
     Raises:
-        ValueError: For a value outside its range or a missing original context.
+      ValueError: For a value outside its range or a missing original context.
 
     Example:
-        >>> RopeConfig(theta=500000.0).rope_type
-        'default'
+      >>> RopeConfig(theta=500000.0).rope_type
+      'default'
     """
 
     rope_type: str = "default"
@@ -81,16 +81,16 @@ class RopeConfig:
         """Returns the context after scaling, in tokens.
 
         Args:
-            max_position_embeddings: Context that the checkpoint declares, in tokens.
+          max_position_embeddings: Context that the checkpoint declares, in tokens.
 
         Returns:
-            The declared context, or what linear or yarn scaling stretches it to if that is more.
+          The declared context, or what linear or yarn scaling stretches it to if that is more.
 
         Example:
-            >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
-            ...                   original_max_position_embeddings=32768)
-            >>> rope.stretched_context(32768)
-            131072
+          >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
+          ...                   original_max_position_embeddings=32768)
+          >>> rope.stretched_context(32768)
+          131072
         """
         stretched = {
             "linear": max_position_embeddings * self.factor,
@@ -102,30 +102,30 @@ class RopeConfig:
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Float32[np.ndarray, " half"], float]:
     """Computes the angle by which each pair of channels turns per token.
 
-    ``f_i = theta ** (-2 i / H)`` for ``i`` in ``0..H/2-1``, then by type:
+    `f_i = theta ** (-2 i / H)` for `i` in `0..H/2-1`, then by type:
 
-    * linear: ``f_i / factor``;
-    * llama3: wavelengths ``2 pi / f_i`` above ``original / low_freq_factor`` are stretched by
-      `factor`, those below ``original / high_freq_factor`` kept, those between blended;
-    * yarn (arXiv:2309.00071): a linear ramp over ``i`` blends kept and stretched frequencies, and
-      cos and sin are multiplied by ``0.1 ln(factor) + 1``.
+    * linear: `f_i / factor`;
+    * llama3: wavelengths `2 pi / f_i` above `original / low_freq_factor` are stretched by
+      `factor`, those below `original / high_freq_factor` kept, those between blended;
+    * yarn (arXiv:2309.00071): a linear ramp over `i` blends kept and stretched frequencies, and
+      cos and sin are multiplied by `0.1 ln(factor) + 1`.
 
     Everything is float32, in transformers' order of operations, on the host. Nothing is cached.
 
     Args:
-        rope: Type and parameters.
-        head_dim: Width of a head, H; even.
+      rope: Type and parameters.
+      head_dim: Width of a head, H; even.
 
     Returns:
-        The frequencies in radians per token, ``[H / 2]``, and the factor of cos and sin.
+      The frequencies in radians per token, `[H / 2]`, and the factor of cos and sin.
 
     Raises:
-        ValueError: If head_dim is not a positive even number.
+      ValueError: If head_dim is not a positive even number.
 
     Example:
-        >>> frequencies, factor = rope_frequencies(RopeConfig(theta=10000.0), 4)
-        >>> frequencies.tolist(), factor
-        ([1.0, 0.009999999776482582], 1.0)
+      >>> frequencies, factor = rope_frequencies(RopeConfig(theta=10000.0), 4)
+      >>> frequencies.tolist(), factor
+      ([1.0, 0.009999999776482582], 1.0)
     """
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be a positive even number, got {head_dim}")
@@ -147,22 +147,22 @@ def apply_rope(
 ) -> Float[Array, "B T N H"]:
     """Rotates queries or keys by their positions.
 
-    Channel ``i`` and channel ``i + H/2`` form a pair (half-split, as in Hugging Face weights):
-    ``(a, b) -> (a cos - b sin, b cos + a sin)`` with angle ``position * f_i``.
+    Channel `i` and channel `i + H/2` form a pair (half-split, as in Hugging Face weights):
+    `(a, b) -> (a cos - b sin, b cos + a sin)` with angle `position * f_i`.
 
     Args:
-        x: Queries or keys.
-        positions: Position of each token, counted from 0.
-        rope: Type and parameters.
+      x: Queries or keys.
+      positions: Position of each token, counted from 0.
+      rope: Type and parameters.
 
     Returns:
-        The rotated array, in the dtype of `x`. Angles, cos and sin are float32; cos and sin are
-        then rounded to the dtype of `x`, as transformers does.
+      The rotated array, in the dtype of `x`. Angles, cos and sin are float32; cos and sin are
+      then rounded to the dtype of `x`, as transformers does.
 
     Example:
-        >>> x = jnp.ones((1, 2, 1, 2))
-        >>> apply_rope(x, jnp.array([[0, 1]]), rope=RopeConfig())[0, 0, 0].tolist()
-        [1.0, 1.0]
+      >>> x = jnp.ones((1, 2, 1, 2))
+      >>> apply_rope(x, jnp.array([[0, 1]]), rope=RopeConfig())[0, 0, 0].tolist()
+      [1.0, 1.0]
     """
     cos, sin = rope_cos_sin(positions, rope=rope, head_dim=x.shape[-1])
     return rotate(x, cos, sin)
@@ -174,17 +174,17 @@ def rope_cos_sin(
     """Computes cos and sin of every angle once, for use in every layer with `rotate`.
 
     Args:
-        positions: Position of each token, counted from 0.
-        rope: Type and parameters.
-        head_dim: Width of a head, H; even.
+      positions: Position of each token, counted from 0.
+      rope: Type and parameters.
+      head_dim: Width of a head, H; even.
 
     Returns:
-        cos and sin, float32, times the attention factor of yarn.
+      cos and sin, float32, times the attention factor of yarn.
 
     Example:
-        >>> cos, sin = rope_cos_sin(jnp.array([[0, 3]]), rope=RopeConfig(), head_dim=8)
-        >>> cos.shape, sin[0, 0].tolist()
-        ((1, 2, 4), [0.0, 0.0, 0.0, 0.0])
+      >>> cos, sin = rope_cos_sin(jnp.array([[0, 3]]), rope=RopeConfig(), head_dim=8)
+      >>> cos.shape, sin[0, 0].tolist()
+      ((1, 2, 4), [0.0, 0.0, 0.0, 0.0])
     """
     frequencies, attention_factor = rope_frequencies(rope, head_dim)
     angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies)[None, None, :]
@@ -196,20 +196,20 @@ def rotate(
     cos: Float32[Array, "B T half"],
     sin: Float32[Array, "B T half"],
 ) -> Float[Array, "B T N H"]:
-    """Rotates each pair of channels ``(i, i + H/2)`` of `x` by precomputed angles.
+    """Rotates each pair of channels `(i, i + H/2)` of `x` by precomputed angles.
 
     Args:
-        x: Queries or keys.
-        cos: Cosines from `rope_cos_sin`.
-        sin: Sines from `rope_cos_sin`.
+      x: Queries or keys.
+      cos: Cosines from `rope_cos_sin`.
+      sin: Sines from `rope_cos_sin`.
 
     Returns:
-        The rotated array, in the dtype of `x`.
+      The rotated array, in the dtype of `x`.
 
     Example:
-        >>> x = jnp.array([[[[1.0, 2.0]]]])
-        >>> rotate(x, jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1))).tolist()
-        [[[[-2.0, 1.0]]]]
+      >>> x = jnp.array([[[[1.0, 2.0]]]])
+      >>> rotate(x, jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1))).tolist()
+      [[[[-2.0, 1.0]]]]
     """
     cos = cos[:, :, None, :].astype(x.dtype)
     sin = sin[:, :, None, :].astype(x.dtype)

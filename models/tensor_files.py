@@ -25,9 +25,9 @@ class TensorHeader:
     """What a file says about one tensor.
 
     Attributes:
-        file: Name of the file that holds it.
-        shape: Its shape, as stored.
-        dtype: Its safetensors dtype, such as "BF16".
+      file: Name of the file that holds it.
+      shape: Its shape, as stored.
+      dtype: Its safetensors dtype, such as "BF16".
     """
 
     file: str
@@ -39,25 +39,25 @@ class TensorFiles(contextlib.AbstractContextManager):
     """All tensors of a checkpoint directory by name; a context manager that closes the files.
 
     Attributes:
-        directory: The checkpoint directory.
-        headers: What is known about each tensor, by name.
+      directory: The checkpoint directory.
+      headers: What is known about each tensor, by name.
 
     Example:
-        >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
-        ...     files.headers["model.norm.weight"].shape
-        (2048,)
+      >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
+      ...     files.headers["model.norm.weight"].shape
+      (2048,)
     """
 
     def __init__(self, directory: Path) -> None:
         """Opens every file and reads its header.
 
         Args:
-            directory: An existing checkpoint directory.
+          directory: An existing checkpoint directory.
 
         Raises:
-            FileNotFoundError: If there are no weights, or files of the index are missing.
-            ValueError: If the weights are not safetensors, a file is truncated or corrupt, or
-                the index is invalid.
+          FileNotFoundError: If there are no weights, or files of the index are missing.
+          ValueError: If the weights are not safetensors, a file is truncated or corrupt, or
+            the index is invalid.
         """
         self.directory = directory
         self.headers: dict[str, TensorHeader] = {}
@@ -92,11 +92,11 @@ class TensorFiles(contextlib.AbstractContextManager):
         """Reads a part of a tensor.
 
         Args:
-            name: Name of the tensor.
-            *bounds: A slice with start and stop for each axis.
+          name: Name of the tensor.
+          *bounds: A slice with start and stop for each axis.
 
         Returns:
-            That part, in the stored dtype.
+          That part, in the stored dtype.
         """
         tensor = self._handles[self.headers[name].file].get_slice(name)
         # A single slice must not arrive as a tuple of one.
@@ -116,18 +116,18 @@ def weight_files(directory: Path) -> list[str]:
     """Finds the names of the safetensors files: the single one, or those of the index.
 
     Args:
-        directory: An existing checkpoint directory.
+      directory: An existing checkpoint directory.
 
     Returns:
-        File names inside `directory`.
+      File names inside `directory`.
 
     Raises:
-        FileNotFoundError: If there are no weights, or files of the index are missing.
-        ValueError: If there are only weights of another format, or the index is invalid.
+      FileNotFoundError: If there are no weights, or files of the index are missing.
+      ValueError: If there are only weights of another format, or the index is invalid.
 
     Example:
-        >>> weight_files(Path("Llama-3.2-1B"))  # doctest: +SKIP
-        ['model.safetensors']
+      >>> weight_files(Path("Llama-3.2-1B"))  # doctest: +SKIP
+      ['model.safetensors']
     """
     if (directory / SINGLE_FILE).exists():
         return [SINGLE_FILE]

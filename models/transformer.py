@@ -68,16 +68,16 @@ def run_layers(
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
     Args:
-      params: The whole parameter tree; layers are indexed inside the loop, never copied out.
-      hidden: Input of the first of these layers.
-      positions: Position of each token.
-      state: Threaded through the layers.
-      model_config: The model.
-      layers: Ranges of layers in order, each with its attention
-        `(query, key, value, layer, state) -> (output, state, aux)`.
+     params: The whole parameter tree; layers are indexed inside the loop, never copied out.
+     hidden: Input of the first of these layers.
+     positions: Position of each token.
+     state: Threaded through the layers.
+     model_config: The model.
+     layers: Ranges of layers in order, each with its attention
+      `(query, key, value, layer, state) -> (output, state, aux)`.
 
     Returns:
-      The hidden state, the state, and for each range its `aux`, stacked over its layers.
+     The hidden state, the state, and for each range its `aux`, stacked over its layers.
     """
     eps, found = model_config.rms_norm_eps, []
     cos, sin = rope_cos_sin(positions, rope=model_config.rope, head_dim=model_config.head_dim)

@@ -6,7 +6,7 @@ only the part that each device holds. Beyond what is already loaded, the host ne
 than one stacked parameter.
 
 A linear weight is stored as (outputs, inputs), with heads flattened; here it is
-``[L, inputs..., outputs...]`` with a head axis. No permutation of q and k is needed: Hugging Face
+`[L, inputs..., outputs...]` with a head axis. No permutation of q and k is needed: Hugging Face
 weights are half-split already.
 """
 
@@ -56,11 +56,11 @@ class LeafSource:
     """Where one stacked parameter comes from.
 
     Attributes:
-        names: Tensor names: one for each layer, or one.
-        outputs: Sizes of the output axes, flattened into the rows of a stored tensor.
-        inputs: Sizes of the input axes, flattened into its columns; empty for vectors.
-        is_transposed: Whether the parameter has its inputs first, as kernels do.
-        is_stacked: Whether the parameter has a leading layer axis.
+      names: Tensor names: one for each layer, or one.
+      outputs: Sizes of the output axes, flattened into the rows of a stored tensor.
+      inputs: Sizes of the input axes, flattened into its columns; empty for vectors.
+      is_transposed: Whether the parameter has its inputs first, as kernels do.
+      is_stacked: Whether the parameter has a leading layer axis.
     """
 
     names: tuple[str, ...]
@@ -89,31 +89,31 @@ def load(
     the tree. Names and shapes are compared with the config before any weight is read.
 
     Args:
-        directory: A local directory with ``config.json`` and safetensors files, single or
-            sharded, or one written by `save`.
-        dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps that of the
-            checkpoint: what its config declares, else what its embedding is stored in.
-        sharding: Where the parameters go. None: the default device. One
-            `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
-            parameters, or a function of a parameter's path (a tuple such as
-            ``("layers", "query", "kernel")``) and its `jax.ShapeDtypeStruct` that returns one.
-            Each process reads only what its devices hold.
-        progress: Whether to show a progress bar on standard error when it takes longer than a
-            second.
+      directory: A local directory with `config.json` and safetensors files, single or
+        sharded, or one written by `save`.
+      dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps that of the
+        checkpoint: what its config declares, else what its embedding is stored in.
+      sharding: Where the parameters go. None: the default device. One
+        `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
+        parameters, or a function of a parameter's path (a tuple such as
+        `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct` that returns one.
+        Each process reads only what its devices hold.
+      progress: Whether to show a progress bar on standard error when it takes longer than a
+        second.
 
     Returns:
-        The parameters and the model's configuration.
+      The parameters and the model's configuration.
 
     Raises:
-        FileNotFoundError: If the directory, its config or files of its index are missing.
-        ValueError: If the weights are not safetensors, a file is truncated or corrupt, or tensors
-            are missing, unknown, of another shape or not floating point (all listed at once).
-        NotImplementedError: If the config asks for what is not implemented.
+      FileNotFoundError: If the directory, its config or files of its index are missing.
+      ValueError: If the weights are not safetensors, a file is truncated or corrupt, or tensors
+        are missing, unknown, of another shape or not floating point (all listed at once).
+      NotImplementedError: If the config asks for what is not implemented.
 
     Example:
-        >>> params, model_config = load("Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
-        >>> params["layers"]["query"]["kernel"].shape  # doctest: +SKIP
-        (16, 2048, 32, 64)
+      >>> params, model_config = load("Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
+      >>> params["layers"]["query"]["kernel"].shape  # doctest: +SKIP
+      (16, 2048, 32, 64)
     """
     target = None if dtype is None else _param_dtype(dtype)
     directory = check_directory(directory)
@@ -130,7 +130,7 @@ def load(
             )
             model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
         sources = find_sources(model_config, embedding=embedding)
-        check_sources(files, sources, ignored=ignored)
+        check_headers(files, sources, ignored=ignored)
         if checkpoint_dtype(read_json(directory / "config.json")) is None:
             stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
             stored = stored if stored in DTYPES else "float32"
@@ -203,19 +203,19 @@ def find_sources(
     """Names the stored tensors of every parameter.
 
     Args:
-        model_config: The model.
-        embedding: Name of the tensor to take as embedding, where it is not the usual one.
+      model_config: The model.
+      embedding: Name of the tensor to take as embedding, where it is not the usual one.
 
     Returns:
-        The source of each parameter, by its path.
+      The source of each parameter, by its path.
 
     Example:
-        >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
-        ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
-        ...                      max_position_embeddings=512)
-        >>> source = find_sources(config)[("layers", "key", "kernel")]
-        >>> source.names[1], source.stored_shape
-        ('model.layers.1.self_attn.k_proj.weight', (16, 32))
+      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+      ...                      max_position_embeddings=512)
+      >>> source = find_sources(config)[("layers", "key", "kernel")]
+      >>> source.names[1], source.stored_shape
+      ('model.layers.1.self_attn.k_proj.weight', (16, 32))
     """
     sources = {}
     for path, leaf in flatten_params(param_shapes(model_config)).items():
@@ -242,19 +242,19 @@ def find_sources(
     return sources
 
 
-def check_sources(
+def check_headers(
     files: TensorFiles, sources: Mapping[tuple[str, ...], LeafSource], *, ignored: frozenset[str]
 ) -> None:
     """Compares the headers of the files with what the model needs.
 
     Args:
-        files: The open files.
-        sources: What the model needs, from `find_sources`.
-        ignored: Tensors that may be there without being needed.
+      files: The open files.
+      sources: What the model needs, from `find_sources`.
+      ignored: Tensors that may be there without being needed.
 
     Raises:
-        ValueError: If tensors are missing, unknown, of another shape or not floating point; all
-            of them in one message.
+      ValueError: If tensors are missing, unknown, of another shape or not floating point; all
+        of them in one message.
     """
     expected = {name: leaf.stored_shape for leaf in sources.values() for name in leaf.names}
     headers = files.headers
@@ -302,15 +302,15 @@ def read_shard(
     """Reads one device's part of a stacked parameter.
 
     Args:
-        files: The open files.
-        source: Where the parameter comes from.
-        shape: The whole stacked shape.
-        index: The part, a slice for each axis.
-        dtype: Dtype of the result.
-        advance: Called with the number of bytes each time a tensor is done.
+      files: The open files.
+      source: Where the parameter comes from.
+      shape: The whole stacked shape.
+      index: The part, a slice for each axis.
+      dtype: Dtype of the result.
+      advance: Called with the number of bytes each time a tensor is done.
 
     Returns:
-        The part, of `dtype`.
+      The part, of `dtype`.
     """
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     part = np.empty([bound.stop - bound.start for bound in bounds], dtype)
@@ -335,11 +335,11 @@ def _read_tensor(
     after reading. Rows come a few at a time, so that they are transposed in the CPU's cache.
 
     Args:
-        files: The open files.
-        source: Where the parameter comes from.
-        name: The stored tensor.
-        bounds: The part, a slice with start and stop for each axis of the parameter.
-        target: Where it goes, of the part's shape.
+      files: The open files.
+      source: Where the parameter comes from.
+      name: The stored tensor.
+      bounds: The part, a slice with start and stop for each axis of the parameter.
+      target: Where it goes, of the part's shape.
     """
     num_inputs = len(source.inputs)
     if source.is_transposed:
@@ -374,12 +374,12 @@ def resolve_tying(
     A tied file may hold either or both. Where both are there and differ, the config is wrong.
 
     Args:
-        files: The open files.
-        model_config: The model as its config describes it.
+      files: The open files.
+      model_config: The model as its config describes it.
 
     Returns:
-        Whether the head is tied, the tensor that is the embedding (None for the usual one), and
-        the tensors to ignore.
+      Whether the head is tied, the tensor that is the embedding (None for the usual one), and
+      the tensors to ignore.
     """
     keys = FAMILIES[model_config.model_type].keys
     embedding, head = keys[EMBEDDING], keys[LM_HEAD]

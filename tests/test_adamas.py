@@ -17,7 +17,7 @@ from sketchwalk_jax.policies.adamas import (
     AdamasConfig,
     calibrate_thresholds,
     code_distance,
-    encode,
+    encode_channels,
     hadamard_transform,
 )
 
@@ -52,7 +52,7 @@ def test_codes_are_those_of_numpy(size, thresholds):
     x = integers(1, 50, 2, size)
     wanted = slow_decode.adamas_codes(x, thresholds)
     assert set(np.unique(wanted)) == {0, 1, 2, 3}
-    codes = encode(jnp.asarray(x), thresholds)
+    codes = encode_channels(jnp.asarray(x), thresholds)
     assert codes.shape == (50, 2, 2, size // 8) and codes.dtype == jnp.uint8
     np.testing.assert_array_equal(unpack(codes), wanted)
 
@@ -61,7 +61,7 @@ def test_a_value_on_a_threshold_has_the_lower_code():
     # The transform of a unit vector times 4 in 16 channels is 1 everywhere, up to sign.
     x = jnp.zeros((16,)).at[0].set(4.0)
     for thresholds, code in (((0.0, 0.5, 1.0), 2), ((1.0, 2.0, 3.0), 0), ((-1.0, 0.0, 0.999), 3)):
-        assert (unpack(encode(x, thresholds)) == code).all()
+        assert (unpack(encode_channels(x, thresholds)) == code).all()
 
 
 @settings(max_examples=10)
@@ -76,10 +76,10 @@ def test_distances_are_sums_of_absolute_differences(seed, size):
 
 def test_calibrated_thresholds_use_all_codes_alike():
     key = jax.random.normal(jax.random.key(0), (2000, 2, 64)) * 0.1 + 0.05
-    codes = unpack(encode(key, AdamasConfig().thresholds))
+    codes = unpack(encode_channels(key, AdamasConfig().thresholds))
     assert set(np.unique(codes)) == {1, 2}  # the published ones leave one bit of two unused
     thresholds = calibrate_thresholds(key)
-    shares = np.bincount(unpack(encode(key, thresholds)).ravel(), minlength=4) / codes.size
+    shares = np.bincount(unpack(encode_channels(key, thresholds)).ravel(), minlength=4) / codes.size
     np.testing.assert_allclose(shares, 0.25, atol=1e-3)
     config = AdamasConfig(thresholds=thresholds)
     assert hash(config) == hash(AdamasConfig(thresholds=list(thresholds)))

@@ -92,7 +92,7 @@ class AdamasConfig(DecodePolicy):
         by_token = statistics.reshape(batch, -1, *statistics.shape[3:])
         places = jnp.where(span.valid, positions, by_token.shape[1])  # beyond the end: dropped
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        codes = encode(key, self.thresholds)
+        codes = encode_channels(key, self.thresholds)
         return by_token.at[sequence, places].set(codes, mode="drop").reshape(statistics.shape)
 
     def score(
@@ -107,7 +107,7 @@ class AdamasConfig(DecodePolicy):
         """Minus the distance of every token's code from that of the query, in every head."""
         batch, _, num_heads, _ = query.shape
         kv_heads, planes = statistics.shape[3], statistics.shape[4:]
-        codes = encode(query, self.thresholds).reshape(batch, kv_heads, -1, 1, *planes)
+        codes = encode_channels(query, self.thresholds).reshape(batch, kv_heads, -1, 1, *planes)
         keys = jnp.swapaxes(statistics.reshape(batch, -1, kv_heads, *planes), 1, 2)
         distances = code_distance(codes, keys[:, :, None])
         return -distances.astype(jnp.float32).reshape(batch, num_heads, 1, -1)
@@ -140,7 +140,7 @@ def hadamard_transform(x: Float[Array, "*axes H"]) -> Float[Array, "*axes H"]:
     return x.reshape(shape) / math.sqrt(shape[-1])
 
 
-def encode(
+def encode_channels(
     x: Float[Array, "*axes H"], thresholds: tuple[float, float, float]
 ) -> UInt8[Array, "*axes 2 W"]:
     """Codes 0 to 3 of the transformed channels, as one plane of high and one of low bits.
@@ -164,7 +164,7 @@ def code_distance(
     """`Σ_d |a_d - b_d|` of two-bit codes, from `|a - b| = Σ_{t=1..3} [a >= t] xor [b >= t]`.
 
     Args:
-      one: Codes from `encode`.
+      one: Codes from `encode_channels`.
       other: Codes that broadcast against them.
 
     Returns:
