@@ -28,6 +28,8 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 NAMES = ("quest", "adamas")
+# Whole models: what differs between policies is tested without one.
+IN_A_MODEL = ("quest", pytest.param("adamas", marks=pytest.mark.slow))
 # Adamas lays prompts out in blocks of the same size, so that both take the same spans.
 SIZE, CAPACITY, HEADS, HEAD_DIM, NUM_LAYERS = 16, 96, (6, 2), 16, 2
 OPTIONS = {"block_size": SIZE, "dense_layers": 0}
@@ -257,8 +259,7 @@ def generated(config, phase="both", chunk_size=None):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_A_MODEL)
 def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name):
     config = by_name(name, block_size=SIZE, density=0.3)
     out, dense = generated(config), generated(Dense(block_size=SIZE))
@@ -271,8 +272,7 @@ def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name)
     assert (measured[2:] >= 0.3 - 1e-6).all() or unit > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_A_MODEL)
 def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name):
     full = by_name(name, block_size=SIZE, density=1.0)
     out, dense = generated(full), generated(Dense(block_size=SIZE))

@@ -13,8 +13,6 @@ from tolerances import tolerance
 from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
 from sketchwalk_jax.flax import LinenWalkAttention, Walk, WalkAttention, make_attention_fn
 
-pytestmark = pytest.mark.slow
-
 WIDTH, HEADS, HEAD_DIM, LAYERS, TOKENS = 32, 2, 16, 3, 150
 OPTIONS = {"block_size": 16, "sketch_dim": 8, "density": 0.4}
 CONFIGS = {
@@ -25,7 +23,11 @@ CONFIGS = {
     "all_dense": SketchWalkConfig.paper(dense_layers=9, **OPTIONS),
 }
 PAPER = CONFIGS["paper"]
-configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+slow = pytest.mark.slow
+configs = pytest.mark.parametrize(
+    "config",
+    [pytest.param(CONFIGS[x], id=x, marks=[] if x == "paper" else slow) for x in CONFIGS],
+)
 
 
 @functools.cache

@@ -31,10 +31,13 @@ from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.selection import block_budget
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12),
-    reason="XLA's CPU backend before JAX 0.12 widens whole bfloat16 arrays to float32",
-)
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 12),
+        reason="XLA's CPU backend before JAX 0.12 widens whole bfloat16 arrays to float32",
+    ),
+]
 
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SIZE = 32768, 32, 8, 128, 64
 NUM_LAYERS = 4

@@ -19,6 +19,8 @@ from tolerances import tolerance
 from sketchwalk_jax import Dense, forward, generate, load
 from sketchwalk_jax.models import ModelConfig, rope_frequencies
 
+pytestmark = pytest.mark.optimized
+
 TESTS = Path(__file__).parent
 GOLDENS = sorted(path.name for path in (TESTS / "goldens").iterdir() if path.is_dir())
 

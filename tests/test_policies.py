@@ -32,6 +32,9 @@ from sketchwalk_jax.policies.streaming import StreamingConfig
 SIZE, CAPACITY, NUM_LAYERS = 16, 320, 3
 OPTIONS = {"block_size": SIZE, "dense_layers": 0, "density": 0.3}
 NAMES = ("streaming", "random", "oracle")
+# Whole models: what differs between policies is tested without one.
+slow = pytest.mark.slow
+IN_A_MODEL = (*(pytest.param(name, marks=slow) for name in NAMES[:2]), "oracle")
 FORCED = {"default": {}, "wide": {"sink_blocks": 2, "local_blocks": 3}}
 
 
@@ -210,9 +213,8 @@ def test_decode_selects_for_the_row_of_its_token(name):
                 assert rows[layer][row] == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("density", [0.1, 0.55])
+@pytest.mark.parametrize("name", IN_A_MODEL)
+@pytest.mark.parametrize("density", [0.1, pytest.param(0.55, marks=slow)])
 def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
     config = by_name(name, block_size=SIZE, dense_layers=1, density=density)
     tokens, lengths = tiny.prompts(500, 471)
@@ -251,16 +253,14 @@ def generated(config, chunk_size=None):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_A_MODEL)
 def test_generation_in_chunks_is_the_same(name):
     config = by_name(name, block_size=SIZE, dense_layers=1, density=0.4)
     np.testing.assert_array_equal(generated(config, 32).tokens, generated(config).tokens)
     assert generated(config).cache.statistics is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_A_MODEL)
 def test_generation_at_full_density_equals_dense(name):
     out = generated(by_name(name, block_size=SIZE, dense_layers=1, density=1.0))
     dense = generated(Dense(block_size=SIZE))

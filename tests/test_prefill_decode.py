@@ -16,7 +16,7 @@ from sketchwalk_jax import Dense, SketchWalkConfig, decode_step, forward, init_c
 from sketchwalk_jax.models import ModelConfig
 from sketchwalk_jax.models.params import init_params
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.optimized
 
 MODEL = ModelConfig(
     model_type="llama",

@@ -13,8 +13,6 @@ from hypothesis import assume, given, settings
 
 from sketchwalk_jax import SketchWalkConfig, reference
 
-pytestmark = pytest.mark.slow
-
 SIZE, CAPACITY, NUM_LAYERS = 16, 320, 4
 OPTIONS = {"block_size": SIZE, "dense_layers": 0, "sketch_dim": 16, "density": 0.3}
 PRESETS = {
