@@ -67,10 +67,10 @@ class TokenSelectionCase:
 
     def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
         """The kernels as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.select_decode import select_decode_kernel
+        from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
 
         function = functools.partial(
-            select_decode_kernel,
+            select_token_kernel,
             head_dim=128,
             power=self.power,
             sink_blocks=1,

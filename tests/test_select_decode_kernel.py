@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sketchwalk_jax.pallas_kernels.select_decode import select_decode_kernel
+from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import block_means, block_scores
 from sketchwalk_jax.walk import WalkState, walk_step
@@ -71,7 +71,7 @@ class Case:
         walk: WalkState,
         beta: float | None,
     ) -> tuple[BlockSelection, jax.Array]:
-        return select_decode_kernel(
+        return select_token_kernel(
             token,
             query,
             key,
@@ -106,7 +106,7 @@ def test_layers_of_a_step_equal_the_reference(
     for _ in range(3):
         inputs = case.draw()
         want, after = jax.jit(case.reference, static_argnums=4)(*inputs, walk, beta)
-        got, state = case.kernel(*inputs, walk, beta)
+        got, state, _ = case.kernel(*inputs, walk, beta)
         np.testing.assert_array_equal(got.ids, want.ids)
         np.testing.assert_array_equal(got.counts, want.counts)
         # A sum of signed terms is only as exact as its largest term.
@@ -125,7 +125,7 @@ def test_rows_that_end_in_either_half_of_a_tile(blocks: tuple[int, int]) -> None
     for _ in range(2):
         inputs = case.draw()
         want, after = case.reference(*inputs, walk, None)
-        got, state = case.kernel(*inputs, walk, None)
+        got, state, _ = case.kernel(*inputs, walk, None)
         np.testing.assert_array_equal(got.ids, want.ids)
         largest = np.abs(after.scores).max()
         np.testing.assert_allclose(state, after.scores, rtol=3e-5, atol=1e-6 * largest)
@@ -138,7 +138,7 @@ def test_a_row_without_positive_entries_selects_by_its_scores() -> None:
     inputs = -jnp.abs(token), jnp.abs(query), jnp.abs(key)
     walk = WalkState(jnp.zeros((BATCH, 1, 130)), jnp.int32(0))
     want, _ = case.reference(*inputs, walk, None)
-    got, state = case.kernel(*inputs, walk, None)
+    got, state, _ = case.kernel(*inputs, walk, None)
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_array_equal(state, 0.0)
 
