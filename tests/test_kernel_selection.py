@@ -26,7 +26,7 @@ from sketchwalk_jax.walk import WalkState
 
 pytestmark = pytest.mark.interpreted
 
-SIZE, BLOCKS = 16, 9
+SIZE, BLOCKS = 16, 7
 CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),
     "damped": SketchWalkConfig.damped(block_size=SIZE, density=0.4),
