@@ -248,7 +248,7 @@ class _Scratch(NamedTuple):
         """The types."""
         tiled = functools.partial(ops.tiled, dtype=plan.dtype, swizzle=plan.swizzle)
         stages = (plan.stages, plan.step_keys, plan.head_dim)
-        arrivals = {"num_arrivals": plan.step_blocks, "num_barriers": plan.stages}
+        blocks_arrived = plgpu.Barrier(num_arrivals=plan.step_blocks, num_barriers=plan.stages)
         return cls(
             rows=plgpu.SMEM((plan.columns, plan.features), plan.dtype),
             queries=tiled((plan.columns, plan.features)),
@@ -256,8 +256,8 @@ class _Scratch(NamedTuple):
             values=tiled(stages),
             weights=tiled((plan.columns, plan.step_keys)),
             rows_arrived=plgpu.Barrier(num_arrivals=1, num_barriers=1),
-            keys_arrived=plgpu.Barrier(**arrivals),
-            values_arrived=plgpu.Barrier(**arrivals),
+            keys_arrived=blocks_arrived,
+            values_arrived=blocks_arrived,
         )
 
 
@@ -392,23 +392,34 @@ def _attend_to_part(
 
         return _add_step(plan, scratch, slot, offset, blocks.visible(index), sums, fetch_next)
 
-    maximum, total, o = jax.lax.fori_loop(start, stop, step, _Sums.zero(plan))
-    total = jnp.sum(total, axis=0)
-    tiles = [pl.ds(index * _ROWS, _ROWS) for index in range(len(plan.chunks))]
+    sums = jax.lax.fori_loop(start, stop, step, _Sums.zero(plan))
     if plan.splits > 1:
-        for tile, x in zip(tiles, o, strict=True):
-            ops.store(out.at[split, place, tile], x)
-        ops.store(statistics[0].at[split, place, 0], maximum)
-        ops.store(statistics[0].at[split, place, 1], total)
+        _write_part(out.at[split, place], statistics[0].at[split, place], sums)
         return
-    for tile, x in zip(tiles, o, strict=True):
-        x, lse = _finish(x, total, maximum)
-        _store_transposed(scratch.rows.at[:, tile], x)
+    lse = _write_output(scratch.rows, sums)
     if statistics:
         ops.store(statistics[0].at[place], lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(scratch.rows.at[own_heads], out.at[heads])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _write_part(out: Any, statistics: Any, sums: _Sums) -> None:
+    """Writes what a part has come to, for the kernel that combines."""
+    total = jnp.sum(sums.total, axis=0)
+    for index, x in enumerate(sums.o):
+        ops.store(out.at[pl.ds(index * _ROWS, _ROWS)], x)
+    ops.store(statistics.at[0], sums.maximum)
+    ops.store(statistics.at[1], total)
+
+
+def _write_output(rows: Any, sums: _Sums) -> Array:
+    """Writes the output of a list in one part to shared memory; returns its log-sum-exp."""
+    total = jnp.sum(sums.total, axis=0)
+    for index, x in enumerate(sums.o):
+        x, lse = _finish(x, total, sums.maximum)
+        _store_transposed(rows.at[:, pl.ds(index * _ROWS, _ROWS)], x)
+    return lse
 
 
 def _add_step(
@@ -604,8 +615,15 @@ def block_sparse_decode_kernel(
     Raises:
       NotImplementedError: If a derivative is taken.
     """
-    options = {"scale": scale, "block_size": block_size, "return_lse": return_lse}
-    plan = _Plan.of(query, key, ids, config=config or KernelConfig(), **options)
+    plan = _Plan.of(
+        query,
+        key,
+        ids,
+        scale=scale,
+        block_size=block_size,
+        return_lse=return_lse,
+        config=config or KernelConfig(),
+    )
     batch, _, num_heads, head_dim = query.shape
     if padding := plan.head_dim - head_dim:  # for completeness: copies whole caches
         key, value = _pad_features(key, padding), _pad_features(value, padding)

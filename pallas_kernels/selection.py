@@ -196,6 +196,7 @@ def select_token(
     from sketchwalk_jax.pallas_kernels.walk_row import HeadQueries
 
     num_heads, head_dim = query.shape[2:]
+    token: Array | HeadQueries
     if omega is not None and HeadQueries.fit(num_heads, omega, num_groups):
         token = HeadQueries(query[:, 0], omega)
     else:

@@ -75,7 +75,7 @@ _TOP = 7
 _LOW_TOP = 3
 
 # Of each key block: a float, and the power of two that it lacks.
-Total = tuple[Float[Array, "64"], Int[Array, "64"]]
+_Total = tuple[Float[Array, "64"], Int[Array, "64"]]
 
 
 # What is static, and what is in memory
@@ -207,8 +207,8 @@ class _Memory:
       weights: Of the query blocks of each warpgroup's tile.
       factors: What makes the token's own scores from those of its tile: one entry that is not 0.
       maxima: For `warp_ops.maximum`.
-      total: What is handed over: floats,
-      total_exponent: and their exponents.
+      total: Floats of the total that is handed over.
+      total_exponent: Its exponents.
       key_shifts: Exponents of the powers of two by which each slot's keys were multiplied.
     """
 
@@ -591,7 +591,7 @@ class _Tiles:
 
     # What the scores become
 
-    def add(self, query_tile: Array, total: Total, state: Array, *, is_only: bool) -> Total:
+    def add(self, query_tile: Array, total: _Total, state: Array, *, is_only: bool) -> _Total:
         """Adds what a tile of query blocks brings: `Σ_i r_i P_ij`, its query blocks `i`.
 
         Where the tile has the token's own block, its scores `A_ij` are written to memory too.
@@ -643,19 +643,19 @@ class _Tiles:
         is_below = (query_tile <= self.token.last) & (query_tile >= self.tile)
         return is_below & (jnp.logical_not(self.token.is_first) | (query_tile == self.token.last))
 
-    def hand_over(self, total: Total) -> None:
+    def hand_over(self, total: _Total) -> None:
         """Leaves the total to the other warpgroup."""
         self.memory.total[...], self.memory.total_exponent[...] = total
         plgpu.barrier_arrive(self.memory.is_done.at[0])
 
-    def add_other(self, total: Total) -> Total:
+    def add_other(self, total: _Total) -> _Total:
         """Adds what the other warpgroup has handed over."""
         plgpu.barrier_wait(self.memory.is_done.at[0])
         other = (ops.load(x, _BY_KEY) for x in (self.memory.total, self.memory.total_exponent))
         value, exponent = other
         return add_scaled(total, (value, exponent))
 
-    def write(self, total: Total) -> None:
+    def write(self, total: _Total) -> None:
         """Writes the part: floats, and one power of two that all of them lack."""
         value, exponent = total
         exponent = jnp.maximum(exponent + exponent_of(value), NO_EXPONENT)
@@ -672,7 +672,7 @@ class _Tiles:
         self.refs.exponent[self.token.sequence, self.tile, self.split] = exponent
 
 
-def _nothing() -> Total:
+def _nothing() -> _Total:
     """A total of no tiles."""
     none = jnp.full((TILE,), NO_EXPONENT, jnp.int32)
     return ops.full((TILE,), 0.0, _BY_KEY), plgpu.layout_cast(none, _BY_KEY)
@@ -715,6 +715,7 @@ def _walk_few_tiles(*arrays: Any, plan: WalkPlan, **scratch: Any) -> None:
         tile = jnp.where(of_first, index, index - (2 * line + 1))
         tile = jnp.where(is_corner, 2 * split + 1, tile)
         is_new = of_first | (split != line)  # else the line has been here: it is its own partner
+        # Else each warpgroup brings its own.
         has_keys = is_corner | (half == 0) if plan.shares_keys else index >= 0
         tiles = _Tiles(
             plan=plan,
@@ -757,7 +758,7 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
     is_empty = is_new & jnp.logical_not(has_work) & (is_corner | (tiles.half == 0))
     pl.when(is_empty)(tiles.write_nothing)
 
-    def add() -> Total:
+    def add() -> _Total:
         return tiles.add(query_tile, _nothing(), state, is_only=True)
 
     @pl.when(has_work)
@@ -786,7 +787,7 @@ def _walk_many_tiles(*arrays: Any, plan: WalkPlan, **scratch: Any) -> None:
     refs, memory = _Refs(*arrays), _Memory(**scratch)
     index, line, token = _begin(refs, plan)
     for half in plan.halves():
-        has_keys = half == 0 if plan.shares_keys else index >= 0
+        has_keys = half == 0 if plan.shares_keys else index >= 0  # else each brings its own
         tiles = _Tiles(
             plan=plan,
             refs=refs,
@@ -820,10 +821,10 @@ def _walk_line(tiles: _Tiles) -> None:
     first = first + (tiles.split + splits - first % splits) % splits
     steps = jnp.maximum(token.last_split - first + splits, 0) // splits
 
-    def step(index: Array, total: Total) -> Total:
+    def step(index: Array, total: _Total) -> _Total:
         query_tile = _HALVES * (first + index * splits) + tiles.half
 
-        def add() -> Total:
+        def add() -> _Total:
             state = tiles.load_state(query_tile)
             return tiles.add(query_tile, total, state, is_only=False)
 
@@ -849,14 +850,12 @@ class HeadQueries:
     query: Float[Array, "B N H"]
     omega: Float[np.ndarray, "H R"]
 
-    @classmethod
-    def fit(cls, num_heads: int, omega: Any, num_groups: int) -> bool:
-        """Whether so many heads can be sketched by the kernel, in so many groups."""
-        if omega is None or num_groups > 1:
-            return False
+    @staticmethod
+    def fit(num_heads: int, omega: Float[np.ndarray, "H R"], num_groups: int) -> bool:
+        """Whether the kernel can sketch so many heads, combined in so many groups."""
         head_dim, size = omega.shape
-        fits = WIDE % head_dim == 0 and num_heads * head_dim % WIDE == 0
-        return bool(fits and size % TILE == 0)
+        fills_lines = WIDE % head_dim == 0 and num_heads * head_dim % WIDE == 0
+        return num_groups == 1 and fills_lines and size % TILE == 0
 
     @property
     def rows(self) -> Float[Array, "B _ 128"]:
