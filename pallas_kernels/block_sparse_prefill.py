@@ -194,7 +194,7 @@ def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
-        "single": plgpu.Barrier(num_arrivals=1, num_barriers=3 + 2 * warpgroups),
+        "single": plgpu.Barrier(num_arrivals=1, num_barriers=1 + 2 * warpgroups),
     }
 
 
@@ -215,13 +215,13 @@ class _Barriers:
 
     def queries(self, which: str, warpgroup: Any) -> Any:
         """For the queries of a warpgroup, which reads no others."""
-        first = 3 if which == "filled" else 3 + self.plan.computing
+        first = 1 if which == "filled" else 1 + self.plan.computing
         return self.refs.single.at[first + warpgroup]
 
     @property
     def tail(self) -> Any:
         """Tells the loader that values have arrived to which it must attend."""
-        return self.refs.single.at[2]
+        return self.refs.single.at[0]
 
 
 class _Extent(NamedTuple):
