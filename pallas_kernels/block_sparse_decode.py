@@ -375,7 +375,7 @@ def _attend_to_part(
         pl.when(start + ahead < stop)(functools.partial(fetch, start + ahead, ahead))
 
     plgpu.barrier_wait(scratch.rows_arrived.at[0])
-    _store_transposed(scratch.queries, ops.load(scratch.rows.transpose((1, 0))), is_swizzled=True)
+    _store_transposed(scratch.queries, ops.read(scratch.rows.transpose((1, 0))), is_swizzled=True)
     plgpu.commit_smem()
 
     offset = ops.matrix_index((plan.step_keys, plan.columns), 0)
@@ -398,7 +398,7 @@ def _attend_to_part(
         return
     lse = _write_output(scratch.rows, sums)
     if statistics:
-        ops.store(statistics[0].at[place], lse)
+        ops.write(statistics[0].at[place], lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(scratch.rows.at[own_heads], out.at[heads])
     plgpu.wait_smem_to_gmem(0)
@@ -408,9 +408,9 @@ def _write_part(out: Any, statistics: Any, sums: _Sums) -> None:
     """Writes what a part has come to, for the kernel that combines."""
     total = jnp.sum(sums.total, axis=0)
     for index, x in enumerate(sums.o):
-        ops.store(out.at[pl.ds(index * _ROWS, _ROWS)], x)
-    ops.store(statistics.at[0], sums.maximum)
-    ops.store(statistics.at[1], total)
+        ops.write(out.at[pl.ds(index * _ROWS, _ROWS)], x)
+    ops.write(statistics.at[0], sums.maximum)
+    ops.write(statistics.at[1], total)
 
 
 def _write_output(rows: Any, sums: _Sums) -> Array:
@@ -518,7 +518,7 @@ def _along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m
 def _store_transposed(ref: Any, x: Float[Array, "m n"], *, is_swizzled: bool = False) -> None:
     """Writes `xᵀ` to shared memory, for matrix instructions and copies to read."""
     x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    ops.store(ref.transpose((1, 0)), x, optimized=is_swizzled)
+    ops.write(ref.transpose((1, 0)), x, optimized=is_swizzled)
 
 
 def _finish(
@@ -544,7 +544,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Pla
     columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
 
     def by_head(split: int, index: int) -> Array:
-        return ops.load(statistics.at[split, place, index, columns], ops.BY_COLUMN)
+        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
 
     splits = range(plan.splits)
     maxima = [by_head(split, 0) for split in splits]
@@ -553,7 +553,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Pla
     total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
 
     def weighted(split: int) -> Array:
-        part = ops.load(parts.at[split, place, rows, columns])
+        part = ops.read(parts.at[split, place, rows, columns])
         return part * _along_keys(weights[split], part.shape)
 
     o = functools.reduce(jnp.add, [weighted(split) for split in splits])
@@ -562,7 +562,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Pla
 
         @pl.when(chunk == 0)
         def _() -> None:
-            ops.store(lse_out[0].at[place, columns], lse)
+            ops.write(lse_out[0].at[place, columns], lse)
 
     _store_transposed(tile, o)
     plgpu.commit_smem()

@@ -62,7 +62,7 @@ def _zeros(width: int) -> list[Array]:
 def _load_token(row_ref: Any) -> list[Array]:
     """All heads of one token, in pieces."""
     return [
-        ops.load(row_ref.at[pl.ds(start, vector * THREADS)], _strided(vector * THREADS))
+        ops.read(row_ref.at[pl.ds(start, vector * THREADS)], _strided(vector * THREADS))
         for start, vector in _pieces(row_ref.shape[0])
     ]
 
@@ -71,7 +71,7 @@ def _fold(memory: Any, group: int, num_groups: int, wide: int) -> Array:
     """The sum over the heads of a group, `wide` entries side by side."""
     steps = memory.shape[0] // num_groups // wide
     places = [pl.ds((group * steps + step) * wide, wide) for step in range(steps)]
-    return functools.reduce(jnp.add, [ops.load(memory.at[x], _strided(wide)) for x in places])
+    return functools.reduce(jnp.add, [ops.read(memory.at[x], _strided(wide)) for x in places])
 
 
 def _sum_tokens(
@@ -144,14 +144,14 @@ def _projection_layout(rows: int) -> Any:
 
 
 def _load_projection(ref: Any) -> Array:
-    return ops.load(ref, _projection_layout(ref.shape[0]))
+    return ops.read(ref, _projection_layout(ref.shape[0]))
 
 
 def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
     """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
     layout = _projection_layout(matrix.shape[0])
     for row in range(folded.shape[0]):
-        x = ops.load(folded.at[row], layout.reduce(1))
+        x = ops.read(folded.at[row], layout.reduce(1))
         x = plgpu.layout_cast(jax.lax.broadcast_in_dim(x, matrix.shape, (0,)), layout)
         out_ref[row] = jnp.sum(x * matrix, axis=0)
 

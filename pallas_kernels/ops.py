@@ -58,18 +58,18 @@ def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def load(ref: Any, layout: Any = ACCUMULATOR) -> Array:
+def read(ref: Any, layout: Any = ACCUMULATOR) -> Array:
     """What a reference holds, in registers; any layout does, however slowly it loads."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def store(ref: Any, x: Array, *, optimized: bool = False) -> None:
+def write(ref: Any, x: Array, *, optimized: bool = False) -> None:
     """Writes to memory; JAX since 0.12 refuses unasked what has bank conflicts or is narrow."""
-    write = getattr(plgpu, "store", None)
-    if write is None:
+    store = getattr(plgpu, "store", None)
+    if store is None:
         ref[...] = x
     else:
-        write(ref, x, optimized=optimized)
+        store(ref, x, optimized=optimized)
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any = ACCUMULATOR) -> Array:

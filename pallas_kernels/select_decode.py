@@ -81,7 +81,7 @@ def _select_token(
     own = part_ref.shape[2] // warpgroups  # tiles of this warpgroup
     layout = warp_ops.tiles_layout(own, TILE)
     where: dict[str, Any] = dict(layout=layout, interpret=plan.interpret)
-    direct = ops.load(direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
+    direct = ops.read(direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
     row = position_ref[sequence] // plan.block_size
     layers = layers_ref[0]
     is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table

@@ -65,7 +65,7 @@ def _make_operands(
     @pl.when(index < scores_ref.shape[1])
     def _() -> None:
         _, own, _ = mantissa_and_exponent(largest_ref[sequence, index])
-        score = ops.load(scores_ref.at[sequence, index], layout)
+        score = ops.read(scores_ref.at[sequence, index], layout)
         mantissa, exponent, is_zero = mantissa_and_exponent(score)
         # The largest entry comes to the height whose power is about 2^WEIGHT_EXPONENT.
         root = mantissa * power_of_two(exponent - own + WEIGHT_EXPONENT // power)
@@ -76,9 +76,9 @@ def _make_operands(
     @pl.when(index < num_rows)
     def _() -> None:
         # Entry `j` takes the power of two that row `j` of `W` lacks.
-        _, scale, is_nothing = mantissa_and_exponent(ops.load(largest_ref.at[sequence], layout))
+        _, scale, is_nothing = mantissa_and_exponent(ops.read(largest_ref.at[sequence], layout))
         scale = jnp.maximum(replace(scale * power, is_nothing, NO_EXPONENT), NO_EXPONENT)
-        state = ops.load(state_ref.at[sequence, index], layout)
+        state = ops.read(state_ref.at[sequence, index], layout)
         mantissa, exponent, is_zero = mantissa_and_exponent(state)
         exponent = exponent + scale
         term = replace(exponent, is_zero, NO_EXPONENT)
@@ -170,11 +170,11 @@ def _select(
         count = jnp.where(in_tail, jnp.minimum(row + 1, num_blocks), count)
 
     def own_row() -> Array:
-        return ops.load(weights_ref.at[sequence, known], layout)
+        return ops.read(weights_ref.at[sequence, known], layout)
 
     def product_row() -> Array:
         parts = [product_ref.at[x, sequence, index] for x in range(product_ref.shape[0])]
-        return functools.reduce(jnp.add, [ops.load(x, layout) for x in parts])
+        return functools.reduce(jnp.add, [ops.read(x, layout) for x in parts])
 
     value = jax.lax.cond(layers == 0, own_row, product_row) if use_walk else own_row()
     state, is_walked = _rescale(value, scratch, **where)
@@ -187,7 +187,7 @@ def _select(
         walked_ref[0] = layers + 1
 
     def scores_row() -> Array:
-        return ops.load(scores_ref.at[sequence, known], layout)
+        return ops.read(scores_ref.at[sequence, known], layout)
 
     select_row(
         jax.lax.cond(is_walked, lambda: state, scores_row),

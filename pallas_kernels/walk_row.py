@@ -255,7 +255,20 @@ def _operand(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """Arrays in global memory, as the kernel gets them."""
+    """Arrays in global memory, as the kernel gets them; `B` sequences, `J` blocks in whole tiles.
+
+    Attributes:
+      token: Sketches of the tokens `[B, R]`, or their queries in rows, as in `HeadQueries.rows`.
+      projection: What makes sketches of rows, as `HeadQueries.projection`.
+      query: Sums of queries `[B, J, R]`.
+      key: Sums of keys `[B, J, R]`.
+      state: Rows of the walk so far `[B, J]`.
+      position: Of the tokens `[B]`.
+      layers: Layers walked so far `[1]`.
+      part: Results, as in `RowParts`: floats,
+      exponent: their powers of two,
+      direct: and the tokens' own scores.
+    """
 
     token: Any
     projection: Any
@@ -287,6 +300,21 @@ class _Token(NamedTuple):
     last: Any
     last_split: Any
     is_first: Any
+
+
+class _Scores(NamedTuple):
+    """The scores of one tile, of operands that were multiplied by powers of two.
+
+    Attributes:
+      scores: `[keys, queries]`.
+      key_shift: Exponents of the keys' powers of two.
+      exponent: Of the power of two that the weights of the query blocks lack; these hold the
+        queries' powers of two too, raised as the scores will be.
+    """
+
+    scores: Float[Array, "64 64"]
+    key_shift: Int[Array, "64"]
+    exponent: Int[Array, ""]
 
 
 # Operands in parts, and their products
@@ -387,7 +415,7 @@ class _Tiles:
         target = self.memory.operands[0].at[slot]
         plgpu.copy_gmem_to_smem(source, target, self.memory.arrived.at[slot])
 
-    def arrive(self, slot: Array) -> None:
+    def await_copy(self, slot: Array) -> None:
         """Waits for a copy."""
         plgpu.barrier_wait(self.memory.arrived.at[slot])
 
@@ -395,7 +423,7 @@ class _Tiles:
         """Waits for the parts of the keys."""
         plgpu.barrier_wait(self.memory.are_parts.at[self.key_slot])
 
-    def wait(self) -> None:
+    def await_warps(self) -> None:
         """Waits for the other warps of the warpgroup."""
         warp_ops.barrier(interpret=self.plan.interpret)
 
@@ -404,11 +432,11 @@ class _Tiles:
     def load_state(self, query_tile: Array) -> Array:
         """The entries of the walk's row that weigh a tile's query blocks."""
         state = self.refs.state.at[self.token.sequence]
-        return ops.load(state.at[pl.ds(query_tile * TILE, TILE)], _BY_KEY)
+        return ops.read(state.at[pl.ds(query_tile * TILE, TILE)], _BY_KEY)
 
     def write_keys(self) -> None:
         """Divides the keys into parts, for the whole program."""
-        self.arrive(self.key_slot)
+        self.await_copy(self.key_slot)
         keys = self._load_keys()
         shift = _shifts_by(_peaks_of(keys), self.plan.top)
         self.memory.key_shifts[self.key_slot] = shift
@@ -419,15 +447,15 @@ class _Tiles:
     def _load_keys(self) -> Array:
         """Sums of keys, those of the token's block as if it were full; 0 beyond."""
         ref = self.memory.operands[0].at[self.key_slot]
-        size, row = self.plan.block_size, self.token.position // self.plan.block_size
+        size, row = self.plan.block_size, self.token.row
 
         def masked() -> Array:
             block = _blocks(self.tile, 0, self.plan.chunk)
             last_count = (self.token.position + 1 - row * size).astype(jnp.float32)
             share = jnp.where(block == row, size / last_count, 1.0)
-            return jnp.where(block <= row, ops.load(ref) * share, 0.0)
+            return jnp.where(block <= row, ops.read(ref) * share, 0.0)
 
-        return jax.lax.cond(self.tile == row // TILE, masked, lambda: ops.load(ref))
+        return jax.lax.cond(self.tile == self.token.last, masked, lambda: ops.read(ref))
 
     def _load_queries(self, query_tile: Array, part: int) -> Array:
         """Sums of queries, in the token's block its own sketch for all tokens; 0 beyond."""
@@ -435,28 +463,28 @@ class _Tiles:
 
         def masked() -> Array:
             token = self.memory.token.at[pl.ds(part * self.plan.chunk, self.plan.chunk)]
-            token = ops.load(token, _BY_QUERY) * float(self.plan.block_size)
+            token = ops.read(token, _BY_QUERY) * float(self.plan.block_size)
             block = _blocks(query_tile, 0, self.plan.chunk)
-            query = jnp.where(block < row, ops.load(ref), 0.0)
+            query = jnp.where(block < row, ops.read(ref), 0.0)
             return jnp.where(block == row, ops.spread(token, query.shape, 1), query)
 
-        return jax.lax.cond(query_tile == row // TILE, masked, lambda: ops.load(ref))
+        return jax.lax.cond(query_tile == self.token.last, masked, lambda: ops.read(ref))
 
     def _write_token(self) -> None:
         """Leaves the sketch of the token's query in shared memory."""
         source, memory = self.refs.token.at[self.token.sequence], self.memory
         if self.plan.is_sketched:
-            memory.token[...] = ops.load(source, _BY_QUERY)
-            self.wait()
+            memory.token[...] = ops.read(source, _BY_QUERY)
+            self.await_warps()
             return
         layout = plgpu.Layout.WG_STRIDED((WIDE,), 1)
-        lines = [ops.load(source.at[x], layout) for x in range(source.shape[0])]
-        projection = ops.load(self.refs.projection)
+        lines = [ops.read(source.at[x], layout) for x in range(source.shape[0])]
+        projection = ops.read(self.refs.projection)
         memory.combined[...] = _sum([x.astype(jnp.float32) for x in lines])
-        self.wait()
-        combined = ops.spread(ops.load(memory.combined, _BY_QUERY), projection.shape, 1)
+        self.await_warps()
+        combined = ops.spread(ops.read(memory.combined, _BY_QUERY), projection.shape, 1)
         memory.token[...] = jnp.sum(projection * combined, axis=1)
-        self.wait()
+        self.await_warps()
 
     def _write_weights(self, query_tile: Array, state: Array, shift: Array) -> Array:
         """Writes the weights of the tile's query blocks, of which scores hold `2^shift`.
@@ -475,11 +503,11 @@ class _Tiles:
         largest = jnp.maximum(largest, NO_EXPONENT // 2) - self.plan.weight_exponent
         self.memory.weights[self.half] = mantissa_of(weight) * power_of_two(exponent - largest)
 
-        @pl.when(query_tile == row // TILE)
+        @pl.when(query_tile == self.token.last)
         def _() -> None:
             self.memory.factors[...] = own * power_of_two(-shift)
 
-        self.wait()
+        self.await_warps()
         return largest
 
     def _maximum(self, x: Array) -> Array:
@@ -498,27 +526,23 @@ class _Tiles:
           is_started: Whether its copies have been started.
         """
         if not is_started:
-            self.wait()  # all have read what was there
+            self.await_warps()  # all have read what was there
             self.start_queries(query_tile, part)
         if is_first:
-            pl.when(query_tile == self.token.row // TILE)(self._write_token)
-        self.arrive(self.query_slot)
+            pl.when(query_tile == self.token.last)(self._write_token)
+        self.await_copy(self.query_slot)
         if not self.plan.shares_keys:
-            self.arrive(self.key_slot)
+            self.await_copy(self.key_slot)
 
-    def _score(
-        self, query_tile: Array, state: Array, *, is_only: bool
-    ) -> tuple[Array, Array, Array]:
-        """Scores of scaled keys and queries, the keys' exponents, what `_write_weights` returns."""
+    def _score(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
+        """Scores of a tile, and beside the product what they will be multiplied with."""
         if self.plan.interpret:
             return self._score_interpreted(query_tile, state, is_only=is_only)
         if self.plan.num_chunks == 1:
             return self._score_chunk(query_tile, state, is_only=is_only)
         return self._score_chunks(query_tile, state, is_only=is_only)
 
-    def _score_chunk(
-        self, query_tile: Array, state: Array, *, is_only: bool
-    ) -> tuple[Array, Array, Array]:
+    def _score_chunk(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Of sketches of one chunk, whose keys one warpgroup divides into parts for both."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
         # Before there is an accumulator, which takes registers.
@@ -536,12 +560,10 @@ class _Tiles:
             return accumulator[...], exponent
 
         scores, exponent = pl.run_scoped(multiply, plgpu.ACC(_SHAPE, jnp.float32))
-        key_shift = ops.load(self.memory.key_shifts.at[self.key_slot], _BY_KEY)
-        return scores, key_shift, exponent
+        key_shift = ops.read(self.memory.key_shifts.at[self.key_slot], _BY_KEY)
+        return _Scores(scores, key_shift, exponent)
 
-    def _score_chunks(
-        self, query_tile: Array, state: Array, *, is_only: bool
-    ) -> tuple[Array, Array, Array]:
+    def _score_chunks(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Of sketches of several chunks, which come twice: for their peaks, and for the product."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
         peaks = []
@@ -573,11 +595,9 @@ class _Tiles:
             return accumulator[...], exponent
 
         scores, exponent = pl.run_scoped(multiply, plgpu.ACC(_SHAPE, jnp.float32))
-        return scores, key_shift, exponent
+        return _Scores(scores, key_shift, exponent)
 
-    def _score_interpreted(
-        self, query_tile: Array, state: Array, *, is_only: bool
-    ) -> tuple[Array, Array, Array]:
+    def _score_interpreted(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Of sketches of any size, as one product."""
         chunks = []
         for part in range(self.plan.num_chunks):
@@ -587,12 +607,12 @@ class _Tiles:
         keys, queries = (jnp.concatenate(x, axis=1) for x in zip(*chunks, strict=True))
         key_shift, shift = (_shifts_by(_peaks_of(x), self.plan.top) for x in (keys, queries))
         scores = _multiply_interpreted(keys, queries, key_shift, shift)
-        return scores, key_shift, self._write_weights(query_tile, state, shift)
+        return _Scores(scores, key_shift, self._write_weights(query_tile, state, shift))
 
     # What the scores become
 
     def add(self, query_tile: Array, total: _Total, state: Array, *, is_only: bool) -> _Total:
-        """Adds what a tile of query blocks brings: `Σ_i r_i P_ij`, its query blocks `i`.
+        """Adds what a tile of query blocks brings: `Σ r_i P_ij` over its query blocks `i`.
 
         Where the tile has the token's own block, its scores `A_ij` are written to memory too.
 
@@ -609,16 +629,16 @@ class _Tiles:
         plan = self.plan
         scores, key_shift, exponent = self._score(query_tile, state, is_only=is_only)
 
-        def above_diagonal() -> Array:
+        def without_later_keys() -> Array:
             exist = _blocks(self.tile, 0) <= _blocks(query_tile, 1)
             return jnp.where(exist, scores, 0.0)
 
-        scores = jax.lax.cond(query_tile == self.tile, above_diagonal, lambda: scores)
+        scores = jax.lax.cond(query_tile == self.tile, without_later_keys, lambda: scores)
         factor = plan.scale / plan.block_size**2
 
-        @pl.when(query_tile == self.token.row // TILE)
+        @pl.when(query_tile == self.token.last)
         def _() -> None:
-            factors = ops.load(self.memory.factors, _BY_QUERY)
+            factors = ops.read(self.memory.factors, _BY_QUERY)
             direct = jnp.sum(scores * ops.spread(factors, _SHAPE, 1), axis=1)
             direct = direct * power_of_two(-key_shift) * factor
             self.refs.direct[self.token.sequence, self.tile] = direct
@@ -632,7 +652,7 @@ class _Tiles:
             scores = scores * ops.spread(power_of_two(own_shift), _SHAPE, 0)
             shift = shift + own_shift
         powers = integer_power(scores, plan.power)
-        weights = ops.load(self.memory.weights.at[self.half], _BY_QUERY)
+        weights = ops.read(self.memory.weights.at[self.half], _BY_QUERY)
         sums = jnp.sum(powers * ops.spread(weights, _SHAPE, 1), axis=1)
         mantissa, lacks = math.frexp(factor)
         exponent = exponent - plan.power * (shift - lacks)
@@ -651,7 +671,7 @@ class _Tiles:
     def add_other(self, total: _Total) -> _Total:
         """Adds what the other warpgroup has handed over."""
         plgpu.barrier_wait(self.memory.is_done.at[0])
-        other = (ops.load(x, _BY_KEY) for x in (self.memory.total, self.memory.total_exponent))
+        other = (ops.read(x, _BY_KEY) for x in (self.memory.total, self.memory.total_exponent))
         value, exponent = other
         return add_scaled(total, (value, exponent))
 
@@ -751,8 +771,8 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
 
     @pl.when(jnp.logical_not(has_work))
     def _() -> None:  # a program may not end while copies to its memory are under way
-        tiles.arrive(tiles.query_slot)
-        pl.when(tiles.has_keys)(lambda: tiles.arrive(tiles.key_slot))
+        tiles.await_copy(tiles.query_slot)
+        pl.when(tiles.has_keys)(lambda: tiles.await_copy(tiles.key_slot))
 
     # The second kernel reads all parts at or below the diagonal.
     is_empty = is_new & jnp.logical_not(has_work) & (is_corner | (tiles.half == 0))
@@ -768,9 +788,9 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
 
         @pl.when(jnp.logical_not(is_live))
         def _() -> None:
-            tiles.arrive(tiles.query_slot)
+            tiles.await_copy(tiles.query_slot)
             if not plan.shares_keys:
-                tiles.arrive(tiles.key_slot)
+                tiles.await_copy(tiles.key_slot)
 
         total = jax.lax.cond(is_live, add, _nothing)
         gives = jnp.logical_not(is_corner) & (tiles.half == 1)
