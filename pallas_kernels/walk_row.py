@@ -1,22 +1,21 @@
 """Scores and the walk's next row for one token per sequence (Algorithm 2 steps 4-5), in parts.
 
 The first kernel of a decoding step's block list. With block means `q̄_i` and `k̄_j` in sketch
-space, where the token's own sketch stands for the mean of its own block `i`,
+space, where the token's own sketch stands for the queries' mean in its own block `t`,
 
-    A_ij = q̄_i · k̄_j / √H  for j <= i,    W = A^s  entry by entry,    r' = r W
+    A_ij = q̄_i · k̄_j / √H  for j <= i,    W = A^s  entry by entry,    r'_j = Σ_i r_i W_ij
 
-and `r` is row `i` of the walk so far, or row `i` of the identity in the first layer: `r'` is a sum
-over all earlier rows of `A`, which is formed tile by tile, 64 query blocks by 64 key blocks, and
-never stored:
+and `r` is row `t` of the walk so far, in the first layer row `t` of the identity. `A` is formed
+tile by tile, 64 query blocks by 64 key blocks, and never stored:
 
-    S = Q K ᵀ            on tensor cores, Q and K sums of the blocks of a tile
-    P = max(S, 0)^s or S^s
-    r'_j += Σ_i r_i P_ij
+    S = K Qᵀ                      [keys, queries], of sums over blocks, on tensor cores
+    P = S^s, or max(S, 0)^s
+    r'_j += Σ_i P_ji r_i          over the tile's query blocks
 
 A program has two warpgroups, each with tiles of query blocks of its own and, as a rule, the same
 tile of key blocks. It writes one part of `r'` for its key blocks; the second kernel, in
 `select_decode`, adds up the parts. Each tile of scores reads the sums of its blocks, 4 R bytes
-each.
+each. Row `t` of `A` is written too, for walks without a positive entry.
 
 There are two kernels, which share everything but the order of the tiles. Up to 2048 blocks, which
 are 16 pairs of tiles of query blocks: a program for each pair and each tile of key blocks at or
@@ -612,9 +611,9 @@ class _Tiles:
     # What the scores become
 
     def add(self, query_tile: Array, total: _Total, state: Array, *, is_only: bool) -> _Total:
-        """Adds what a tile of query blocks brings: `Σ r_i P_ij` over its query blocks `i`.
+        """Adds what a tile of query blocks brings: `Σ_i P_ji r_i` over its query blocks `i`.
 
-        Where the tile has the token's own block, its scores `A_ij` are written to memory too.
+        Where the tile has the token's own block `t`, its scores `A_tj` are written to memory too.
 
         Args:
           query_tile: The tile.
@@ -897,7 +896,7 @@ class RowParts(NamedTuple):
       value: Floats, float32 `[B, splits, tiles, 64]`. Where every tile of query blocks is a part,
         parts above the diagonal are not written.
       exponent: Powers of two of each tile and part, int32 `[B, tiles, 16]`.
-      direct: `A_ij`, the scores of the token's row, float32 `[B, tiles, 64]`.
+      direct: `A_tj`, the scores of the token's row, float32 `[B, tiles, 64]`.
     """
 
     value: Float[Array, "B S T 64"]

@@ -155,8 +155,10 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     options = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)
     Asked.seen = []
-    sketchwalk_attention(x, x, x, init_walk(1, 32, config=config), config=config, **options)
+    attend = functools.partial(sketchwalk_attention, config=config, **options)
+    jax.eval_shape(attend, x, x, x, init_walk(1, 32, config=config))
     options |= {"model_config": tiny.MODEL, "config": config, "max_new_tokens": 1}
-    generate(tiny.params(), tiny.prompts(20)[0], **options)
+    run = functools.partial(generate, **options)
+    jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
     assert set(asked) == {(implementation, sizes)}
     assert len(Asked.seen) == 6 and set(Asked.seen) == {answer}
