@@ -48,8 +48,8 @@ from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_deriv
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-QUERIES = 64  # of a tile
-KEYS = 128  # of a step
+_QUERIES = 64  # of a tile
+_KEYS = 128  # of a step
 _PIECE = 64  # keys that one copy brings
 
 
@@ -186,11 +186,11 @@ def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
     warpgroups = plan.computing
     num_barriers = plan.stages + plan.value_stages
     return {
-        "queries": ops.tiled((warpgroups, QUERIES, plan.head_dim), dtype),
-        "outputs": ops.tiled((warpgroups, QUERIES, plan.head_dim), dtype),
-        "keys": ops.tiled((plan.stages, KEYS, plan.head_dim), dtype),
-        "values": ops.tiled((plan.value_stages, KEYS, plan.head_dim), dtype),
-        "lse": plgpu.SMEM((warpgroups, QUERIES), jnp.float32),
+        "queries": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
+        "outputs": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
+        "keys": ops.tiled((plan.stages, _KEYS, plan.head_dim), dtype),
+        "values": ops.tiled((plan.value_stages, _KEYS, plan.head_dim), dtype),
+        "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
@@ -237,10 +237,10 @@ class _Extent(NamedTuple):
     start: Any
     length: Any
 
-    @property
-    def steps(self) -> Any:
-        """Steps of two pieces."""
-        return jax.lax.div(self.count + 1, 2)
+
+def _num_steps(count: Any) -> Any:
+    """Steps of two pieces, for so many of them."""
+    return jax.lax.div(count + 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ class _Tile:
     @property
     def rows(self) -> Any:
         """Where its queries are among those of the sequence."""
-        return pl.ds(self.row * QUERIES, QUERIES)
+        return pl.ds(self.row * _QUERIES, _QUERIES)
 
     def head(self, warpgroup: Any) -> Any:
         """Query head of a warpgroup; beyond the group's end once more its last one."""
@@ -279,7 +279,7 @@ class _Tile:
         """What it attends to."""
         subblocks = self.plan.subblocks
         count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
-        start = (refs.first_block[self.batch] * subblocks + self.row) * QUERIES
+        start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
         length = refs.kv_lengths[self.batch]
         return _Extent(jnp.where(start < length, count * subblocks, 0), start, length)
 
@@ -315,7 +315,7 @@ def _load_tiles(plan: _Plan, refs: _Refs, program: Any) -> None:
         done, extent = state  # steps of the tiles before; what this tile attends to
         following = plan.tile(program, turn + 1).extent(refs)
         tile = plan.tile(program, turn)
-        steps = extent.steps
+        steps = _num_steps(extent.count)
 
         @pl.when(steps > 0)
         def _() -> None:
@@ -357,7 +357,7 @@ class _Loader:
             self._load_values(pieces, jax.lax.rem(following, plan.value_stages))
             return later
 
-        jax.lax.fori_loop(0, extent.steps - 1, step, later)
+        jax.lax.fori_loop(0, _num_steps(count) - 1, step, later)
 
     def _load_queries(self) -> None:
         """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
@@ -438,7 +438,7 @@ def _compute_tiles(plan: _Plan, refs: _Refs, program: Any, warpgroup: Any) -> No
         done, count = state
         following = plan.tile(program, turn + 1).extent(refs).count  # in time
         tile = plan.tile(program, turn)
-        steps = jax.lax.div(count + 1, 2)
+        steps = _num_steps(count)
         head = _Head(plan, refs, tile, warpgroup)
 
         @pl.when(steps > 0)
@@ -479,7 +479,7 @@ class _Head:
 
     def attend(self, count: Any, done: Any) -> None:
         """Computes and writes attention over `count` pieces. `done` steps went before."""
-        shape = (QUERIES, self.plan.head_dim)
+        shape = (_QUERIES, self.plan.head_dim)
         ops.with_accumulator(
             lambda sums: self._attend(sums, count, done), shape, interpret=self.plan.interpret
         )
@@ -499,11 +499,11 @@ class _Head:
 
         scores = self._with_scores(first_scores)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
-        rest = jax.lax.div(count + 1, 2) - 1
+        rest = _num_steps(count) - 1
         self._free_queries(rest == 0)
         scores = _mask(scores, pieces, count, start, length)
-        first = ops.full((QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
-        state = _Softmax(first, ops.full((QUERIES,), 0.0, ops.BY_ROW))
+        first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
+        state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
         weights, _, state = self._soften(scores, state)
         plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done, plan.value_stages)))
 
@@ -566,7 +566,7 @@ class _Head:
         return weights.astype(self.refs.values.dtype)
 
     def _with_scores(self, body: Any) -> Any:
-        return ops.with_accumulator(body, (QUERIES, KEYS), interpret=self.plan.interpret)
+        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.plan.interpret)
 
     def _free_queries(self, is_last: Any) -> None:
         """Lets the next tile's queries come while the rest of this one is computed."""
@@ -577,8 +577,8 @@ class _Head:
 
     def write_zeros(self) -> None:
         """Writes the output of a tile without keys."""
-        zeros = ops.full((QUERIES, self.plan.head_dim), 0.0)
-        self._write(zeros, ops.full((QUERIES,), -jnp.inf, ops.BY_ROW))
+        zeros = ops.full((_QUERIES, self.plan.head_dim), 0.0)
+        self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
 
     def _write(self, out: Any, lse: Any) -> None:
         refs, tile = self.refs, self.tile
@@ -692,7 +692,7 @@ def block_sparse_prefill(
     stages = 4 if padded == 64 else 2
     plan = _Plan(
         batch=query.shape[0],
-        tiles=query.shape[1] // QUERIES,
+        tiles=query.shape[1] // _QUERIES,
         heads=query.shape[2],
         kv_heads=key.shape[3],
         head_dim=padded,

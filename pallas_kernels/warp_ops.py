@@ -97,7 +97,7 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
     if interpret:
         return jnp.max(x)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_one_as_array())
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_integer_type())
     def largest(_: Any, x: Any, scratch: Any) -> Any:
         own = _over_lanes(functools.reduce(arith.maxsi, _scalars(x)), nvvm.ReductionKind.MAX)
         thread, warp = _thread(), _warp()
@@ -131,7 +131,7 @@ def maxima(
         return [jnp.max(x) for x in arrays]
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType()), return_type=[_one_as_array()] * 2
+        arg_types=(layout, layout, plgpu.RefType()), return_type=[_integer_type()] * 2
     )
     def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
         found = []
@@ -169,7 +169,7 @@ def count_kept(
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[_one_as_array()] * 3
+        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[_integer_type()] * 3
     )
     def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
         limits = [_scalars(x)[0] for x in (first, second, third)]
@@ -573,7 +573,7 @@ def _load(
 # Words of the compiler's own language
 
 
-def _one_as_array() -> Any:
+def _integer_type() -> Any:
     """What a function returns that gives one integer to all threads."""
     return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
 
