@@ -460,8 +460,8 @@ def _add_step(
         # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
         for first in range(0, plan.step_keys, _ROWS):
             values = scratch.values.at[slot, pl.ds(first, _ROWS)]
+            places = ops.matrix_index((_ROWS, plan.head_dim), 0) + first
             x = plgpu.load(values, layout=ops.ACCUMULATOR)
-            places = ops.matrix_index(x.shape, 0) + first
             values[...] = _hide(x, places, visible, plan.block_size, 0.0)
 
     plgpu.commit_smem()  # also: everyone has left the previous step

@@ -8,7 +8,7 @@ block and array) and keeps in registers.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,9 +177,11 @@ def _select(
         return functools.reduce(jnp.add, [ops.read(x, layout) for x in parts])
 
     value = jax.lax.cond(layers == 0, own_row, product_row) if use_walk else own_row()
-    state, is_walked = _rescale(value, scratch, **where)
+    peaks = _Peaks.of(value, scratch, **where)
+    state = peaks.rescale(value)
     columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
     warp_ops.write_row(state, columns, state_ref.at[sequence, index], **where)
+    is_walked = peaks.is_walked()
     counts_ref[sequence, index] = count
 
     @pl.when((index == 0) & (sequence == 0))
@@ -203,28 +205,45 @@ def _select(
     )
 
 
-def _rescale(
-    value: Float[Array, "W"], scratch: Any, *, layout: Any, interpret: bool
-) -> tuple[Float[Array, "W"], Bool[Array, ""]]:
-    """The row times a power of two, its largest magnitude in `[1, 2) · 2^STATE_EXPONENT`.
+class _Peaks(NamedTuple):
+    """The largest entries of a row.
 
-    Returns:
-      The row, and whether it has a positive entry that is still a normal number.
+    Attributes:
+      exponent: Of the largest magnitude.
+      positive_exponent: Of the largest positive entry.
+      positive_bits: That entry as an integer, 0 or less if there is none.
     """
-    # As integers, floats of either sign alone have the order of their magnitudes.
-    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
-    magnitudes = warp_ops.maxima(
-        (bits & _MAGNITUDE, bits), scratch, layout=layout, interpret=interpret
-    )
-    largest, largest_positive = (
-        mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
-        for x in magnitudes
-    )
-    mantissa, exponent, is_zero = mantissa_and_exponent(value)
-    state = mantissa * power_of_two(exponent - largest + STATE_EXPONENT)
-    state = jnp.where(is_zero, 0.0, state)
-    is_walked = largest_positive - largest + STATE_EXPONENT >= _LEAST_EXPONENT
-    return state, is_walked & (magnitudes[1] > 0)
+
+    exponent: Int[Array, ""]
+    positive_exponent: Int[Array, ""]
+    positive_bits: Int[Array, ""]
+
+    @classmethod
+    def of(
+        cls, value: Float[Array, "W"], scratch: Any, *, layout: Any, interpret: bool
+    ) -> "_Peaks":
+        """Those of a row in registers."""
+        # As integers, floats of either sign alone have the order of their magnitudes.
+        bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+        magnitudes = warp_ops.maxima(
+            (bits & _MAGNITUDE, bits), scratch, layout=layout, interpret=interpret
+        )
+        exponents = (
+            mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
+            for x in magnitudes
+        )
+        return cls(*exponents, magnitudes[1])
+
+    def rescale(self, value: Float[Array, "W"]) -> Float[Array, "W"]:
+        """The row times a power of two, its largest magnitude in `[1, 2) · 2^STATE_EXPONENT`."""
+        mantissa, exponent, is_zero = mantissa_and_exponent(value)
+        state = mantissa * power_of_two(exponent - self.exponent + STATE_EXPONENT)
+        return jnp.where(is_zero, 0.0, state)
+
+    def is_walked(self) -> Bool[Array, ""]:
+        """Whether the rescaled row has a positive entry that is a normal number."""
+        rescaled = self.positive_exponent - self.exponent + STATE_EXPONENT
+        return (rescaled >= _LEAST_EXPONENT) & (self.positive_bits > 0)
 
 
 def select_prompt_kernel(
