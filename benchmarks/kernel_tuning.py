@@ -27,21 +27,13 @@ from sketchwalk_jax.pallas_kernels.config import default_kernel_config
 Changes = dict[str, Any]
 WIDE: tuple[Changes, ...] = (
     {},
-    {"prefill_heads_first": False},
     {"prefill_value_stages": 3},
-    {"prefill_takes_turns": True},
-    {"prefill_frees_early": False},
-    {"prefill_overlaps": False},
     {"prefill_programs": 1 << 30},
 )
 NARROW: tuple[Changes, ...] = (
     {},
-    {"prefill_heads_first": False},
     {"prefill_stages": 2, "prefill_value_stages": 2},
     {"prefill_stages": 3, "prefill_value_stages": 3},
-    {"prefill_takes_turns": True},
-    {"prefill_frees_early": False},
-    {"prefill_overlaps": False},
 )
 DECODE: tuple[Changes, ...] = (
     {},

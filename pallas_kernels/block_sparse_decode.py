@@ -1,19 +1,29 @@
 """Attention of one token per sequence over its key blocks, on Hopper: `softmax(scale q Kᵀ) V`.
 
-A program attends with the heads that share a list and a key/value head, over one part (split) of
-the list. Its operands are swapped, so that keys and features, of which there are many, fill the
-64 rows of a matrix instruction, and heads, of which there are few, its 8 columns:
+Step 7 of Algorithm 2. A unit is the query heads that share a list and a key/value head. The grid
+has a program for every sequence, unit and part (split) of a list: at batch 1 there are fewer units
+than multiprocessors, so lists are split, and a second small kernel adds the parts in a fixed order;
+one part alone needs none. Operands are swapped, so that keys and features, of which there are many,
+fill the 64 rows of a matrix instruction, and heads, of which there are few, its 8 columns:
 
-    Sᵀ = K Qᵀ        [keys, heads]
-    m' = max(m, Sᵀ)   over keys, P = exp(S - m')
-    Oᵀ = Oᵀ exp(m - m') + Vᵀ Pᵀ   [features, heads]
+    Sᵀ = K Qᵀ                                   [keys, heads]
+    m' = max(m, Sᵀ over keys),  P = 2^(Sᵀ - m')  scores in base 2
+    Oᵀ = Oᵀ 2^(m - m') + Vᵀ P                   [features, heads]
 
-Keys and values come through several stages of asynchronous copies, a step of `decode_keys` keys at
-a time. A second small kernel adds the parts in a fixed order; one part alone needs none.
+Registers hold the scores of one step and the sums `Oᵀ`; shared memory the queries, the weights `P`
+and several stages of keys and values, a step of `decode_keys` keys each, which arrive by
+asynchronous copies. A token reads every listed key and value once for each unit: 4 H bytes a key.
+
+One warpgroup does everything, so that a stage needs one barrier for its keys and one for its
+values: they tell that copies have arrived. A step's stage is refilled in the next step, behind a
+point that no thread passes before all have left the step.
 """
 
+import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,31 +34,298 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels import ops
 from sketchwalk_jax.pallas_kernels.attention import without_derivative
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.pallas_kernels.decode_parts import (
-    BY_HEAD,
-    COLUMNS,
-    LAYOUT,
-    LOG2_E,
-    ROWS,
-    DecodeShape,
-    by_rows,
-    combine_body,
-    finish,
-    num_splits,
-    store,
-    store_transposed,
-)
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-# A finite stand-in for log(0) and a running maximum above it: a masked score weighs exp2(-5e29) = 0
-# whatever else a part holds, and an empty part weighs nothing beside others.
-_MASK_VALUE = -1e30
-_FIRST_MAXIMUM = -5e29
+_ROWS = 64  # of a matrix instruction
+_COLUMNS = 8  # the fewest of a matrix instruction
 _MAX_HEADS = 32  # of a program, so that registers suffice
+_MAX_SPLITS = 64
 _FEW_SPLITS = 4
 _SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
+_LOG2_E = math.log2(math.e)
 
 
-def _decode_body(
+# Planning
+
+
+def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConfig) -> int:
+    """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
+
+    Args:
+      units: Lists times key/value heads to attend with, in all sequences.
+      list_blocks: Capacity of a list.
+      block_size: Tokens per block.
+      config: Tile sizes.
+
+    Returns:
+      A number from 1 to 64.
+    """
+    steps = -(-list_blocks * block_size // max(config.decode_keys, block_size))
+    if config.decode_splits is not None:
+        return min(config.decode_splits, steps, _MAX_SPLITS)
+
+    def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
+        waves = -(-units * splits // config.decode_programs)
+        return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
+
+    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Everything static about a call.
+
+    Attributes:
+      batch: Sequences.
+      units: Groups of heads that share a list and a key/value head, in each sequence.
+      group: Query heads of a unit.
+      kv_heads: Key/value heads.
+      num_lists: Lists per sequence: 1, or one for each key/value or query head.
+      head_dim: Features, with the padding that matrix instructions need.
+      key_tokens: Keys of a sequence that the cache holds.
+      block_size: Tokens per block.
+      step_keys: Keys of one step.
+      stages: Steps that are in shared memory at a time.
+      splits: Parts of a list.
+      dtype: Type of queries, keys, values and output.
+      scale: Factor of the scores.
+      overlap: Whether the kernel that combines starts before the parts are done, and waits.
+      return_lse: Whether the log-sum-exp is wanted.
+      interpret: Whether the interpreter runs the kernels.
+    """
+
+    batch: int
+    units: int
+    group: int
+    kv_heads: int
+    num_lists: int
+    head_dim: int
+    key_tokens: int
+    block_size: int
+    step_keys: int
+    stages: int
+    splits: int
+    dtype: Any
+    scale: float
+    overlap: bool
+    return_lse: bool
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        ids: Any,
+        *,
+        scale: float,
+        block_size: int,
+        return_lse: bool,
+        config: KernelConfig,
+    ) -> "_Plan":
+        """That of a call with these arrays."""
+        batch, _, num_heads, head_dim = query.shape
+        key_tokens, kv_heads = key.shape[2:4]
+        num_lists, list_blocks = ids.shape[1], ids.shape[-1]
+        head_dim += max(_ROWS - head_dim, -head_dim % 16)
+        group = num_heads // max(num_lists, kv_heads)
+        group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+        units = num_heads // group
+        step_keys = max(config.decode_keys, block_size)
+        splits = num_splits(batch * units, list_blocks, block_size, config)
+        # beside keys and values: queries, twice, and weights, whose heads are padded to 8
+        other_bytes = (group + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
+        is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
+        buffer_kib = config.decode_buffer_kib or (96 if is_brief else 192)
+        buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
+        stage_bytes = step_keys * 2 * head_dim * query.dtype.itemsize
+        steps = -(-list_blocks * block_size // (step_keys * splits))
+        overlap = is_brief if config.decode_overlap is None else config.decode_overlap
+        return cls(
+            batch=batch,
+            units=units,
+            group=group,
+            kv_heads=kv_heads,
+            num_lists=num_lists,
+            head_dim=head_dim,
+            key_tokens=key_tokens,
+            block_size=block_size,
+            step_keys=step_keys,
+            stages=max(2, min(buffer_bytes // stage_bytes, steps + 1)),
+            splits=splits,
+            dtype=query.dtype,
+            scale=scale,
+            overlap=overlap and splits > 1 and not config.interpret,
+            return_lse=return_lse,
+            interpret=config.interpret,
+        )
+
+    @property
+    def places(self) -> int:
+        """Units of all sequences."""
+        return self.batch * self.units
+
+    @property
+    def columns(self) -> int:
+        """Heads of a unit, padded to what a matrix instruction takes."""
+        return -(-self.group // _COLUMNS) * _COLUMNS
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Where the tiles of 64 features begin that together cover all; the last reaches back."""
+        return (0,) if self.head_dim == _ROWS else (0, self.head_dim - _ROWS)
+
+    @property
+    def features(self) -> int:
+        """Features of all chunks, one after the other."""
+        return len(self.chunks) * _ROWS
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of the pattern of shared memory; a tile of it must divide the features."""
+        return next(x for x in (128, 64, 32) if self.head_dim * 2 % x == 0)
+
+    @property
+    def step_blocks(self) -> int:
+        """Blocks of one step."""
+        return self.step_keys // self.block_size
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """The output, and the log-sum-exp where it is wanted."""
+        heads = self.places * self.group
+        out = [jax.ShapeDtypeStruct((heads, self.features), self.dtype)]
+        lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
+        return [*out, lse] if self.return_lse else out
+
+    @property
+    def parts(self) -> list[jax.ShapeDtypeStruct]:
+        """The sums of each part, and their running maxima and denominators."""
+        shape = (self.splits, self.places)
+        return [
+            jax.ShapeDtypeStruct((*shape, self.features, self.columns), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
+        ]
+
+    def kernel(self, body: Any, **options: Any) -> Any:
+        """One of the two kernels."""
+        return plgpu.kernel(
+            functools.partial(body, plan=self),
+            compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
+            interpret=ops.interpreter(self.interpret),
+            **options,
+        )
+
+
+# One part of a list
+
+
+class _Scratch(NamedTuple):
+    """Shared memory of a program, and barriers: their types, and in the kernel references to them.
+
+    Attributes:
+      rows: Queries as they come, `[heads, features]`, and at the end the output.
+      queries: Queries for matrix instructions, `[heads, features]`.
+      keys: Steps of keys, `[stages, step_keys, H]`.
+      values: Steps of values.
+      weights: Those of one step, `[heads, step_keys]`.
+      rows_arrived: Tells that the queries have arrived.
+      keys_arrived: The same of the keys of each stage.
+      values_arrived: The same of its values.
+    """
+
+    rows: Any
+    queries: Any
+    keys: Any
+    values: Any
+    weights: Any
+    rows_arrived: Any
+    keys_arrived: Any
+    values_arrived: Any
+
+    @classmethod
+    def of(cls, plan: _Plan) -> "_Scratch":
+        """The types."""
+        tiled = functools.partial(ops.tiled, dtype=plan.dtype, swizzle=plan.swizzle)
+        stages = (plan.stages, plan.step_keys, plan.head_dim)
+        blocks_arrived = plgpu.Barrier(num_arrivals=plan.step_blocks, num_barriers=plan.stages)
+        return cls(
+            rows=plgpu.SMEM((plan.columns, plan.features), plan.dtype),
+            queries=tiled((plan.columns, plan.features)),
+            keys=tiled(stages),
+            values=tiled(stages),
+            weights=tiled((plan.columns, plan.step_keys)),
+            rows_arrived=plgpu.Barrier(num_arrivals=1, num_barriers=1),
+            keys_arrived=blocks_arrived,
+            values_arrived=blocks_arrived,
+        )
+
+
+class _Sums(NamedTuple):
+    """What a part has come to so far.
+
+    Attributes:
+      maximum: Largest score of each head, in base 2.
+      total: Weights of each key of a step and head; their sum over keys is the denominator.
+      o: `Oᵀ`, in chunks of 64 features.
+    """
+
+    maximum: Float[Array, "n"]
+    total: Float[Array, "step_keys n"]
+    o: tuple[Float[Array, "64 n"], ...]
+
+    @classmethod
+    def zero(cls, plan: _Plan) -> "_Sums":
+        """Of no keys."""
+        first = ops.full((plan.columns,), FIRST_MAXIMUM, ops.BY_COLUMN)
+        total = ops.full((plan.step_keys, plan.columns), 0.0)
+        return cls(first, total, tuple(ops.full((_ROWS, plan.columns), 0.0) for _ in plan.chunks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _List:
+    """The list of one unit, as the program reads it.
+
+    Attributes:
+      plan: The call's.
+      ids: All lists `[B, M, P]`.
+      batch: Sequence.
+      row: Which of its lists.
+      count: Blocks in it.
+      length: Keys in the sequence.
+    """
+
+    plan: _Plan
+    ids: Any
+    batch: Any
+    row: Any
+    count: Any
+    length: Any
+
+    @property
+    def num_steps(self) -> Any:
+        """Steps that it takes."""
+        return (self.count + self.plan.step_blocks - 1) // self.plan.step_blocks
+
+    def block(self, step: Any, index: int) -> Any:
+        """The key block in a place of a step."""
+        last = jnp.maximum(self.count - 1, 0)  # what pads the last step is read, and masked
+        place = jnp.minimum(step * self.plan.step_blocks + index, last)
+        found = self.ids[self.batch, self.row, place]
+        return jnp.clip(found, 0, self.plan.key_tokens // self.plan.block_size - 1)
+
+    def visible(self, step: Any) -> list[Any]:
+        """For each block of a step, its keys that count."""
+        size, blocks = self.plan.block_size, self.plan.step_blocks
+        return [
+            jnp.where(
+                step * blocks + index < self.count, self.length - self.block(step, index) * size, 0
+            )
+            for index in range(blocks)
+        ]
+
+
+def _attend_to_part(
     query: Any,
     key: Any,
     value: Any,
@@ -58,145 +335,248 @@ def _decode_body(
     kv_lengths: Any,
     out: Any,
     *rest: Any,
-    shape: DecodeShape,
+    plan: _Plan,
 ) -> None:
-    """One part of one unit's list; see the module's docstring."""
-    *statistics, q_raw, q_tile, k_tiles, v_tiles, p_tile, q_bar, k_bars, v_bars = rest
+    """One part of one unit's list: the loop over its steps; see the module's docstring.
+
+    As many steps as there are stages are on their way before the first one; from then on, step `t`
+    refills the stage of step `t - 1` with the step that comes `stages` later.
+    """
+    *statistics, scratch = rest  # log-sum-exp, or the part's; none where nobody wants it
     batch = jax.lax.axis_index("batch")
     split = jax.lax.axis_index("split")
     unit = jax.lax.axis_index("unit")
-    size, blocks, stages = shape.block_size, shape.step_blocks, shape.stages
-    width = shape.head_dim
-    place = batch * shape.units + unit
-    head = unit // (shape.units // shape.kv_heads)
-    row = unit // (shape.units // shape.num_lists)
-    heads = pl.ds(place * shape.group, shape.group)
-    own_heads = pl.ds(0, shape.group)
-    if shape.overlap and shape.splits > 1:
+    place = batch * plan.units + unit
+    head = unit // (plan.units // plan.kv_heads)
+    row = unit // (plan.units // plan.num_lists)
+    heads, own_heads = pl.ds(place * plan.group, plan.group), pl.ds(0, plan.group)
+    if plan.overlap:
         plgpu.griddepcontrol_launch_dependents()
-    plgpu.copy_gmem_to_smem(query.at[heads], q_raw.at[own_heads], q_bar.at[0])
-    count = counts[batch, row]
-    length = kv_lengths[batch]
-    first_row = (layer[0] * shape.batch + batch) * shape.key_tokens
-    num_steps = (count + blocks - 1) // blocks
-    start = split * num_steps // shape.splits
-    stop = (split + 1) * num_steps // shape.splits
-
-    def block_id(step: Any, index: int) -> Any:
-        last = jnp.maximum(count - 1, 0)  # what pads the last step is read, and masked
-        found = ids[batch, row, jnp.minimum(step * blocks + index, last)]
-        return jnp.clip(found, 0, shape.key_tokens // size - 1)
+    plgpu.copy_gmem_to_smem(query.at[heads], scratch.rows.at[own_heads], scratch.rows_arrived.at[0])
+    blocks = _List(plan, ids, batch, row, counts[batch, row], kv_lengths[batch])
+    first_row = (layer[0] * plan.batch + batch) * plan.key_tokens
+    start = split * blocks.num_steps // plan.splits
+    stop = (split + 1) * blocks.num_steps // plan.splits
 
     def fetch(step: Any, slot: Any) -> None:
-        for index in range(blocks):
-            source = (pl.ds(first_row + block_id(step, index) * size, size), head)
-            for tiles, cache, bars in ((k_tiles, key, k_bars), (v_tiles, value, v_bars)):
-                block = tiles.at[slot, pl.ds(index * size, size)]
-                plgpu.copy_gmem_to_smem(cache.at[source], block, bars.at[slot])
+        """Starts the copies of a step's keys and values to a stage."""
+        size = plan.block_size
+        for index in range(plan.step_blocks):
+            source = (pl.ds(first_row + blocks.block(step, index) * size, size), head)
+            target = (slot, pl.ds(index * size, size))
+            plgpu.copy_gmem_to_smem(
+                key.at[source], scratch.keys.at[target], scratch.keys_arrived.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                value.at[source], scratch.values.at[target], scratch.values_arrived.at[slot]
+            )
 
-    for ahead in range(stages):
+    for ahead in range(plan.stages):
+        pl.when(start + ahead < stop)(functools.partial(fetch, start + ahead, ahead))
 
-        @pl.when(start + ahead < stop)
-        def _(ahead: int = ahead) -> None:
-            fetch(start + ahead, ahead)
-
-    plgpu.barrier_wait(q_bar.at[0])
-    raw = plgpu.load(q_raw.transpose((1, 0)), layout=LAYOUT, optimized=False)
-    store_transposed(q_tile, raw, is_swizzled=True)
+    plgpu.barrier_wait(scratch.rows_arrived.at[0])
+    _store_transposed(scratch.queries, ops.read(scratch.rows.transpose((1, 0))), is_swizzled=True)
     plgpu.commit_smem()
 
-    scores_shape = (shape.step_keys, shape.columns)
-    offset = plgpu.broadcasted_iota(jnp.int32, scores_shape, 0, layout=LAYOUT)
+    offset = ops.matrix_index((plan.step_keys, plan.columns), 0)
 
-    def limits(step: Any) -> list[Any]:
-        """For each block of a step, its keys that count."""
-        return [
-            jnp.where(step * blocks + index < count, length - block_id(step, index) * size, 0)
-            for index in range(blocks)
-        ]
+    def step(index: Any, sums: _Sums) -> _Sums:
+        slot = jax.lax.rem(index - start, plan.stages)
 
-    def hide(x: Array, offset: Array, limits: list[Any], fill: float) -> Array:
-        if len(limits) == 1:
-            return jnp.where(offset < limits[0], x, jnp.asarray(fill, x.dtype))
-        for index, limit in enumerate(limits):
-            first = index * size
-            hidden = (offset >= first + limit) & (offset >= first) & (offset < first + size)
-            x = jnp.where(hidden, jnp.asarray(fill, x.dtype), x)
-        return x
+        def fetch_next() -> None:
+            """Copies into the stage of the step before, which everyone has left."""
 
-    def one_step(step: Any, running: Any) -> Any:
-        maximum, total, o = running
-        slot = jax.lax.rem(step - start, stages)
-        visible = limits(step)
-        plgpu.barrier_wait(k_bars.at[slot])
-
-        def multiply_keys(acc: Any) -> Array:
-            plgpu.wgmma(acc, k_tiles.at[slot], q_tile.at[:, pl.ds(0, width)].transpose((1, 0)))
-            return acc[...]
-
-        s = pl.run_scoped(multiply_keys, plgpu.ACC(scores_shape)) * (shape.scale * LOG2_E)
-        s = hide(s, offset, visible, _MASK_VALUE)
-        new_maximum = jnp.maximum(maximum, jnp.max(s, axis=0))
-        p = jnp.exp2(s - by_rows(new_maximum, scores_shape))
-        decay = jnp.exp2(maximum - new_maximum)
-        total = total * by_rows(decay, scores_shape) + p
-        store_transposed(p_tile, p, is_swizzled=True)
-        plgpu.barrier_wait(v_bars.at[slot])
-
-        @pl.when(functools.reduce(jnp.minimum, visible) < size)
-        def _() -> None:
-            # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-            for index in range(0, shape.step_keys, ROWS):
-                tile = v_tiles.at[slot, pl.ds(index, ROWS)]
-                shown = (ROWS, width)
-                places = plgpu.broadcasted_iota(jnp.int32, shown, 0, layout=LAYOUT) + index
-                tile[...] = hide(plgpu.load(tile, layout=LAYOUT), places, visible, 0.0)
-
-        plgpu.commit_smem()  # also: everyone has left the previous step
-
-        def multiply_values(*accumulators: Any) -> tuple[Array, ...]:
-            for acc, first in zip(accumulators, shape.chunks, strict=True):
-                values = v_tiles.at[slot, :, pl.ds(first, ROWS)].transpose((1, 0))
-                plgpu.wgmma(acc, values, p_tile.transpose((1, 0)))
-
-            @pl.when((step > start) & (step - 1 + stages < stop))
+            @pl.when((index > start) & (index - 1 + plan.stages < stop))
             def _() -> None:
-                fetch(step - 1 + stages, jax.lax.rem(step - 1 - start, stages))
+                fetch(index - 1 + plan.stages, jax.lax.rem(index - 1 - start, plan.stages))
 
-            return tuple(acc[...] for acc in accumulators)
+        return _add_step(plan, scratch, slot, offset, blocks.visible(index), sums, fetch_next)
 
-        accumulators = [plgpu.ACC((ROWS, shape.columns)) for _ in shape.chunks]
-        updates = pl.run_scoped(multiply_values, *accumulators)
-        decay = by_rows(decay, updates[0].shape)
-        o = tuple(x * decay + update for x, update in zip(o, updates, strict=True))
-        return new_maximum, total, o
-
-    def zeros(rows: int) -> Array:
-        return plgpu.layout_cast(jnp.zeros((rows, shape.columns), jnp.float32), LAYOUT)
-
-    first = plgpu.layout_cast(jnp.full((shape.columns,), _FIRST_MAXIMUM, jnp.float32), BY_HEAD)
-    running = (first, zeros(shape.step_keys), tuple(zeros(ROWS) for _ in shape.chunks))
-    maximum, total, o = jax.lax.fori_loop(start, stop, one_step, running)
-    total = jnp.sum(total, axis=0)
-    tiles = [pl.ds(index * ROWS, ROWS) for index in range(len(shape.chunks))]
-    if shape.splits > 1:
-        for tile, x in zip(tiles, o, strict=True):
-            store(out.at[split, place, tile], x)
-        store(statistics[0].at[split, place, 0], maximum)
-        store(statistics[0].at[split, place, 1], total)
+    sums = jax.lax.fori_loop(start, stop, step, _Sums.zero(plan))
+    if plan.splits > 1:
+        _write_part(out.at[split, place], statistics[0].at[split, place], sums)
         return
-    for tile, x in zip(tiles, o, strict=True):
-        x, lse = finish(x, total, maximum)
-        store_transposed(q_raw.at[:, tile], x)
+    lse = _write_output(scratch.rows, sums)
     if statistics:
-        store(statistics[0].at[place], lse)
+        ops.write(statistics[0].at[place], lse)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_raw.at[own_heads], out.at[heads])
+    plgpu.copy_smem_to_gmem(scratch.rows.at[own_heads], out.at[heads])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _barriers(count: int, arrivals: int = 1) -> Any:
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+def _write_part(out: Any, statistics: Any, sums: _Sums) -> None:
+    """Writes what a part has come to, for the kernel that combines."""
+    total = jnp.sum(sums.total, axis=0)
+    for index, x in enumerate(sums.o):
+        ops.write(out.at[pl.ds(index * _ROWS, _ROWS)], x)
+    ops.write(statistics.at[0], sums.maximum)
+    ops.write(statistics.at[1], total)
+
+
+def _write_output(rows: Any, sums: _Sums) -> Array:
+    """Writes the output of a list in one part to shared memory; returns its log-sum-exp."""
+    total = jnp.sum(sums.total, axis=0)
+    for index, x in enumerate(sums.o):
+        x, lse = _finish(x, total, sums.maximum)
+        _store_transposed(rows.at[:, pl.ds(index * _ROWS, _ROWS)], x)
+    return lse
+
+
+def _add_step(
+    plan: _Plan,
+    scratch: _Scratch,
+    slot: Any,
+    offset: Array,
+    visible: list[Any],
+    sums: _Sums,
+    fetch_next: Callable[[], None],
+) -> _Sums:
+    """One step of keys and values: scores, weights, and their product with the values.
+
+    Args:
+      plan: The call's.
+      scratch: Shared memory.
+      slot: Stage of the step's keys and values.
+      offset: Which key of the step each row of the scores is.
+      visible: Keys that count, of each block.
+      sums: Of the steps before.
+      fetch_next: Refills the stage of the step before; called once everyone has left that step.
+
+    Returns:
+      The sums with this step's.
+    """
+    plgpu.barrier_wait(scratch.keys_arrived.at[slot])
+    s = _multiply_keys(plan, scratch, slot)
+    s = _hide(s, offset, visible, plan.block_size, MASK_VALUE)
+    maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=0))
+    p = jnp.exp2(s - _along_keys(maximum, s.shape))
+    decay = jnp.exp2(sums.maximum - maximum)
+    total = sums.total * _along_keys(decay, s.shape) + p
+    _store_transposed(scratch.weights, p, is_swizzled=True)
+    plgpu.barrier_wait(scratch.values_arrived.at[slot])
+
+    @pl.when(functools.reduce(jnp.minimum, visible) < plan.block_size)
+    def _() -> None:
+        # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
+        for first in range(0, plan.step_keys, _ROWS):
+            values = scratch.values.at[slot, pl.ds(first, _ROWS)]
+            places = ops.matrix_index((_ROWS, plan.head_dim), 0) + first
+            x = plgpu.load(values, layout=ops.ACCUMULATOR)
+            values[...] = _hide(x, places, visible, plan.block_size, 0.0)
+
+    plgpu.commit_smem()  # also: everyone has left the previous step
+    updates = _multiply_values(plan, scratch, slot, fetch_next)
+    decay = _along_keys(decay, updates[0].shape)
+    o = tuple(x * decay + update for x, update in zip(sums.o, updates, strict=True))
+    return _Sums(maximum, total, o)
+
+
+def _multiply_keys(plan: _Plan, scratch: _Scratch, slot: Any) -> Array:
+    """`Sᵀ = K Qᵀ`, in base 2."""
+
+    def multiply(acc: Any) -> Array:
+        queries = scratch.queries.at[:, pl.ds(0, plan.head_dim)].transpose((1, 0))
+        plgpu.wgmma(acc, scratch.keys.at[slot], queries)
+        return acc[...]
+
+    s = pl.run_scoped(multiply, plgpu.ACC((plan.step_keys, plan.columns)))
+    return s * (plan.scale * _LOG2_E)
+
+
+def _multiply_values(
+    plan: _Plan, scratch: _Scratch, slot: Any, meanwhile: Callable[[], None]
+) -> tuple[Array, ...]:
+    """`Vᵀ P`, in chunks of 64 features; `meanwhile` is called while it is computed."""
+
+    def multiply(*accumulators: Any) -> tuple[Array, ...]:
+        for acc, first in zip(accumulators, plan.chunks, strict=True):
+            values = scratch.values.at[slot, :, pl.ds(first, _ROWS)].transpose((1, 0))
+            plgpu.wgmma(acc, values, scratch.weights.transpose((1, 0)))
+        meanwhile()
+        return tuple(acc[...] for acc in accumulators)
+
+    accumulators = [plgpu.ACC((_ROWS, plan.columns)) for _ in plan.chunks]
+    return pl.run_scoped(multiply, *accumulators)
+
+
+def _hide(x: Array, offset: Array, visible: list[Any], size: int, fill: float) -> Array:
+    """Fills the rows of keys that do not count; `offset` says which keys of the step they are."""
+    if len(visible) == 1:
+        return jnp.where(offset < visible[0], x, jnp.asarray(fill, x.dtype))
+    for index, limit in enumerate(visible):
+        first = index * size
+        hidden = (offset >= first + limit) & (offset >= first) & (offset < first + size)
+        x = jnp.where(hidden, jnp.asarray(fill, x.dtype), x)
+    return x
+
+
+def _along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
+    """Repeats a row: one number for each head."""
+    return ops.spread(x, shape, 1)
+
+
+def _store_transposed(ref: Any, x: Float[Array, "m n"], *, is_swizzled: bool = False) -> None:
+    """Writes `xᵀ` to shared memory, for matrix instructions and copies to read."""
+    x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    ops.write(ref.transpose((1, 0)), x, optimized=is_swizzled)
+
+
+def _finish(
+    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
+) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
+    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
+    is_empty = total == 0.0
+    safe = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / _LOG2_E)
+    return o * _along_keys(1.0 / safe, o.shape), lse
+
+
+# All parts of a list
+
+
+def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Plan) -> None:
+    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
+    *lse_out, tile = rest
+    if plan.overlap:
+        plgpu.griddepcontrol_wait()
+    place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
+    first = jax.lax.axis_index("heads") * _COLUMNS
+    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
+
+    def by_head(split: int, index: int) -> Array:
+        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
+
+    splits = range(plan.splits)
+    maxima = [by_head(split, 0) for split in splits]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    weights = [jnp.exp2(x - maximum) for x in maxima]
+    total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
+
+    def weighted(split: int) -> Array:
+        part = ops.read(parts.at[split, place, rows, columns])
+        return part * _along_keys(weights[split], part.shape)
+
+    o = functools.reduce(jnp.add, [weighted(split) for split in splits])
+    o, lse = _finish(o, total, maximum)
+    if lse_out:
+
+        @pl.when(chunk == 0)
+        def _() -> None:
+            ops.write(lse_out[0].at[place, columns], lse)
+
+    _store_transposed(tile, o)
+    plgpu.commit_smem()
+
+    def write(heads: int) -> None:
+        target = out.at[pl.ds(place * plan.group + first, heads), rows]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
+
+    whole, remaining = divmod(plan.group, _COLUMNS)
+    if whole:
+        pl.when(first < whole * _COLUMNS)(lambda: write(_COLUMNS))
+    if remaining:
+        pl.when(first == whole * _COLUMNS)(lambda: write(remaining))
+    plgpu.wait_smem_to_gmem(0)
 
 
 def block_sparse_decode_kernel(
@@ -235,113 +615,56 @@ def block_sparse_decode_kernel(
     Raises:
       NotImplementedError: If a derivative is taken.
     """
-    config = config or KernelConfig()
-    batch, _, num_heads, head_dim = query.shape
-    num_layers, _, key_tokens, kv_heads, _ = key.shape
-    if padding := max(ROWS - head_dim, -head_dim % 16):  # for completeness: copies whole caches
-        query = _pad_features(query, padding)
-        key, value = _pad_features(key, padding), _pad_features(value, padding)
-    num_lists = ids.shape[1]
-    group = num_heads // max(num_lists, kv_heads)
-    group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
-    units = num_heads // group
-    step_keys = max(config.decode_keys, block_size)
-    splits = num_splits(batch * units, ids.shape[-1], block_size, config)
-    # beside keys and values: queries, twice, and weights, whose heads are padded to 8
-    other_bytes = (group + 7) * (2 * 2 * ROWS + step_keys) * query.dtype.itemsize
-    is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
-    buffer_kib = config.decode_buffer_kib or (96 if is_brief else 192)
-    buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
-    stage_bytes = step_keys * 2 * (head_dim + padding) * query.dtype.itemsize
-    steps = -(-ids.shape[-1] * block_size // (step_keys * splits))
-    shape = DecodeShape(
-        batch=batch,
-        units=units,
-        group=group,
-        kv_heads=kv_heads,
-        num_lists=num_lists,
-        head_dim=head_dim + padding,
-        key_tokens=key_tokens,
-        block_size=block_size,
-        step_keys=step_keys,
-        stages=max(2, min(buffer_bytes // stage_bytes, steps + 1)),
-        splits=splits,
-        dtype=query.dtype,
+    plan = _Plan.of(
+        query,
+        key,
+        ids,
         scale=scale,
-        overlap=(is_brief if config.decode_overlap is None else config.decode_overlap)
-        and not config.interpret,
+        block_size=block_size,
+        return_lse=return_lse,
+        config=config or KernelConfig(),
     )
-    rows = (num_layers * batch * key_tokens, kv_heads, shape.head_dim)
-    out, lse = _run(
-        shape,
-        _pad_features(query, shape.features - shape.head_dim).reshape(-1, shape.features),
-        key.reshape(rows),
-        value.reshape(rows),
+    batch, _, num_heads, head_dim = query.shape
+    if padding := plan.head_dim - head_dim:  # for completeness: copies whole caches
+        key, value = _pad_features(key, padding), _pad_features(value, padding)
+    cache = (-1, plan.kv_heads, plan.head_dim)
+    attend = plan.kernel(
+        _attend_to_part,
+        out_type=plan.parts if plan.splits > 1 else plan.outputs,
+        grid=(batch, plan.splits, plan.units),
+        grid_names=("batch", "split", "unit"),  # the last varies fastest
+        scratch_types=[_Scratch.of(plan)],
+        kernel_name="block_sparse_decode",
+    )
+    outputs = without_derivative(attend)(
+        _pad_features(query, plan.features - head_dim).reshape(-1, plan.features),
+        key.reshape(cache),
+        value.reshape(cache),
         ids[:, :, 0],
         counts[:, :, 0],
         jnp.reshape(layer, (1,)).astype(jnp.int32),
         kv_lengths.astype(jnp.int32),
-        return_lse=return_lse,
-        interpret=config.interpret,
     )
-    out = out.reshape(batch, 1, num_heads, shape.features)
-    if shape.features > shape.head_dim:  # the chunks overlap
-        rest = out[..., shape.features - (shape.head_dim - ROWS) :]
-        out = jnp.concatenate([out[..., :ROWS], rest], axis=-1)
+    if plan.splits > 1:
+        combine = plan.kernel(
+            _combine_parts,
+            out_type=plan.outputs,
+            grid=(plan.places, plan.columns // _COLUMNS, plan.features // _ROWS),
+            grid_names=("unit", "heads", "chunk"),
+            scratch_types=[plgpu.SMEM((_COLUMNS, _ROWS), plan.dtype)],
+            kernel_name="combine_decode",
+        )
+        outputs = combine(*outputs)
+    out = outputs[0].reshape(batch, 1, num_heads, plan.features)
+    if plan.features > plan.head_dim:  # the chunks overlap
+        rest = out[..., plan.features - (plan.head_dim - _ROWS) :]
+        out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
     out = out[..., :head_dim]
-    if lse is None:
+    if not return_lse:
         return out, None
-    lse = lse.reshape(batch, units, -1)[:, :, : shape.group]
+    lse = outputs[1].reshape(batch, plan.units, -1)[:, :, : plan.group]
     return out, lse.reshape(batch, 1, num_heads)
 
 
 def _pad_features(x: Array, padding: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
-
-
-def _run(
-    shape: DecodeShape, query: Array, *operands: Array, return_lse: bool, interpret: bool
-) -> tuple[Array, Array | None]:
-    """Launches the kernel, and the one that combines parts if there are several."""
-    places, columns, features = shape.batch * shape.units, shape.columns, shape.features
-    dtype, swizzle = shape.dtype, shape.swizzle
-    final = [jax.ShapeDtypeStruct(query.shape, dtype)]
-    if return_lse:
-        final.append(jax.ShapeDtypeStruct((places, columns), jnp.float32))
-    partial = [
-        jax.ShapeDtypeStruct((shape.splits, places, features, columns), jnp.float32),
-        jax.ShapeDtypeStruct((shape.splits, places, 2, columns), jnp.float32),
-    ]
-    common = {
-        "compiler_params": ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-        "interpret": ops.interpreter(interpret),
-    }
-    attend = plgpu.kernel(
-        functools.partial(_decode_body, shape=shape),
-        out_type=partial if shape.splits > 1 else final,
-        grid=(shape.batch, shape.splits, shape.units),
-        grid_names=("batch", "split", "unit"),  # the last varies fastest
-        scratch_types=[
-            plgpu.SMEM((columns, features), dtype),
-            ops.tiled((columns, features), dtype, swizzle=swizzle),
-            ops.tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle=swizzle),
-            ops.tiled((shape.stages, shape.step_keys, shape.head_dim), dtype, swizzle=swizzle),
-            ops.tiled((columns, shape.step_keys), dtype, swizzle=swizzle),
-            _barriers(1),
-            *[_barriers(shape.stages, shape.step_blocks)] * 2,
-        ],
-        kernel_name="block_sparse_decode",
-        **common,
-    )
-    outputs = without_derivative(attend)(query, *operands)
-    if shape.splits > 1:
-        outputs = plgpu.kernel(
-            functools.partial(combine_body, shape=shape),
-            out_type=final,
-            grid=(places, columns // COLUMNS, features // ROWS),
-            grid_names=("unit", "heads", "chunk"),
-            scratch_types=[plgpu.SMEM((COLUMNS, ROWS), dtype)],
-            kernel_name="combine_decode",
-            **common,
-        )(*outputs)
-    return outputs[0], outputs[1] if return_lse else None

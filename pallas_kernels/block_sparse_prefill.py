@@ -1,18 +1,41 @@
 """Prefill over block lists on Hopper GPUs: exact attention of query blocks over listed key blocks.
 
-A program takes one tile of 64 queries and up to two query heads that share their keys and their
-list. Each head has a warpgroup that computes; one more warpgroup, the loader, copies the listed
-keys and values into shared memory, 128 keys a step, a few steps ahead. Steps run from the end of a
-list to its beginning: the first one holds the diagonal block and is the only one with a mask. While
-one head's weights are computed, the tensor cores multiply for the other.
+Step 8 of Algorithm 1. A tile is 64 queries in up to two query heads that share their keys and their
+list. The grid has a program for every multiprocessor, which takes one tile after another, those
+with long lists first. Each head of a tile has a warpgroup that computes; one more warpgroup, the
+loader, copies the listed keys and values into shared memory, 128 keys a step (two pieces of 64), a
+few steps ahead. Steps run from the end of a list to its beginning: the first one holds the diagonal
+block and is the only one with a mask. While one head's weights are computed, the tensor cores
+multiply for the other, and for the values of its own step before:
 
-Scores are kept in base 2: `p = 2^(c·s - c·m)` with `c = scale · log2(e)`.
+    S = Q Kᵀ                                    [queries, keys]
+    m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
+    O = O 2^(c m - c m') + P V                  [queries, features]
+
+Registers hold the sums `O`, the scores of one step, and the running maxima `m` and denominators;
+shared memory the queries and outputs of each head and the steps of keys and values. A query reads,
+of each listed block of 64 keys, 2 H bytes in each head: 64 keys and values of 2 H bytes each, for
+64 queries of two heads.
+
+Barriers come in pairs, each for a place of shared memory: `filled` tells that copies into it have
+arrived, `freed` that all who read it are done. In every step
+
+    the loader                                       each computing warpgroup
+    waits for freed keys, fills them with K          waits for filled keys, starts Q Kᵀ
+    waits for freed values, fills them with V        starts P V of the step before, awaits Q Kᵀ
+                                                     frees the keys, computes its weights P
+                                                     waits for filled values, awaits P V
+                                                     frees the values of the step before
+
+Slots of keys and of values are taken in turn and have barriers of their own, since values are freed
+later than keys. The queries of each warpgroup are a place too, which it frees after the last scores
+of its tile, so that those of the next tile come while it finishes this one.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +43,602 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops, prefill_compute, prefill_tiles
-from sketchwalk_jax.pallas_kernels.attention import without_derivative
+from sketchwalk_jax.pallas_kernels import ops
+from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_derivative
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-QUERIES = prefill_tiles.QUERIES
-KEYS = prefill_tiles.KEYS
+_QUERIES = 64  # of a tile
+_KEYS = 128  # of a step
+_PIECE = 64  # keys that one copy brings
+
+
+# What is static, what is in memory, and what a tile is
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static about a call.
+
+    Attributes:
+      batch: Sequences.
+      tiles: Tiles of 64 queries in a sequence.
+      heads: Query heads.
+      kv_heads: Key/value heads.
+      head_dim: Features per head, 64 or 128.
+      lists: Lists per row: 1, `kv_heads` or `heads`.
+      subblocks: Pieces of 64 keys in a block.
+      stages: Steps of keys in shared memory.
+      value_stages: Steps of values in shared memory.
+      most_programs: Programs at most.
+      exponent: Factor of the scores in powers of 2.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    batch: int
+    tiles: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lists: int
+    subblocks: int
+    stages: int
+    value_stages: int
+    most_programs: int
+    exponent: float
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def computing(self) -> int:
+        """Warpgroups that compute, each for one head; they need one list and the same keys."""
+        return 1 if self.group == 1 or self.lists == self.heads else 2
+
+    @property
+    def head_pairs(self) -> int:
+        """Tiles that the heads of a group need for the same queries."""
+        return -(-self.group // self.computing)
+
+    @property
+    def units(self) -> int:
+        """Tiles of all sequences and heads."""
+        return self.batch * self.tiles * self.kv_heads * self.head_pairs
+
+    @property
+    def programs(self) -> int:
+        """Programs, each of which takes tile after tile."""
+        return min(self.most_programs, self.units)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that loads, and of one that computes: all share the same."""
+        if self.computing == 1:
+            return 88, 248
+        return (56, 224) if self.head_dim == 64 else (40, 232)  # narrow heads need fewer to compute
+
+    def turns(self, program: Any) -> Any:
+        """Tiles of a program."""
+        return jax.lax.div(self.units - 1 - program, self.programs) + 1
+
+    def tile(self, program: Any, turn: Any) -> "_Tile":
+        """A program's tile of a turn; the last tile of all for turns beyond the last.
+
+        Long lists, which are those of late rows, come first, and tiles of one key/value head after
+        each other: the keys and values of one head may fit in the GPU's cache.
+        """
+        place = jnp.minimum(program + turn * self.programs, self.units - 1)
+        place, pair = _divide(place, self.head_pairs)
+        place, batch = _divide(place, self.batch)
+        kv_head, row = _divide(place, self.tiles)
+        return _Tile(self, self.tiles - 1 - row, batch, kv_head, pair)
+
+
+def _divide(x: Any, divisor: int) -> tuple[Any, Any]:
+    if divisor == 1:
+        return x, 0
+    return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """Arrays in global memory, as the kernel gets them, then shared memory and barriers.
+
+    Attributes:
+      query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
+      out: Output `[B, T, N, H]`.
+      out_lse: Log-sum-exp `[B, N, T]`, or `None` where it is not wanted.
+      queries: `[warpgroups, 64, H]`.
+      outputs: `[warpgroups, 64, H]`.
+      keys: `[stages, 128, H]`.
+      values: `[value_stages, 128, H]`.
+      lse: `[warpgroups, 64]`.
+      filled: Barriers of the slots of keys, then of values; two copies make a slot.
+      freed: The same; every computing warpgroup frees a slot.
+      single: Barriers with one arrival; `_Barriers` says which.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    ids: Any
+    counts: Any
+    layer: Any
+    first_block: Any
+    kv_lengths: Any
+    out: Any
+    out_lse: Any
+    queries: Any
+    outputs: Any
+    keys: Any
+    values: Any
+    lse: Any
+    filled: Any
+    freed: Any
+    single: Any
+
+
+def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of a program, named as in `_Refs`."""
+    warpgroups = plan.computing
+    num_barriers = plan.stages + plan.value_stages
+    return {
+        "queries": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
+        "outputs": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
+        "keys": ops.tiled((plan.stages, _KEYS, plan.head_dim), dtype),
+        "values": ops.tiled((plan.value_stages, _KEYS, plan.head_dim), dtype),
+        "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
+        # One register of each warpgroup keeps track of each of these arrays.
+        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
+        "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
+        "single": plgpu.Barrier(num_arrivals=1, num_barriers=1 + 2 * warpgroups),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Barriers:
+    """The barriers of a program, found by what they guard; `which` is `"filled"` or `"freed"`."""
+
+    plan: _Plan
+    refs: _Refs
+
+    def keys(self, which: str, slot: Any) -> Any:
+        """For the keys of a slot."""
+        return getattr(self.refs, which).at[slot]
+
+    def values(self, which: str, slot: Any) -> Any:
+        """For the values of a slot."""
+        return getattr(self.refs, which).at[self.plan.stages + slot]
+
+    def queries(self, which: str, warpgroup: Any) -> Any:
+        """For the queries of a warpgroup, which reads no others."""
+        first = 1 if which == "filled" else 1 + self.plan.computing
+        return self.refs.single.at[first + warpgroup]
+
+    @property
+    def tail(self) -> Any:
+        """Tells the loader that values have arrived to which it must attend."""
+        return self.refs.single.at[0]
+
+
+class _Extent(NamedTuple):
+    """What a tile attends to.
+
+    Attributes:
+      count: Pieces of 64 keys in its list; 0 where the tile lies beyond the sequence.
+      start: Position of its first query.
+      length: Keys in the sequence.
+    """
+
+    count: Any
+    start: Any
+    length: Any
+
+
+def _num_steps(count: Any) -> Any:
+    """Steps of two pieces, for so many of them."""
+    return jax.lax.div(count + 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """64 queries of one sequence, in the heads that one program takes.
+
+    Attributes:
+      plan: The call's.
+      row: Tile index within the sequence.
+      batch: Sequence.
+      kv_head: Key/value head.
+      pair: Which heads of the group.
+    """
+
+    plan: _Plan
+    row: Any
+    batch: Any
+    kv_head: Any
+    pair: Any
+
+    @property
+    def rows(self) -> Any:
+        """Where its queries are among those of the sequence."""
+        return pl.ds(self.row * _QUERIES, _QUERIES)
+
+    def head(self, warpgroup: Any) -> Any:
+        """Query head of a warpgroup; beyond the group's end once more its last one."""
+        member = jnp.minimum(self.pair * self.plan.computing + warpgroup, self.plan.group - 1)
+        return self.kv_head * self.plan.group + member
+
+    def is_spare(self, warpgroup: Any) -> Any:
+        """Whether the warpgroup has no head of its own."""
+        return self.pair * self.plan.computing + warpgroup >= self.plan.group
+
+    def extent(self, refs: _Refs) -> _Extent:
+        """What it attends to."""
+        subblocks = self.plan.subblocks
+        count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
+        start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
+        length = refs.kv_lengths[self.batch]
+        return _Extent(jnp.where(start < length, count * subblocks, 0), start, length)
+
+    def pieces(self, refs: _Refs, count: Any, step: Any) -> tuple[Any, Any]:
+        """Indices of the two pieces of 64 keys of a step; the later one comes first.
+
+        Of an odd number of pieces, the first step has the last one twice.
+        """
+        first = jnp.maximum(count - 2 + jax.lax.rem(count, 2) - 2 * step, 0)
+        second = jnp.minimum(first + 1, count - 1)
+        return self._piece(refs, first), self._piece(refs, second)
+
+    def _list(self) -> Any:
+        if self.plan.lists == 1:
+            return 0
+        return self.kv_head if self.plan.lists == self.plan.kv_heads else self.head(0)
+
+    def _piece(self, refs: _Refs, entry: Any) -> Any:
+        subblocks = self.plan.subblocks
+        row = jax.lax.div(self.row, subblocks)
+        place, rest = _divide(entry, subblocks)
+        return refs.ids[self.batch, self._list(), row, place] * subblocks + rest
+
+
+# The loader
+
+
+def _load_tiles(plan: _Plan, refs: _Refs, program: Any) -> None:
+    """Copies what the program's tiles need into shared memory, as far ahead as there is room."""
+    layer = refs.layer[0]
+
+    def load(turn: Any, state: tuple[Any, _Extent]) -> tuple[Any, _Extent]:
+        done, extent = state  # steps of the tiles before; what this tile attends to
+        following = plan.tile(program, turn + 1).extent(refs)
+        tile = plan.tile(program, turn)
+        steps = _num_steps(extent.count)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            _Loader(plan, refs, tile, layer).load(extent, done)
+
+        return done + steps, following
+
+    start = (jnp.int32(0), plan.tile(program, 0).extent(refs))
+    jax.lax.fori_loop(0, plan.turns(program), load, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    """Copies for one tile."""
+
+    plan: _Plan
+    refs: _Refs
+    tile: _Tile
+    layer: Any
+
+    @property
+    def barriers(self) -> _Barriers:
+        """The program's barriers."""
+        return _Barriers(self.plan, self.refs)
+
+    def load(self, extent: _Extent, done: Any) -> None:
+        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        plan, refs, count = self.plan, self.refs, extent.count
+        pieces = self.tile.pieces(refs, count, 0)
+        later = self.tile.pieces(refs, count, 1)
+        self._load_keys(pieces, jax.lax.rem(done, plan.stages))
+        self._load_queries()
+        self._load_last_values(pieces, jax.lax.rem(done, plan.value_stages), extent.length)
+
+        def step(index: Any, pieces: tuple[Any, Any]) -> tuple[Any, Any]:
+            later = self.tile.pieces(refs, count, index + 2)  # in time for the next step
+            following = done + index + 1
+            self._load_keys(pieces, jax.lax.rem(following, plan.stages))
+            self._load_values(pieces, jax.lax.rem(following, plan.value_stages))
+            return later
+
+        jax.lax.fori_loop(0, _num_steps(count) - 1, step, later)
+
+    def _load_queries(self) -> None:
+        """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
+        refs, barriers = self.refs, self.barriers
+        for warpgroup in range(self.plan.computing):
+            plgpu.barrier_wait(barriers.queries("freed", warpgroup))
+            plgpu.copy_gmem_to_smem(
+                refs.query.at[self.tile.batch, self.tile.rows, self.tile.head(warpgroup)],
+                refs.queries.at[warpgroup],
+                barriers.queries("filled", warpgroup),
+            )
+
+    def _load_keys(self, pieces: tuple[Any, Any], slot: Any) -> None:
+        plgpu.barrier_wait(self.barriers.keys("freed", slot))
+        for half, piece in enumerate(pieces):
+            source, target = self._copy_of(self.refs.key, self.refs.keys, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, self.barriers.keys("filled", slot))
+
+    def _load_values(self, pieces: tuple[Any, Any], slot: Any) -> None:
+        plgpu.barrier_wait(self.barriers.values("freed", slot))
+        for half, piece in enumerate(pieces):
+            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
+
+    def _load_last_values(self, pieces: tuple[Any, Any], slot: Any, length: Any) -> None:
+        """Copies the values of the first step, which alone may reach beyond the sequence.
+
+        What lies there may be NaN, and a weight of 0 would not erase it.
+        """
+        barriers = self.barriers
+        plgpu.barrier_wait(barriers.values("freed", slot))
+        for half, piece in enumerate(pieces):
+            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
+            present = length - piece * _PIECE
+            self._load_present(source, target, present, barriers.values("filled", slot))
+
+    def _load_present(self, source: Any, target: Any, present: Any, filled: Any) -> None:
+        """Copies values of which only the first may be `present`, and makes the others zero."""
+
+        @pl.when(present >= _PIECE)
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(source, target, filled)
+
+        @pl.when(present < _PIECE)
+        def _() -> None:
+            tail = self.barriers.tail
+            plgpu.copy_gmem_to_smem(source, target, tail)
+            plgpu.barrier_wait(tail)
+            for column in range(0, self.plan.head_dim, 64):
+                part = target.at[:, pl.ds(column, 64)]
+                index = ops.matrix_index((_PIECE, 64), 0)
+                part[...] = jnp.where(index < present, part[...], jnp.zeros_like(part))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(filled)
+
+    def _copy_of(
+        self, source: Any, target: Any, piece: Any, slot: Any, half: int
+    ) -> tuple[Any, Any]:
+        """64 keys or values of the cache, and the half of a slot that takes them."""
+        tile = self.tile
+        source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
+        return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
+
+
+# The warpgroups that compute
+
+
+def _compute_tiles(plan: _Plan, refs: _Refs, program: Any, warpgroup: Any) -> None:
+    """The program's tiles, for the head of one warpgroup."""
+    barriers = _Barriers(plan, refs)
+    for slot in range(plan.stages):  # all of shared memory is free
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+    for slot in range(plan.value_stages):
+        plgpu.barrier_arrive(barriers.values("freed", slot))
+    plgpu.barrier_arrive(barriers.queries("freed", warpgroup))
+
+    def compute(turn: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        done, count = state
+        following = plan.tile(program, turn + 1).extent(refs).count  # in time
+        tile = plan.tile(program, turn)
+        steps = _num_steps(count)
+        head = _Head(plan, refs, tile, warpgroup)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            head.attend(count, done)
+
+        @pl.when(steps == 0)
+        def _() -> None:
+            head.write_zeros()
+
+        return done + steps, following
+
+    start = (jnp.int32(0), plan.tile(program, 0).extent(refs).count)
+    jax.lax.fori_loop(0, plan.turns(program), compute, start)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Softmax(NamedTuple):
+    """The running maximum of each query's scores, and the sum of its weights."""
+
+    maximum: Any
+    denominator: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One query head of one tile."""
+
+    plan: _Plan
+    refs: _Refs
+    tile: _Tile
+    warpgroup: Any
+
+    @property
+    def barriers(self) -> _Barriers:
+        """The program's barriers."""
+        return _Barriers(self.plan, self.refs)
+
+    def attend(self, count: Any, done: Any) -> None:
+        """Computes and writes attention over `count` pieces. `done` steps went before."""
+        shape = (_QUERIES, self.plan.head_dim)
+        ops.with_accumulator(
+            lambda sums: self._attend(sums, count, done), shape, interpret=self.plan.interpret
+        )
+
+    def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
+        """The first step and its mask, all further steps, the last product and the division."""
+        plan, refs, barriers = self.plan, self.refs, self.barriers
+        _, start, length = self.tile.extent(refs)
+        pieces = self.tile.pieces(refs, count, 0)
+        plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
+        slot = jax.lax.rem(done, plan.stages)
+        plgpu.barrier_wait(barriers.keys("filled", slot))
+
+        def first_scores(products: ops.Accumulator) -> Any:
+            products.add_product(refs.queries.at[self.warpgroup], _transposed(refs.keys, slot))
+            return products.load()
+
+        scores = self._with_scores(first_scores)
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+        rest = _num_steps(count) - 1
+        self._free_queries(rest == 0)
+        scores = _mask(scores, pieces, count, start, length)
+        first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
+        state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
+        weights, _, state = self._soften(scores, state)
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done, plan.value_stages)))
+
+        def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
+            return self._step(sums, done + index, index == rest - 1, *carry)
+
+        carry = (self._rounded(weights), state)
+        weights, (maximum, denominator) = sums.loop(rest, step, carry)
+        last = jax.lax.rem(done + rest, plan.value_stages)
+        sums.add_product(weights, refs.values.at[last])
+        out = sums.load()
+        plgpu.barrier_arrive(barriers.values("freed", last))
+        is_empty = denominator == 0.0
+        safe = jnp.where(is_empty, 1.0, denominator)
+        lse = (maximum * plan.exponent + jnp.log2(safe)) * math.log(2.0)
+        out = out * ops.spread(1.0 / safe, out.shape, 0)
+        self._write(out, jnp.where(is_empty, -jnp.inf, lse))
+
+    def _step(
+        self, sums: ops.Accumulator, done: Any, is_last: Any, weights: Any, state: _Softmax
+    ) -> tuple[Any, _Softmax]:
+        """Adds the previous step's values while this step's scores become weights.
+
+        Until that product is done nothing may write to the registers of its weights: the new ones
+        are rounded only then. The wait for this step's values stands before that because the
+        assembler would move the product's own wait ahead of the computation otherwise.
+        """
+        plan, refs, barriers = self.plan, self.refs, self.barriers
+        previous = jax.lax.rem(done, plan.value_stages)
+        slot = jax.lax.rem(done + 1, plan.stages)
+        plgpu.barrier_wait(barriers.keys("filled", slot))
+
+        def scores_beside_values(products: ops.Accumulator) -> Any:
+            products.add_product(refs.queries.at[self.warpgroup], _transposed(refs.keys, slot))
+            sums.add_product(weights, refs.values.at[previous])
+            return products.load(in_flight=1)
+
+        scores = self._with_scores(scores_beside_values)
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+        self._free_queries(is_last)
+        new_weights, decay, state = self._soften(scores, state)
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, plan.value_stages)))
+        total = sums.load()
+        plgpu.barrier_arrive(barriers.values("freed", previous))
+        sums.store(total * ops.spread(decay, total.shape, 0))
+        return self._rounded(new_weights), state
+
+    def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
+        """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
+        factor = self.plan.exponent
+        maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
+        decay = jnp.exp2((state.maximum - maximum) * factor)
+        weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
+        denominator = state.denominator * decay + jnp.sum(weights, axis=1)
+        if not self.plan.interpret:
+            weights = ops.pinned(weights)
+        return weights, decay, _Softmax(maximum, denominator)
+
+    def _rounded(self, weights: Any) -> Any:
+        return weights.astype(self.refs.values.dtype)
+
+    def _with_scores(self, body: Any) -> Any:
+        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.plan.interpret)
+
+    def _free_queries(self, is_last: Any) -> None:
+        """Lets the next tile's queries come while the rest of this one is computed."""
+
+        @pl.when(is_last)
+        def _() -> None:
+            plgpu.barrier_arrive(self.barriers.queries("freed", self.warpgroup))
+
+    def write_zeros(self) -> None:
+        """Writes the output of a tile without keys."""
+        zeros = ops.full((_QUERIES, self.plan.head_dim), 0.0)
+        self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
+
+    def _write(self, out: Any, lse: Any) -> None:
+        refs, tile = self.refs, self.tile
+        head = tile.head(self.warpgroup)
+
+        @pl.when(~jnp.asarray(tile.is_spare(self.warpgroup)))
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
+            refs.outputs[self.warpgroup] = out.astype(refs.outputs.dtype)
+            if refs.out_lse is not None:
+                refs.lse[self.warpgroup] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                refs.outputs.at[self.warpgroup], refs.out.at[tile.batch, tile.rows, head]
+            )
+            if refs.out_lse is not None:
+                plgpu.copy_smem_to_gmem(
+                    refs.lse.at[self.warpgroup], refs.out_lse.at[tile.batch, head, tile.rows]
+                )
+
+
+def _transposed(keys: Any, slot: Any) -> Any:
+    return keys.at[slot].transpose((1, 0))
+
+
+def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and a piece that is there twice."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). What is left of them without the thread's
+    # own part are constants, which are no use to keep in registers from tile to tile.
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6
+    column = column & ~6
+    last = jnp.minimum(start + ops.matrix_index(scores.shape, 0), length - 1)
+    first, second = (last - piece * _PIECE for piece in pieces)
+    second = jnp.where(jax.lax.rem(count, 2) == 1, -1, second)
+    reach = jnp.where(column < _PIECE, first, second + _PIECE)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
+
+
+# The kernel and its launch
+
+
+def _attend(*arrays: Any, plan: _Plan, **scratch: Any) -> None:
+    """One program: a loader and one or two warpgroups that compute."""
+    num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
+    no_lse = [None] * (num_arrays - len(arrays))
+    refs = _Refs(*arrays, *no_lse, **scratch)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    program = jax.lax.axis_index("program")
+    loading, computing = plan.registers
+
+    @pl.when(warpgroup == plan.computing)
+    def _() -> None:
+        plgpu.set_max_registers(loading, action="decrease")
+        _load_tiles(plan, refs, program)
+
+    @pl.when(warpgroup < plan.computing)
+    def _() -> None:
+        plgpu.set_max_registers(computing, action="increase")
+        _compute_tiles(plan, refs, program, warpgroup)
 
 
 def block_sparse_prefill(
@@ -77,20 +690,17 @@ def block_sparse_prefill(
     if padded != head_dim:
         query, key, value, index = _pad_heads(query, key, value, index, padded)
     stages = 4 if padded == 64 else 2
-    plan = prefill_tiles.Plan(
+    plan = _Plan(
         batch=query.shape[0],
-        tiles=query.shape[1] // QUERIES,
+        tiles=query.shape[1] // _QUERIES,
         heads=query.shape[2],
         kv_heads=key.shape[3],
         head_dim=padded,
         lists=ids.shape[1],
-        subblocks=block_size // QUERIES,
+        subblocks=block_size // _PIECE,
         stages=config.prefill_stages or stages,
         value_stages=config.prefill_value_stages or stages,
-        takes_turns=config.prefill_takes_turns,
-        frees_early=config.prefill_frees_early,
-        overlaps=config.prefill_overlaps,
-        heads_first=config.prefill_heads_first,
+        most_programs=config.prefill_programs,
         exponent=scale * math.log2(math.e),
         interpret=config.interpret,
     )
@@ -98,12 +708,11 @@ def block_sparse_prefill(
     if return_lse:
         shape = (query.shape[0], query.shape[2], query.shape[1])
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    programs = min(config.prefill_programs, plan.units)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, programs=programs, return_lse=return_lse),
+        functools.partial(_attend, plan=plan),
         out_type=out_type,
         scratch_types=_scratch(plan, query.dtype),
-        grid=(programs,),
+        grid=(plan.programs,),
         grid_names=("program",),
         num_threads=plan.computing + 1,
         thread_name="warpgroup",
@@ -128,12 +737,8 @@ def block_sparse_prefill(
 
 def _check(query: Any, key: Any, scale: float, block_size: int) -> None:
     """Raises an error for arguments that the kernel cannot take."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
-    if query.shape[-1] > 128:
-        raise ValueError(f"query must have a head_dim of at most 128, got {query.shape[-1]}")
-    if block_size not in (64, 128):
-        raise ValueError(f"block_size must be 64 or 128, got {block_size}")
+    if reason := why_not_shape(query, block_size=block_size):
+        raise ValueError(f"query and block_size must fit the kernel: {reason}")
     if query.shape[1] % block_size or key.shape[2] % block_size:
         raise ValueError(
             f"query and key must hold whole blocks of {block_size} tokens, "
@@ -151,46 +756,3 @@ def _pad_heads(query: Array, key: Array, value: Array, layer: Array, padded: int
         return jnp.pad(jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False), after)[None]
 
     return jnp.pad(query, after), one_layer(key), one_layer(value), jnp.zeros_like(layer)
-
-
-def _scratch(plan: prefill_tiles.Plan, dtype: Any) -> dict[str, Any]:
-    """Shared memory and barriers of a program."""
-    heads = plan.computing
-    num_barriers = plan.stages + plan.value_stages
-    return {
-        "queries": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
-        "outputs": ops.tiled((heads, QUERIES, plan.head_dim), dtype),
-        "keys": ops.tiled((plan.stages, KEYS, plan.head_dim), dtype),
-        "values": ops.tiled((plan.value_stages, KEYS, plan.head_dim), dtype),
-        "lse": plgpu.SMEM((heads, QUERIES), jnp.float32),
-        # One register of each warpgroup keeps track of each of these arrays.
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
-        "freed": plgpu.Barrier(num_arrivals=heads, num_barriers=num_barriers),
-        "single": plgpu.Barrier(num_arrivals=1, num_barriers=3 + 2 * heads),
-    }
-
-
-def _kernel(*refs: Any, plan: Any, programs: int, return_lse: bool, **scratch: Any) -> None:
-    """One program: a loader and one or two warpgroups that compute."""
-    names = [field.name for field in dataclasses.fields(prefill_tiles.Refs)]
-    outputs = refs[8:] if return_lse else (refs[8], None)
-    inputs = dict(zip(names, (*refs[:8], *outputs), strict=False))
-    shared = prefill_tiles.Refs(**inputs, **scratch)
-    warpgroup = jax.lax.axis_index("warpgroup")
-    program = jax.lax.axis_index("program")
-    spread = prefill_tiles.Spread(program, programs)
-
-    # Registers of a thread, which all warpgroups share; narrow heads take fewer to compute.
-    loading, computing = (88, 248) if plan.computing == 1 else (40, 232)
-    if plan.computing == 2 and plan.head_dim == 64:
-        loading, computing = 56, 224
-
-    @pl.when(warpgroup == plan.computing)
-    def _() -> None:
-        plgpu.set_max_registers(loading, action="decrease")
-        prefill_tiles.load_tiles(plan, shared, spread)
-
-    @pl.when(warpgroup < plan.computing)
-    def _() -> None:
-        plgpu.set_max_registers(computing, action="increase")
-        prefill_compute.compute_tiles(plan, shared, spread, warpgroup)

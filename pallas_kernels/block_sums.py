@@ -1,8 +1,13 @@
 """Sums of queries and keys over blocks of tokens and groups of heads, in one pass (steps 1-4).
 
-Reading queries and keys once is all that takes time: a thread block per block of tokens, or half of
-one, adds up whole rows of heads in registers, folds the heads of each group at the end, and takes
-them to sketch space.
+The sums from which block means and their sketches come, of Algorithm 1 steps 1 to 4:
+
+    sums[i, c] = f · Σ over the valid tokens t of block i, and the heads n of group c, of x[t, n] Ω
+
+with `f` one over the heads of a group, or 1. A program takes a block of tokens, or half of one, of
+one sequence. Reading queries and keys once, `(N + K) H` numbers per token, is all that takes time:
+128 threads add up whole rows of heads in float32 registers, fold the heads of each group in shared
+memory at the end, and take them to sketch space.
 """
 
 import functools
@@ -16,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.selection import WIDE, fills_rows
+from sketchwalk_jax.pallas_kernels.warp_ops import THREADS, WARPS
 
-_THREADS, _WARPS = 128, 4
 _VECTOR = 8  # 16-byte loads of 16-bit numbers
 _TOKENS_PER_STEP = 4
 _COLUMNS = 64  # of a projection in the kernel
@@ -28,50 +34,44 @@ _LARGEST_WIDTH = 5120  # entries of a token's queries and keys
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
-    """Starts and vector sizes that cover a row of `width` entries."""
+    """Starts and vector sizes that cover a row of `width` entries.
+
+    A piece is a vector of 8, 4, 2 or 1 entries for each thread, the widest one that still fits.
+    """
     pieces, start = [], 0
     while start < width:
         vector = _VECTOR
-        while vector * _THREADS > width - start:
+        while vector * THREADS > width - start:
             vector //= 2
         pieces.append((start, vector))
-        start += vector * _THREADS
+        start += vector * THREADS
     return pieces
 
 
+def _strided(width: int) -> Any:
+    """A vector over a warpgroup, the same number of adjacent entries in each thread."""
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=width // THREADS)
+
+
 def _zeros(width: int) -> list[Array]:
-    return [
-        plgpu.layout_cast(
-            jnp.zeros((vector * _THREADS,), jnp.float32),
-            plgpu.Layout.WG_STRIDED((vector * _THREADS,), vec_size=vector),
-        )
-        for _, vector in _pieces(width)
-    ]
+    """A row of zeros, in pieces."""
+    widths = [vector * THREADS for _, vector in _pieces(width)]
+    return [ops.full((width,), 0.0, _strided(width)) for width in widths]
 
 
 def _load_token(row_ref: Any) -> list[Array]:
     """All heads of one token, in pieces."""
     return [
-        plgpu.load(
-            row_ref.at[pl.ds(start, vector * _THREADS)],
-            layout=plgpu.Layout.WG_STRIDED((vector * _THREADS,), vec_size=vector),
-            optimized=False,
-        )
+        ops.read(row_ref.at[pl.ds(start, vector * THREADS)], _strided(vector * THREADS))
         for start, vector in _pieces(row_ref.shape[0])
     ]
 
 
 def _fold(memory: Any, group: int, num_groups: int, wide: int) -> Array:
     """The sum over the heads of a group, `wide` entries side by side."""
-    layout = plgpu.Layout.WG_STRIDED((wide,), vec_size=wide // _THREADS)
     steps = memory.shape[0] // num_groups // wide
-    parts = [
-        plgpu.load(
-            memory.at[pl.ds((group * steps + step) * wide, wide)], layout=layout, optimized=False
-        )
-        for step in range(steps)
-    ]
-    return functools.reduce(jnp.add, parts)
+    places = [pl.ds((group * steps + step) * wide, wide) for step in range(steps)]
+    return functools.reduce(jnp.add, [ops.read(memory.at[x], _strided(wide)) for x in places])
 
 
 def _sum_tokens(
@@ -90,6 +90,11 @@ def _sum_tokens(
     is_projected: bool,
     interpret: bool,
 ) -> None:
+    """Adds up the tokens of one block, or of one part of it, for all groups.
+
+    `query_memory` and `key_memory` are rows of all heads in shared memory, `folded` the sums of
+    groups, those of queries first.
+    """
     sequence, index = jax.lax.axis_index("sequence"), jax.lax.axis_index("index")
     rows = query_ref, key_ref
 
@@ -115,7 +120,7 @@ def _sum_tokens(
     matrix = _load_projection(projection_ref) if is_projected else None
     for memory, total in zip(memories, totals, strict=True):
         for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
-            memory[pl.ds(start, vector * _THREADS)] = piece
+            memory[pl.ds(start, vector * THREADS)] = piece
     warp_ops.barrier(interpret=interpret)
     for group in range(num_groups):
         for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
@@ -133,20 +138,20 @@ def _sum_tokens(
 
 def _projection_layout(rows: int) -> Any:
     """A quarter of the rows per warp, and in a thread all of these of two columns."""
-    tiles: tuple[tuple[int, ...], ...] = ((rows, _COLUMNS), (rows // _WARPS, _COLUMNS))
-    tiling = plgpu.Tiling((*tiles, (1, _THREADS // _WARPS), (1,)))
+    tiles: tuple[tuple[int, ...], ...] = ((rows, _COLUMNS), (rows // WARPS, _COLUMNS))
+    tiling = plgpu.Tiling((*tiles, (1, THREADS // WARPS), (1,)))
     return plgpu.Layout.TILED(tiling, (-7,), (-2,), -1, _check_canonical=False)
 
 
 def _load_projection(ref: Any) -> Array:
-    return plgpu.load(ref, layout=_projection_layout(ref.shape[0]), optimized=False)
+    return ops.read(ref, _projection_layout(ref.shape[0]))
 
 
 def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
     """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
     layout = _projection_layout(matrix.shape[0])
     for row in range(folded.shape[0]):
-        x = plgpu.load(folded.at[row], layout=layout.reduce(1), optimized=False)
+        x = ops.read(folded.at[row], layout.reduce(1))
         x = plgpu.layout_cast(jax.lax.broadcast_in_dim(x, matrix.shape, (0,)), layout)
         out_ref[row] = jnp.sum(x * matrix, axis=0)
 
@@ -190,15 +195,15 @@ def block_sums_kernel(
     """
     batch, tokens, _, head_dim = query.shape
     # Threads hold 128 columns, so smaller heads are folded two or more at a time.
-    wide = max(head_dim, _THREADS)
+    wide = max(head_dim, WIDE)
     sizes = [x.shape[2] * head_dim for x in (query, key)]
-    if wide % head_dim or wide % _THREADS or any(x // num_groups % wide for x in sizes):
+    if not fills_rows(query, key, num_groups):
         raise ValueError(
             f"heads of each of {num_groups} groups must fill rows of {wide}, got shapes "
             f"{query.shape} and {key.shape}"
         )
     matrix = _projection(omega, head_dim, wide)
-    is_projected = matrix is not None and wide == _THREADS and matrix.shape[1] <= _COLUMNS
+    is_projected = matrix is not None and wide == THREADS and matrix.shape[1] <= _COLUMNS
     num_blocks = tokens // block_size
     is_small = batch * num_blocks < _MANY_BLOCKS and sum(sizes) <= _LARGEST_WIDTH
     is_divided = is_small and block_size >= 2 * _LEAST_TOKENS

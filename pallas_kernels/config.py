@@ -27,13 +27,6 @@ class KernelConfig:
       prefill_stages: Steps of keys that the prefill kernel holds in shared memory.
       prefill_value_stages: Steps of values, which it needs later and frees later.
       prefill_programs: Programs of the prefill kernel, each of which takes tile after tile.
-      prefill_takes_turns: Whether the two heads of a program use the tensor cores in turns.
-      prefill_frees_early: Whether the queries of a program's next tile may come once the last
-        scores of a tile are made, rather than after its last weights.
-      prefill_overlaps: Whether a head of the prefill kernel computes weights while tensor cores
-        multiply the values of the step before.
-      prefill_heads_first: Whether programs that run at a time share a key/value head, not a row:
-        the keys and values of one head may fit in the GPU's cache.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
         slow, to see what a kernel does.
 
@@ -57,10 +50,6 @@ class KernelConfig:
     prefill_stages: int | None = None
     prefill_value_stages: int | None = None
     prefill_programs: int = 132
-    prefill_takes_turns: bool = False
-    prefill_frees_early: bool = True
-    prefill_overlaps: bool = True
-    prefill_heads_first: bool = True
     interpret: bool = False
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""What the attention kernels do with tensor cores, each with a stand-in for the interpreter.
+"""What kernels do with tensor cores, shared memory and the launch, in one place.
 
-The interpreter of Pallas knows neither matrix products whose left operand lies in registers, nor
-accumulators that outlive a product.
+Each product has a stand-in for Pallas' interpreter, which knows neither matrix products whose left
+operand lies in registers, nor accumulators that outlive a product.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-# Shared memory as TMA and the tensor cores want it: rows of 128 bytes, swizzled.
+# How a warpgroup holds the 64 rows of a product, and vectors of a number for each of its rows or
+# columns.
+ACCUMULATOR = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = ACCUMULATOR.reduce(1), ACCUMULATOR.reduce(0)
+# Shared memory as TMA and the tensor cores want it: rows of at most 128 bytes, swizzled.
 SWIZZLE_BYTES = 128
 # For a type checker these two are abstract.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
-
-
-def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -> Any:
-    """Shared memory for matrices (the last two axes) that tensor cores multiply."""
-    width = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (_tiling((8, width)), _swizzle(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
@@ -48,29 +45,54 @@ def compiler_params(**changes: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)
 
 
-def row_vector(rows: int, value: float) -> Float[Array, "rows"]:
-    """One number for each row of an accumulator."""
-    vector = jnp.full((rows,), value, jnp.float32)
-    return plgpu.layout_cast(vector, plgpu.Layout.WGMMA.reduce(1))
+def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -> Any:
+    """Shared memory for matrices (the last two axes) that tensor cores multiply.
+
+    Args:
+      shape: Of all matrices.
+      dtype: Of their entries.
+      swizzle: Bytes of a row that stay together; a divisor of the row's.
+    """
+    width = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (_tiling((8, width)), _swizzle(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def along_rows(vector: Array, columns: int) -> Array:
-    """A number for each row, repeated along the columns."""
-    return jax.lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])
+def read(ref: Any, layout: Any = ACCUMULATOR) -> Array:
+    """What a reference holds, in registers; any layout does, however slowly it loads."""
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def matrix_index(shape: tuple[int, int], axis: int) -> Array:
-    """Row or column indices of an accumulator."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+def write(ref: Any, x: Array, *, optimized: bool = False) -> None:
+    """Writes to memory; JAX since 0.12 refuses unasked what has bank conflicts or is narrow."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = x
+    else:
+        store(ref, x, optimized=optimized)
+
+
+def full(shape: tuple[int, ...], value: float, layout: Any = ACCUMULATOR) -> Array:
+    """A number in every place of a float32 array in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def spread(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """A vector along one axis of a matrix in an accumulator's layout."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
+
+
+def matrix_index(shape: tuple[int, ...], axis: int) -> Array:
+    """Row or column indices of a matrix in an accumulator's layout."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR)
 
 
 def pinned(matrix: Array) -> Array:
     """A matrix in an accumulator's layout, computed here: no compiler moves that elsewhere."""
-    layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout),
+        arg_types=(ACCUMULATOR,),
+        return_type=plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=ACCUMULATOR),
     )
     def pin(_: Any, matrix: Any) -> Any:
         return mgpu.optimization_barrier(matrix)

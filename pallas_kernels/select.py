@@ -1,12 +1,15 @@
 """Top-τ and compaction in one kernel: from scores to block lists (Algorithm 1 step 7).
 
-One warpgroup per row. Scores become 32-bit integers of the same order; halving an interval, twice
-at a time, finds the threshold that keeps the row's count, and stops as soon as the count is met.
-Ties at the threshold go to the lower index. Every warp owns a stretch of consecutive columns, so
-that ballots give each kept column its place in the ascending list.
+A program is one warpgroup with one row, which it reads once (4 bytes per block) and keeps in
+registers. Scores become 32-bit integers of the same order; halving an interval, twice at a time,
+finds the threshold that keeps the row's count, and stops as soon as the count is met. Ties at the
+threshold go to the lower index. Every warp owns a stretch of consecutive columns, so that votes
+give each kept column its place in the ascending list.
+
+`select_row` does this in registers; the kernels of prompts and of decoding end with it too.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +25,22 @@ from sketchwalk_jax.selection import BlockSelection
 _FORCED = 0x7F800000
 _BEYOND = ~0x7F800000
 _ABSENT = -(1 << 31)
-_COLUMNS_PER_WARPGROUP = 128
-# A lower and an upper key, how many keys are at least the upper one, and whose turn it is.
-_Bracket = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]
+
+
+class _Bracket(NamedTuple):
+    """Where the search for a threshold stands.
+
+    Attributes:
+      lower: A key that more keys than wanted reach, or the least of all.
+      upper: A key that no more keys than wanted reach.
+      above: How many reach `upper`.
+      turn: Which half of the scratch memory the next count takes.
+    """
+
+    lower: Int[Array, ""]
+    upper: Int[Array, ""]
+    above: Int[Array, ""]
+    turn: Int[Array, ""]
 
 
 def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -52,7 +68,7 @@ def row_keys(
     return replace(keys, columns >= num_blocks, _ABSENT) if is_padded else keys
 
 
-def quarter_threshold(
+def row_threshold(
     keys: Int[Array, "..."],
     count: Int[Array, ""],
     scratch: Any,
@@ -63,12 +79,24 @@ def quarter_threshold(
 ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
     """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`.
 
-    The result does not depend on the `guesses`: three keys in ascending order to try first.
+    Bisection, two steps at a time: three limits divide what lies between the two keys into
+    quarters, and one count for all three says in which of them the threshold is. It ends when
+    `upper` keeps just what is wanted, or when no key lies between the two.
+
+    Args:
+      keys: Keys of one row, in registers.
+      count: Keys to keep.
+      scratch: `warp_ops.scratch_of_counts()`.
+      guesses: Three keys in ascending order to try first; the result does not depend on them.
+      layout: Of the keys.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      `lower`, `upper` and `missing`.
     """
 
     def is_open(state: _Bracket) -> Bool[Array, ""]:
-        lower, upper, above, _ = state
-        return (above != count) & (lower + 1 < upper)
+        return (state.above != count) & (state.lower + 1 < state.upper)
 
     def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
         lower, upper, above, turn = state
@@ -79,7 +107,7 @@ def quarter_threshold(
             above = jnp.where(number <= count, number, above)
         for limit, number in zip(limits, kept, strict=True):
             lower = jnp.where(number > count, limit, lower)
-        return lower, upper, above, 1 - turn
+        return _Bracket(lower, upper, above, 1 - turn)
 
     def quarter(state: _Bracket) -> _Bracket:
         lower, upper, _, _ = state
@@ -87,7 +115,7 @@ def quarter_threshold(
         step = jax.lax.shift_right_logical(upper - lower + 3, jnp.int32(2))
         return narrow(state, (lower + step, lower + 2 * step, lower + 3 * step))
 
-    start = (jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
+    start = _Bracket(jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
     if guesses:
         one, two, three = (count * 0 + guess for guess in guesses)  # no constants to the compiler
         start = narrow(start, (one, two, three))
@@ -111,10 +139,22 @@ def select_row(
     layout: Any,
     interpret: bool,
 ) -> None:
-    """Writes the list of one row, whose scores and columns are in registers in order.
+    """Writes the list of one row, which is in registers in order, a stretch in each warpgroup.
 
-    Every warpgroup has a part of the row; `is_padded` says that some columns do not exist, and
-    `guesses` are keys near which the least one to keep may be.
+    Args:
+      scores: Scores of the row's blocks; only their order matters.
+      columns: Which blocks these are, shaped like `scores`.
+      row: Absolute block index of the row; blocks above it are not eligible.
+      count: Blocks to keep.
+      ids_ref: Where the list goes, `[P]` in global memory.
+      scratch: `warp_ops.scratch_of_counts()`.
+      is_padded: Whether some columns do not exist.
+      num_blocks: Columns that exist, which also fill the list beyond its count.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      guesses: Three keys near which the least one to keep may be, ascending.
+      layout: Of `scores` and `columns`.
+      interpret: Whether the interpreter runs the kernel.
     """
     keys = row_keys(
         scores,
@@ -126,7 +166,7 @@ def select_row(
         local_blocks=local_blocks,
     )
     where: dict[str, Any] = dict(layout=layout, interpret=interpret)
-    lower, upper, missing = quarter_threshold(keys, count, scratch, guesses=guesses, **where)
+    lower, upper, missing = row_threshold(keys, count, scratch, guesses=guesses, **where)
     warp_ops.write_kept(
         keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, **where
     )
@@ -134,7 +174,7 @@ def select_row(
 
 def padded_columns(num_blocks: int) -> int:
     """Columns of a row in registers: a multiple of the threads of a warpgroup."""
-    return -(-num_blocks // _COLUMNS_PER_WARPGROUP) * _COLUMNS_PER_WARPGROUP
+    return -(-num_blocks // warp_ops.THREADS) * warp_ops.THREADS
 
 
 def pad_columns(x: Float[Array, "*lead J"]) -> Float[Array, "*lead W"]:
@@ -178,13 +218,13 @@ def select_blocks_kernel(
     max_count = min(max_count, num_blocks)
     width = padded_columns(num_blocks)
 
-    def select_rows(
+    def select_one_row(
         scores_ref: Any, rows_ref: Any, counts_ref: Any, ids_ref: Any, scratch: Any
     ) -> None:
         index = jax.lax.axis_index("row")
         layout = warp_ops.row_layout(width)
         select_row(
-            plgpu.load(scores_ref.at[index], layout=layout, optimized=False),
+            ops.read(scores_ref.at[index], layout),
             plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout),
             rows_ref[index],
             counts_ref[index],
@@ -200,7 +240,7 @@ def select_blocks_kernel(
 
     total = batch * num_rows
     ids = plgpu.kernel(
-        select_rows,
+        select_one_row,
         out_type=jax.ShapeDtypeStruct((total, max_count), jnp.int32),
         grid=(total,),
         grid_names=("row",),

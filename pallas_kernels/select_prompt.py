@@ -1,17 +1,21 @@
-"""What follows the walk's product in a prompt, row by row: rescaling, state, top-τ and the list.
+"""The two kernels around the walk's product in a prompt (Algorithm 1 steps 6-7), row by row.
 
-One warpgroup per row, as in `select`, which makes the lists; the rest is `walk.walk_step`'s.
+`walk_operands_kernel` makes both operands of `R_k = R_{k-1} W_k`, each row at a power of two of its
+own; XLA multiplies them on tensor cores; `select_prompt_kernel` makes the state and the lists of
+the product. What they compute is what `walk.walk_step` and `selection.select_blocks` do. In both
+kernels a program is one warpgroup with one row of one sequence, which it reads once (4 bytes per
+block and array) and keeps in registers.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.select import pad_columns, select_row
@@ -28,8 +32,104 @@ from sketchwalk_jax.scaled import (
 )
 from sketchwalk_jax.selection import BlockSelection
 
-_LEAST = -126  # exponent of a normal float
+_LEAST_EXPONENT = -126  # of a normal float
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+
+
+# Before the product
+
+
+def _make_operands(
+    scores_ref: Any,
+    largest_ref: Any,
+    state_ref: Any,
+    weights_ref: Any,
+    left_ref: Any,
+    scratch: Any,
+    *,
+    power: int,
+    rectify: bool,
+    interpret: bool,
+) -> None:
+    """Row `index` of `W = A^s` and of `R_{k-1}`, where they have such a row.
+
+    Rows of `W` come to lie below `2^(WEIGHT_EXPONENT + s)`, the largest entry of a row of `R` in
+    `[1, 2) · 2^product_exponent(s)`.
+    """
+    index, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
+    num_rows, width = state_ref.shape[1:]
+    layout = warp_ops.row_layout(width)
+    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
+    columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
+
+    @pl.when(index < scores_ref.shape[1])
+    def _() -> None:
+        _, own, _ = mantissa_and_exponent(largest_ref[sequence, index])
+        score = ops.read(scores_ref.at[sequence, index], layout)
+        mantissa, exponent, is_zero = mantissa_and_exponent(score)
+        # The largest entry comes to the height whose power is about 2^WEIGHT_EXPONENT.
+        root = mantissa * power_of_two(exponent - own + WEIGHT_EXPONENT // power)
+        is_none = is_zero | (columns > index) | ((score < 0.0) if rectify else is_zero)
+        weights = integer_power(jnp.where(is_none, 0.0, root), power)
+        warp_ops.write_row(weights, columns, weights_ref.at[sequence, index], **where)
+
+    @pl.when(index < num_rows)
+    def _() -> None:
+        # Entry `j` takes the power of two that row `j` of `W` lacks.
+        _, scale, is_nothing = mantissa_and_exponent(ops.read(largest_ref.at[sequence], layout))
+        scale = jnp.maximum(replace(scale * power, is_nothing, NO_EXPONENT), NO_EXPONENT)
+        state = ops.read(state_ref.at[sequence, index], layout)
+        mantissa, exponent, is_zero = mantissa_and_exponent(state)
+        exponent = exponent + scale
+        term = replace(exponent, is_zero, NO_EXPONENT)
+        largest, _ = warp_ops.maxima((term, term), scratch, **where)
+        left = mantissa * power_of_two(exponent - largest + product_exponent(power))
+        left = jnp.where(is_zero, 0.0, left)
+        warp_ops.write_row(left, columns, left_ref.at[sequence, index], **where)
+
+
+def walk_operands_kernel(
+    scores: Float[Array, "B J J"],
+    largest: Float[Array, "B J"],
+    state: Float[Array, "B I J"],
+    *,
+    power: int,
+    rectify: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B J J"], Float[Array, "B I J"]]:
+    """The transition, and the state scaled for the product with it, rows at any power of two.
+
+    Args:
+      scores: Block scores.
+      largest: The largest magnitude of each of their rows, of entries that exist and count.
+      state: Rows of the walk so far.
+      power: Exponent of the transition.
+      rectify: Whether negative scores count as zero.
+      interpret: Whether to interpret the kernel, which needs no GPU.
+
+    Returns:
+      The transition and the scaled rows.
+
+    Raises:
+      ValueError: If a row has more than 8,192 blocks, which no longer fit in registers.
+    """
+    batch, num_rows, num_blocks = state.shape
+    if num_blocks > MAX_PROMPT_BLOCKS:
+        raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
+    weights, left = plgpu.kernel(
+        functools.partial(_make_operands, power=power, rectify=rectify, interpret=interpret),
+        out_type=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (scores, state)],
+        grid=(max(num_rows, num_blocks), batch),
+        grid_names=("row", "sequence"),
+        kernel_name="sketchwalk_walk_operands",
+        scratch_types=[warp_ops.scratch_of_counts()],
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret),
+    )(*map(pad_columns, (scores, largest, state)))
+    return weights, left
+
+
+# After the product
 
 
 def _select(
@@ -53,6 +153,11 @@ def _select(
     interpret: bool,
     **sizes: Any,
 ) -> None:
+    """One row: what the walk has come to, its state, and the list of its largest entries.
+
+    The first layer's row is `W`'s own, every later one's the product's. A row without a positive
+    entry is selected by its scores.
+    """
     index, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
     width = product_ref.shape[-1]
     layout = warp_ops.row_layout(width)
@@ -64,39 +169,30 @@ def _select(
         in_tail = (row + 1) * block_size > tail_ref[sequence]
         count = jnp.where(in_tail, jnp.minimum(row + 1, num_blocks), count)
 
-    def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout, optimized=False)
+    def own_row() -> Array:
+        return ops.read(weights_ref.at[sequence, known], layout)
 
-    def add_parts() -> Array:
-        parts = [load(product_ref.at[x, sequence, index]) for x in range(product_ref.shape[0])]
-        return functools.reduce(jnp.add, parts)
+    def product_row() -> Array:
+        parts = [product_ref.at[x, sequence, index] for x in range(product_ref.shape[0])]
+        return functools.reduce(jnp.add, [ops.read(x, layout) for x in parts])
 
-    def own() -> Array:
-        return load(weights_ref.at[sequence, known])
-
-    value = jax.lax.cond(layers == 0, own, add_parts) if use_walk else own()
-    # As integers, floats of either sign alone have the order of their magnitudes.
-    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
-    magnitudes = warp_ops.maxima((bits & _MAGNITUDE, bits), scratch, **where)
-    largest, largest_positive = (
-        mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
-        for x in magnitudes
-    )
-    mantissa, exponent, is_zero = mantissa_and_exponent(value)
-    state = mantissa * power_of_two(exponent - largest + STATE_EXPONENT)
-    state = jnp.where(is_zero, 0.0, state)
+    value = jax.lax.cond(layers == 0, own_row, product_row) if use_walk else own_row()
+    peaks = _Peaks.of(value, scratch, **where)
+    state = peaks.rescale(value)
     columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
     warp_ops.write_row(state, columns, state_ref.at[sequence, index], **where)
-    is_walked = largest_positive - largest + STATE_EXPONENT >= _LEAST
-    is_walked = is_walked & (magnitudes[1] > 0)
+    is_walked = peaks.is_walked()
     counts_ref[sequence, index] = count
 
     @pl.when((index == 0) & (sequence == 0))
     def _() -> None:
         walked_ref[0] = layers + 1
 
+    def scores_row() -> Array:
+        return ops.read(scores_ref.at[sequence, known], layout)
+
     select_row(
-        jax.lax.cond(is_walked, lambda: state, lambda: load(scores_ref.at[sequence, known])),
+        jax.lax.cond(is_walked, lambda: state, scores_row),
         columns,
         row,
         count,
@@ -107,6 +203,47 @@ def _select(
         **where,
         **sizes,
     )
+
+
+class _Peaks(NamedTuple):
+    """The largest entries of a row.
+
+    Attributes:
+      exponent: Of the largest magnitude.
+      positive_exponent: Of the largest positive entry.
+      positive_bits: That entry as an integer, 0 or less if there is none.
+    """
+
+    exponent: Int[Array, ""]
+    positive_exponent: Int[Array, ""]
+    positive_bits: Int[Array, ""]
+
+    @classmethod
+    def of(
+        cls, value: Float[Array, "W"], scratch: Any, *, layout: Any, interpret: bool
+    ) -> "_Peaks":
+        """Those of a row in registers."""
+        # As integers, floats of either sign alone have the order of their magnitudes.
+        bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+        magnitudes = warp_ops.maxima(
+            (bits & _MAGNITUDE, bits), scratch, layout=layout, interpret=interpret
+        )
+        exponents = (
+            mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
+            for x in magnitudes
+        )
+        return cls(*exponents, magnitudes[1])
+
+    def rescale(self, value: Float[Array, "W"]) -> Float[Array, "W"]:
+        """The row times a power of two, its largest magnitude in `[1, 2) · 2^STATE_EXPONENT`."""
+        mantissa, exponent, is_zero = mantissa_and_exponent(value)
+        state = mantissa * power_of_two(exponent - self.exponent + STATE_EXPONENT)
+        return jnp.where(is_zero, 0.0, state)
+
+    def is_walked(self) -> Bool[Array, ""]:
+        """Whether the rescaled row has a positive entry that is a normal number."""
+        rescaled = self.positive_exponent - self.exponent + STATE_EXPONENT
+        return (rescaled >= _LEAST_EXPONENT) & (self.positive_bits > 0)
 
 
 def select_prompt_kernel(
@@ -182,93 +319,3 @@ def select_prompt_kernel(
         jnp.asarray(budget, jnp.int32),
     )
     return BlockSelection(ids[:, None], counts[:, None], block_size), state, walked[0]
-
-
-def _make_row(
-    scores_ref: Any,
-    largest_ref: Any,
-    state_ref: Any,
-    weights_ref: Any,
-    left_ref: Any,
-    scratch: Any,
-    *,
-    power: int,
-    rectify: bool,
-    interpret: bool,
-) -> None:
-    index, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
-    num_rows, width = state_ref.shape[1:]
-    layout = warp_ops.row_layout(width)
-    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
-    columns = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
-
-    def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    @pl.when(index < scores_ref.shape[1])
-    def _() -> None:
-        _, own, _ = mantissa_and_exponent(largest_ref[sequence, index])
-        score = load(scores_ref.at[sequence, index])
-        mantissa, exponent, is_zero = mantissa_and_exponent(score)
-        root = mantissa * power_of_two(exponent - own + WEIGHT_EXPONENT // power)
-        is_none = is_zero | (columns > index) | ((score < 0.0) if rectify else is_zero)
-        weights = integer_power(jnp.where(is_none, 0.0, root), power)
-        warp_ops.write_row(weights, columns, weights_ref.at[sequence, index], **where)
-
-    @pl.when(index < num_rows)
-    def _() -> None:
-        _, scale, is_nothing = mantissa_and_exponent(load(largest_ref.at[sequence]))
-        scale = jnp.maximum(replace(scale * power, is_nothing, NO_EXPONENT), NO_EXPONENT)
-        mantissa, exponent, is_zero = mantissa_and_exponent(load(state_ref.at[sequence, index]))
-        exponent = exponent + scale
-        term = replace(exponent, is_zero, NO_EXPONENT)
-        largest, _ = warp_ops.maxima((term, term), scratch, **where)
-        left = mantissa * power_of_two(exponent - largest + product_exponent(power))
-        left = jnp.where(is_zero, 0.0, left)
-        warp_ops.write_row(left, columns, left_ref.at[sequence, index], **where)
-
-
-def walk_operands_kernel(
-    scores: Float[Array, "B J J"],
-    largest: Float[Array, "B J"],
-    state: Float[Array, "B I J"],
-    *,
-    power: int,
-    rectify: bool,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B J J"], Float[Array, "B I J"]]:
-    """The transition, and the state scaled for the product with it, rows at any power of two.
-
-    Args:
-      scores: Block scores.
-      largest: The largest magnitude of each of their rows, of entries that exist and count.
-      state: Rows of the walk so far.
-      power: Exponent of the transition.
-      rectify: Whether negative scores count as zero.
-      interpret: Whether to interpret the kernel, which needs no GPU.
-
-    Returns:
-      The transition and the scaled rows.
-
-    Raises:
-      ValueError: If a row has more than 8,192 blocks, which no longer fit in registers.
-    """
-    batch, num_rows, num_blocks = state.shape
-    if num_blocks > MAX_PROMPT_BLOCKS:
-        raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
-    weights, left = plgpu.kernel(
-        functools.partial(
-            _make_row,
-            power=power,
-            rectify=rectify,
-            interpret=interpret,
-        ),
-        out_type=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (scores, state)],
-        grid=(max(num_rows, num_blocks), batch),
-        grid_names=("row", "sequence"),
-        kernel_name="sketchwalk_walk_operands",
-        scratch_types=[warp_ops.scratch_of_counts()],
-        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
-    )(*map(pad_columns, (scores, largest, state)))
-    return weights, left

@@ -5,6 +5,8 @@ no kernel can take the call. `dispatch.selection_kernels` says whether to ask. T
 themselves import Pallas, which takes long, and are imported when one is called.
 """
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,7 +27,8 @@ from sketchwalk_jax.walk import (
 MAX_BLOCKS = 16384
 MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
 MAX_POWER = 32
-WIDE = 128  # entries of heads that are read together
+WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
+LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
 LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
 
 
@@ -36,6 +39,20 @@ def walk_precision(kernels: KernelConfig | None) -> Precision:
     from jax.lax import DotAlgorithmPreset
 
     return DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
+def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
+    """Whether the heads of each group fill whole rows of `WIDE` entries, or of a wider head's.
+
+    Args:
+      query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
+      key: Keys `[B, T, K, H]`.
+      num_groups: Groups into which the heads of both are divided.
+    """
+    head_dim = query.shape[3]
+    wide = max(head_dim, WIDE)
+    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
+    return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
 
 
 def sketch_sums(
@@ -50,10 +67,7 @@ def sketch_sums(
     kernels: KernelConfig,
 ) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]] | None:
     """Sums of sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
-    head_dim = query.shape[3]
-    wide = max(head_dim, WIDE)
-    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
-    if block_size < 16 or wide % head_dim or wide % WIDE or any(size % wide for size in sizes):
+    if block_size < LEAST_BLOCK or not fills_rows(query, key, num_groups):
         return None
     from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
 
@@ -178,13 +192,13 @@ def select_token(
     is_simple = transition != "softmax" and walk_degree == 1
     if not is_simple or num_blocks > MAX_BLOCKS or num_groups * size % LEAST_CHUNK:
         return None
-    from sketchwalk_jax.pallas_kernels import walk_row
     from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
+    from sketchwalk_jax.pallas_kernels.walk_row import HeadQueries
 
     num_heads, head_dim = query.shape[2:]
-    is_projected = walk_row.can_project(num_heads, omega, num_groups)
-    if is_projected:
-        token = query[:, 0]
+    token: Array | HeadQueries
+    if omega is not None and HeadQueries.fit(num_heads, omega, num_groups):
+        token = HeadQueries(query[:, 0], omega)
     else:
         token = project(group_heads(query, num_groups, combine=combine), omega)[:, 0]
     selection, state, layers = select_token_kernel(
@@ -203,7 +217,6 @@ def select_token(
         local_blocks=local_blocks,
         max_count=int(budget[-1]),
         block_size=block_size,
-        projection=omega if is_projected else None,
         interpret=kernels.interpret,
     )
     return selection, WalkState(state, layers)

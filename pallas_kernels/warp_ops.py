@@ -1,27 +1,77 @@
-"""Warp-level operations that Pallas lacks, each with a stand-in for the interpreter."""
+"""Operations on rows in registers that Pallas lacks, each with a stand-in for the interpreter.
+
+A row lies in the registers of one warpgroup (4 warps of 32 threads) or of several. What a kernel
+does here is about single threads, so it is emitted in the compiler's own language (MLIR): the 32
+lanes of a warp reduce and vote in one instruction, warps meet in a few words of shared memory, and
+one barrier is all that a step costs.
+
+First come layouts and shared memory, then the operations from the smallest to the largest: a
+barrier, maxima, counts, writing a row, writing the columns that a row keeps, adding up the parts of
+a row. The last section has the words of the compiler's language that all of them use.
+"""
 
 import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import gpu, math, memref, nvvm
+from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
+from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import scf as typed_scf
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import emit
+from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
-# The annotations of these two lack the operands that their functions take.
+# Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
+math: Any = typed_math
 scf: Any = typed_scf
 
-WARPS = 4
-_LANES = emit.LANES
-_THREADS = WARPS * _LANES
+WARPS, LANES = 4, 32  # warps of a warpgroup, threads of a warp
+THREADS = WARPS * LANES
+ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
+_ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
+_LEAST_INTEGER = -(1 << 31)
+
+
+def row_layout(width: int) -> Any:
+    """A vector over a warpgroup, a quarter per warp; each register holds 32 adjacent entries."""
+    if width == THREADS:
+        tiles: tuple[tuple[int, ...], ...] = ((width,), (LANES,), (1,))
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
+    tiles = ((width,), (width // WARPS,), (LANES,), (1,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
+
+
+def tiles_layout(height: int, columns: int) -> Any:
+    """A row as a matrix of tiles over a warpgroup, a quarter of the tiles per warp, in order.
+
+    Each register of a thread holds four adjacent columns, those of a warp 128 adjacent ones.
+    """
+    tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
+    tiles = (*tiles, (LANES * ADJACENT // columns, columns), (1, ADJACENT))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+
+
+def scratch_of_counts(warpgroups: int = 1) -> Any:
+    """Shared memory that `maxima`, `count_kept` and `write_kept` need.
+
+    They take in all warpgroups of a program, each of which holds a stretch of the row.
+    """
+    return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
+
+
+def scratch_of_maximum(warpgroups: int) -> Any:
+    """Shared memory that `maximum` needs in a program of so many warpgroups."""
+    return plgpu.SMEM((warpgroups * WARPS,), jnp.int32)
+
+
+# Barriers and reductions
 
 
 def barrier(*, interpret: bool) -> None:
@@ -35,19 +85,41 @@ def barrier(*, interpret: bool) -> None:
         wait()
 
 
-def row_layout(width: int) -> Any:
-    """A vector over a warpgroup, a quarter per warp; each register holds 32 adjacent entries."""
-    if width == _THREADS:
-        tiles: tuple[tuple[int, ...], ...] = ((width,), (_LANES,), (1,))
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
-    tiles = ((width,), (width // WARPS,), (_LANES,), (1,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
+def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
+    """The largest of the integers of one warpgroup, at the price of one barrier.
+
+    Args:
+      x: Integers in registers.
+      scratch: `scratch_of_maximum()` in shared memory, which no warp is still reading.
+      layout: Of `x`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return jnp.max(x)
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_integer_type())
+    def largest(_: Any, x: Any, scratch: Any) -> Any:
+        own = _over_lanes(functools.reduce(arith.maxsi, _scalars(x)), nvvm.ReductionKind.MAX)
+        thread, warp = _thread(), _warp()
+        memref.store(own, scratch, [_index(warp)])
+        mgpu.warpgroup_barrier()
+        # Every lane reads what one of the warpgroup's warps has left.
+        first = arith.andi(warp, _constant(-WARPS))
+        other = arith.ori(first, arith.andi(thread, _constant(WARPS - 1)))
+        theirs = memref.load(scratch, [_index(other)])
+        return _as_array(_over_lanes(theirs, nvvm.ReductionKind.MAX))
+
+    return largest(x, scratch)
 
 
 def maxima(
-    arrays: tuple[Int[Array, "..."], ...], scratch: Any, *, layout: Any, interpret: bool
+    arrays: tuple[Int[Array, "..."], Int[Array, "..."]],
+    scratch: Any,
+    *,
+    layout: Any,
+    interpret: bool,
 ) -> list[Int[Array, ""]]:
-    """The largest integer of each of two arrays, at the price of one barrier.
+    """The largest integer of each of two arrays in all warpgroups, at the price of one barrier.
 
     Args:
       arrays: Two arrays in registers.
@@ -57,58 +129,25 @@ def maxima(
     """
     if interpret:
         return [jnp.max(x) for x in arrays]
-    number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType()), return_type=[number] * len(arrays)
+        arg_types=(layout, layout, plgpu.RefType()), return_type=[_integer_type()] * 2
     )
-    def largest(_, first, second, scratch):
+    def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
         found = []
         for x in (first, second):
-            own = functools.reduce(arith.maxsi, emit.scalars(x))
-            found.append(emit.over_lanes(own, nvvm.ReductionKind.MAX))
-        found = _exchange(found, scratch, emit.constant(1), nvvm.ReductionKind.MAX, -(1 << 31))
-        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
+            own = functools.reduce(arith.maxsi, _scalars(x))
+            found.append(_over_lanes(own, nvvm.ReductionKind.MAX))
+        turn = _constant(1)  # 0 is that of the first counts, which may come next
+        found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
+        return [_as_array(x) for x in found]
 
     return largest(*arrays, scratch)
 
 
-def _warps(scratch: ir.Value) -> int:
-    return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
-
-
-def _wait(scratch: ir.Value) -> None:
-    """Waits for the warps that share the scratch memory."""
-    if _warps(scratch) == WARPS:
-        mgpu.warpgroup_barrier()
-    else:
-        gpu.barrier()
-
-
-def _exchange(values, scratch, turn, kind, identity):
-    """Brings the values of all warps together."""
-    warps = _warps(scratch)
-    start = arith.muli(turn, emit.constant(2 * warps))
-    starts = [arith.addi(start, emit.constant(index * warps)) for index in range(len(values))]
-    for start, value in zip(starts, values, strict=True):
-        memref.store(value, scratch, [emit.index(arith.addi(start, emit.warp()))])
-    _wait(scratch)
-    return [_over_warps(scratch, start, emit.constant(warps), kind, identity) for start in starts]
-
-
-def _over_warps(scratch, start, number, kind, identity):
-    """Reduces what so many warps have left: each lane reads what one of them has."""
-    lane = emit.lane()
-    last = emit.constant(_warps(scratch) - 1)
-    theirs = memref.load(scratch, [emit.index(arith.addi(start, arith.minsi(lane, last)))])
-    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
-    theirs = arith.select(is_one, theirs, emit.constant(identity))
-    return emit.over_lanes(theirs, kind)
-
-
 def count_kept(
     keys: Int[Array, "..."],
-    limits: tuple[Int[Array, ""], ...],
+    limits: tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]],
     scratch: Any,
     turn: Int[Array, ""],
     *,
@@ -128,44 +167,86 @@ def count_kept(
     if interpret:
         return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
     scalar = plgpu.Layout.WG_SPLAT(())
-    number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), scalar)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[number] * 3
+        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[_integer_type()] * 3
     )
-    def count(_, keys, first, second, third, turn, scratch):
-        limits = [emit.scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(emit.scalars(keys), limits, emit.scalars(turn)[0], scratch)
-        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in counts]
+    def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
+        limits = [_scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(_scalars(keys), limits, _scalars(turn)[0], scratch)
+        return [_as_array(x) for x in counts]
 
     return count(keys, *limits, turn, scratch)
 
 
-def scratch_of_counts(warpgroups: int = 1) -> Any:
-    """Shared memory that `maxima`, `count_kept` and `write_kept` need.
-
-    They take in all warpgroups of a program, each of which holds a stretch of the row.
-    """
-    return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
-
-
-def _emit_count(registers, limits, turn, scratch):
+def _emit_count(
+    registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
+) -> list[ir.Value]:
     """Counts of three limits; the first two in the halves of one integer."""
-    first, second = emit.constant(0), emit.constant(0)
+    first, second = _constant(0), _constant(0)
     for key in registers:
         first = _add_if_kept(first, key, limits[0], 1)
         first = _add_if_kept(first, key, limits[1], 1 << 16)
         second = _add_if_kept(second, key, limits[2], 1)
-    packed = [emit.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
+    packed = [_over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
-    low = arith.andi(totals[0], emit.constant(0xFFFF))
-    return [low, arith.shrui(totals[0], emit.constant(16)), totals[1]]
+    low = arith.andi(totals[0], _constant(0xFFFF))
+    return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
 
 
-def _add_if_kept(total, key, limit, step):
+def _add_if_kept(total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
     """Two instructions, where the compiler makes three of a choice and a sum."""
     code = f"{{ .reg .pred p; setp.ge.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
     return mgpu.utils.inline_ptx(code, total, key, limit, result_types=total.type)
+
+
+def _exchange(
+    values: list[ir.Value],
+    scratch: ir.Value,
+    turn: ir.Value,
+    kind: nvvm.ReductionKind,
+    identity: int,
+) -> list[ir.Value]:
+    """Reduces two values over all warps of a program, each of which has one of its own.
+
+    Two turns have room of their own, so that one barrier does: a warp that is ahead writes where
+    none of the others is reading.
+    """
+    warps = _warps(scratch)
+    start = arith.muli(turn, _constant(2 * warps))
+    starts = [arith.addi(start, _constant(index * warps)) for index in range(len(values))]
+    for start, value in zip(starts, values, strict=True):
+        memref.store(value, scratch, [_index(arith.addi(start, _warp()))])
+    _wait(scratch)
+    return [_over_warps(scratch, start, _constant(warps), kind, identity) for start in starts]
+
+
+def _over_warps(
+    scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
+) -> ir.Value:
+    """Reduces what so many warps have left: each lane reads what one of them has."""
+    lane = _lane()
+    last = _constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [_index(arith.addi(start, arith.minsi(lane, last)))])
+    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
+    theirs = arith.select(is_one, theirs, _constant(identity))
+    return _over_lanes(theirs, kind)
+
+
+def _warps(scratch: ir.Value) -> int:
+    """Warps that share the scratch memory: all of the program's."""
+    return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
+
+
+def _wait(scratch: ir.Value) -> None:
+    """Waits for the warps that share the scratch memory."""
+    if _warps(scratch) == WARPS:
+        mgpu.warpgroup_barrier()
+    else:
+        gpu.barrier()
+
+
+# A row, and the columns that it keeps, to global memory
 
 
 def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
@@ -176,10 +257,10 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
     def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
-        limit = emit.constant(ir.MemRefType(ref.type).shape[0])
-        for value, column in zip(emit.scalars(values), emit.scalars(columns), strict=True):
+        limit = _constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(_scalars(values), _scalars(columns), strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
-                memref.store(value, ref, [emit.index(column)])
+                memref.store(value, ref, [_index(column)])
 
     write(values, columns, ref)
 
@@ -221,8 +302,12 @@ def write_kept(
     @plgpu.inline_mgpu(
         arg_types=(layout, scalar, scalar, scalar, scalar, reference, reference),
     )
-    def write(_, keys, lower, upper, missing, count, ids, scratch):
-        _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, pad=pad)
+    def write(
+        _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
+    ) -> None:
+        lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
+        _emit_write_kept(keys, lower, upper, missing, ids, scratch)
+        _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
 
     write(keys, lower, upper, missing, count, ids_ref, scratch)
 
@@ -238,41 +323,58 @@ def _write_kept_interpreted(
     ids_ref[...] = jnp.full((length,), pad, jnp.int32).at[place].set(columns, mode="drop")
 
 
-def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: int) -> None:
-    lower, upper, missing, count = (emit.scalars(x)[0] for x in (lower, upper, missing, count))
-    thread = emit.thread()
-    lane, warp = emit.lane(), emit.warp()
-    earlier_lanes = arith.subi(arith.shli(emit.constant(1), lane), emit.constant(1))
-    registers = emit.scalars(keys)
+def _emit_write_kept(
+    keys: mgpu.FragmentedArray,
+    lower: ir.Value,
+    upper: ir.Value,
+    missing: ir.Value,
+    ids: ir.Value,
+    scratch: ir.Value,
+) -> None:
+    """Writes the columns that are kept, which are those of `_write_kept_interpreted`.
+
+        above, tied = keys >= upper, keys == lower
+        kept = above | (tied & (cumsum(tied) <= missing))
+        ids[cumsum(kept) - 1] = column, of the columns that are kept
+
+    A column's sums are those of earlier warps, which these leave in shared memory; of the earlier
+    registers of this warp, and of earlier lanes of the same register, by the bits of votes; and of
+    earlier columns of the thread itself. Since ties beyond the first `missing` are dropped,
+    `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
+    """
 
     def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
         above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
+    lane, warp = _lane(), _warp()
+    earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
+    registers = _scalars(keys)
+
     # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
-    packed = emit.constant(0)
+    packed = _constant(0)
     for key in registers:
         above, tied = tests(key)
-        packed = arith.addi(packed, arith.select(above, emit.constant(1), emit.constant(0)))
-        packed = arith.addi(packed, arith.select(tied, emit.constant(1 << 16), emit.constant(0)))
-    packed = emit.over_lanes(packed, nvvm.ReductionKind.ADD)
-    start = emit.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [emit.index(arith.addi(start, warp))])
+        packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
+        packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
+    packed = _over_lanes(packed, nvvm.ReductionKind.ADD)
+    start = _constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [_index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    num_above = arith.andi(before, emit.constant(0xFFFF))
-    num_tied = arith.shrui(before, emit.constant(16))
+    num_above = arith.andi(before, _constant(0xFFFF))
+    num_tied = arith.shrui(before, _constant(16))
 
     adjacent = len(registers) // keys.registers.size
     column = arith.addi(
-        arith.muli(warp, emit.constant(_LANES * len(registers))),
-        arith.muli(lane, emit.constant(adjacent)),
+        arith.muli(warp, _constant(LANES * len(registers))),
+        arith.muli(lane, _constant(adjacent)),
     )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
-    registers = emit.scalars(mgpu.optimization_barrier(keys))
+    registers = _scalars(mgpu.optimization_barrier(keys))
     for group in range(0, len(registers), adjacent):
         found = [tests(key) for key in registers[group : group + adjacent]]
-        votes = [[emit.ballot(test) for test in both] for both in found]
+        votes = [[_ballot(test) for test in both] for both in found]
         # Of earlier lanes, then of earlier columns of this lane's.
         place, rank = num_above, num_tied
         for above_votes, tied_votes in votes:
@@ -284,17 +386,262 @@ def _emit_write_kept(keys, lower, upper, missing, count, ids, scratch, *, pad: i
             has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
             with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
                 target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, emit.constant(index)), ids, [emit.index(target)])
+                memref.store(arith.addi(column, _constant(index)), ids, [_index(target)])
             if index + 1 < adjacent:
                 place = arith.addi(place, arith.extui(missing.type, above))
                 rank = arith.addi(rank, arith.extui(missing.type, tied))
-        column = arith.addi(column, emit.constant(_LANES * adjacent))
+        column = arith.addi(column, _constant(LANES * adjacent))
 
+
+def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
+    """`ids[count:] = pad`, by all threads of a program, of which there are `step`."""
+    index = ir.IndexType.get()
     length = ir.MemRefType(ids.type).shape[0]
-    step = arith.constant(ir.IndexType.get(), _LANES * _warps(scratch))
     loop = scf.ForOp(
-        emit.index(arith.addi(count, thread)), arith.constant(ir.IndexType.get(), length), step
+        _index(arith.addi(count, _thread())),
+        arith.constant(index, length),
+        arith.constant(index, step),
     )
     with ir.InsertionPoint(loop.body):
-        memref.store(emit.constant(pad), ids, [loop.induction_variable])
+        memref.store(_constant(pad), ids, [loop.induction_variable])
         scf.yield_([])
+
+
+# A row that comes in parts
+
+
+def add_parts(
+    part_ref: Any,
+    exponent_ref: Any,
+    *,
+    height: int,
+    num_tiles: int,
+    is_triangle: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "height columns"], Int[Array, "height columns"]]:
+    """Adds up the parts of a row's tiles, each a float times a power of two for the whole tile.
+
+    Only parts that exist are read, whatever the others hold.
+
+    Args:
+      part_ref: Floats, `[splits, tiles, columns]` in global memory.
+      exponent_ref: Exponents, `[tiles, 16]`; far below any other for parts of zeros.
+      height: Tiles of each warpgroup.
+      num_tiles: Tiles that exist.
+      is_triangle: Whether tile `t` has parts from split `t // 2` on; else it has all.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Sums and their exponents, in `tiles_layout(height, columns)`.
+    """
+    if interpret:
+        return _add_parts_interpreted(part_ref, exponent_ref, height, num_tiles, is_triangle)
+    shape = (height, part_ref.shape[-1])
+    layout = tiles_layout(*shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=[
+            plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+            for dtype in (jnp.float32, jnp.int32)
+        ],
+    )
+    def add(_: Any, parts: Any, exponents: Any) -> Any:
+        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
+        arrays = []
+        for values, is_signed in zip(zip(*found, strict=True), (None, True), strict=True):
+            registers = np.empty(len(values), dtype=object)
+            registers[:] = values
+            target = layout.to_mgpu()
+            arrays.append(
+                mgpu.FragmentedArray(
+                    _registers=registers.reshape(target.registers_shape(shape)),
+                    _layout=target,
+                    _is_signed=is_signed,
+                )
+            )
+        return arrays
+
+    total, exponents = add(part_ref, exponent_ref)
+    return total, exponents
+
+
+def _add_parts_interpreted(
+    part_ref: Any, exponent_ref: Any, height: int, num_tiles: int, is_triangle: bool
+) -> tuple[Array, Array]:
+    tile = jnp.arange(height, dtype=jnp.int32)[:, None]
+    split = jnp.arange(part_ref.shape[0], dtype=jnp.int32)[None]
+    there = (tile < num_tiles) & ((tile <= 2 * split + 1) | (not is_triangle))
+    exponent = exponent_ref[:, : part_ref.shape[0]]
+    exponent = replace(exponent, jnp.logical_not(there), NO_EXPONENT)
+    largest = jnp.maximum(jnp.max(exponent, axis=1, keepdims=True), NO_EXPONENT // 2)
+    factor = power_of_two(exponent - largest).T[..., None]
+    total = jnp.sum(jnp.where(there.T[..., None], part_ref[...], 0.0) * factor, axis=0)
+    return total, jnp.broadcast_to(largest, total.shape)
+
+
+def _emit_add_parts(
+    parts: ir.Value, exponents: ir.Value, height: int, num_tiles: int, is_triangle: bool
+) -> list[tuple[ir.Value, ir.Value]]:
+    """A thread's sums and exponents, four columns at a time: those of `_add_parts_interpreted`.
+
+        there = (tile < num_tiles) & ((tile <= 2 split + 1) | not is_triangle)
+        exponent = where(there, exponents[tile, split], NO_EXPONENT)
+        largest = max(max over splits of exponent, NO_EXPONENT / 2)
+        total = Σ over splits of where(there, parts[split, tile], 0) · 2^(exponent - largest)
+
+    A thread has four columns of every second tile of its warp's, a half of the warp each of two:
+    `least` is the first split whose part of the tile is there, or `num_splits` for no part.
+    """
+    num_splits, _, columns = ir.MemRefType(parts.type).shape
+    width = ir.MemRefType(exponents.type).shape[-1]
+    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lane = _lane()
+    first = arith.muli(_warp(), _constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, _constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, _constant(lanes - 1)), _constant(ADJACENT))
+    found = []
+    for pair in range(height // (WARPS * 2)):
+        tile = arith.addi(first, _constant(2 * pair))
+        least = arith.shrui(tile, _constant(1)) if is_triangle else _constant(0)
+        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, _constant(num_tiles))
+        least = arith.select(is_tile, least, _constant(num_splits))
+        place = arith.addi(arith.muli(tile, _constant(columns)), column)
+        start = _address(parts, place)
+        exponent = _address(exponents, arith.muli(tile, _constant(width)))
+        found.append(_sum_of_tile(parts, start, exponent, least))
+    return found
+
+
+def _sum_of_tile(
+    parts: ir.Value, start: ir.Value, exponent: ir.Value, least: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Four adjacent sums of one tile, of the parts from `least` on, and their exponent.
+
+    Args:
+      parts: All parts.
+      start: Address of the four columns in the first split's part.
+      exponent: Address of the tile's exponents.
+      least: First split whose part is there.
+    """
+    num_splits, height, columns = ir.MemRefType(parts.type).shape
+    number = ir.F32Type.get()
+    exponents: list[ir.Value] = []
+    for split in range(0, num_splits, ADJACENT):
+        exponents += _load(exponent, 4 * split, _constant(0), 0, _i32(), "b32")
+    stride = 4 * height * columns  # bytes
+    loaded = [
+        _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
+    ]
+    none = _constant(NO_EXPONENT)
+    shifts = []
+    for split in range(num_splits):
+        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, _constant(split))
+        shifts.append(arith.select(is_there, exponents[split], none))
+    # More than that of none, so that the factor of none is 0.
+    largest = functools.reduce(arith.maxsi, shifts, _constant(NO_EXPONENT // 2))
+    totals = [arith.constant(number, 0.0)] * ADJACENT
+    for values, shift in zip(loaded, shifts, strict=True):
+        factor = _power_of_two(arith.subi(shift, largest))
+        totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
+    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, _i32()))
+    sums, same = (
+        vector.from_elements(kind, list(values))
+        for kind, values in zip(vectors, (totals, [largest] * ADJACENT), strict=True)
+    )
+    return sums, same
+
+
+def _load(
+    pointer: ir.Value, offset: int, least: ir.Value, index: int, kind: ir.Type, name: str
+) -> list[ir.Value]:
+    """Four adjacent numbers, or zeros unless `index` is at least `least`."""
+    zeros = " ".join(f"mov.b32 ${x}, 0;" for x in range(ADJACENT))
+    targets = ", ".join(f"${x}" for x in range(ADJACENT))
+    code = (
+        f"{{ .reg .pred p; setp.le.s32 p, ${ADJACENT + 1}, {index}; {zeros} "
+        f"@p ld.global.v4.{name} {{{targets}}}, [${ADJACENT} + {offset}]; }}"
+    )
+    # In order with what waits for the kernel that writes the numbers.
+    return list(
+        mgpu.utils.inline_ptx(
+            code, pointer, least, result_types=[kind] * ADJACENT, has_side_effects=True
+        )
+    )
+
+
+# Words of the compiler's own language
+
+
+def _integer_type() -> Any:
+    """What a function returns that gives one integer to all threads."""
+    return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
+
+
+def _as_array(value: ir.Value) -> mgpu.FragmentedArray:
+    """An integer that all threads have, as an array."""
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def _i32() -> ir.Type:
+    """The type of 32-bit integers."""
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(value: int) -> ir.Value:
+    """An integer that is known."""
+    return arith.constant(_i32(), value)
+
+
+def _index(value: ir.Value) -> ir.Value:
+    """An integer as an index of memory."""
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def _address(ref: ir.Value, place: ir.Value) -> ir.Value:
+    """The address of an entry of global memory, counted through all axes."""
+    kind = ir.MemRefType(ref.type).element_type
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
+
+
+def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """What one thread holds of an array, in order."""
+    found: list[ir.Value] = []
+    for x in array.registers.flat:
+        places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
+        found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
+        found += [] if places else [x]
+    return found
+
+
+def _thread() -> ir.Value:
+    """Number of the thread in its program."""
+    return arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+
+
+def _lane() -> ir.Value:
+    """Number of the thread in its warp."""
+    return arith.andi(_thread(), _constant(LANES - 1))
+
+
+def _warp() -> ir.Value:
+    """Number of the warp in its program."""
+    return arith.shrui(_thread(), _constant(LANES.bit_length() - 1))
+
+
+def _ballot(predicate: ir.Value) -> ir.Value:
+    """For which lanes of the warp a predicate holds, one bit for each."""
+    kind = nvvm.VoteSyncKind.ballot
+    return nvvm.vote_sync(_constant(_ALL_LANES), predicate, kind, results=[_i32()])
+
+
+def _over_lanes(value: ir.Value, kind: nvvm.ReductionKind) -> ir.Value:
+    """Reduces the integers of a warp's lanes."""
+    return nvvm.redux_sync(value, kind, _constant(_ALL_LANES))
+
+
+def _power_of_two(exponent: ir.Value) -> ir.Value:
+    """`scaled.power_of_two`: `2^exponent` for exponents of at most 127, 0 below -126."""
+    field = arith.maxsi(exponent, _constant(-127))
+    field = arith.shli(arith.addi(field, _constant(127)), _constant(23))
+    return arith.bitcast(ir.F32Type.get(), field)

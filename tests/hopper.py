@@ -1,13 +1,14 @@
 """Compiles kernels for Hopper on a machine without a GPU, and reads what the assembler said.
 
-As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of
-cases of `kernel_cases.COMPILED`, a line each, and answers each with a line of JSON. The tests use
-`Compiler`, which starts that program.
+As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of cases
+of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
+answers each with a line of JSON. The tests use `Compiler`, which starts that program.
 """
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -49,8 +50,8 @@ def read_assembler(text: str) -> dict[str, Any]:
 class Compiler:
     """The program below in another environment; a case that kills it leaves the others alone."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
+    def __init__(self, python: str, *folders: Path) -> None:
+        self._python, self._folders = python, folders  # of modules that cases import
         self._log = tempfile.TemporaryFile("w+")
         self._program: subprocess.Popen[str] | None = None
 
@@ -85,7 +86,7 @@ class Compiler:
 
     def _environment(self) -> dict[str, str]:
         folder = Path(__file__).resolve().parent
-        search = [str(folder.parent), str(folder)]
+        search = [str(path) for path in (folder.parent, folder, *self._folders)]
         # Programs of NVIDIA's wheels, which put them beside its libraries
         wheel = Path(self._python).parents[1].glob("lib/python3*/site-packages/nvidia/*/bin")
         programs = [*map(str, wheel), os.environ["PATH"]]
@@ -132,7 +133,9 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         sharding = NamedSharding(mesh, PartitionSpec())
 
         def compile_case(name: str) -> dict[str, Any]:
-            function, arguments = kernel_cases.program(kernel_cases.COMPILED[name])
+            file, is_file, case = name.rpartition(":")
+            table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
+            function, arguments = kernel_cases.program(table[case])
             arguments = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
             )

@@ -1,30 +1,33 @@
 """Cases that all tests of the kernels share: in the interpreter, compiled, and on a GPU.
 
-`CASES` are computed, in the interpreter and on a GPU; `LARGE_CASES` on a GPU alone; `COMPILED` has
-all of them and every other shape that the kernels promise to take, by name.
+A case is a shape of one kernel; its `program()` is that kernel as a function of arrays alone, and
+the shapes of these. `CASES` are computed, in the interpreter and on a GPU; `LARGE_CASES` on a GPU
+alone; `COMPILED` has all of them and every other shape that the kernels promise to take, by name.
+The kernels around the sketch and the walk are computed in tests of their own.
 """
 
 import dataclasses
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sketch_kernel_cases import SKETCH_CASES, SketchCase
 
 from sketchwalk_jax import KernelConfig, reference
 
 NUM_LAYERS, LAYER = 3, 1
-MODULES = {
-    "prefill": ("block_sparse_prefill", "block_sparse_prefill"),
-    "decode": ("block_sparse_decode", "block_sparse_decode_kernel"),
-    "select": ("select", "select_blocks_kernel"),
-}
+Program = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+class Case(Protocol):
+    """A shape at which a kernel must compile; `str(case)` names it."""
+
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,39 @@ class AttentionKernelCase:
         parts += [f"room{self.room}"] if self.room else []
         return "-".join(parts if self.return_lse else [*parts, "nolse"])
 
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+
+        batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
+        is_prefill = self.op == "prefill"
+        tokens = self.num_rows * self.block_size if is_prefill else 1
+        lists = (batch, self.num_lists, self.num_rows)
+        keys = self.num_blocks * self.block_size
+        cache = (NUM_LAYERS, batch, keys, num_kv_heads, self.head_dim)
+        floats = [(batch, tokens, num_heads, self.head_dim), cache, cache]
+        integers = [(*lists, self.list_blocks or self.num_blocks), lists, (), (batch,), (batch,)]
+        arguments = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in floats]
+        arguments += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers]
+        static = {
+            "scale": self.head_dim**-0.5,
+            "block_size": self.block_size,
+            "return_lse": self.return_lse,
+            "config": config,
+        }
+
+        def attend(query, key, value, ids, counts, layer, kv_lengths, first_block):
+            options = {"layer": layer, "kv_lengths": kv_lengths, **static}
+            arrays = (query, key, value, ids, counts)
+            if is_prefill:
+                out, lse = block_sparse_prefill(*arrays, first_block=first_block, **options)
+            else:
+                out, lse = block_sparse_decode_kernel(*arrays, **options)
+            return (out,) if lse is None else (out, lse)
+
+        return attend, tuple(arguments)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionKernelCase:
@@ -117,13 +153,173 @@ class SelectionKernelCase:
             f"-{sinks}+{local}-{self.kind}"
         )
 
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select import select_blocks_kernel
 
-Case = AttentionKernelCase | SelectionKernelCase | SketchCase
+        sinks, local = self.forced
+        select = functools.partial(
+            select_blocks_kernel,
+            sink_blocks=sinks,
+            local_blocks=local,
+            max_count=int(self.budget[-1]),
+            block_size=64,
+            interpret=config is not None and config.interpret,
+        )
+        shape = (len(self.rows), self.num_rows)
+        scores = jax.ShapeDtypeStruct((*shape, self.num_blocks), jnp.float32)
+        return select, (scores, *(jax.ShapeDtypeStruct(shape, jnp.int32) for _ in range(2)))
+
+    @property
+    def budget(self) -> np.ndarray:
+        """Blocks that each row keeps."""
+        from sketchwalk_jax import SketchWalkConfig
+
+        sinks, local = self.forced
+        config = SketchWalkConfig.paper(density=self.density, sink_blocks=sinks, local_blocks=local)
+        return reference.budget(config, self.num_blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSumsCase:
+    """Sums of queries and keys over blocks."""
+
+    heads: tuple[int, int]
+    head_dim: int
+    tokens: int = 16384
+    num_groups: int = 1
+    sketch_dim: int = 64
+    block_size: int = 64
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        heads = "x".join(map(str, self.heads))
+        return (
+            f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}-groups{self.num_groups}"
+            f"-R{self.sketch_dim}-block{self.block_size}-{self.dtype}"
+        )
+
+    def program(self) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+        from sketchwalk_jax.sketch import srht_matrix
+
+        function = functools.partial(
+            block_sums_kernel,
+            num_groups=self.num_groups,
+            is_mean=self.num_groups == 1,
+            omega=srht_matrix(self.head_dim, self.sketch_dim),
+            block_size=self.block_size,
+        )
+        shapes = [(1, self.tokens, heads, self.head_dim) for heads in self.heads]
+        arguments = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        return function, (*arguments, jax.ShapeDtypeStruct((1, self.tokens), jnp.bool_))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSelectionCase:
+    """Scores, walk row and list of one token per sequence."""
+
+    num_blocks: int
+    batch: int = 1
+    num_groups: int = 1
+    sketch_dim: int = 64
+    power: int = 8
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return (
+            f"select_token-J{self.num_blocks}-B{self.batch}-groups{self.num_groups}"
+            f"-R{self.sketch_dim}-power{self.power}"
+        )
+
+    def program(self) -> Program:
+        """The kernels as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
+
+        function = functools.partial(
+            select_token_kernel,
+            head_dim=128,
+            power=self.power,
+            sink_blocks=1,
+            local_blocks=1,
+            max_count=max(2, self.num_blocks // 10),
+        )
+        sketch = (self.num_groups, self.sketch_dim)
+        sums = (self.batch, self.num_blocks, *sketch)
+        floats = [(self.batch, *sketch), sums, sums, (self.batch, 1, self.num_blocks)]
+        integers: list[tuple[int, ...]] = [(), (self.batch,), (self.batch, 1)]
+        return function, (
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSelectionCase:
+    """What follows the walk's product in a prompt."""
+
+    num_blocks: int
+    num_parts: int = 1
+    has_tail: bool = False
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        tail = "-tail" if self.has_tail else ""
+        return f"select_prompt-J{self.num_blocks}-parts{self.num_parts}{tail}"
+
+    def program(self) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+        from sketchwalk_jax.selection import block_budget
+
+        budget = block_budget(self.num_blocks, density=0.1, sink_blocks=1, local_blocks=1)
+
+        def select(product: Any, weights: Any, scores: Any, start: Any, layers: Any) -> Any:
+            tail = start + 1 if self.has_tail else None
+            arrays = (product, weights, scores, start, tail, layers, budget)
+            return select_prompt_kernel(*arrays, sink_blocks=1, local_blocks=1)
+
+        square = (1, self.num_blocks, self.num_blocks)
+        floats, integers = [(self.num_parts, *square), square, square], [(1,), ()]
+        return select, (
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalkOperandsCase:
+    """What precedes the walk's product in a prompt."""
+
+    num_blocks: int
+    num_rows: int
+    power: int = 8
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return f"walk_operands-J{self.num_blocks}-I{self.num_rows}-power{self.power}"
+
+    def program(self) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.select_prompt import walk_operands_kernel
+
+        function = functools.partial(
+            walk_operands_kernel,
+            power=self.power,
+            rectify=self.power % 2 == 1,
+        )
+        shapes = [(1, self.num_blocks, self.num_blocks), (1, self.num_blocks)]
+        shapes.append((1, self.num_rows, self.num_blocks))
+        return function, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
 Decode = functools.partial(AttentionKernelCase, op="decode")
 Select = SelectionKernelCase
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[AttentionKernelCase | SelectionKernelCase, ...] = (
     Prefill(heads=(2, 2), lengths=(1,), head_dim=64),
     Prefill(heads=(2, 1), lengths=(130,)),
     Prefill(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1),
@@ -147,7 +343,7 @@ CASES: tuple[Case, ...] = (
     Select(num_blocks=64, num_rows=4, rows=(60,), forced=(0, 1), kind="equal"),
 )
 
-LARGE_CASES: tuple[Case, ...] = (
+LARGE_CASES: tuple[AttentionKernelCase | SelectionKernelCase, ...] = (
     Prefill(heads=(32, 8), lengths=(4096,)),
     Prefill(heads=(32, 8), lengths=(2048, 1999), head_dim=64),
     Prefill(heads=(28, 4), lengths=(1500, 37), lists="kv_head"),
@@ -162,6 +358,30 @@ LARGE_CASES: tuple[Case, ...] = (
     Select(num_blocks=2048, num_rows=1, rows=(2047,) * 3, density=0.1, kind="wide"),
     Select(num_blocks=1000, num_rows=300, rows=(700, 3), kind="tied"),
     Select(num_blocks=16384, num_rows=4, rows=(16380,), density=0.1),
+)
+
+
+SKETCH_CASES: tuple[Case, ...] = (
+    *(
+        BlockSumsCase(heads=heads, head_dim=head_dim, dtype=dtype)
+        for heads, head_dim, dtype in (
+            ((32, 8), 128, "bfloat16"),
+            ((28, 4), 128, "float16"),
+            ((32, 8), 64, "bfloat16"),
+            ((14, 2), 64, "float16"),
+        )
+    ),
+    BlockSumsCase(heads=(32, 8), head_dim=128, num_groups=8),
+    BlockSumsCase(heads=(32, 8), head_dim=128, block_size=16),
+    BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
+    BlockSumsCase(heads=(32, 8), head_dim=128, sketch_dim=128),
+    *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
+    *(PromptSelectionCase(num_blocks=blocks) for blocks in (5, 1500, 2048, 8192)),
+    PromptSelectionCase(num_blocks=256, num_parts=4, has_tail=True),
+    *(WalkOperandsCase(num_blocks=blocks, num_rows=blocks) for blocks in (5, 256, 2048, 8192)),
+    WalkOperandsCase(num_blocks=1500, num_rows=64, power=7),
+    TokenSelectionCase(num_blocks=512, batch=128, power=4),
+    TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),
 )
 
 
@@ -195,61 +415,6 @@ def _promised() -> tuple[Case, ...]:
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}
 
 
-def kernel(case: Case) -> Callable[..., Any]:
-    """The kernel of a case."""
-    module, name = MODULES[case.op]
-    return getattr(importlib.import_module(f"sketchwalk_jax.pallas_kernels.{module}"), name)
-
-
-def program(
-    case: Case, *, config: KernelConfig | None = None
-) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The kernel as a function of arrays alone, and the shapes of these."""
-    if isinstance(case, SketchCase):
-        return case.program()
-    function = kernel(case)
-    if isinstance(case, SelectionKernelCase):
-        sinks, local = case.forced
-        select = functools.partial(
-            function,
-            sink_blocks=sinks,
-            local_blocks=local,
-            max_count=int(reference_budget(case)[-1]),
-            block_size=64,
-            interpret=config is not None and config.interpret,
-        )
-        shape = (len(case.rows), case.num_rows)
-        scores = jax.ShapeDtypeStruct((*shape, case.num_blocks), jnp.float32)
-        return select, (scores, *(jax.ShapeDtypeStruct(shape, jnp.int32) for _ in range(2)))
-    batch, (num_heads, num_kv_heads) = len(case.lengths), case.heads
-    tokens = case.num_rows * case.block_size if case.op == "prefill" else 1
-    lists = (batch, case.num_lists, case.num_rows)
-    cache = (NUM_LAYERS, batch, case.num_blocks * case.block_size, num_kv_heads, case.head_dim)
-    floats = [(batch, tokens, num_heads, case.head_dim), cache, cache]
-    integers = [(*lists, case.list_blocks or case.num_blocks), lists, (), (batch,), (batch,)]
-    arguments = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in floats]
-    arguments += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers]
-    static = {
-        "scale": case.head_dim**-0.5,
-        "block_size": case.block_size,
-        "return_lse": case.return_lse,
-        "config": config,
-    }
-
-    def attend(query, key, value, ids, counts, layer, kv_lengths, first_block):
-        options = {"layer": layer, "kv_lengths": kv_lengths, **static}
-        if case.op == "prefill":
-            options["first_block"] = first_block
-        out, lse = function(query, key, value, ids, counts, **options)
-        return (out,) if lse is None else (out, lse)
-
-    return attend, tuple(arguments)
-
-
-def reference_budget(case: SelectionKernelCase) -> np.ndarray:
-    """Blocks that each row keeps."""
-    from sketchwalk_jax import SketchWalkConfig
-
-    sinks, local = case.forced
-    config = SketchWalkConfig.paper(density=case.density, sink_blocks=sinks, local_blocks=local)
-    return reference.budget(config, case.num_blocks)
+def program(case: Case, *, config: KernelConfig | None = None) -> Program:
+    """The kernel of a case as a function of arrays alone, and the shapes of these."""
+    return case.program() if config is None else case.program(config=config)

@@ -6,13 +6,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import (
-    LAYER,
-    NUM_LAYERS,
-    AttentionKernelCase,
-    SelectionKernelCase,
-    reference_budget,
-)
+from kernel_cases import LAYER, NUM_LAYERS, AttentionKernelCase, SelectionKernelCase
 
 from sketchwalk_jax import SketchWalkConfig, reference
 
@@ -110,7 +104,7 @@ def draw_scores(case: SelectionKernelCase, seed: int) -> tuple[Any, ...]:
         scores = rng.standard_normal(shape, np.float32)
         scores = np.round(scores) if case.kind == "tied" else scores
     rows = np.array(case.rows)[:, None] + np.arange(case.num_rows)
-    counts = reference_budget(case)[np.minimum(rows, case.num_blocks - 1)]
+    counts = case.budget[np.minimum(rows, case.num_blocks - 1)]
     return jnp.asarray(scores), jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32)
 
 
@@ -119,7 +113,7 @@ def expected_ids(case: SelectionKernelCase, arguments: tuple[Any, ...]) -> np.nd
     scores, rows, counts = map(np.asarray, arguments)
     sinks, local = case.forced
     config = SketchWalkConfig.paper(density=case.density, sink_blocks=sinks, local_blocks=local)
-    wanted = np.full((*rows.shape, int(reference_budget(case)[-1])), case.num_blocks)
+    wanted = np.full((*rows.shape, int(case.budget[-1])), case.num_blocks)
     for index in np.ndindex(*rows.shape):
         upto = slice(min(int(rows[index]), case.num_blocks - 1) + 1)
         # A walk row without a positive entry would be ranked by the other one: give both.

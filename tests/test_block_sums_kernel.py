@@ -1,5 +1,6 @@
 """The block-sum kernel, interpreted, adds up what the equations say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,26 +33,34 @@ def test_sums_equal_the_reference(
 ) -> None:
     omega = srht_matrix(head_dim, sketch_dim)
     rng = np.random.default_rng(num_heads)
-    valid = rng.random((2, 128)) > 0.3
-    valid[1, 64:] = False
+    num_tokens = 2 * block_size
+    valid = rng.random((2, num_tokens)) > 0.3
+    valid[1, block_size:] = False
     combine = "mean" if num_groups == 1 else "sum"
     tokens = []
     for heads in (num_heads, num_kv_heads):
-        x = rng.normal(size=(2, 128, heads, head_dim))
+        x = rng.normal(size=(2, num_tokens, heads, head_dim))
         x[~valid] = np.nan  # what padding holds never matters
         tokens.append(jnp.asarray(x, jnp.bfloat16))
-    got = block_sums_kernel(
-        *tokens,
-        jnp.asarray(valid),
-        num_groups=num_groups,
-        is_mean=combine == "mean",
-        omega=omega,
-        block_size=block_size,
-        interpret=True,
-    )
-    for sums, x in zip(got, tokens, strict=True):
-        grouped = group_heads(x, num_groups, combine=combine)
-        want = project(block_sums(grouped, jnp.asarray(valid), block_size), omega)
+    valid = jnp.asarray(valid)
+
+    @jax.jit
+    def run(query: jax.Array, key: jax.Array) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+        sums = block_sums_kernel(
+            query,
+            key,
+            valid,
+            num_groups=num_groups,
+            is_mean=combine == "mean",
+            omega=omega,
+            block_size=block_size,
+            interpret=True,
+        )
+        grouped = [group_heads(x, num_groups, combine=combine) for x in (query, key)]
+        return sums, [project(block_sums(x, valid, block_size), omega) for x in grouped]
+
+    got, wanted = run(*tokens)
+    for sums, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
 
 

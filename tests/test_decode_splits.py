@@ -3,7 +3,7 @@
 import pytest
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.pallas_kernels.decode_parts import num_splits
+from sketchwalk_jax.pallas_kernels.block_sparse_decode import num_splits
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ In Pallas' interpreter, or on a machine with a Hopper GPU:
 `JAX_PLATFORMS=cuda python -m pytest tests/test_kernel_selection.py`
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ from sketchwalk_jax import (
     sketchwalk_attention,
 )
 from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.walk import WalkState
 
 pytestmark = pytest.mark.interpreted
 
-SIZE, BLOCKS = 16, 9
+SIZE, BLOCKS = 16, 7
 CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),
     "damped": SketchWalkConfig.damped(block_size=SIZE, density=0.4),
@@ -40,6 +41,24 @@ CONFIGS = {
 KERNELS = KernelConfig(interpret=not dispatch.is_hopper())
 
 
+@functools.partial(jax.jit, static_argnames=("config", "kernels"))
+def select_layer(query, key, span, walk, layer, *, config, kernels):
+    """A layer's sums of a prompt, its lists and its walk."""
+    shape = LayerShape(4, 2, 128)
+    sums = config.init_statistics(shape, batch=len(query), num_blocks=BLOCKS)
+    sums = config.observe(query, key, sums, span=span, kernels=kernels)
+    options = {"layer": layer, "span": span, "kernels": kernels}
+    lists, walk = config.select(query, key[None], sums, walk, **options)
+    return lists, walk, sums
+
+
+@functools.partial(jax.jit, static_argnames=("config", "kernels"))
+def select_token(query, key, span, sums, walk, layer, *, config, kernels):
+    """A layer's list and walk of one token."""
+    options = {"layer": layer, "span": span, "kernels": kernels}
+    return config.select(query, key[None], sums, walk, **options)
+
+
 def run(config, lengths, kernels):
     """Lists, sums and walk of two layers of a prompt, and of two layers for its last token."""
     rng = np.random.default_rng(3)
@@ -47,26 +66,23 @@ def run(config, lengths, kernels):
     batch, tokens = len(lengths), BLOCKS * SIZE
     valid = jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    shape = LayerShape(4, 2, 128)
-    prompt, token = init_walk(batch, tokens, config=config), None
+    prompt = init_walk(batch, tokens, config=config)
+    token = WalkState.zeros(batch, 1, BLOCKS)
     found = []
     for layer in range(2):
         query, key = (
-            jnp.asarray(2 * rng.standard_normal((batch, BLOCKS, 1, n, 128)), jnp.bfloat16)
-            + jnp.asarray(rng.standard_normal((batch, BLOCKS, SIZE, n, 128)), jnp.bfloat16)
+            2 * rng.standard_normal((batch, BLOCKS, 1, n, 128))
+            + rng.standard_normal((batch, BLOCKS, SIZE, n, 128))
             for n in (4, 2)
         )
-        query, key = (x.reshape(batch, tokens, -1, 128) for x in (query, key))
-        sums = config.init_statistics(shape, batch=batch, num_blocks=BLOCKS)
-        options = {"layer": jnp.asarray(layer, jnp.int32), "kernels": kernels}
-        sums = config.observe(query, key, sums, span=span, kernels=kernels)
-        lists, prompt = config.select(query, key[None], sums, prompt, span=span, **options)
-        if token is None:
-            empty = jnp.zeros((batch, 1, BLOCKS), jnp.float32)
-            token = dataclasses.replace(prompt, scores=empty, layers=jnp.zeros((), jnp.int32))
+        query, key = (
+            jnp.asarray(x.reshape(batch, tokens, -1, 128), jnp.bfloat16) for x in (query, key)
+        )
+        index, options = jnp.asarray(layer, jnp.int32), {"config": config, "kernels": kernels}
+        lists, prompt, sums = select_layer(query, key, span, prompt, index, **options)
         last = query[jnp.arange(batch), lengths - 1][:, None]
         own = Span.of_tokens(lengths - 1, SIZE)
-        one, token = config.select(last, key[None], sums, token, span=own, **options)
+        one, token = select_token(last, key, own, sums, token, index, **options)
         found.append((lists, one, sums, prompt.scores, token.scores))
     return found
 
@@ -128,13 +144,22 @@ class Asked(SketchWalkConfig):
 @pytest.mark.unchecked  # of what stands in for a configuration
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
-    monkeypatch.setattr("sketchwalk_jax.layer.selection_kernels", lambda *asked: asked)
-    monkeypatch.setattr("sketchwalk_jax.cached_layer.selection_kernels", lambda *asked: asked)
+    asked, answer = [], KernelConfig(row_tile=3)
+
+    def selection_kernels(*arguments):
+        asked.append(arguments)
+        return answer
+
+    for module in ("layer", "cached_layer"):
+        monkeypatch.setattr(f"sketchwalk_jax.{module}.selection_kernels", selection_kernels)
     config, sizes = Asked.paper(block_size=SIZE), KernelConfig(row_tile=2)
-    asked = {"implementation": implementation, "kernel_config": sizes}
+    options = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)
     Asked.seen = []
-    sketchwalk_attention(x, x, x, init_walk(1, 32, config=config), config=config, **asked)
-    options = {"model_config": tiny.MODEL, "config": config, "max_new_tokens": 1} | asked
-    generate(tiny.params(), tiny.prompts(20)[0], **options)
-    assert len(Asked.seen) == 6 and set(Asked.seen) == {(implementation, sizes)}
+    attend = functools.partial(sketchwalk_attention, config=config, **options)
+    jax.eval_shape(attend, x, x, x, init_walk(1, 32, config=config))
+    options |= {"model_config": tiny.MODEL, "config": config, "max_new_tokens": 1}
+    run = functools.partial(generate, **options)
+    jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
+    assert set(asked) == {(implementation, sizes)}
+    assert len(Asked.seen) == 6 and set(Asked.seen) == {answer}

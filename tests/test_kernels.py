@@ -193,8 +193,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
 CHOICES = {
     "prefill": (
         {"prefill_programs": 3},
-        {"prefill_programs": 2, "prefill_frees_early": False, "prefill_overlaps": False},
-        {"prefill_programs": 3, "prefill_takes_turns": True, "prefill_heads_first": False},
+        {"prefill_programs": 2, "prefill_stages": 3, "prefill_value_stages": 2},
         {"prefill_programs": 1, "prefill_stages": 3, "prefill_value_stages": 3},
     ),
     "decode": ({"decode_splits": 2}, {"decode_keys": 128, "decode_buffer_kib": 96}),

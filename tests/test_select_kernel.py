@@ -1,5 +1,8 @@
 """The selection kernel, interpreted, gives the lists of `select_blocks` for the same scores."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,13 +33,20 @@ def _scores(kind: str, shape: tuple[int, ...]) -> np.ndarray:
     raise AssertionError(kind)
 
 
+@functools.cache
+def _compiled(sinks: int, local: int, max_count: int):
+    """The kernel and the reference, for scores of any shape."""
+    sizes = dict(sink_blocks=sinks, local_blocks=local, max_count=max_count, block_size=64)
+    kernel = functools.partial(select_blocks_kernel, interpret=True, **sizes)
+    return jax.jit(kernel), jax.jit(functools.partial(select_blocks, **sizes))
+
+
 def _assert_equal(
     scores: np.ndarray, rows: np.ndarray, counts: np.ndarray, *, sinks: int = 1, local: int = 1
 ) -> None:
     arguments = (jnp.asarray(scores), jnp.asarray(rows), jnp.asarray(counts))
-    sizes = dict(sink_blocks=sinks, local_blocks=local, max_count=max(int(counts.max()), 1))
-    want = select_blocks(*arguments, block_size=64, **sizes)
-    got = select_blocks_kernel(*arguments, block_size=64, interpret=True, **sizes)
+    kernel, reference = _compiled(sinks, local, max(int(counts.max()), 1))
+    got, want = kernel(*arguments), reference(*arguments)
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_array_equal(got.counts, want.counts)
 

@@ -1,4 +1,4 @@
-"""The kernel after the walk's product, interpreted, does what the equations say, bit for bit."""
+"""The kernels around the walk's product, interpreted, do what the equations say, bit for bit."""
 
 import functools
 
@@ -7,11 +7,57 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
+from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel, walk_operands_kernel
 from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
+from sketchwalk_jax.scaled import product_exponent
 from sketchwalk_jax.selection import block_budget, select_blocks
+from sketchwalk_jax.walk import causal_mask, power_transition, row_maxima
 
 pytestmark = pytest.mark.interpreted
+
+
+def moved(state: np.ndarray, log2_scale: np.ndarray, top: int) -> np.ndarray:
+    """Rows times powers of two, the largest entry in `[1, 2) · 2^top`, tiny ones zero."""
+    exponent = np.where(state == 0, -(1 << 24), np.frexp(state)[1] - 1 + log2_scale[:, None])
+    shift = log2_scale[:, None] - exponent.max(-1, keepdims=True) + top
+    rows = np.ldexp(state.astype(np.float64), np.where(state == 0, 0, shift))
+    return np.where(np.abs(rows) < 2.0**-126, 0.0, rows).astype(np.float32)
+
+
+# Fewer rows than blocks, as many and more; rows that fill registers and rows that are padded.
+@pytest.mark.parametrize(
+    ("batch", "num_blocks", "num_rows"), [(2, 5, 5), (1, 140, 20), (1, 128, 130)]
+)
+@pytest.mark.parametrize(("power", "rectify"), [(8, False), (3, True)])
+def test_operands_equal_the_reference(
+    batch: int, num_blocks: int, num_rows: int, power: int, rectify: bool
+) -> None:
+    rng = np.random.default_rng(num_blocks)
+    shape = (batch, num_blocks, num_blocks)
+    scores = rng.normal(size=shape) * np.exp2(rng.uniform(-30, 30, (batch, num_blocks, 1)))
+    scores[0, 2, :] = 0.0
+    scores[-1, 3, :] = -1.0
+    causal = np.tril(np.ones(shape[1:], bool))
+    scores[:, ~causal] = np.nan  # what lies above the diagonal never matters
+    scores = jnp.asarray(scores, jnp.float32)
+    state = rng.choice([-1.0, 0.0, 1.0, 1.0], (batch, num_rows, num_blocks))
+    state *= np.exp2(rng.uniform(-120, 100, state.shape))
+    state[:, 1] = 0.0
+    state = state.astype(np.float32)
+    weights, left = walk_operands_kernel(
+        scores,
+        row_maxima(scores, rectify=rectify),
+        jnp.asarray(state),
+        power=power,
+        rectify=rectify,
+        interpret=True,
+    )
+    wanted, log2_scale = power_transition(
+        scores, causal_mask(num_blocks), exponent=power, rectify=rectify
+    )
+    np.testing.assert_array_equal(weights, wanted)
+    wanted = moved(state, np.asarray(log2_scale), product_exponent(power))
+    np.testing.assert_array_equal(left, wanted)
 
 
 def rescaled(rows: np.ndarray) -> np.ndarray:
@@ -27,9 +73,36 @@ def wide(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return values.astype(np.float32)
 
 
+SIZE = 16
+SIZES = {"sink_blocks": 1, "local_blocks": 2, "block_size": SIZE}
+
+
+@functools.cache
+def budget_of(num_blocks: int) -> np.ndarray:
+    return block_budget(num_blocks, density=0.3, sink_blocks=1, local_blocks=2)
+
+
+@functools.cache
+def compiled(num_blocks: int, has_tail: bool):
+    """The kernel for one number of blocks, for every layer and place."""
+
+    def select(product, weights, scores, first_block, tail_start, layers):
+        tail = tail_start if has_tail else None
+        arrays = (product, weights, scores, first_block, tail, layers, budget_of(num_blocks))
+        return select_prompt_kernel(*arrays, **SIZES, interpret=True)
+
+    return jax.jit(select)
+
+
+@functools.cache
+def compiled_reference(max_count: int):
+    return jax.jit(functools.partial(select_blocks, **SIZES, max_count=max_count))
+
+
+# All rows, last rows, and rows beyond the cache beside first ones.
 @pytest.mark.parametrize(
     ("num_blocks", "num_rows", "first", "parts"),
-    [(5, 5, (0, 0), 1), (157, 20, (137, 30), 1), (256, 12, (250, 0), 4)],
+    [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)],
 )
 @pytest.mark.parametrize("layers", [0, 1])
 @pytest.mark.parametrize("tail", [None, 70])
@@ -42,7 +115,7 @@ def test_rows_and_lists_equal_the_reference(
     tail: int | None,
 ) -> None:
     rng = np.random.default_rng(num_blocks + layers)
-    size, batch = 16, len(first)
+    batch, budget = len(first), budget_of(num_blocks)
     first_block = np.int32(first)
     rows = first_block[:, None] + np.arange(num_rows, dtype=np.int32)
     known = np.minimum(rows, num_blocks - 1)
@@ -60,38 +133,40 @@ def test_rows_and_lists_equal_the_reference(
     # Parts whose sum is exact in any order.
     shares = rng.integers(0, parts, (1, *product.shape))
     split = np.where(np.arange(parts)[:, None, None, None] == shares, product, 0.0)
-    budget = block_budget(num_blocks, density=0.3, sink_blocks=1, local_blocks=2)
-    tail_start = None if tail is None else (first_block + 3) * size + tail
-    selection, state, walked = select_prompt_kernel(
-        *map(jnp.asarray, (split.astype(np.float32), weights, scores, first_block)),
-        None if tail_start is None else jnp.asarray(tail_start),
-        jnp.int32(layers),
-        budget,
-        sink_blocks=1,
-        local_blocks=2,
-        block_size=size,
-        interpret=True,
+    tail_start = (first_block + 3) * SIZE + (tail or 0)
+    arrays = (split.astype(np.float32), weights, scores, first_block, tail_start)
+    selection, state, walked = compiled(num_blocks, tail is not None)(
+        *map(jnp.asarray, arrays), jnp.int32(layers)
     )
     sequence = np.arange(batch)[:, None]
     wanted = rescaled(product if layers else weights[sequence, known])
     np.testing.assert_array_equal(state, wanted)
     assert walked == layers + 1
     counts = budget[known]
-    if tail_start is not None:
-        in_tail = (rows + 1) * size > tail_start[:, None]
+    if tail is not None:
+        in_tail = (rows + 1) * SIZE > tail_start[:, None]
+        assert in_tail.any() == (num_blocks > 5)
         counts = np.where(in_tail, np.minimum(rows + 1, num_blocks), counts)
     is_empty = wanted.max(-1, keepdims=True) <= 0
-    lists = select_blocks(
+    lists = compiled_reference(num_blocks if tail is not None else int(budget[-1]))(
         jnp.asarray(np.where(is_empty, scores[sequence, known], wanted)),
         jnp.asarray(rows),
         jnp.asarray(counts),
-        sink_blocks=1,
-        local_blocks=2,
-        max_count=num_blocks if tail is not None else int(budget[-1]),
-        block_size=size,
     )
     np.testing.assert_array_equal(selection.counts, lists.counts)
     np.testing.assert_array_equal(selection.ids, lists.ids)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    num_blocks = MAX_PROMPT_BLOCKS + 1
+
+    def operands(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return walk_operands_kernel(*arrays, power=8, rectify=False)
+
+    square = jax.ShapeDtypeStruct((1, num_blocks, num_blocks), jnp.float32)
+    largest = jax.ShapeDtypeStruct((1, num_blocks), jnp.float32)
+    with pytest.raises(ValueError, match="at most 8192 columns"):
+        jax.eval_shape(operands, square, largest, square)
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
