@@ -22,7 +22,7 @@ def check_sources(prompt: str | None, prompt_file: Path | None) -> None:
         )
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_source(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt exactly as it stands: nothing is stripped and no line end is translated.
 
     Raises:
