@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 from matplotlib import colors
 
-from sketchwalk_jax import Dense, SketchWalkConfig, load, make_generate
-from sketchwalk_jax.cli import demo_table, main
-from sketchwalk_jax.cli.demo_picture import draw_picture
-from sketchwalk_jax.cli.demo_prompt import WORDS, Fact, Prompt, hide_facts, prose
-from sketchwalk_jax.cli.demo_reader import ANSWER_TOKENS, ROOM, Answer, Reader
-from sketchwalk_jax.cli.stopwatch import Stopwatch
-from sketchwalk_jax.evaluation.templates import code_question, code_statement, is_held_out
+from sketchwalk_jax import Dense, SketchWalkConfig, cli, load, make_generate
+from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.cli.compiled import Stopwatch
+from sketchwalk_jax.cli.demo_reader import (
+    ANSWER_TOKENS,
+    ROOM,
+    WORDS,
+    Answer,
+    Fact,
+    Prompt,
+    Reader,
+    hide_facts,
+    prose,
+)
+from sketchwalk_jax.evaluation.tasks import code_question, code_statement
+from sketchwalk_jax.evaluation.text import is_held_out
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
@@ -51,8 +60,8 @@ def demo(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
 
     def demo(*arguments: object) -> tuple[str, str]:
-        command = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
-        status = main([str(argument) for argument in command])
+        words = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
+        status = main([str(word) for word in words])
         out, err = capsys.readouterr()
         assert status == 0, err
         return out, err
@@ -235,7 +244,7 @@ def test_terminal_sees_both_answers_grow(demo, monkeypatch):
 )
 def test_summary_says_what_was_lost(dense, sparse, message):
     readers = (reader([Answer("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
-    assert demo_table.summary(*readers) == message
+    assert cli.demo._summary(*readers) == message
 
 
 def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Reader:
@@ -269,7 +278,7 @@ def test_picture_shows_maps_questions_and_places_of_the_facts():
     answers = [Answer("12345.", True, blocks), Answer("99\u4f60.", False, blocks)]
     sparse = reader(answers, BlockSelection(ids, counts, size))
     dense = reader([Answer("12345.", True), Answer("", False)])
-    figure = draw_picture(prompt, dense, sparse, first_layer=2, title="Blocks")
+    figure = cli.demo.draw_picture(prompt, dense, sparse, first_layer=2, title="Blocks")
     *maps, first, second = [axis for axis in figure.axes if axis.get_visible()]
     assert [axis.get_title() for axis in maps] == [f"layer {n}: 100% of blocks" for n in (2, 3, 4)]
     assert first.get_title(loc="left") == "river, 12345: dense right; sparse right"
@@ -306,9 +315,8 @@ def test_mistake_is_named_before_anything_is_read(
     arguments, message, model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules["sketchwalk_jax.cli.demo"], "load_model", None)
-    command = ["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]
-    assert main(command) == 2
+    monkeypatch.setattr(options, "load_model", None)
+    assert main(["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err
 

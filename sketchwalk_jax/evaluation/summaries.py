@@ -6,6 +6,7 @@ same order, so that two policies compare prompt by prompt.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,13 +45,19 @@ def policy_label(row: Row) -> str:
       >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
       'damped'
     """
-    name = row["preset"] or row["policy"]
-    return f"{name}, {row['variant']}" if row.get("variant") else name
+    return _label(row["policy"], row["preset"], row.get("variant"))
+
+
+@functools.cache  # every table asks it of every row
+def _label(policy: str, preset: str | None, variant: str | None) -> str:
+    name = preset or policy
+    return f"{name}, {variant}" if variant else name
 
 
 def policy_labels(rows: Iterable[Row]) -> list[str]:
     """The policies of some rows, each once, in the order of tables and figures."""
-    found = list(dict.fromkeys(policy_label(row) for row in rows))
+    rules = dict.fromkeys((row["policy"], row["preset"], row.get("variant")) for row in rows)
+    found = list(dict.fromkeys(_label(*rule) for rule in rules))
     middle = [name for name in found if name not in (*_FIRST, *_LAST)]
     return [name for name in (*_FIRST, *middle, *_LAST) if name in found]
 
@@ -124,9 +131,9 @@ def select(
         for row in rows
         if (task is None or row["task"] == task)
         and (tokens is None or row["tokens"] == tokens)
-        and (phase is None or row["phase"] == phase or is_dense(row))
-        and (density is None or row["density"] in (None, density) or is_dense(row))
-        and (label is None or policy_label(row) == label)
+        and (phase is None or row["phase"] == phase or row["policy"] == "dense")
+        and (density is None or row["density"] in (None, density) or row["policy"] == "dense")
+        and (label is None or label == _label(row["policy"], row["preset"], row.get("variant")))
     ]
 
 
