@@ -9,6 +9,7 @@ import tiny
 from tolerances import tolerance
 
 from sketchwalk_jax import Dense, generate, init_cache, prefill
+from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation import EvaluationConfig, calibration
 from sketchwalk_jax.evaluation.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
@@ -58,8 +59,28 @@ def test_density_is_reached_on_the_prompts_given(weights, name):
     assert measured(weights, found.policy, *others) == pytest.approx(0.75, rel=0.2)
 
 
+def test_floors_are_lowered_until_the_knob_reaches_a_density():
+    tokens, lengths = tiny.prompts(320, 300)
+    policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
+    seen = []
+
+    def program(params, tokens, lengths, value, floor):
+        """Keeps the knob's share, and never less than a floor of so many of 200 tokens."""
+        seen.append((float(value), int(floor)))
+        causal = np.asarray(lengths, np.float64) ** 2
+        pairs = np.tile(causal * max(float(value), int(floor) / 200), (4, 1))
+        return Density(pairs, causal, 0 * pairs, 0 * causal)
+
+    options = {"policy": policy, "model_config": tiny.MODEL, "program": program, "batch": 2}
+    found = calibrate(None, tokens, lengths, density=0.3, **options)
+    assert found.density == pytest.approx(0.3, rel=0.02)
+    assert found.policy.min_budget == 32 and found.policy.gamma == pytest.approx(0.3, rel=0.02)
+    assert [floor for _, floor in seen] == sorted((floor for _, floor in seen), reverse=True)
+    assert {128, 64, 32} == {floor for _, floor in seen}
+
+
 @pytest.mark.slow
-def test_floors_are_lowered_where_the_knob_does_not_reach(weights):
+def test_floors_of_a_model_are_lowered_where_the_knob_does_not_reach(weights):
     tokens, lengths = tiny.prompts(320, 300)
     policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
     found = calibrate(weights, tokens, lengths, policy=policy, model_config=tiny.MODEL, density=0.5)
@@ -93,7 +114,6 @@ def test_bisection_takes_the_nearest_value():
     assert found.policy.scale == 0.0 and len(found.tried) == 2 and found.least == 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_density_out_of_reach_is_warned_of(weights):
     tokens, lengths = tiny.prompts(100, 90)

@@ -31,8 +31,9 @@ from sketchwalk_jax.evaluation.text import is_held_out
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
-TOKENS, FACTS = 500, 2
+TOKENS, FACTS = 512, 2  # all of the context
 NUM_LAYERS = 4  # the first two stay dense
+PAPER = ("--preset", "paper", "--density", 0.5)  # the same programs for most of these tests
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer
 
 
 def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
-    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    options = (*PAPER, "--phase", "both")
     found = json.loads(demo(*options, "--no-plot", "--json")[0])
     params, model_config = load(model, dtype="float32")
     text = hidden(tokenizer)
@@ -174,7 +175,7 @@ def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, token
 
 
 def test_json_is_one_object_with_the_measurements(demo, tokenizer):
-    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    options = (*PAPER, "--phase", "both")
     out, err = demo(*options, "--no-plot", "--json")
     found = json.loads(out)
     text = hidden(tokenizer)
@@ -192,7 +193,7 @@ def test_json_is_one_object_with_the_measurements(demo, tokenizer):
 
 @pytest.mark.parametrize(("phase", "dense_part"), [("prefill", "decode"), ("decode", "prefill")])
 def test_other_phase_stays_dense(phase, dense_part, demo):
-    out, err = demo("--phase", phase, "--preset", "paper", "--json")
+    out, err = demo("--phase", phase, *PAPER, "--json")
     sparse = json.loads(out)["sketchwalk"]
     assert sparse[f"measured_density_{dense_part}"] == 1.0
     assert sparse[f"measured_density_{phase}"] < 1.0
@@ -200,7 +201,7 @@ def test_other_phase_stays_dense(phase, dense_part, demo):
 
 
 def test_files_get_plain_lines(demo, tokenizer):
-    out, err = demo("--preset", "paper", "--density", 1)
+    out, err = demo(*PAPER)
     assert err == "" and not re.search(r"[\x1b\r]", out)
     lines = out.splitlines()
     text = hidden(tokenizer)
@@ -219,7 +220,7 @@ def test_terminal_sees_both_answers_grow(demo, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", terminal)
-    demo("--no-plot", "--facts", 1)
+    demo(*PAPER, "--no-plot", "--facts", 1)
     shown = [
         frame
         for frame in re.split("[\r\n]|\x1b.K", terminal.getvalue())
@@ -256,7 +257,7 @@ def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Re
 
 def test_missing_matplotlib_costs_only_the_picture(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    out, err = demo()
+    out, err = demo(*PAPER)
     assert "no picture: " in err and "sketchwalk-jax[plots]" in err
     assert "seconds" not in out and "in all" in out
     assert not list(Path().iterdir())
@@ -321,10 +322,18 @@ def test_mistake_is_named_before_anything_is_read(
     assert out == "" and message in err
 
 
-def test_short_context_is_the_default_length(model, tmp_path, capsys, monkeypatch):
+def test_short_context_is_the_default_length_and_released_the_preset(
+    model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--model", str(model), "--facts", "1", "--no-plot", "--json"]) == 0
-    assert 512 - ROOM - 32 < json.loads(capsys.readouterr().out)["tokens"] <= 512 - ROOM
+    found = json.loads(capsys.readouterr().out)
+    assert 512 - ROOM - 32 < found["tokens"] <= 512 - ROOM
+    assert (found["preset"], found["nominal_density"], found["phase"]) == (
+        "released",
+        None,
+        "prefill",
+    )
 
 
 def test_compilation_is_timed_apart():

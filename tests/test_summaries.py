@@ -44,7 +44,7 @@ def test_paired_interval_covers_the_difference_as_often_as_it_says():
     rng = np.random.default_rng(0)
     chances = np.array([0.5, 0.25, 0.1, 0.15])
     ends = np.array(
-        [paired_interval(*draw) for draw in rng.multinomial(50, chances, 1000).tolist()]
+        [paired_interval(*draw) for draw in rng.multinomial(50, chances, 4000).tolist()]
     )
     covered = np.mean((ends[:, 0] <= 0.15) & (ends[:, 1] >= 0.15))
     assert 0.93 < covered < 0.98

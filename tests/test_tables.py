@@ -21,7 +21,7 @@ from sketchwalk_jax.evaluation.tables import (
 )
 
 ROWS = make_rows()
-ALL_ROWS = make_rows(policies=POLICIES | RIVALS, lengths=(4096, LONGEST))
+ALL_ROWS = make_rows(policies=POLICIES | RIVALS, lengths=(4096, LONGEST), has_bytes=True)
 
 
 @pytest.mark.parametrize(
