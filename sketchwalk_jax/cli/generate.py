@@ -179,7 +179,7 @@ def generate(
     The text appears on standard output as it comes, statistics on standard error.
     """
     directory = options.check_model(model)
-    prompt.check_sources(prompt_text, prompt_file)
+    prompt.check_one_source(prompt_text, prompt_file)
     if system is not None and not chat:
         raise UsageError("--system must be given together with --chat, got it alone")
     config = options.make_policy(policy, preset, density, fields)

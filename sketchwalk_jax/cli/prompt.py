@@ -12,7 +12,7 @@ from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.models.config import ModelConfig
 
 
-def check_sources(prompt: str | None, prompt_file: Path | None) -> None:
+def check_one_source(prompt: str | None, prompt_file: Path | None) -> None:
     """Raises a `UsageError` unless exactly one prompt is given, standard input included."""
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file must not be given together")
