@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pages import Results, Tables, if_measured  # which finds the package in any checkout
 
-from sketchwalk_jax.evaluation.report import describe_run
+from sketchwalk_jax.evaluation.report import NOT_MEASURED, describe_run
 from sketchwalk_jax.evaluation.results import Row, read_results
 from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
@@ -44,7 +44,8 @@ _BYTES = tuple(f"decode_bytes_{name}" for name in ("keys", "values", "metadata")
 def quality_comparison(path: Path) -> str:
     """The paper's tables on the rows of an evaluation, at every density."""
     rows = read_results(path).rows
-    return "\n\n".join(comparison_blocks(rows, [*densities(rows)[::-1]] or [None]))
+    nominal = [*densities(rows)[::-1]] or [None]
+    return "\n\n".join(comparison_blocks(rows, nominal)) or NOT_MEASURED
 
 
 def quality_common(path: Path) -> str:
