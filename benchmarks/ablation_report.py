@@ -1,32 +1,31 @@
 """The tables and the figure of `results/ablations.json`.
 
     python benchmarks/ablations.py --text FILE --text-tail 0.03    # on a GPU
-    python benchmarks/ablation_report.py    # draws plots/ablations.png, writes the pages
+    python benchmarks/ablation_report.py    # draws plots/ablations.png, writes the tables
 
-`report.py` writes the tables alone.
+`report.py` writes the tables alone, with all others.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  which finds the package in a checkout that is not installed
+from pages import Tables, if_measured, write_own_tables
 
-from sketchwalk_jax.evaluation.drawing import style_of
+from sketchwalk_jax.evaluation.plots import style_of
 from sketchwalk_jax.evaluation.report import describe_results
+from sketchwalk_jax.evaluation.results import Row, read_results
 from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
     PHASES,
-    Row,
     densities,
     paired_loss_difference,
     pool,
-    read_results,
     select,
     tasks_of,
 )
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
-    PHASE_TITLES,
     difference,
     loss_difference,
     markdown_table,
@@ -54,13 +53,12 @@ _DPI = 150
 
 def main() -> None:
     """Draws the figure and writes the tables."""
-    import report
 
     def draw(results: Path, plots: Path) -> None:
         rows = read_results(results / "ablations.json").rows
         ablations_figure(rows).savefig(plots / Path(FIGURE).name, dpi=_DPI)
 
-    report.draw_and_write(__doc__, draw)
+    write_own_tables(__doc__, TABLES, draw)
 
 
 def ablation_tables(path: Path) -> str:
@@ -259,6 +257,14 @@ def _share_of(rows: Rows) -> tuple[float, float, float] | None:
 def _loss_of(rows: Rows, dense: Rows) -> tuple[float, float, float] | None:
     found = paired_loss_difference(rows, dense)
     return None if found is None else (found.mean, found.low, found.high)
+
+
+TABLES: Tables = {
+    "ablations": (
+        "ablations.json",
+        if_measured(ablation_tables, "`python benchmarks/ablations.py`"),
+    ),
+}
 
 
 if __name__ == "__main__":

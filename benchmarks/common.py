@@ -20,15 +20,7 @@ def describe_machine(**details: Any) -> dict[str, Any]:
     """Hardware, versions, date and command of this run, with `details` of the benchmark's own."""
     from sketchwalk_jax.evaluation import results
 
-    return results.describe_machine(["python", *map(_relative, sys.argv)], **details)
-
-
-def _relative(argument: str) -> str:
-    """An argument without the folders of this machine."""
-    path = Path(argument)
-    if not path.is_absolute():
-        return argument
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return results.describe_machine(["python", *sys.argv], root=ROOT, **details)
 
 
 def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Rounds]:

@@ -1,9 +1,9 @@
 """Tables and the figure of `results/kernels.json`.
 
     python benchmarks/kernels.py          # on a Hopper GPU, as is kernel_tuning.py
-    python benchmarks/kernel_report.py    # draws plots/kernels_speedup.png, writes the pages
+    python benchmarks/kernel_report.py    # draws plots/kernels_speedup.png, writes its tables
 
-`report.py` writes the tables alone.
+`report.py` writes the tables alone, with all others.
 """
 
 import json
@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  which finds the package in a checkout that is not installed
+from pages import Results, Tables, captioned, duration, write_own_tables
 
 from sketchwalk_jax.evaluation.tables import markdown_table
 from sketchwalk_jax.plots import import_pyplot
 
 Row = dict[str, Any]
-Results = dict[str, Any]
 # Okabe and Ito's colours; markers repeat what they say.
 _STYLES = (("#D55E00", "o"), ("#0072B2", "s"), ("#009E73", "D"), ("#CC79A7", "^"))
 _DPI = 150
@@ -26,13 +25,12 @@ MAIN_SHAPE = {"batch": 1, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 def main() -> None:
     """Draws the figure and writes the tables."""
-    import report
 
     def draw(results: Path, plots: Path) -> None:
         data = json.loads((results / "kernels.json").read_text(encoding="utf-8"))
         speedup_figure(data["rows"]).savefig(plots / "kernels_speedup.png", dpi=_DPI)
 
-    report.draw_and_write(__doc__, draw)
+    write_own_tables(__doc__, TABLES, draw)
 
 
 def rows_of(data: Results, op: str) -> list[Row]:
@@ -45,16 +43,6 @@ def heads(row: Row) -> str:
     return f"{row['num_heads']}/{row['num_kv_heads']} × {row['head_dim']}"
 
 
-def duration(row: Row, side: str) -> str:
-    """A median and the distance of its quartiles, in the unit that suits."""
-    value, spread = row[f"{side}_ms"], row[f"{side}_ms_iqr"]
-    unit = "ms"
-    if value < 1:
-        value, spread, unit = value * 1e3, spread * 1e3, "µs"
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {unit} ({spread:.2g})"
-
-
 def _table(
     data: Results, op: str, columns: Sequence[tuple[str, Callable[[Row], str]]], num_names: int
 ) -> str:
@@ -62,7 +50,7 @@ def _table(
     return markdown_table([title for title, _ in columns], lines, num_names=num_names)
 
 
-def summary_table(data: Results) -> str:
+def main_shape_table(data: Results) -> str:
     """The main shape alone: times, and how many times faster than dense attention."""
     chosen = {}
     for row in data["rows"]:
@@ -198,6 +186,15 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
     figure.legend(frameon=False, loc="outside lower center", ncols=len(densities))
     axis.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+TABLES: Tables = {
+    "kernels": ("kernels.json", captioned(main_shape_table)),
+    "kernels-prefill": ("kernels.json", captioned(prefill_table)),
+    "kernels-decode": ("kernels.json", captioned(decode_table)),
+    "kernels-selection": ("kernels.json", captioned(selection_table)),
+    "kernels-tuning": ("kernel_tuning.json", captioned(tuning_table)),
+}
 
 
 if __name__ == "__main__":

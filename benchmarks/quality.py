@@ -10,16 +10,15 @@ writes the tables of README.md and QUALITY.md.
 import argparse
 from pathlib import Path
 
-import common
 import matplotlib
-import report
+from common import RESULTS
+from pages import PAGES, PLOTS, update
+from report import TABLES
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.evaluation.figures import drawings, save_drawings
-from sketchwalk_jax.evaluation.model_figures import model_drawings
-from sketchwalk_jax.evaluation.results import hash_weights
-from sketchwalk_jax.evaluation.summaries import read_results
+from sketchwalk_jax.evaluation.report import drawings, model_drawings, save_drawings
+from sketchwalk_jax.evaluation.results import hash_weights, read_results
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.tokenizer import load_tokenizer
 
@@ -27,10 +26,10 @@ from sketchwalk_jax.tokenizer import load_tokenizer
 def main() -> None:
     """Draws and writes everything."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=common.RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--model", type=Path, help="checkpoint; the bundled one by default")
-    parser.add_argument("--plots", type=Path, default=common.ROOT / "benchmarks" / "plots")
-    parser.add_argument("--page", type=Path, action="append", help="default: both pages")
+    parser.add_argument("--plots", type=Path, default=PLOTS)
+    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
     options = parser.parse_args()
 
     found = read_results(options.results / "quality.json")
@@ -45,8 +44,8 @@ def main() -> None:
     options.plots.mkdir(parents=True, exist_ok=True)
     for name, image in tqdm(images.items(), desc="figures"):
         save_drawings({name: image}, options.plots)
-    for page in options.page or report.PAGES:
-        report.update(page, options.results)
+    for page in options.page or PAGES:
+        update(page, options.results, TABLES)
 
 
 if __name__ == "__main__":

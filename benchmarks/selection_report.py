@@ -1,14 +1,19 @@
-"""The tables of `results/selection.json`: what selecting costs, beside the attention it saves."""
+"""The tables of `results/selection.json`: what selecting costs, beside the attention it saves.
+
+    python benchmarks/selection.py           # on a Hopper GPU
+    python benchmarks/selection_report.py    # writes the tables
+
+So does `report.py`, with all others.
+"""
 
 from typing import Any
 
-import kernel_report
+from pages import Results, Tables, captioned, duration, if_measured, write_own_tables
 
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, markdown_table, name_of
+from sketchwalk_jax.evaluation.summaries import PHASE_TITLES
+from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
 
 Row = dict[str, Any]
-Results = dict[str, Any]
-_NOTHING = "–"
 _HEADER = (
     "Tokens",
     "Policy",
@@ -54,25 +59,37 @@ def _name(row: Row) -> str:
 
 def _cells(row: Row, dense_ms: float | None) -> list[str]:
     if row["error"]:
-        return [f"did not run: {row['error'].split(':')[0]}", *[_NOTHING] * (len(_HEADER) - 3)]
+        return [f"did not run: {row['error'].split(':')[0]}", *[NOTHING] * (len(_HEADER) - 3)]
     times = [
-        kernel_report.duration(row, part) if row[f"{part}_ms"] is not None else _NOTHING
+        duration(row, part) if row[f"{part}_ms"] is not None else NOTHING
         for part in ("selection", "observe", "attention")
     ]
     density = row["measured_density"]
-    faster = _NOTHING
+    faster = NOTHING
     if dense_ms is not None and row["selection_ms"] is not None:
         ratio = dense_ms / (row["selection_ms"] + row["attention_ms"])
         faster = f"**{ratio:.{1 if ratio >= 1 else 2}f}×**"
-    return [_lists(row), _NOTHING if density is None else f"{density:.2f}", *times, faster]
+    return [_lists(row), NOTHING if density is None else f"{density:.2f}", *times, faster]
 
 
 def _lists(row: Row) -> str:
     """How many lists a row of queries has, of what."""
     if row["num_lists"] is None:
-        return _NOTHING
+        return NOTHING
     size = row["list_block_size"]
     unit = "tokens" if size == 1 else f"blocks of {size}"
     shared = "one" if row["num_lists"] == 1 else str(row["num_lists"])
     on = "" if row["attention_implementation"] == "mosaic_gpu" else ", XLA"
     return f"{shared}, {unit}{on}"
+
+
+TABLES: Tables = {
+    "selection": (
+        "selection.json",
+        if_measured(captioned(selection_tables), "`python benchmarks/selection.py`"),
+    ),
+}
+
+
+if __name__ == "__main__":
+    write_own_tables(__doc__, TABLES)

@@ -1,10 +1,13 @@
 """Made-up evaluation results, with every kind of row that a real evaluation writes."""
 
+import functools
 import zlib
 from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
+
+from sketchwalk_jax.evaluation.results import Results
 
 TASKS = (
     "single_needle",
@@ -67,6 +70,12 @@ META: dict[str, Any] = {
 def make_results(**options: Any) -> dict[str, Any]:
     """`{"meta": ..., "rows": ...}`; options are those of `make_rows`."""
     return {"meta": dict(META), "rows": make_rows(**options)}
+
+
+def whole(**options: Any) -> Results:
+    """The same as `read_results` would read it."""
+    results = make_results(**options)
+    return Results(meta=results["meta"], rows=tuple(results["rows"]))
 
 
 def make_rows(
@@ -185,12 +194,18 @@ def _task_rows(
     return [base | _score(is_right), *parts]
 
 
+@functools.cache
+def _interval(right: int, count: int) -> tuple[float, float]:
+    interval = binomtest(right, count).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
 def _score(is_right: np.ndarray) -> dict[str, Any]:
-    interval = binomtest(int(is_right.sum()), len(is_right)).proportion_ci(method="wilson")
+    low, high = _interval(int(is_right.sum()), len(is_right))
     return {
         "exact": float(is_right.mean()),
-        "exact_low": float(interval.low),
-        "exact_high": float(interval.high),
+        "exact_low": low,
+        "exact_high": high,
         "is_right": [int(one) for one in is_right],
     }
 
@@ -207,3 +222,17 @@ def right_answers(
         if name == label and is_here and place == (task, LONGEST, None):
             found += row["is_right"]
     return found
+
+
+def cells(table: str) -> dict[str, dict[str, str]]:
+    """A markdown table as rows by their first cell, each by the header; double names are joined."""
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
+    header, body = lines[0], lines[2:]
+    assert all(len(line) == len(header) for line in body)
+    names = [
+        line[0] if [one[0] for one in body].count(line[0]) == 1 else f"{line[0]} {line[1]}"
+        for line in body
+    ]
+    return {
+        name: dict(zip(header, line, strict=True)) for name, line in zip(names, body, strict=True)
+    }

@@ -1,26 +1,28 @@
-"""The ablations: which are run, that they run anywhere with `--reduced`, and their page."""
+"""The ablations: which are run, the one without a mask, `--reduced` anywhere, and their page."""
 
+import dataclasses
 import json
+import sys
+from pathlib import Path
 
+import checkpoints
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from quality_rows import META
 
-from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
-from sketchwalk_jax.evaluation.summaries import read_results
+from sketchwalk_jax.evaluation.results import ROW_FIELDS, exact_match, read_results
+from sketchwalk_jax.policies.base import LayerShape, Span
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import ablations  # noqa: E402
 
 PROMPTS = 20
+BATCH, BLOCKS, SIZE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 2, 10, 16, 4, 2, 16, 3
+LENGTHS = np.array([BLOCKS * SIZE, 7 * SIZE - 5])
 RIGHT = {"dense": 1.0, "random": 0.2, "paper": 0.3, "damped": 0.6}
-
-
-@pytest.fixture(scope="module")
-def scripts(repository):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(repository / "benchmarks"))
-        import ablation_report
-        import ablations
-
-        yield ablations, ablation_report
 
 
 def made_up_row(rule, phase, task, *, seed):
@@ -38,8 +40,7 @@ def made_up_row(rule, phase, task, *, seed):
 
 
 @pytest.fixture(scope="module")
-def rows(scripts):
-    ablations, _ = scripts
+def rows():
     config = ablations.EvaluationConfig(
         policies=("sketchwalk", "random"),
         presets=ablations.PRESETS,
@@ -54,8 +55,7 @@ def rows(scripts):
     ]
 
 
-def test_one_field_is_changed_at_a_time_and_every_rule_can_be_made(scripts):
-    ablations, _ = scripts
+def test_one_field_is_changed_at_a_time_and_every_rule_can_be_made():
     found = ablations.variants()
     assert len({str(rule) for rule in found}) == len(found)
     for rule in found:
@@ -66,6 +66,82 @@ def test_one_field_is_changed_at_a_time_and_every_rule_can_be_made(scripts):
         assert len(changed) == (rule.variant != "no causal mask")
     names = {rule.variant.partition("=")[0] for rule in found}
     assert names == {"no causal mask", *(one for own in ablations.CHANGES.values() for one in own)}
+
+
+def draw(seed, heads):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(BATCH, BLOCKS * SIZE, heads, HEAD_DIM)).astype(np.float32)
+
+
+def select_in_layers(config, layers, lengths=LENGTHS):
+    lengths = jnp.asarray(lengths, jnp.int32)
+    valid = jnp.arange(BLOCKS * SIZE)[None, :] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    walk = config.init_walk(batch=BATCH, num_rows=BLOCKS, num_blocks=BLOCKS)
+    found = []
+    for query, key in layers:
+        query, key = jnp.asarray(query), jnp.asarray(key)
+        shape = LayerShape(HEADS, KV_HEADS, HEAD_DIM)
+        sums = config.init_statistics(shape, batch=BATCH, num_blocks=BLOCKS)
+        sums = config.observe(query, key, sums, span=span)
+        selection, walk = config.select(query, key[None], sums, walk, layer=jnp.int32(0), span=span)
+        found.append(selection)
+    return found
+
+
+def lists_by_the_equations(config, layers, sequence):
+    """The lists of one sequence in the last layer, in float64 and without a mask before them."""
+    length = LENGTHS[sequence]
+    count = -(-length // SIZE)
+    state = None
+    for query, key in layers:
+
+        def means(x):
+            x = x[sequence, :length].astype(np.float64).mean(axis=1)
+            return np.array([x[j * SIZE : (j + 1) * SIZE].mean(axis=0) for j in range(count)])
+
+        scores = means(query) @ means(key).T / np.sqrt(HEAD_DIM)
+        if config.transition == "softmax":
+            own = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+            beta = 1.0 if config.beta is None else config.beta
+            state = own if state is None else (1 - beta) * own + beta * state @ own
+        else:
+            own = scores**config.exponent
+            state = own if state is None else state @ own
+    lists = []
+    for row in range(count):
+        budget = min(row + 1, max(2, int(np.ceil(round(config.density * (row + 1), 9)))))
+        ranked = state[row, : row + 1].copy()
+        ranked[[0, row]] = np.inf
+        lists.append(sorted(np.argsort(-ranked, kind="stable")[:budget].tolist()))
+    return lists
+
+
+@pytest.mark.parametrize("preset", ["paper", "damped"])
+def test_lists_are_those_of_the_equations_without_a_mask(preset):
+    rule = ablations.UnmaskedRule("sketchwalk", preset, 0.7)
+    config = dataclasses.replace(rule.make(), block_size=SIZE, sketch_dim=None)
+    layers = [(draw(2 * layer, HEADS), draw(2 * layer + 1, KV_HEADS)) for layer in range(LAYERS)]
+    selection = jax.device_get(select_in_layers(config, layers)[-1])
+    for sequence in range(BATCH):
+        for row, wanted in enumerate(lists_by_the_equations(config, layers, sequence)):
+            count = selection.counts[sequence, 0, row]
+            assert selection.ids[sequence, 0, row, :count].tolist() == wanted
+
+
+def test_what_follows_changes_a_rows_list():
+    config = ablations.UnmaskedConfig(density=0.7, block_size=SIZE, sketch_dim=None)
+    layers = [(draw(2 * layer, HEADS), draw(2 * layer + 1, KV_HEADS)) for layer in range(LAYERS)]
+    half = BLOCKS // 2
+    other = []
+    for query, key in layers:
+        query = query.copy()
+        query[:, half * SIZE :] = draw(99, HEADS)[:, half * SIZE :] * 3
+        other.append((query, key))
+    full = [BLOCKS * SIZE] * BATCH
+    one, two = (select_in_layers(config, x, full)[-1].ids[:, :, :half] for x in (layers, other))
+    assert bool(jnp.any(one != two))
+    assert config.phases == ("prefill",)  # and so decoding could not go on with its walk
 
 
 def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp_path):
@@ -90,15 +166,21 @@ def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp
     assert (tmp_path / "ablations.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(run_benchmark, tmp_path):
-    path = tmp_path / "ablations.json"
-    few = ("--reduced", "--preset", "damped", "--phase", "prefill", "--probe-prompts", 0)
-    run_benchmark("ablations.py", *few, "--only", "walk_degree", "--out", path)
-    first = read_results(path).rows
+def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    path, model = tmp_path / "ablations.json", tmp_path / "model"
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 1024}
+    checkpoints.write_checkpoint(model, tokenizer=True, **sizes)
+
+    def run(variant: str) -> tuple:
+        few = ["--reduced", "--preset", "damped", "--phase", "prefill", "--probe-prompts", "0"]
+        where = ["--model", str(model), "--out", str(path)]
+        monkeypatch.setattr(sys, "argv", ["ablations.py", *few, "--only", variant, *where])
+        ablations.main()
+        return read_results(path).rows
+
+    first = run("walk_degree")
     assert {row["variant"] for row in first} == {None, "walk_degree=2", "walk_degree=3"}
-    run_benchmark("ablations.py", *few, "--only", "no causal mask", "--out", path)
-    rows = read_results(path).rows
+    rows = run("no causal mask")
     assert rows[: len(first)] == first
     added = rows[len(first) :]
     assert {row["variant"] for row in added} == {"no causal mask"}

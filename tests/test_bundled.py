@@ -10,7 +10,7 @@ from tolerances import tolerance
 
 from sketchwalk_jax import Dense, generate, init_cache, load, prefill
 from sketchwalk_jax.cli import main
-from sketchwalk_jax.cli.demo_prompt import hide_facts
+from sketchwalk_jax.cli.demo_reader import hide_facts
 from sketchwalk_jax.evaluation.tasks import draw_samples, score
 from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models import ModelConfig, bundled_model

@@ -1,21 +1,20 @@
-"""Policies with a knob are set to a density on held-out prompts, and only there."""
+"""Policies are set by a model and prompts: knobs to a density, and the thresholds of Adamas."""
 
 import dataclasses
-import json
-import re
 
-import checkpoints
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from tolerances import tolerance
 
-from sketchwalk_jax import generate
-from sketchwalk_jax.evaluation import EvaluationConfig, calibrated_rules, calibration, evaluate
-from sketchwalk_jax.evaluation.calibration import HELD_OUT, calibrate, held_out_prompts
-from sketchwalk_jax.evaluation.runner import _Run
+from sketchwalk_jax import Dense, generate, init_cache, prefill
+from sketchwalk_jax.cache import Density
+from sketchwalk_jax.evaluation import EvaluationConfig, calibration
+from sketchwalk_jax.evaluation.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
 from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig
 from sketchwalk_jax.policies.minference import MInferenceConfig
 
@@ -24,6 +23,7 @@ POLICIES = {
     "minference": MInferenceConfig(block_size=16, vertical=64, slash=128),
     "flexprefill": FlexPrefillConfig(block_size=16, min_budget=16, tau=0.0),
 }
+ADAMAS = AdamasConfig(block_size=16, dense_layers=1, density=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,9 @@ def measured(weights, policy, tokens, lengths):
     return pairs.sum() / (len(pairs) * np.asarray(density.prefill_causal).sum())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", ["minference", pytest.param("flexprefill", marks=pytest.mark.slow)]
+)
 def test_density_is_reached_on_the_prompts_given(weights, name):
     tokens, lengths = tiny.prompts(320, 200, 270)
     policy = dataclasses.replace(POLICIES[name], dense_layers=1)
@@ -58,8 +59,28 @@ def test_density_is_reached_on_the_prompts_given(weights, name):
     assert measured(weights, found.policy, *others) == pytest.approx(0.75, rel=0.2)
 
 
+def test_floors_are_lowered_until_the_knob_reaches_a_density():
+    tokens, lengths = tiny.prompts(320, 300)
+    policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
+    seen = []
+
+    def program(params, tokens, lengths, value, floor):
+        """Keeps the knob's share, and never less than a floor of so many of 200 tokens."""
+        seen.append((float(value), int(floor)))
+        causal = np.asarray(lengths, np.float64) ** 2
+        pairs = np.tile(causal * max(float(value), int(floor) / 200), (4, 1))
+        return Density(pairs, causal, 0 * pairs, 0 * causal)
+
+    options = {"policy": policy, "model_config": tiny.MODEL, "program": program, "batch": 2}
+    found = calibrate(None, tokens, lengths, density=0.3, **options)
+    assert found.density == pytest.approx(0.3, rel=0.02)
+    assert found.policy.min_budget == 32 and found.policy.gamma == pytest.approx(0.3, rel=0.02)
+    assert [floor for _, floor in seen] == sorted((floor for _, floor in seen), reverse=True)
+    assert {128, 64, 32} == {floor for _, floor in seen}
+
+
 @pytest.mark.slow
-def test_floors_are_lowered_where_the_knob_does_not_reach(weights):
+def test_floors_of_a_model_are_lowered_where_the_knob_does_not_reach(weights):
     tokens, lengths = tiny.prompts(320, 300)
     policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
     found = calibrate(weights, tokens, lengths, policy=policy, model_config=tiny.MODEL, density=0.5)
@@ -93,7 +114,6 @@ def test_bisection_takes_the_nearest_value():
     assert found.policy.scale == 0.0 and len(found.tried) == 2 and found.least == 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_density_out_of_reach_is_warned_of(weights):
     tokens, lengths = tiny.prompts(100, 90)
@@ -125,46 +145,25 @@ def test_rules_with_a_knob_are_published_until_they_are_calibrated():
         EvaluationConfig(policies=("flexprefill",), densities=(2.0,))
 
 
-@pytest.mark.slow
-def test_evaluation_calibrates_on_prompts_that_it_does_not_score(tmp_path, monkeypatch):
-    model, out = tmp_path / "model", tmp_path / "quality.json"
-    model.mkdir()
-    checkpoints.write_checkpoint(model, tokenizer=True, num_hidden_layers=3)
-    config = EvaluationConfig(
-        policies=("minference",),
-        densities=(0.6,),
-        tokens=(512,),
-        tasks=("single_needle", "text_loss"),
-        prompts=2,
-        probe_prompts=0,
-    )
-    held_out, scored = [], []
+def fit(tokens, lengths=None, config=ADAMAS):
+    return fit_thresholds(tiny.params(), tokens, lengths, policy=config, model_config=tiny.MODEL)
 
-    def noted(*arguments, **options):
-        assert options["seed"] == config.seed
-        tokens, lengths = held_out_prompts(*arguments, **options)
-        held_out.extend(tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True))
-        return tokens, lengths
 
-    draw = _Run._draw
+def test_thresholds_are_the_quartiles_of_the_keys_of_sparse_layers():
+    tokens, lengths = tiny.prompts(100, 100, seed=5)
+    cache = init_cache(tiny.MODEL, Dense(), batch=2, max_tokens=128)
+    options = {"model_config": tiny.MODEL, "config": Dense()}
+    _, cache = prefill(tiny.params(), tokens, cache, **options)
+    keys = np.asarray(hadamard_transform(cache.key[1:, :, :100]))
+    found = fit(tokens)
+    wanted = np.quantile(keys, [0.25, 0.5, 0.75])
+    np.testing.assert_allclose(found.policy.thresholds, wanted, atol=1e-4)
+    assert found.settings == {"thresholds": list(found.policy.thresholds)}
+    assert (found.policy.density, found.policy.dense_layers) == (0.3, 1)
+    padded = np.pad(tokens, ((0, 0), (0, 28)), constant_values=7)
+    assert fit(padded, lengths).settings == found.settings
 
-    def noted_draw(*arguments, **options):
-        samples = draw(*arguments, **options)
-        scored.extend(tuple(sample.tokens) for sample in samples)
-        return samples
 
-    monkeypatch.setattr(calibrated_rules, "held_out_prompts", noted)
-    monkeypatch.setattr(_Run, "_draw", noted_draw)
-    evaluate(model, config=config, out=out)
-    assert len(held_out) == 2 and set(held_out).isdisjoint(scored)
-    rows = [row for row in json.loads(out.read_text())["rows"] if row["policy"] != "dense"]
-    assert {row["phase"] for row in rows} == {"prefill"}
-    assert {row["task"] for row in rows} == set(config.tasks)
-    (settings,) = {json.dumps(row["settings"]) for row in rows}
-    assert re.fullmatch(r'\{"scale": [0-9.]+\}', settings)
-    for row in rows:
-        assert row["measured_density_sparse_layers"] == pytest.approx(0.6, rel=0.15)
-    held_out.clear()
-    evaluate(model, config=config, out=out)  # nothing is left to do, nor to calibrate
-    assert not held_out
-    assert HELD_OUT > 2**31
+def test_a_model_without_sparse_layers_keeps_what_it_has():
+    config = AdamasConfig(dense_layers=tiny.MODEL.num_layers)
+    assert fit(jnp.zeros((1, 4), jnp.int32), config=config).policy is config

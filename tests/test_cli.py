@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import Dense, SketchWalkConfig, make_generate
+from sketchwalk_jax import Dense, SketchWalkConfig, cli, make_generate
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
@@ -123,7 +123,7 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
             found.update(options, params=params, tokens=np.asarray(tokens))
             raise ValueError("stop")
 
-        monkeypatch.setattr(sys.modules["sketchwalk_jax.cli.generate"], "stream", stop)
+        monkeypatch.setattr(cli.generate, "stream", stop)
         command = ["generate", "--model", model, *arguments]
         if "--prompt" not in arguments:
             command += ["--prompt-file", prompt_file]
@@ -162,7 +162,6 @@ def test_options_reach_the_generation(arguments, expected, started):
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.slow
 def test_density_of_a_policy_with_a_knob_is_found_on_another_text(started, capsys):
     prompt = "The quick brown fox jumps over the lazy dog. " * 8
     arguments = ["--policy", "flexprefill", "--density", 0.8, "--set", "min_budget=64"]

@@ -25,12 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, program_environment):
     environment = program_environment | {"XDG_CACHE_HOME": str(tmp_path)}
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-m", "sketchwalk_jax", "generate", "--model", model, "--json"]
+    command += ["--max-new-tokens", "8"]
     done = subprocess.run(command, input=PROMPT.encode(), env=environment, capture_output=True)
     assert done.stderr == b""
     assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
@@ -59,34 +59,24 @@ def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatc
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_importing_the_command_line_imports_no_heavy_package(run_python):
-    code = "import sketchwalk_jax.cli, sys; print(*sys.modules)"
-    modules = set(run_python(code).split())
-    heavy = {"flax", "transformers", "orbax", "orbax.checkpoint", "tokenizers", "matplotlib"}
-    assert not modules & heavy
-
-
-def _piped(environment: dict[str, str], code: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], env=environment, **options)
-
-
-@pytest.mark.slow
 def test_closed_pipe_ends_quietly(model: Path, program_environment):
     reader, writer = os.pipe()
     os.close(reader)
-    arguments = ["info", "--model", str(model)]
-    code = f"import sys; from sketchwalk_jax.cli import main; sys.argv[1:] = {arguments}; main()"
-    done = _piped(program_environment, code, stdout=writer, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "sketchwalk_jax", "info", "--model", model]
+    done = subprocess.run(command, env=program_environment, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.slow
-def test_interrupt_ends_at_once_and_quietly(model: Path, program_environment):
-    # The interrupt comes while the prompt is read, and would be lost if Python had to handle it.
+@pytest.fixture(scope="module")
+def interrupted(model: Path, program_environment, tmp_path_factory):
+    """A process whose interrupt comes while it reads the prompt, and what it had imported first."""
+    modules = tmp_path_factory.mktemp("modules") / "modules.txt"
+    # The interrupt would be lost if Python had to handle it.
     code = f"""
 import io, os, signal, sys
 from sketchwalk_jax.cli import main
+open({str(modules)!r}, "w").write(" ".join(sys.modules))
 
 class Interrupting(io.BytesIO):
     def read(self):
@@ -96,7 +86,18 @@ sys.stdin = io.TextIOWrapper(Interrupting())
 sys.argv[1:] = ["generate", "--model", {str(model)!r}]
 main()
 """
-    done = _piped(program_environment, code, capture_output=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=program_environment, capture_output=True)
+    return done, set(modules.read_text().split())
+
+
+def test_importing_the_command_line_imports_no_heavy_package(interrupted):
+    heavy = {"flax", "transformers", "orbax", "orbax.checkpoint", "tokenizers", "matplotlib"}
+    assert "sketchwalk_jax.cli" in interrupted[1] and not interrupted[1] & heavy
+
+
+def test_interrupt_ends_at_once_and_quietly(interrupted):
+    done, _ = interrupted
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 

@@ -12,18 +12,28 @@ import numpy as np
 import pytest
 from matplotlib import colors
 
-from sketchwalk_jax import Dense, SketchWalkConfig, load, make_generate
-from sketchwalk_jax.cli import demo_table, main
-from sketchwalk_jax.cli.demo_picture import draw_picture
-from sketchwalk_jax.cli.demo_prompt import WORDS, Fact, Prompt, hide_facts, prose
-from sketchwalk_jax.cli.demo_reader import ANSWER_TOKENS, ROOM, Answer, Reader
-from sketchwalk_jax.cli.stopwatch import Stopwatch
-from sketchwalk_jax.evaluation.templates import code_question, code_statement, is_held_out
+from sketchwalk_jax import Dense, SketchWalkConfig, cli, load, make_generate
+from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.cli.compiled import Stopwatch
+from sketchwalk_jax.cli.demo_reader import (
+    ANSWER_TOKENS,
+    ROOM,
+    WORDS,
+    Answer,
+    Fact,
+    Prompt,
+    Reader,
+    hide_facts,
+    prose,
+)
+from sketchwalk_jax.evaluation.tasks import code_question, code_statement
+from sketchwalk_jax.evaluation.text import is_held_out
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
-TOKENS, FACTS = 500, 2
+TOKENS, FACTS = 512, 2  # all of the context
 NUM_LAYERS = 4  # the first two stay dense
+PAPER = ("--preset", "paper", "--density", 0.5)  # the same programs for most of these tests
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +61,8 @@ def demo(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
 
     def demo(*arguments: object) -> tuple[str, str]:
-        command = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
-        status = main([str(argument) for argument in command])
+        words = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
+        status = main([str(word) for word in words])
         out, err = capsys.readouterr()
         assert status == 0, err
         return out, err
@@ -153,7 +163,7 @@ def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer
 
 
 def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
-    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    options = (*PAPER, "--phase", "both")
     found = json.loads(demo(*options, "--no-plot", "--json")[0])
     params, model_config = load(model, dtype="float32")
     text = hidden(tokenizer)
@@ -165,7 +175,7 @@ def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, token
 
 
 def test_json_is_one_object_with_the_measurements(demo, tokenizer):
-    options = ("--preset", "paper", "--density", 0.5, "--phase", "both")
+    options = (*PAPER, "--phase", "both")
     out, err = demo(*options, "--no-plot", "--json")
     found = json.loads(out)
     text = hidden(tokenizer)
@@ -183,7 +193,7 @@ def test_json_is_one_object_with_the_measurements(demo, tokenizer):
 
 @pytest.mark.parametrize(("phase", "dense_part"), [("prefill", "decode"), ("decode", "prefill")])
 def test_other_phase_stays_dense(phase, dense_part, demo):
-    out, err = demo("--phase", phase, "--preset", "paper", "--json")
+    out, err = demo("--phase", phase, *PAPER, "--json")
     sparse = json.loads(out)["sketchwalk"]
     assert sparse[f"measured_density_{dense_part}"] == 1.0
     assert sparse[f"measured_density_{phase}"] < 1.0
@@ -191,7 +201,7 @@ def test_other_phase_stays_dense(phase, dense_part, demo):
 
 
 def test_files_get_plain_lines(demo, tokenizer):
-    out, err = demo("--preset", "paper", "--density", 1)
+    out, err = demo(*PAPER)
     assert err == "" and not re.search(r"[\x1b\r]", out)
     lines = out.splitlines()
     text = hidden(tokenizer)
@@ -210,7 +220,7 @@ def test_terminal_sees_both_answers_grow(demo, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", terminal)
-    demo("--no-plot", "--facts", 1)
+    demo(*PAPER, "--no-plot", "--facts", 1)
     shown = [
         frame
         for frame in re.split("[\r\n]|\x1b.K", terminal.getvalue())
@@ -235,7 +245,7 @@ def test_terminal_sees_both_answers_grow(demo, monkeypatch):
 )
 def test_summary_says_what_was_lost(dense, sparse, message):
     readers = (reader([Answer("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
-    assert demo_table.summary(*readers) == message
+    assert cli.demo._summary(*readers) == message
 
 
 def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Reader:
@@ -247,7 +257,7 @@ def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Re
 
 def test_missing_matplotlib_costs_only_the_picture(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    out, err = demo()
+    out, err = demo(*PAPER)
     assert "no picture: " in err and "sketchwalk-jax[plots]" in err
     assert "seconds" not in out and "in all" in out
     assert not list(Path().iterdir())
@@ -269,7 +279,7 @@ def test_picture_shows_maps_questions_and_places_of_the_facts():
     answers = [Answer("12345.", True, blocks), Answer("99\u4f60.", False, blocks)]
     sparse = reader(answers, BlockSelection(ids, counts, size))
     dense = reader([Answer("12345.", True), Answer("", False)])
-    figure = draw_picture(prompt, dense, sparse, first_layer=2, title="Blocks")
+    figure = cli.demo.draw_picture(prompt, dense, sparse, first_layer=2, title="Blocks")
     *maps, first, second = [axis for axis in figure.axes if axis.get_visible()]
     assert [axis.get_title() for axis in maps] == [f"layer {n}: 100% of blocks" for n in (2, 3, 4)]
     assert first.get_title(loc="left") == "river, 12345: dense right; sparse right"
@@ -306,17 +316,24 @@ def test_mistake_is_named_before_anything_is_read(
     arguments, message, model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules["sketchwalk_jax.cli.demo"], "load_model", None)
-    command = ["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]
-    assert main(command) == 2
+    monkeypatch.setattr(options, "load_model", None)
+    assert main(["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err
 
 
-def test_short_context_is_the_default_length(model, tmp_path, capsys, monkeypatch):
+def test_short_context_is_the_default_length_and_released_the_preset(
+    model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--model", str(model), "--facts", "1", "--no-plot", "--json"]) == 0
-    assert 512 - ROOM - 32 < json.loads(capsys.readouterr().out)["tokens"] <= 512 - ROOM
+    found = json.loads(capsys.readouterr().out)
+    assert 512 - ROOM - 32 < found["tokens"] <= 512 - ROOM
+    assert (found["preset"], found["nominal_density"], found["phase"]) == (
+        "released",
+        None,
+        "prefill",
+    )
 
 
 def test_compilation_is_timed_apart():

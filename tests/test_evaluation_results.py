@@ -1,32 +1,28 @@
-"""Rows, the file of results, and evaluations that are interrupted and continued."""
+"""Rows, and the file of results: written, continued, refused and read."""
 
 import dataclasses
 import json
-from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
+import quality_rows
 from evaluation_samples import samples
 
 from sketchwalk_jax.cache import Density
-from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
-from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.results import ResultsFile, hash_weights, write_results
-from sketchwalk_jax.evaluation.rows import ROW_FIELDS, Outcome, Probed, group_key_of, make_rows
+from sketchwalk_jax.evaluation.results import (
+    ROW_FIELDS,
+    Outcome,
+    Probed,
+    ResultsFile,
+    check_rows,
+    group_key_of,
+    make_rows,
+    read_results,
+    write_results,
+)
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.evaluation.summaries import check_rows
 
 LAYERS = 4
-CONFIG = EvaluationConfig(
-    policies=("streaming",),
-    densities=(0.3,),
-    tokens=(512,),
-    tasks=("single_needle", "text_loss"),
-    prompts=3,
-    batch=2,
-    probe_prompts=1,
-)
 
 
 def _outcome(count: int, *, is_right=None, losses=None) -> Outcome:
@@ -118,108 +114,12 @@ def test_needles_have_rows_by_depth_and_variables_by_hops():
     assert [(row["hops"], row["is_right"]) for row in rows] == [(2, [1, 1]), (3, [0, 1])]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    checkpoints.write_checkpoint(directory, tokenizer=True, num_hidden_layers=LAYERS)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def finished(model, tmp_path_factory) -> Path:
-    """The file of one whole evaluation."""
-    out = tmp_path_factory.mktemp("out") / "quality.json"
-    evaluate(model, config=CONFIG, out=out)
-    return out
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list:
-    """What is measured: task and (rule, phases) of every batch."""
-    seen = []
-    run = Measurement.run
-
-    def noting(self, prompts, wanted, tokenizer, **options):
-        seen.append((prompts.task, {str(rule): phases for rule, phases in wanted.items()}))
-        return run(self, prompts, wanted, tokenizer, **options)
-
-    monkeypatch.setattr(Measurement, "run", noting)
-    return seen
-
-
-def _rows(path: Path) -> list[dict]:
-    return json.loads(path.read_text())["rows"]
-
-
-@pytest.mark.slow
-def test_every_rule_phase_and_task_has_its_rows(finished, model):
-    results = json.loads(finished.read_text())
-    rows = results["rows"]
-    check_rows(rows)
-    keys = {(row["policy"], row["phase"], row["task"]) for row in rows}
-    wanted = [("dense", "both"), *(("streaming", one) for one in ("prefill", "decode", "both"))]
-    assert keys == {(*rule, task) for rule in wanted for task in CONFIG.tasks}
-    for row in rows:
-        if row["policy"] == "streaming":
-            assert row["measured_density_sparse_layers"] < 0.7
-            assert (row["mass_recall"] is None) == (row["depth"] is not None)
-        is_counted = row["phase"] != "prefill" and row["depth"] is None
-        assert (row["decode_bytes_keys"] is not None) == is_counted
-    for task in CONFIG.tasks:
-        dense, sparse = (
-            [row["decode_bytes_keys"] for row in rows if (row["policy"], row["task"]) == one]
-            for one in (("dense", task), ("streaming", task))
-        )
-        kept = {one / dense[0] for one in sparse if one is not None}
-        assert len(kept) == 1 and 0.5 < kept.pop() < 0.9  # two of four layers are dense
-    meta = results["meta"]
-    assert meta["model"]["sha256"] == hash_weights(model) and len(meta["model"]["sha256"]) == 1
-    assert meta["text"]["sha256"] == read_text().sha256 and meta["wall_s"] > 0
-    assert {"seed", "prompts", "dtype", "device", "date", "command", "versions"} <= set(meta)
-    assert str(model.parent) not in finished.read_text()
-
-
-@pytest.mark.slow
-def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path):
-    out = tmp_path / "quality.json"
-    out.write_bytes(finished.read_bytes())
-    evaluate(model, config=CONFIG, out=out)
-    assert asked == [] and _rows(out) == _rows(finished)
-
-    def is_kept(row):
-        return (row["task"], row["phase"]) != ("text_loss", "decode") and (
-            (row["task"], row["policy"]) != ("single_needle", "dense")
-        )
-
-    results = json.loads(finished.read_text())
-    write_results(out, results["meta"], [row for row in results["rows"] if is_kept(row)])
-    evaluate(model, config=CONFIG, out=out)
-    needle, loss = {"dense": ("both",)}, {"streaming 0.3": ("decode",)}
-    assert asked == [("single_needle", needle)] * 2 + [("text_loss", loss)] * 2
-    assert sorted(_rows(out), key=str) == sorted(_rows(finished), key=str)
-
-
-@pytest.mark.slow
-def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, tmp_path):
-    run, out = Measurement.run, tmp_path / "quality.json"
-
-    def interrupted(self, prompts, *arguments, **options):
-        if prompts.task == "text_loss":
-            raise KeyboardInterrupt
-        return run(self, prompts, *arguments, **options)
-
-    Measurement.run = interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(model, config=CONFIG, out=out)
-    finally:
-        Measurement.run = run
-    assert {row["task"] for row in _rows(out)} == {"single_needle"}
-    assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
-    asked.clear()
-    evaluate(model, config=CONFIG, out=out)
-    assert {task for task, _ in asked} == {"text_loss"}
-    assert _rows(out) == _rows(finished)
+def test_batches_join_prompt_by_prompt():
+    parts = [_outcome(2, is_right=np.array([True, False])), _outcome(1, is_right=np.array([True]))]
+    joined = Outcome.join(parts)
+    assert joined.is_right.tolist() == [True, False, True] and joined.losses is None
+    np.testing.assert_array_equal(joined.density.decode_causal, [10, 11, 10])
+    assert joined.density.prefill_pairs.shape == (LAYERS, 3)
 
 
 @pytest.mark.unchecked
@@ -251,7 +151,30 @@ def test_rows_add_up_over_runs_and_a_failing_write_leaves_the_old_file(tmp_path,
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
     again = ResultsFile(path, {"seed": 0})
     again.add([first | {"task": "b"}])
-    assert [row["task"] for row in _rows(path)] == ["a", "b"]
+    assert [row["task"] for row in json.loads(path.read_text())["rows"]] == ["a", "b"]
     assert again.meta["wall_s"] >= json.loads(before)["meta"]["wall_s"]
     with pytest.raises(FileNotFoundError):
         ResultsFile(tmp_path / "nowhere" / "quality.json", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.clear(), "rows must hold at least one row"),
+        (lambda rows: rows[3].pop("hops"), r"row 3 without \['hops'\]"),
+        (lambda rows: rows.append(dict(rows[0])), "rows must differ"),
+    ],
+)
+def test_broken_rows_are_refused(change, message):
+    rows = quality_rows.make_rows(lengths=(4096,), prompts=10)
+    change(rows)
+    with pytest.raises(ValueError, match=message):
+        check_rows(rows)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"meta": {}, "rows": []}'])
+def test_files_that_are_no_results_are_refused(tmp_path, text):
+    file = tmp_path / "quality.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"quality\.json|rows"):
+        read_results(file)

@@ -1,12 +1,13 @@
 """The adapter for the lm-evaluation-harness says what the model says, and refuses what it lacks."""
 
+import importlib
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import checkpoints
 import jax
@@ -15,7 +16,7 @@ import pytest
 from tolerances import tolerance
 
 from sketchwalk_jax import forward, generate, load
-from sketchwalk_jax.evaluation.requests import GenerationOptions, batches
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.policies import POLICIES, by_name, has_knob
 
 NUM_LAYERS, SIZE, WIDTH = 3, 16, 176
@@ -32,6 +33,26 @@ def harness():
     from sketchwalk_jax.evaluation import harness
 
     return harness
+
+
+@pytest.fixture
+def without_harness(monkeypatch):
+    """The module with nothing behind it, for what it does by itself."""
+    names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+    names += ("lm_eval.models", "lm_eval.models.utils", "lm_eval.utils")
+    modules = {name: ModuleType(name) for name in names}
+    modules["lm_eval.api.model"].TemplateLM = object
+    modules["lm_eval.api.registry"].register_model = lambda name: lambda made: made
+    modules["lm_eval.models.utils"].normalize_gen_kwargs = None
+    modules["lm_eval.utils"].get_rolling_token_windows = None
+    modules["lm_eval.utils"].make_disjoint_window = None
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "sketchwalk_jax.evaluation.harness", raising=False)
+    yield importlib.import_module("sketchwalk_jax.evaluation.harness")
+    # The one with a harness behind it, if there is one, is imported anew.
+    monkeypatch.undo()
+    sys.modules.pop("sketchwalk_jax.evaluation.harness", None)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +94,12 @@ def direct(checkpoint, text, count, config, **options):
 
 
 @pytest.mark.parametrize(
-    ("policy", "phase"), [("dense", "both"), ("sketchwalk", "prefill"), ("quest", "both")]
+    ("policy", "phase"),
+    [
+        ("dense", "both"),
+        ("sketchwalk", "prefill"),
+        pytest.param("quest", "both", marks=pytest.mark.slow),
+    ],
 )
 def test_text_is_what_generate_writes_one_by_one(harness, checkpoint, policy, phase):
     options = {"policy": policy, "phase": phase, **BLOCKS}
@@ -279,12 +305,42 @@ def test_documented_commands_pass_what_the_model_takes(harness, repository):
         assert set(policies.split()) <= set(POLICIES)
 
 
-def test_batches_are_filled_up_and_unknown_options_are_named():
-    assert list(batches([4, 7, 1], 2)) == [([4, 7], [4, 7]), ([1], [1, 1])]
+def test_batches_are_filled_up_and_unknown_options_are_named(without_harness):
+    found = list(without_harness.batches([4, 7, 1], 2))
+    assert found == [([4, 7], [4, 7]), ([1], [1, 1])]
     known = {"until": ["x"], "max_gen_toks": 3, "do_sample": False}
-    assert GenerationOptions.read(known).sampling == (("temperature", 0.0),)
+    read = without_harness.GenerationOptions.read
+    assert read(known).sampling == (("temperature", 0.0),)
+    assert read(known | {"until": ["x", ""]}).cut("axbx") == "a"
     with pytest.raises(ValueError, match=r"generation_kwargs must be among .*\['num_beams'\]"):
-        GenerationOptions.read(known | {"num_beams": 4})
+        read(known | {"num_beams": 4})
+
+
+def test_scores_are_those_of_the_logits(without_harness, checkpoint):
+    params, model_config = load(checkpoint)
+    config = by_name("sketchwalk", **BLOCKS)
+    pairs = [(TEXTS[0], "and on"), (TEXTS[2], " ")]
+    tokens, lengths = (
+        np.concatenate(parts)
+        for parts in zip(*(padded((one + other)[:-1]) for one, other in pairs), strict=True)
+    )
+    sums, is_best, density = without_harness.score_continuations(
+        params,
+        tokens,
+        lengths,
+        [encoded(other).tolist() for _, other in pairs],
+        settings=Settings(model_config=model_config, config=config),
+    )
+    options = {"lengths": lengths, "model_config": model_config, "config": config}
+    logits = np.asarray(forward(params, tokens, **options), np.float64)
+    for row, (_, continuation) in enumerate(pairs):
+        targets = encoded(continuation)
+        own = logits[row, lengths[row] - len(targets) : lengths[row]]
+        logprobs = own - np.log(np.exp(own).sum(-1, keepdims=True))
+        wanted = logprobs[np.arange(len(targets)), targets].sum()
+        np.testing.assert_allclose(sums[row], wanted, **tolerance("logits"))
+        assert is_best[row] == bool((own.argmax(-1) == targets).all())
+    assert np.all(np.asarray(density.prefill)[2:] < 1)
 
 
 def test_what_is_missing_is_named(run_python):

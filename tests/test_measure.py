@@ -17,13 +17,13 @@ from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import TASKS
 
-pytestmark = pytest.mark.slow
-
 PHASES = ("both", "prefill", "decode")
 SPARSE = Rule("sketchwalk", "damped", 0.4)
 RELEASED = Rule("sketchwalk", "released")
 FULL = Rule("sketchwalk", "paper", 1.0)
 WANTED = {DENSE: ("both",), SPARSE: PHASES, RELEASED: PHASES}
+# A rule that looks at the end of a prompt, and all of its programs once more.
+RULES = (SPARSE, pytest.param(RELEASED, marks=pytest.mark.slow))
 CLOSE = tolerance("logits")
 
 
@@ -93,76 +93,98 @@ def _padded(some):
     return tokens, np.array([len(one.tokens) for one in some], np.int32)
 
 
+def _one_by_one(weights, some, prompts, rule, phase):
+    """What `prefill` and `decode_step` make of prompts: the likeliest tokens, or losses, and pairs.
+
+    Everything up to the question is read where an answer is among the tokens; what follows is fed.
+    """
+    tokens, lengths = _padded(some)
+    is_within, is_loss = some[0].task in WITHIN, some[0].task == "text_loss"
+    if is_within:
+        lengths = np.array([one.question_start for one in some], np.int32)
+    config = rule.make()
+    options = {"model_config": MODEL, "config": config, "phase": phase}
+    cache = sw.init_cache(MODEL, config, batch=len(some), max_tokens=LENGTH)
+    logits, cache = sw.prefill(weights, tokens, cache, lengths=lengths, **options)
+    pairs, found, rows = np.asarray(cache.density.prefill_pairs), [], np.arange(len(some))
+    for step in range(max(prompts.num_steps) + 1):
+        log_p = np.asarray(jax.nn.log_softmax(logits))
+        best = log_p.argmax(axis=-1)
+        places = np.minimum(lengths + step, [len(one.tokens) - 1 for one in some])
+        targets = tokens[rows, places]
+        found.append(-log_p[rows, targets] if is_loss else best)
+        fed = np.where(step < prompts.num_forced[: len(some)], targets, best)
+        logits, cache = sw.decode_step(weights, fed.astype(np.int32), cache, **options)
+    return np.stack(found, axis=1), pairs
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_written_as_by_prefill_and_decode_step(programs, weights, answers, rule):
+    some, wanted = samples("multi_key"), {DENSE: ("both",), rule: PHASES}
+    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    assert list(outcomes) == [(rule, phase) for rule, phases in wanted.items() for phase in phases]
+    for (one, phase), following in scored.items():
+        expected, pairs = _one_by_one(weights, some, prompts, one, phase)
+        for row in range(3):
+            count = prompts.num_steps[row] + 1
+            np.testing.assert_array_equal(
+                following[row, :count], expected[row, :count], err_msg=f"{one} {phase}"
+            )
+        np.testing.assert_allclose(outcomes[one, phase].density.prefill_pairs, pairs, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers):
     some = samples("multi_key")
     tokens, lengths = _padded(some)
-    outcomes, scored, prompts = _run(programs, weights, some, answers)
-    assert list(outcomes) == [(rule, phase) for rule, phases in WANTED.items() for phase in phases]
+    _, scored, prompts = _run(programs, weights, some, answers)
     for (rule, phase), following in scored.items():
-        made = sw.generate(
-            weights,
-            tokens,
-            lengths=lengths,
-            model_config=MODEL,
-            config=rule.make(),
-            phase=phase,
-            max_new_tokens=16,
-        )
+        options = {"config": rule.make(), "phase": phase, "max_new_tokens": 16}
+        made = sw.generate(weights, tokens, lengths=lengths, model_config=MODEL, **options)
         for row in range(3):
             count = prompts.num_steps[row] + 1
             np.testing.assert_array_equal(
                 following[row, :count], made.tokens[row, :count], err_msg=f"{rule} {phase}"
             )
-        found = outcomes[rule, phase].density
-        np.testing.assert_allclose(
-            found.prefill_pairs, made.measured_density.prefill_pairs, rtol=1e-6
-        )
 
 
-def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights, answers):
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights, answers, rule):
+    wanted = {DENSE: ("both",), rule: PHASES}
     for task in WITHIN:
         some = samples(task)
         tokens, lengths = _padded(some)
-        _, scored, _ = _run(programs, weights, some, answers)
-        for rule in WANTED:
-            phase = "both" if rule == DENSE else "prefill"
+        _, scored, _ = _run(programs, weights, some, answers, wanted=wanted)
+        for one in wanted:
+            phase = "both" if one == DENSE else "prefill"
             logits = sw.forward(
-                weights, tokens, lengths=lengths, model_config=MODEL, config=rule.make()
+                weights, tokens, lengths=lengths, model_config=MODEL, config=one.make()
             )
-            for row, one in enumerate(some):
-                size = len(one.answer)
-                columns = one.answer_start - 1 + np.arange(size)
+            for row, sample in enumerate(some):
+                size = len(sample.answer)
+                columns = sample.answer_start - 1 + np.arange(size)
                 expected = np.argmax(logits[row, columns], axis=-1)
                 if task == "text_loss":
                     log_p = jax.nn.log_softmax(logits[row, columns])
-                    expected = -np.take_along_axis(np.array(log_p), one.answer[:, None], 1)[:, 0]
-                np.testing.assert_allclose(scored[rule, phase][row, :size], expected, **CLOSE)
+                    targets = sample.answer[:, None]
+                    expected = -np.take_along_axis(np.array(log_p), targets, 1)[:, 0]
+                np.testing.assert_allclose(scored[one, phase][row, :size], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("phase", ["decode", "both"])
-@pytest.mark.parametrize("rule", [SPARSE, RELEASED])
+@pytest.mark.parametrize("rule", RULES)
 def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
     programs, weights, answers, rule, phase
 ):
+    wanted = {DENSE: ("both",), rule: PHASES}
     for task in WITHIN:
-        one = samples(task)[1]
-        _, scored, prompts = _run(programs, weights, [one], answers, wanted={rule: (phase,)})
-        start = one.question_start
-        config = rule.make()
-        cache = sw.init_cache(MODEL, config, batch=1, max_tokens=LENGTH)
-        options = {"model_config": MODEL, "config": config, "phase": phase}
-        logits, cache = sw.prefill(weights, one.tokens[None, :start], cache, **options)
-        expected = []
-        for step in range(prompts.num_steps[0] + 1):
-            target = one.tokens[min(start + step, len(one.tokens) - 1)]
-            log_p = jax.nn.log_softmax(logits[0])
-            expected.append(-log_p[target] if task == "text_loss" else np.argmax(log_p))
-            is_forced = step < prompts.num_forced[0]
-            token = target if is_forced else int(np.argmax(log_p))
-            fed = np.array([token], np.int32)
-            logits, cache = sw.decode_step(weights, fed, cache, **options)
-        found = scored[rule, phase][0, : len(expected)]
-        np.testing.assert_allclose(found, np.array(expected), **CLOSE)
+        some = samples(task)
+        _, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+        expected, _ = _one_by_one(weights, some, prompts, rule, phase)
+        for row in range(3):
+            count = prompts.num_steps[row] + 1
+            found = scored[rule, phase][row, :count]
+            np.testing.assert_allclose(found, expected[row, :count], **CLOSE)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sketchwalk_jax.evaluation.templates import is_held_out
-from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.evaluation.text import Text, is_held_out, read_text
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from sketchwalk_jax.evaluation import templates
-from sketchwalk_jax.evaluation.text import read_text
+from sketchwalk_jax.evaluation import tasks
+from sketchwalk_jax.evaluation.text import is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1
@@ -133,7 +133,7 @@ def _passages(text: str, seed: int, count: int) -> Iterator[str]:
     for start in range(0, len(text), _PASSAGE):
         yield text[start : start + _PASSAGE]
         numbers = rng.integers(0, 100_000, count)
-        yield "".join(templates.code_statement("it", f"{number:05}") for number in numbers)
+        yield "".join(tasks.code_statement("it", f"{number:05}") for number in numbers)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -157,7 +157,7 @@ def find_words(text: str, *, held_out: bool) -> list[str]:
     return [
         str(word)
         for word, count in zip(words, counts, strict=True)
-        if count >= _MIN_COUNT and templates.is_held_out(str(word)) == held_out
+        if count >= _MIN_COUNT and is_held_out(str(word)) == held_out
     ]
 
 
@@ -165,15 +165,15 @@ def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
     """Encodes everything that sentences consist of."""
     # Each place is written as a letter that no sentence has, with the space before it.
     marked = {
-        "code": templates.code_statement("\x01", "\x01"),
-        "code?": templates.code_question("\x01"),
-        "each?": templates.each_code_question(["\x01"]),
-        "all?": templates.all_codes_question("\x01"),
-        "value": templates.value_statement("\x01", "\x01"),
-        "value?": templates.value_question("\x01"),
-        "vote": templates.vote_statement("\x01"),
-        "vote?": templates.vote_question(),
-        "answer": templates.answer_text(["\x01"]),
+        "code": tasks.code_statement("\x01", "\x01"),
+        "code?": tasks.code_question("\x01"),
+        "each?": tasks.each_code_question(["\x01"]),
+        "all?": tasks.all_codes_question("\x01"),
+        "value": tasks.value_statement("\x01", "\x01"),
+        "value?": tasks.value_question("\x01"),
+        "vote": tasks.vote_statement("\x01"),
+        "vote?": tasks.vote_question(),
+        "answer": tasks.answer_text(["\x01"]),
     }
     size = tokenizer.get_vocab_size()
     strings = [tokenizer.id_to_token(token) for token in range(size)]

@@ -101,15 +101,16 @@ def train(
     )
     with ThreadPoolExecutor(2) as compiler:
         # Later stages compile while the first one runs.
-        programs = [
-            compiler.submit(_compile, update, state, stage) if index >= position.stage else None
-            for index, stage in enumerate(recipe.stages)
-        ]
+        programs: dict[tuple[int, int], Future[Any]] = {}
+        for stage in recipe.stages[position.stage :]:
+            shape = (stage.sequences, stage.length)
+            if shape not in programs:
+                programs[shape] = compiler.submit(_compile, update, state, shape)
         saved = time.perf_counter()
         for index in range(position.stage, len(recipe.stages)):
-            stage, program = recipe.stages[index], _result(programs[index])
-            log = Log(stage)
+            stage = recipe.stages[index]
             shape = (stage.sequences, stage.length)
+            program, log = programs[shape].result(), Log(stage)
             first = position.steps[index]
             batches = loader.batches(index, shape, first)
             for step in itertools.count(first):
@@ -127,15 +128,8 @@ def train(
     return state, position
 
 
-def _result(program: Future[Any] | None) -> Any:
-    if program is None:
-        raise ValueError("a stage must be compiled before it runs")
-    return program.result()
-
-
-def _compile(update: Any, state: State, stage: Stage) -> Any:
+def _compile(update: Any, state: State, shape: tuple[int, int]) -> Any:
     started = time.perf_counter()
-    shape = (stage.sequences, stage.length)
     program = update.lower(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state),
         jax.ShapeDtypeStruct((shape[0], shape[1] + 1), jnp.uint16),

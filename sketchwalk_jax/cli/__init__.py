@@ -10,19 +10,15 @@ from typing import Annotated
 import typer
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.cli.demo import demo
+from sketchwalk_jax.cli import demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
-from sketchwalk_jax.cli.evaluate import evaluate
-from sketchwalk_jax.cli.generate import generate
-from sketchwalk_jax.cli.info import info
-from sketchwalk_jax.cli.quality_report import report
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "eval": evaluate,
-    "generate": generate,
-    "info": info,
-    "report": report,
+    "demo": demo.demo,
+    "eval": evaluate.evaluate,
+    "generate": generate.generate,
+    "info": info.info,
+    "report": report.report,
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,36 +1,54 @@
-"""`sketchwalk demo`: facts hidden in a long text, asked of dense attention and Sketch-and-Walk."""
+"""`sketchwalk demo`: facts hidden in a long text, asked of dense attention and Sketch-and-Walk.
+
+Both answer in two columns on standard output; a picture shows what was attended to, and where the
+facts were.
+"""
 
 import itertools
 import json
+import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
+import numpy as np
 import typer
 
 from sketchwalk_jax.cache import num_dense_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
-from sketchwalk_jax.cli.demo_picture import save_picture
-from sketchwalk_jax.cli.demo_prompt import MAX_FACTS, SOURCE, TOKENS_PER_FACT, Prompt, hide_facts
-from sketchwalk_jax.cli.demo_reader import ROOM, Reader
-from sketchwalk_jax.cli.demo_table import Table, shorten, speed, summary, verdict
+from sketchwalk_jax.cli.compiled import Stopwatch, keep_compiled_programs
+from sketchwalk_jax.cli.demo_reader import (
+    MAX_FACTS,
+    ROOM,
+    SOURCE,
+    TOKENS_PER_FACT,
+    Answer,
+    Prompt,
+    Reader,
+    hide_facts,
+)
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.cli.generate import load_model
 from sketchwalk_jax.cli.progress import elapsed
-from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.plots import ORANGE, block_map, draw_map
 from sketchwalk_jax.policies import PRESETS, Policy
 from sketchwalk_jax.policies.dense import Dense
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What is shown unless something else is asked for.
 PRESET, PHASE = "released", "prefill"
 TOKENS, FACTS = 8192, 4
 _PICTURES = (".png", ".pdf", ".svg")
 _TEXT = "Text"
+_LABEL_WIDTH, _COLUMN_WIDTH = 24, 27
+_PANELS_IN_A_ROW = 5
+_DPI = 110
 
 
 def demo(
@@ -97,10 +115,10 @@ def demo(
         text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
     prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
     keep_compiled_programs()
-    params, model_config = load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen)
 
     name = _describe(config, preset, phase)
-    table = Table(is_shown=not as_json)
+    table = _Table(is_shown=not as_json)
     _introduce(table, directory, text)
     with Stopwatch() as stopwatch:
         dense, sparse = (
@@ -110,7 +128,7 @@ def demo(
         _compare(table, text, dense, sparse, num_tokens=num_tokens, name=name)
         compile_s = stopwatch.compile_s
     table.line()
-    table.line(summary(dense, sparse))
+    table.line(_summary(dense, sparse))
     if phase == "prefill":
         table.line("Its answers were written densely; --phase both makes them sparse as well.")
 
@@ -178,7 +196,37 @@ def _describe(config: Policy, preset: str, phase: str) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _introduce(table: Table, directory: Path, text: Prompt) -> None:
+class _Table:
+    """Lines of a label and two columns on standard output.
+
+    On a terminal the last line can be written again while answers grow; elsewhere a line is
+    written once, when it is complete.
+    """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        """Prints nothing at all unless `is_shown`."""
+        self._is_shown = is_shown
+        self._is_live = is_shown and sys.stdout is not None and sys.stdout.isatty()
+
+    def line(self, label: str = "", left: str = "", right: str = "") -> None:
+        """Writes a complete line."""
+        if self._is_shown:
+            print(self._start + self._format(label, left, right).rstrip(), flush=True)
+
+    def update(self, label: str, left: str, right: str) -> None:
+        """Writes a line that `update` or `line` will replace."""
+        if self._is_live:
+            print(self._start + self._format(label, left, right), end="", flush=True)
+
+    @property
+    def _start(self) -> str:
+        return "\r\x1b[K" if self._is_live else ""  # back to the margin, and clear the line
+
+    def _format(self, label: str, left: str, right: str) -> str:
+        return f"{label:<{_LABEL_WIDTH}}{left:<{_COLUMN_WIDTH}}{right}"
+
+
+def _introduce(table: _Table, directory: Path, text: Prompt) -> None:
     device = jax.devices()[0].device_kind
     who = f"read by {directory.resolve().name} on {device}"
     table.line(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
@@ -188,7 +236,7 @@ def _introduce(table: Table, directory: Path, text: Prompt) -> None:
 
 
 def _compare(
-    table: Table, text: Prompt, dense: Reader, sparse: Reader, *, num_tokens: int, name: str
+    table: _Table, text: Prompt, dense: Reader, sparse: Reader, *, num_tokens: int, name: str
 ) -> None:
     """Lets both read and answer, and shows it while it happens."""
     table.line()
@@ -198,7 +246,9 @@ def _compare(
         with elapsed(f"{who} reads the text"):
             reader.read(text, max_tokens=num_tokens)
         table.update("reading", f"{dense.read_s:.2f} s", "")
-    table.line("reading", f"{dense.read_s:.2f} s", f"{sparse.read_s:.2f} s  {speed(dense, sparse)}")
+    table.line(
+        "reading", f"{dense.read_s:.2f} s", f"{sparse.read_s:.2f} s  {_speed(dense, sparse)}"
+    )
     table.line("  attended pairs", f"{dense.read_density:.1%}", f"{sparse.read_density:.1%}")
     for fact in text.facts:
         label = f"code of {fact.word}?"
@@ -206,14 +256,60 @@ def _compare(
         for left, right in itertools.zip_longest(dense.ask(fact), sparse.ask(fact)):
             # The one that has ended stays as it is.
             left, right = left or dense.answers[-1], right or sparse.answers[-1]
-            table.update(label, shorten(left), shorten(right))
-        table.line(label, verdict(dense.answers[-1]), verdict(sparse.answers[-1]))
+            table.update(label, _shorten(left), _shorten(right))
+        table.line(label, _verdict(dense.answers[-1]), _verdict(sparse.answers[-1]))
     table.line("  attended pairs", f"{dense.decode_density:.1%}", f"{sparse.decode_density:.1%}")
     table.line(
         "writing", f"{dense.tokens_per_s:.1f} tokens/s", f"{sparse.tokens_per_s:.1f} tokens/s"
     )
     count = len(text.facts)
     table.line("right", f"{dense.num_right} of {count}", f"{sparse.num_right} of {count}")
+
+
+def _verdict(answer: Answer) -> str:
+    """An answer and whether it is right, for one column."""
+    return f"{_shorten(answer) or '(nothing)'}  {'right' if answer.is_right else 'WRONG'}"
+
+
+def _shorten(answer: Answer) -> str:
+    """As much of an answer as a column has room for."""
+    return answer.text if len(answer.text) <= 16 else answer.text[:15] + "…"
+
+
+def _speed(dense: Reader, sparse: Reader) -> str:
+    """How the sparse reader's time compares."""
+    ratio = dense.read_s / sparse.read_s
+    return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+
+
+def _summary(dense: Reader, sparse: Reader) -> str:
+    """What came out, in a sentence."""
+    pairs = list(zip(dense.answers, sparse.answers, strict=True))
+    lost = sum(was.is_right and not now.is_right for was, now in pairs)
+    if not dense.num_right and not sparse.num_right:
+        return "This model answers none of the questions, with dense attention neither."
+    if lost:
+        found = f"{dense.num_right} facts that dense attention found"
+        return f"Sketch-and-Walk lost {lost} of the {found}."
+    found = "Sketch-and-Walk found every fact that dense attention found"
+    more = sparse.num_right - dense.num_right
+    return f"{found}, and {more} more." if more else f"{found}."
+
+
+def _results(reader: Reader) -> dict[str, Any]:
+    return {
+        "read_s": reader.read_s,
+        "measured_density_prefill": reader.read_density,
+        "tokens_per_s": reader.tokens_per_s,
+        "measured_density_decode": reader.decode_density,
+        "right": reader.num_right,
+        "answers": [{"text": one.text, "is_right": one.is_right} for one in reader.answers],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to four places."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def _draw(
@@ -234,24 +330,108 @@ def _draw(
         f"({name}; {sparse.read_density:.0%} of all pairs)"
     )
     try:
-        save_picture(out, text, dense, sparse, first_layer=first_layer, title=title)
+        figure = draw_picture(text, dense, sparse, first_layer=first_layer, title=title)
+        figure.savefig(out, dpi=_DPI)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
         return False
     return True
 
 
-def _results(reader: Reader) -> dict[str, Any]:
-    return {
-        "read_s": reader.read_s,
-        "measured_density_prefill": reader.read_density,
-        "tokens_per_s": reader.tokens_per_s,
-        "measured_density_decode": reader.decode_density,
-        "right": reader.num_right,
-        "answers": [{"text": one.text, "is_right": one.is_right} for one in reader.answers],
-    }
+def draw_picture(
+    prompt: Prompt, dense: Reader, sparse: Reader, *, first_layer: int, title: str
+) -> "Figure":
+    """Draws a block map for every sparse layer, and below them what each question attended to.
+
+    Orange marks stand below the blocks in which the facts are. Where every question attended to
+    everything, as with a preset that reads the end of a prompt densely, that part is left out.
+
+    Args:
+      prompt: The text.
+      dense: Its answers stand beside those of `sparse`.
+      sparse: What selected the blocks that are drawn.
+      first_layer: The first sparse layer, as the model counts.
+      title: Title of the figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'the picture needs matplotlib: pip install "sketchwalk-jax[plots]"'
+        ) from error
+    assert sparse.selection is not None
+    size = sparse.selection.block_size
+    maps = block_map(sparse.selection)
+    num_blocks = -(-len(prompt.tokens) // size)
+    maps = maps[:, :num_blocks, :num_blocks]
+    places = [(fact.position - 1) // size for fact in prompt.facts]
+
+    has_strips = not all(_is_full(answer) for answer in sparse.answers)
+    rows = math.ceil(len(maps) / _PANELS_IN_A_ROW)
+    heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)][: 1 + has_strips]
+    figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    above = parts[0]
+    panels = above.subplots(rows, _PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False).flat
+    for index, panel in enumerate(panels):
+        if index >= len(maps):
+            panel.set_visible(False)
+            continue
+        draw_map(panel, maps[index], 0)
+        _mark(panel, places)
+        share = np.nanmean(maps[index])
+        panel.set_title(f"layer {first_layer + index}: {share:.0%} of blocks", fontsize=9)
+    above.supxlabel(f"key block ({size} tokens each), marks: the facts", fontsize=10)
+    above.supylabel("query block", fontsize=10)
+
+    if has_strips:
+        _draw_strips(parts[1], prompt, places, dense, sparse, first_layer)
+    return figure
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to four places."""
-    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
+def _is_full(answer: Answer) -> bool:
+    return answer.blocks is not None and bool(np.nanmin(answer.blocks) == 1.0)
+
+
+def _draw_strips(
+    below: Any,
+    prompt: Prompt,
+    places: Sequence[int],
+    dense: Reader,
+    sparse: Reader,
+    first_layer: int,
+) -> None:
+    """What the end of each question attended to, layer by layer."""
+    strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
+    asked = zip(strips, prompt.facts, places, dense.answers, sparse.answers, strict=True)
+    for strip, fact, place, was, now in asked:
+        assert now.blocks is not None
+        draw_map(strip, now.blocks, first_layer)
+        strip.set_aspect("auto")
+        _mark(strip, [place])
+        strip.set_title(
+            f"{fact.word}, {fact.number}: dense {_answered(was)}; sparse {_answered(now)}",
+            fontsize=9,
+            loc="left",
+        )
+    below.supxlabel(
+        "key blocks that the end of each question attended to, before the answer", fontsize=10
+    )
+    below.supylabel("layer", fontsize=10)
+
+
+def _answered(answer: Answer) -> str:
+    if answer.is_right:
+        return "right"
+    text = answer.text.encode("ascii", errors="replace").decode()  # which every font can write
+    return f"wrong, {text}" if text else "silent"
+
+
+def _mark(axis: Any, places: Sequence[int]) -> None:
+    """Points at blocks from below the panel."""
+    bottom = axis.get_ylim()[0]
+    axis.plot(places, [bottom] * len(places), "^", color=ORANGE, markersize=5, clip_on=False)

@@ -12,12 +12,20 @@ import typer
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.cli.generate import load_model
 from sketchwalk_jax.cli.progress import elapsed, is_shown
-from sketchwalk_jax.cli.quality_table import quality_table
-from sketchwalk_jax.evaluation.results import hash_weights
+from sketchwalk_jax.evaluation.results import Row, hash_weights
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
+from sketchwalk_jax.evaluation.summaries import (
+    PHASES,
+    Pooled,
+    is_dense,
+    policy_labels,
+    pool,
+    select,
+    tasks_of,
+    values_of,
+)
 from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import by_name
@@ -36,6 +44,17 @@ _FLAGS = {
     "probe_prompts": "probe-prompts",
     "tail": "text-tail",
     "path": "text",
+}
+# Columns of the table.
+_HEADINGS = {
+    "single_needle": "needle",
+    "multi_key": "keys",
+    "multi_query": "queries",
+    "multi_value": "values",
+    "variable_tracking": "variables",
+    "mid_prompt": "mid",
+    "aggregation": "votes",
+    "text_loss": "loss",
 }
 
 
@@ -224,7 +243,7 @@ def evaluate(
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
     keep_compiled_programs()
-    params, model_config = load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen)
     name = directory.resolve().name
     results = evaluate_model(
         params,
@@ -237,5 +256,63 @@ def evaluate(
         overwrite=overwrite,
         progress=is_shown(),
     )
-    print(quality_table(results["rows"]), flush=True)
+    print(_quality_table(results["rows"]), flush=True)
     print(f"{out}: {len(results['rows'])} rows", file=sys.stderr)
+
+
+def _quality_table(rows: Sequence[Row]) -> str:
+    """Right answers by policy, density and phase, one part for each length.
+
+    Args:
+      rows: Rows of one evaluation.
+
+    Returns:
+      Lines of text: nominal and measured density of the sparse layers, the share of right answers
+      of every task and of all of them, the text loss.
+    """
+    return "\n\n".join(_table_of(rows, tokens) for tokens in values_of(rows, "tokens"))
+
+
+def _table_of(rows: Sequence[Row], tokens: int) -> str:
+    rows = select(rows, tokens=tokens)
+    tasks = tasks_of(rows, is_scored=False)
+    header = ["policy", "density", "measured", "sparse in", *(_HEADINGS[one] for one in tasks)]
+    table = [header + ["all"] * (tasks != ["text_loss"]), *_table_lines(rows, tasks)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in table
+    ]
+    return "\n".join([f"{tokens} tokens", *lines])
+
+
+def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str]]:
+    for label in policy_labels(rows):
+        own = select(rows, label=label)
+        densities = list(dict.fromkeys(row["density"] for row in own))
+        for density in densities:
+            for phase in PHASES:
+                some = [row for row in own if (row["density"], row["phase"]) == (density, phase)]
+                if not some:
+                    continue
+                scored = [row for row in some if row["task"] != "text_loss"]
+                together = pool(scored or some)
+                assert together is not None
+                yield [
+                    label,
+                    "" if density is None or is_dense(some[0]) else f"{density:g}",
+                    _two_digits(together.density_sparse_layers),
+                    "" if is_dense(some[0]) else phase,
+                    *(_cell(pool(select(some, task=task))) for task in tasks),
+                    *([_two_digits(together.exact)] if tasks != ["text_loss"] else []),
+                ]
+
+
+def _cell(pooled: Pooled | None) -> str:
+    if pooled is None:
+        return ""
+    return _two_digits(pooled.text_loss if pooled.exact is None else pooled.exact)
+
+
+def _two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

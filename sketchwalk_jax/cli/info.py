@@ -1,13 +1,27 @@
 """`sketchwalk info`: what a checkpoint is, what would run here, and what the cache will cost."""
 
+import dataclasses
+import functools
 import json
+import math
+import platform
+from pathlib import Path
 from typing import Annotated, Any
 
+import jax
+import jax.numpy as jnp
 import typer
 
-from sketchwalk_jax.cli import describe, options
+from sketchwalk_jax._version import __version__
+from sketchwalk_jax.cache import init_cache
+from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
+from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+from sketchwalk_jax.policies import Policy
 
 
 def info(
@@ -42,13 +56,157 @@ def info(
             f"--context must not exceed the model's context of {longest} tokens, got {context}"
         )
     found: dict[str, Any] = {
-        "environment": describe.environment(
+        "environment": _describe_environment(
             num_heads=model_config.num_heads,
             head_dim=model_config.head_dim,
             block_size=config.block_size,
             dtype=chosen,
         ),
-        "model": describe.checkpoint(directory, model_config, dtype=chosen),
-        "cache": describe.cache(model_config, config, max_tokens=context or longest, dtype=chosen),
+        "model": _describe_checkpoint(directory, model_config, dtype=chosen),
+        "cache": _describe_cache(model_config, config, max_tokens=context or longest, dtype=chosen),
     }
-    print(json.dumps(found) if as_json else describe.to_text(found), flush=True)
+    print(json.dumps(found) if as_json else _to_text(found), flush=True)
+
+
+def _describe_environment(
+    *, num_heads: int, head_dim: int, block_size: int, dtype: str
+) -> dict[str, Any]:
+    """This machine, and the implementation of attention that runs here for such queries."""
+    query = jax.ShapeDtypeStruct((1, block_size, num_heads, head_dim), jnp.dtype(dtype))
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "implementation": choose_implementation(None, query, block_size=block_size),
+        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, block_size=block_size),
+    }
+
+
+def _describe_checkpoint(
+    directory: Path, model_config: ModelConfig, *, dtype: str
+) -> dict[str, Any]:
+    """Sizes and settings of the model, and what is stored and loaded, in bytes.
+
+    Raises:
+      FileNotFoundError: If weight files are missing.
+      ValueError: If a weight file is damaged.
+    """
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(model_config)))
+    fields = dataclasses.asdict(model_config)
+    rope = {name: value for name, value in fields["rope"].items() if value is not None}
+    return {
+        "directory": str(directory),
+        **(fields | {"rope": rope, "context_length": model_config.context_length}),
+        "parameters": count,
+        **_stored(directory),
+        "loaded_bytes": count * jnp.dtype(dtype).itemsize,
+    }
+
+
+def _stored(directory: Path) -> dict[str, Any]:
+    """Dtypes and bytes of the weight files, from their headers."""
+    if (directory / SAVED_CONFIG_FILE).exists():
+        found = set(read_json(directory / SAVED_CONFIG_FILE).get("dtypes", {}).values())
+        files = [path for path in (directory / PARAMS_FOLDER).rglob("*") if path.is_file()]
+    else:
+        with TensorFiles(directory) as tensors:
+            headers = list(tensors.headers.values())
+        found = {FLOAT_DTYPES.get(header.dtype, header.dtype) for header in headers}
+        files = [directory / name for name in sorted({header.file for header in headers})]
+    total = sum(path.stat().st_size for path in files)
+    return {"stored_dtypes": sorted(found), "stored_files": len(files), "stored_bytes": total}
+
+
+def _describe_cache(
+    model_config: ModelConfig, config: Policy, *, max_tokens: int, dtype: str
+) -> dict[str, Any]:
+    """What the cache of one sequence costs, in bytes, without allocating it.
+
+    Raises:
+      ValueError: If `max_tokens` is more than the model's context.
+    """
+    make = functools.partial(
+        init_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
+    )
+    shapes = jax.eval_shape(make)
+
+    def size(tree: Any) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    return {
+        "tokens": max_tokens,
+        "dtype": dtype,
+        "key_value_bytes": size((shapes.key, shapes.value)),
+        "statistics_bytes": size(shapes.statistics),
+        "total_bytes": size(shapes),
+    }
+
+
+def _to_text(found: dict[str, Any]) -> str:
+    """The same facts for reading."""
+    here = found["environment"]
+    reason = f" ({here['why_not_mosaic_gpu']})" if here["why_not_mosaic_gpu"] else ""
+    kinds = sorted(set(here["devices"]))
+    devices = ", ".join(f"{here['devices'].count(kind)} x {kind}" for kind in kinds)
+    rows: list[tuple[str, str]] = [
+        ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
+        ("devices", f"{devices} (backend {here['backend']})"),
+        ("attention", f"{here['implementation']}{reason}"),
+        ("", ""),
+        *_model_rows(found["model"]),
+        ("", ""),
+        *_cache_rows(found["cache"]),
+    ]
+    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    others = {k: v for k, v in model["rope"].items() if k not in ("rope_type", "theta")}
+    scaling = "".join(f", {name} {value}" for name, value in others.items())
+    if model["rope"]["rope_type"] == "default":
+        scaling = ""
+    ends = ", ".join(map(str, model["eos_token_ids"])) or "none"
+    tied = ", output tied to the embedding" if model["tie_word_embeddings"] else ""
+    return [
+        ("checkpoint", model["directory"]),
+        ("type", f"{model['model_type']}, vocabulary {model['vocab_size']}{tied}"),
+        (
+            "layers",
+            f"{model['num_layers']} of width {model['hidden_size']}, "
+            f"mlp {model['intermediate_size']}",
+        ),
+        (
+            "heads",
+            f"{model['num_heads']} for queries, {model['num_kv_heads']} for keys and values, "
+            f"of {model['head_dim']} dimensions",
+        ),
+        ("context", f"{model['context_length']} tokens"),
+        ("rope", f"{model['rope']['rope_type']}, theta {model['rope']['theta']:g}{scaling}"),
+        ("end tokens", ends),
+        ("parameters", f"{model['parameters']:,}, {_bytes(model['loaded_bytes'])} when loaded"),
+        (
+            "stored",
+            f"{_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "
+            f"{model['stored_files']} file{'s' if model['stored_files'] != 1 else ''}",
+        ),
+    ]
+
+
+def _cache_rows(cache: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("cache", f"{_bytes(cache['total_bytes'])} for one sequence of {cache['tokens']} tokens"),
+        ("  keys, values", f"{_bytes(cache['key_value_bytes'])} in {cache['dtype']}"),
+        ("  statistics", f"{_bytes(cache['statistics_bytes'])} of the policy"),
+    ]
+
+
+def _bytes(count: int) -> str:
+    """A size in words; units are powers of 1024."""
+    size, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if size < 1024 or unit == units[-1]:
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

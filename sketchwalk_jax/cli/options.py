@@ -12,9 +12,12 @@ import typer
 
 from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.cli.progress import elapsed, is_shown
 from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import ModelConfig, check_directory
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_directory
 from sketchwalk_jax.models.hf_config import DTYPES
+from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -24,6 +27,7 @@ from sketchwalk_jax.policies import (
     takes_density,
 )
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.validation import check_choice
 
 METHOD = "Method"
 
@@ -192,6 +196,15 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     """
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else model_config.dtype
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype must be one of {DTYPES}, got {dtype!r}")
+    with usage_errors():
+        check_choice("dtype", dtype, DTYPES)
     return dtype
+
+
+def load_model(directory: Path, dtype: str) -> tuple[Params, ModelConfig]:
+    """The weights, on the device, with a sign of life."""
+    if not (directory / SAVED_CONFIG_FILE).exists():
+        return jax.block_until_ready(load(directory, dtype=dtype, progress=is_shown()))
+    # Orbax reads everything in one call, without steps for a bar.
+    with elapsed("loading"):
+        return jax.block_until_ready(load(directory, dtype=dtype, progress=False))

@@ -12,7 +12,7 @@ from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.models.config import ModelConfig
 
 
-def check_sources(prompt: str | None, prompt_file: Path | None) -> None:
+def check_one_source(prompt: str | None, prompt_file: Path | None) -> None:
     """Raises a `UsageError` unless exactly one prompt is given, standard input included."""
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file must not be given together")
@@ -22,7 +22,7 @@ def check_sources(prompt: str | None, prompt_file: Path | None) -> None:
         )
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_source(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt exactly as it stands: nothing is stripped and no line end is translated.
 
     Raises:

@@ -20,6 +20,7 @@ from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.plots import import_pyplot
+from sketchwalk_jax.validation import check_integer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,8 +65,7 @@ def attention_matrix(
     """
     if not 0 <= layer < model_config.num_layers:
         raise ValueError(f"layer must be in 0..{model_config.num_layers - 1}, got {layer}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be positive, got {block_size}")
+    check_integer("block_size", block_size)
     if np.ndim(tokens) != 1 or not len(tokens):
         raise ValueError(f"tokens must be one prompt [T], got shape {np.shape(tokens)}")
     mass = _mass(
@@ -141,8 +141,10 @@ def plot_attention_powers(
         raise ValueError(f"attention must have shape [S, S], got {matrix.shape}")
     if np.any(np.triu(matrix, 1)) or not np.allclose(matrix.sum(-1), 1.0, atol=1e-2):
         raise ValueError("attention must be lower triangular with rows that sum to 1")
-    if not powers or any(type(power) is not int or power < 1 for power in powers):
-        raise ValueError(f"powers must be positive integers, got {powers!r}")
+    if not powers:
+        raise ValueError("powers must hold at least one exponent, got none")
+    for power in powers:
+        check_integer("powers", power)
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.ticker import MaxNLocator
 

@@ -1,14 +1,20 @@
-"""Policies without a density of their own, set to one on held-out prompts.
+"""Policies that a model and held-out prompts set: knobs to a density, and Adamas's thresholds.
 
 MInference and FlexPrefill keep what the model and the prompt make them keep; a field of theirs, the
-*knob*, makes it more or less. To compare them at a density, the knob is found by bisection on
-prompts that no result counts, never on those that are scored, and stays as it is for all of them.
+*knob*, makes it more or less. To compare them at a density, `calibrate` finds the knob by bisection
+on prompts that no result counts, never on those that are scored, and it stays as it is for all of
+them. Adamas's published thresholds are absolute numbers, and keys of another model may lie on
+another scale: where none reaches the outer thresholds, half of every code goes unused.
+`fit_thresholds` takes the quartiles of the model's own keys. `fit_policy` does what one policy
+needs, and `RuleCalibration` what those of an evaluation do.
 """
 
 import dataclasses
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -16,20 +22,51 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Density, init_cache, num_dense_layers
+from sketchwalk_jax.cache import Density, num_dense_layers
 from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.evaluation.programs import Programs, read_prompts
+from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples
-from sketchwalk_jax.evaluation.text import Text
-from sketchwalk_jax.inference import read_prompt
+from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import changed_fields
+from sketchwalk_jax.policies import Policy, changed_fields
+from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.validation import check_number
 
 PyTree = Any
+_log = logging.getLogger(__name__)
 
 HELD_OUT = 2**32
 """Added to the seed of an evaluation, gives that of its held-out prompts."""
+_KEYS_OF_A_PROMPT = 1024
+_FITTED_ON: tuple[str, ...] = ("text_loss", "multi_key")
+_MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
+
+
+def held_out_prompts(
+    text: Text, tokenizer: Any, *, tasks: Sequence[str], num_tokens: int, seed: int = 0
+) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, "P"]]:
+    """One prompt of each task that no evaluation with a seed below 2^32 scores.
+
+    Args:
+      text: Text to hide facts in.
+      tokenizer: A tokenizer of transformers.
+      tasks: Names of tasks.
+      num_tokens: Length of the prompts.
+      seed: Seed of the evaluation.
+
+    Returns:
+      Tokens, right-padded, and lengths, as `calibrate` takes them.
+
+    Raises:
+      ValueError: If `num_tokens` leaves no room for a task.
+    """
+    options = {"num_tokens": num_tokens, "count": 1, "seed": HELD_OUT + seed}
+    drawn = [draw_samples(task, text, tokenizer, **options)[0].tokens for task in tasks]
+    padded = [np.pad(one, (0, num_tokens - len(one))) for one in drawn]
+    return np.stack(padded).astype(np.int32), np.array([len(one) for one in drawn], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,30 +177,6 @@ def calibrate(
     return found
 
 
-def held_out_prompts(
-    text: Text, tokenizer: Any, *, tasks: Sequence[str], num_tokens: int, seed: int = 0
-) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, "P"]]:
-    """One prompt of each task that no evaluation with a seed below 2^32 scores.
-
-    Args:
-      text: Text to hide facts in.
-      tokenizer: A tokenizer of transformers.
-      tasks: Names of tasks.
-      num_tokens: Length of the prompts.
-      seed: Seed of the evaluation.
-
-    Returns:
-      Tokens, right-padded, and lengths, as `calibrate` takes them.
-
-    Raises:
-      ValueError: If `num_tokens` leaves no room for a task.
-    """
-    options = {"num_tokens": num_tokens, "count": 1, "seed": HELD_OUT + seed}
-    drawn = [draw_samples(task, text, tokenizer, **options)[0].tokens for task in tasks]
-    padded = [np.pad(one, (0, num_tokens - len(one))) for one in drawn]
-    return np.stack(padded).astype(np.int32), np.array([len(one) for one in drawn], np.int32)
-
-
 def _bisect(
     measure: Any, policy: PrefillPolicy, density: float, tolerance: float, max_steps: int
 ) -> Calibration:
@@ -249,12 +262,253 @@ def prefill_density(
     Returns:
       The pairs that were attended to.
     """
-    batch, num_tokens = tokens.shape
-    dtype = params["embed"]["embedding"].dtype
-    cache = init_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
     settings = Settings(model_config=model_config, config=policy.with_traced(value, floor))
-    columns = jnp.zeros((batch, 1), jnp.int32)
-    _, cache, _ = read_prompt(
-        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
+    return read_prompts(params, tokens, lengths, settings=settings)[1].density
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedThresholds:
+    """What `fit_thresholds` found.
+
+    Attributes:
+      policy: The policy with its thresholds set.
+    """
+
+    policy: AdamasConfig
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The field that was set."""
+        return {"thresholds": list(self.policy.thresholds)}
+
+
+def fit_thresholds(
+    params: PyTree,
+    tokens: Int[Array | np.ndarray, "P T"],
+    lengths: Int[Array | np.ndarray, "P"] | None = None,
+    *,
+    policy: AdamasConfig,
+    model_config: ModelConfig,
+    program: Callable[..., Array] | None = None,
+) -> FittedThresholds:
+    """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded, read densely and at once. They should not be prompts that are
+        scored.
+      lengths: Tokens of each prompt; all `T` by default.
+      policy: The policy. Keys of its dense layers do not count.
+      model_config: The model.
+      program: `quartiles_of_keys` compiled for these prompts; compiled here by default.
+
+    Returns:
+      The policy with new thresholds; as it is where no layer is sparse.
+
+    Raises:
+      ValueError: If the model's head_dim has no Hadamard transform.
+
+    Example:
+      >>> found = fit_thresholds(params, tokens, policy=AdamasConfig(),
+      ...                        model_config=model_config)  # doctest: +SKIP
+      >>> found.policy.thresholds  # doctest: +SKIP
+      (-1.1680, 0.0094, 1.1765)
+    """
+    first = num_dense_layers(model_config, policy)
+    if first == model_config.num_layers:
+        return FittedThresholds(policy)
+    if lengths is None:
+        lengths = np.full(tokens.shape[:1], tokens.shape[1])
+    if program is None:
+        program = functools.partial(quartiles_of_keys, first=first, model_config=model_config)
+    quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
+    return FittedThresholds(dataclasses.replace(policy, thresholds=(low, middle, high)))
+
+
+@functools.partial(jax.jit, static_argnames=("first", "model_config"))
+def quartiles_of_keys(
+    params: PyTree,
+    tokens: Int[Array, "P T"],
+    lengths: Int[Array, "P"],
+    *,
+    first: int,
+    model_config: ModelConfig,
+) -> Float[Array, "3"]:
+    """Quartiles over layers from `first` on, heads, channels and tokens evenly spread."""
+    settings = Settings(model_config=model_config, config=Dense())
+    _, cache = read_prompts(params, tokens, lengths, settings=settings)
+    num_tokens = tokens.shape[1]
+    stride = (lengths[:, None] + _KEYS_OF_A_PROMPT - 1) // _KEYS_OF_A_PROMPT
+    count = min(_KEYS_OF_A_PROMPT, num_tokens)
+    places = jnp.arange(count, dtype=jnp.int32)[None, :] * stride
+    is_real = (places < lengths[:, None])[None, :, :, None, None]
+    places = jnp.minimum(places, num_tokens - 1)[None, :, :, None, None]
+    keys = jnp.take_along_axis(cache.key[first:], places, axis=2)
+    return key_quartiles(jnp.where(is_real, keys, jnp.nan))
+
+
+def fit_policy(
+    policy: Policy,
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    num_tokens: int,
+    density: float | None = None,
+    is_fitted: bool = False,
+) -> Policy:
+    """The policy as it suits a model, on prompts that no harness has.
+
+    A knob is set on two of one length, English text and a question about codes hidden in such text:
+    what is kept of one that ends in a question is more. Thresholds take the text alone.
+
+    Args:
+      policy: The policy.
+      params: Parameter tree.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Tokens of a prompt: for a density, about those of the prompts to come. Thresholds
+        take at most 8,192.
+      density: What a policy with a knob is calibrated to; as it is without.
+      is_fitted: Whether the thresholds of Adamas are the model's already.
+
+    Returns:
+      The policy with its knob or thresholds set; others as they are.
+
+    Raises:
+      ValueError: If the prompts do not fit `num_tokens`, or the text is shorter.
+    """
+    has_target = isinstance(policy, PrefillPolicy) and density is not None
+    if not has_target and (is_fitted or not isinstance(policy, AdamasConfig)):
+        return policy
+    tasks = _FITTED_ON
+    if isinstance(policy, AdamasConfig):
+        num_tokens, tasks = min(num_tokens, _MAX_TOKENS_OF_KEYS), _FITTED_ON[:1]
+    tokens, lengths = held_out_prompts(read_text(), tokenizer, tasks=tasks, num_tokens=num_tokens)
+    if isinstance(policy, AdamasConfig):
+        fitted = fit_thresholds(params, tokens, lengths, policy=policy, model_config=model_config)
+        return fitted.policy
+    assert isinstance(policy, PrefillPolicy) and density is not None
+    found = calibrate(
+        params,
+        tokens,
+        lengths,
+        policy=policy,
+        model_config=model_config,
+        density=density,
+        batch=1,
     )
-    return cache.density
+    _log.info("%s: density %.3f on held-out prompts", found.settings, found.density)
+    return found.policy
+
+
+def is_set_by_model(rule: Rule) -> bool:
+    """Whether a rule is calibrated to a density, or has thresholds to be fitted."""
+    return rule.is_calibrated or isinstance(rule.make(), AdamasConfig)
+
+
+class RuleCalibration:
+    """Sets the rules of one length that need it; their programs are compiled from the beginning."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        rules: Iterable[Rule],
+        model_config: ModelConfig,
+        *,
+        num_tasks: int,
+        num_tokens: int,
+        batch: int,
+    ) -> None:
+        """Starts to compile.
+
+        Args:
+          programs: Where programs are compiled.
+          rules: Rules, of which those with neither a knob nor thresholds are passed over.
+          model_config: The model.
+          num_tasks: Tasks of the evaluation, each of which gives one prompt.
+          num_tokens: Length of the prompts.
+          batch: Most prompts at a time.
+        """
+        self._rules = sorted(filter(is_set_by_model, rules), key=str)
+        self._programs, self._model_config = programs, model_config
+        self._num_tokens, self._batch = num_tokens, min(batch, num_tasks)
+        for rule in self._rules:
+            self._program(rule.make())
+
+    def _program(self, policy: Policy) -> Future[Any]:
+        def integers(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        prompts = integers(self._batch, self._num_tokens), integers(self._batch)
+        static: dict[str, Any] = {"model_config": self._model_config}
+        if isinstance(policy, AdamasConfig):
+            static["first"] = num_dense_layers(self._model_config, policy)
+            return self._programs.start(quartiles_of_keys, *prompts, **static)
+        assert isinstance(policy, PrefillPolicy)
+        value, floor = jax.ShapeDtypeStruct((), jnp.float32), integers()
+        static["policy"] = unset(policy)
+        return self._programs.start(prefill_density, *prompts, value, floor, **static)
+
+    def run(
+        self,
+        params: PyTree,
+        text: Text,
+        tokenizer: Any,
+        *,
+        tasks: Sequence[str],
+        seed: int,
+        before: Callable[[str], object] = str,
+    ) -> dict[Rule, Calibration | FittedThresholds]:
+        """Calibrates.
+
+        Args:
+          params: Parameter tree.
+          text: As in `held_out_prompts`.
+          tokenizer: As in `held_out_prompts`.
+          tasks: Names of the tasks.
+          seed: Seed of the evaluation.
+          before: Is told what is done next.
+
+        Returns:
+          What was found for each rule that needs it.
+        """
+        if not self._rules:
+            return {}
+        tokens, lengths = held_out_prompts(
+            text, tokenizer, tasks=tasks, num_tokens=self._num_tokens, seed=seed
+        )
+        return {rule: self._set(rule, params, tokens, lengths, before) for rule in self._rules}
+
+    def _set(
+        self,
+        rule: Rule,
+        params: PyTree,
+        tokens: Int[np.ndarray, "P T"],
+        lengths: Int[np.ndarray, "P"],
+        before: Callable[[str], object],
+    ) -> Calibration | FittedThresholds:
+        before(f"calibrating {rule}, {self._num_tokens} tokens")
+        policy = rule.make()
+        program = self._program(policy).result()
+        if isinstance(policy, AdamasConfig):
+            return fit_thresholds(
+                params,
+                tokens[: self._batch],
+                lengths[: self._batch],
+                policy=policy,
+                model_config=self._model_config,
+                program=program,
+            )
+        assert isinstance(policy, PrefillPolicy) and rule.density is not None
+        return calibrate(
+            params,
+            tokens,
+            lengths,
+            policy=policy,
+            model_config=self._model_config,
+            density=rule.density,
+            batch=self._batch,
+            program=program,
+        )

@@ -12,8 +12,7 @@ import numpy as np
 
 from sketchwalk_jax.cache import Cache, num_dense_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.decode_bytes import decode_bytes
-from sketchwalk_jax.evaluation.probe import ProbeSums, probe_decode, probe_prefill
+from sketchwalk_jax.evaluation.probe import ProbeSums, decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
@@ -23,7 +22,7 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
-from sketchwalk_jax.evaluation.rows import Outcome, Probed
+from sketchwalk_jax.evaluation.results import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import LayerShape, Policy

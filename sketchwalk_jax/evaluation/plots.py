@@ -5,38 +5,52 @@ draws whatever policies, tasks, lengths and densities are there. matplotlib is t
 `pip install "sketchwalk-jax[plots]"`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sketchwalk_jax.evaluation.drawing import (
-    BLUE,
-    LIGHT_GREY,
-    WHITE,
-    add_legend,
-    are_lowest,
-    check_choices,
-    make_panels,
-    nominal_density,
-    style_of,
-    tidy,
-)
-from sketchwalk_jax.evaluation.layer_plots import plot_mass_recall, plot_output_error
+from sketchwalk_jax.evaluation.results import Row
 from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
     Pooled,
-    Row,
+    check_choices,
+    mean_by_layer,
+    nominal_density,
     policy_labels,
     pool,
     select,
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, density_title, longest, task_title
+from sketchwalk_jax.evaluation.tables import density_title, longest, task_title
+from sketchwalk_jax.plots import import_pyplot
+from sketchwalk_jax.validation import check_choice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Okabe and Ito's colours, which are told apart with any kind of colour vision, and darker ones for
+# the method's rivals; markers repeat what colours say. A policy has the same ones in every figure.
+_STYLES = {
+    "dense": ("#000000", "_"),
+    "oracle": ("#009E73", "D"),
+    "paper": ("#D55E00", "o"),
+    "damped": ("#0072B2", "s"),
+    "one_hop": ("#56B4E9", "^"),
+    "released": ("#CC79A7", "P"),
+    "minference": ("#5D3A9B", "<"),
+    "flexprefill": ("#7A4419", ">"),
+    "quest": ("#882255", "h"),
+    "adamas": ("#B2A300", "p"),
+    "streaming": ("#E69F00", "v"),
+    "random": ("#8A8A8A", "X"),
+}
+_OTHER_COLOURS = ("#117733", "#AA4499", "#44AA99", "#661100")
+_OTHER_MARKERS = "*dH8"
+_LIGHT_GREY, _BLUE, _WHITE = "#E4E4E4", "#0072B2", "#FFFFFF"
+_MAX_COLUMNS = 4
 # Points between the markers of policies at the same density, and from the first to the last.
 _SPREAD, _MAX_SPREAD = 2.2, 14.0
 
@@ -73,17 +87,16 @@ def plot_accuracy(
       >>> plot_accuracy(read_results("quality.json").rows, phase="prefill")  # doctest: +SKIP
     """
     check_choices(rows, phase=phase, tokens=tokens)
-    if layers not in ("sparse_layers", "all_layers"):
-        raise ValueError(f"layers must be 'sparse_layers' or 'all_layers', got {layers!r}")
+    check_choice("layers", layers, ("sparse_layers", "all_layers"))
     tokens = longest(rows) if tokens is None else tokens
     chosen = select(rows, phase=phase, tokens=tokens)
     labels = [label for label in policy_labels(chosen) if label != "dense"]
     tasks = tasks_of(chosen, is_scored=False)
-    figure, axes = make_panels(len(tasks), size=(2.9, 2.5))
+    figure, axes = _make_panels(len(tasks), size=(2.9, 2.5))
     counted = layers.replace("_", " ")
     measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
     widest = max((x for x in measured if x is not None), default=1.0)
-    for task, axis, is_lowest in zip(tasks, axes, are_lowest(len(tasks)), strict=True):
+    for task, axis, is_lowest in zip(tasks, axes, _are_lowest(len(tasks)), strict=True):
         some = select(chosen, task=task)
         _draw_dense(axis, pool(select(some, label="dense")), is_loss=task == "text_loss")
         for index, label in enumerate(labels):
@@ -102,8 +115,8 @@ def plot_accuracy(
             if axis.get_subplotspec().is_first_col():
                 axis.set_ylabel("right answers", fontsize=9)
             axis.set_ylim(-0.03, 1.03)
-        tidy(axis)
-    add_legend(figure, [*(["dense"] if select(chosen, label="dense") else []), *labels], labels)
+        _tidy(axis)
+    _add_legend(figure, [*(["dense"] if select(chosen, label="dense") else []), *labels], labels)
     place = "prefill and decode" if phase == "both" else phase
     figure.suptitle(title or f"{tokens:,} tokens, sparse in {place}", fontsize=11)
     return figure
@@ -197,7 +210,7 @@ def plot_needle_depth(
     needles = select(needles, phase=phase, density=density)
     labels, lengths = policy_labels(needles), values_of(needles, "tokens")
     depths = values_of(needles, "depth")
-    figure, axes = make_panels(
+    figure, axes = _make_panels(
         len(labels), size=(max(1.4, 0.75 + 0.42 * len(lengths)), 2.6), sharex=True, sharey=True
     )
     edges = np.linspace(0, 1, len(depths) + 1)
@@ -230,16 +243,16 @@ def _draw_grid(axis: Any, grid: np.ndarray, edges: np.ndarray) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import PercentFormatter
 
-    scale = LinearSegmentedColormap.from_list("found", [LIGHT_GREY, "#7FB4D6", BLUE, "#00304D"])
+    scale = LinearSegmentedColormap.from_list("found", [_LIGHT_GREY, "#7FB4D6", _BLUE, "#00304D"])
     columns = np.arange(grid.shape[1] + 1) - 0.5
     image = axis.pcolormesh(
         columns,
         edges,
         np.ma.masked_invalid(grid),
-        cmap=scale.with_extremes(bad=WHITE),
+        cmap=scale.with_extremes(bad=_WHITE),
         vmin=0.0,
         vmax=1.0,
-        edgecolors=WHITE,
+        edgecolors=_WHITE,
         linewidth=0.6,
     )
     axis.set_ylim(1.0, 0.0)  # the beginning of the prompt is at the top
@@ -250,4 +263,172 @@ def _draw_grid(axis: Any, grid: np.ndarray, edges: np.ndarray) -> Any:
     return image
 
 
-__all__ = ["plot_accuracy", "plot_mass_recall", "plot_needle_depth", "plot_output_error"]
+def plot_mass_recall(
+    rows: Sequence[Row],
+    *,
+    phase: str = "prefill",
+    density: float | None = None,
+    tokens: int | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Draws the share of dense attention's mass that the selected blocks hold, layer by layer.
+
+    Args:
+      rows: Rows of one evaluation; values are means over its tasks.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+      tokens: Length; the longest with such values by default.
+      title: Title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If no row has such values.
+
+    Example:
+      >>> plot_mass_recall(read_results("quality.json").rows)  # doctest: +SKIP
+    """
+    return _plot_by_layer(
+        rows,
+        "mass_recall_by_layer",
+        axis_label="attention mass in selected blocks",
+        phase=phase,
+        density=density,
+        tokens=tokens,
+        title=title,
+    )
+
+
+def plot_output_error(
+    rows: Sequence[Row],
+    *,
+    phase: str = "prefill",
+    density: float | None = None,
+    tokens: int | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Draws `‖sparse - dense‖ / ‖dense‖` of the output of attention, layer by layer.
+
+    Arguments, result and errors are those of `plot_mass_recall`.
+
+    Example:
+      >>> plot_output_error(read_results("quality.json").rows)  # doctest: +SKIP
+    """
+    return _plot_by_layer(
+        rows,
+        "output_error_by_layer",
+        axis_label="relative error of the output",
+        phase=phase,
+        density=density,
+        tokens=tokens,
+        title=title,
+    )
+
+
+def _plot_by_layer(
+    rows: Sequence[Row],
+    field: str,
+    *,
+    axis_label: str,
+    phase: str,
+    density: float | None,
+    tokens: int | None,
+    title: str | None,
+) -> "Figure":
+    from matplotlib.ticker import MaxNLocator
+
+    check_choices(rows, phase=phase, tokens=tokens)
+    density = nominal_density(rows, density)
+    chosen = [row for row in select(rows, phase=phase, density=density) if row.get(field)]
+    chosen = [row for row in chosen if row["policy"] != "dense"]
+    if not chosen:
+        raise ValueError(f"rows must hold {field} of phase {phase!r}, got none")
+    tokens = longest(chosen) if tokens is None else tokens
+    chosen = select(chosen, tokens=tokens)
+    labels = policy_labels(chosen)
+    pyplot = import_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for label in labels:
+        values = mean_by_layer(select(chosen, label=label), field)
+        colour, marker = style_of(label, labels)
+        heights = [math.nan if value is None else value for value in values]
+        axis.plot(heights, color=colour, marker=marker, markersize=4.5, linewidth=1.2)
+    axis.set_ylim(bottom=0.0)
+    if field == "mass_recall_by_layer":
+        axis.set_ylim(0.0, 1.02)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("layer")
+    axis.set_ylabel(axis_label)
+    _tidy(axis)
+    _add_legend(figure, labels, labels, place="outside right center", columns=1)
+    place = PHASE_TITLES[phase].lower()
+    axis.set_title(
+        title or f"{density_title(density)}, sparse in {place}, {tokens:,} tokens", fontsize=11
+    )
+    return figure
+
+
+def style_of(label: str, labels: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of a policy; `labels` are all policies of the figure."""
+    if label in _STYLES:
+        return _STYLES[label]
+    index = [name for name in labels if name not in _STYLES].index(label)
+    return _OTHER_COLOURS[index % len(_OTHER_COLOURS)], _OTHER_MARKERS[index % len(_OTHER_MARKERS)]
+
+
+def _make_panels(count: int, *, size: tuple[float, float], **shared: bool) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels of a size in inches, the rest of its grid left empty."""
+    pyplot = import_pyplot()
+    columns = min(_MAX_COLUMNS, count)
+    lines = math.ceil(count / columns)
+    figure, axes = pyplot.subplots(
+        lines,
+        columns,
+        figsize=(size[0] * columns + 0.6, size[1] * lines + 0.9),
+        squeeze=False,
+        layout="constrained",
+        **shared,
+    )
+    flat = list(axes.flat)
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return figure, flat[:count]
+
+
+def _are_lowest(count: int) -> list[bool]:
+    """Whether no panel of a grid stands below each."""
+    columns = min(_MAX_COLUMNS, count)
+    return [index + columns >= count for index in range(count)]
+
+
+def _tidy(axis: Any) -> None:
+    """Light horizontal lines, small numbers, no frame above and to the right."""
+    axis.grid(axis="y", color=_LIGHT_GREY)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _add_legend(
+    figure: Any,
+    shown: Sequence[str],
+    labels: Sequence[str],
+    *,
+    place: str = "outside lower center",
+    columns: int = 8,
+) -> None:
+    """Names policies beside or below the panels, in at most `columns` columns.
+
+    `labels` are all policies of the figure.
+    """
+    from matplotlib.lines import Line2D
+
+    lines = []
+    for label in shown:
+        colour, marker = style_of(label, labels)
+        style = {"linestyle": "--"} if label == "dense" else {"marker": marker, "markersize": 5}
+        lines.append(Line2D([], [], color=colour, linewidth=1.2, label=label, **style))
+    columns = math.ceil(len(lines) / math.ceil(len(lines) / columns))  # rows of equal length
+    figure.legend(handles=lines, loc=place, ncols=columns, fontsize=9, frameon=False)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, Density, init_cache, num_dense_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.prompts import MAX_STEPS, NUM_SCORED
+from sketchwalk_jax.evaluation.prompts import MAX_STEPS
+from sketchwalk_jax.evaluation.tasks import NUM_SCORED
 from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
@@ -129,6 +130,39 @@ class Together(Policy):
         return dataclasses.replace(cache, statistics=statistics)
 
 
+def read_prompts(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"] | None = None,
+    *,
+    settings: Settings,
+) -> tuple[Float[Array, "B C D"], Cache]:
+    """Reads prompts into a new cache of `T` tokens.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      columns: Columns whose output is wanted; the first one by default.
+      settings: Model and policy.
+
+    Returns:
+      The last layer's output at those columns, and the cache.
+    """
+    batch, num_tokens = tokens.shape
+    dtype = params["embed"]["embedding"].dtype
+    cache = init_cache(
+        settings.model_config, settings.config, batch=batch, max_tokens=num_tokens, dtype=dtype
+    )
+    if columns is None:
+        columns = jnp.zeros((batch, 1), jnp.int32)
+    hidden, cache, _ = read_prompt(
+        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
+    )
+    return hidden, cache
+
+
 def _next_tokens(
     params: PyTree,
     hidden: Float[Array, "B C D"],
@@ -159,17 +193,8 @@ def prefill_program(
     *,
     settings: Settings,
 ) -> Prefilled:
-    """Reads prompts into a new cache of `T` tokens; scores the tokens after some columns."""
-    cache = init_cache(
-        settings.model_config,
-        settings.config,
-        batch=tokens.shape[0],
-        max_tokens=tokens.shape[1],
-        dtype=params["embed"]["embedding"].dtype,
-    )
-    hidden, cache, _ = read_prompt(
-        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
-    )
+    """Reads prompts into a new cache, and scores the tokens after some columns."""
+    hidden, cache = read_prompts(params, tokens, lengths, columns, settings=settings)
     likeliest, losses = _next_tokens(params, hidden, targets, model_config=settings.model_config)
     return Prefilled(likeliest, losses, likeliest[:, -1], cache)
 

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sketchwalk_jax.evaluation.tasks import Sample, score
+from sketchwalk_jax.evaluation.tasks import NUM_SCORED, Sample, score
 from sketchwalk_jax.tokenizer import decode
 
 ANSWER_ROOM = 64
 """Tokens of the length that are left to generated answers, where these can be the last tokens."""
-NUM_SCORED = 64
-"""Tokens whose loss the task text_loss takes; answers within a prompt have at most as many."""
 MAX_STEPS = 96
 """Decode steps that a program has room for: a question, its answer and a little more."""
 _EXTRA_STEPS = 2  # a code that goes on must be seen to go on

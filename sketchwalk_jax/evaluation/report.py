@@ -1,25 +1,36 @@
-"""A report of one evaluation in markdown: tables, figures and checked claims.
+"""A report of one evaluation in markdown: its tables and figures, as `sketchwalk report` writes it.
 
-`sections` makes the parts by name, for a page with prose of its own; `write_report` writes a whole
-report into a folder, as `sketchwalk report` does.
+`sections` makes the tables by name, for a page with prose of its own; `drawings` are the figures of
+the rows, `model_drawings` those of the model as it reads one prompt: the blocks attended to, and
+powers of its attention. `write_report` writes all of it into a folder.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sketchwalk_jax.evaluation.comparison import comparison, settings_table
-from sketchwalk_jax.evaluation.figures import Drawing, drawings, save_drawings
-from sketchwalk_jax.evaluation.observations import check_observations, observations_text
+import jax
+import numpy as np
+
+from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
+from sketchwalk_jax.evaluation.plots import (
+    plot_accuracy,
+    plot_mass_recall,
+    plot_needle_depth,
+    plot_output_error,
+)
+from sketchwalk_jax.evaluation.results import Results, Row
 from sketchwalk_jax.evaluation.summaries import (
-    Results,
-    Row,
+    PHASE_TITLES,
     densities,
     measured_phases,
+    probed_phases,
+    select,
     values_of,
 )
 from sketchwalk_jax.evaluation.tables import (
-    PHASE_TITLES,
     accuracy_table,
     density_title,
     difference_table,
@@ -28,8 +39,20 @@ from sketchwalk_jax.evaluation.tables import (
     longest,
     loss_table,
     recall_table,
+    settings_table,
     summary_table,
 )
+from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.generation import make_generate
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.plots import ORANGE, import_pyplot, plot_block_map
+from sketchwalk_jax.policies import by_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PyTree = Any
 
 NOT_MEASURED = "*Not measured.*"
 NOT_CALIBRATED = "*No policy here takes calibration.*"
@@ -41,7 +64,6 @@ SUMMARY_NOTE = (
 TITLES = {
     "setup": "What was measured",
     "summary": "Summary",
-    "comparison": "The paper's tables: prefill, decode, both",
     "accuracy": "Right answers by task",
     "differences": "Differences to dense attention",
     "lengths": "By length",
@@ -50,9 +72,65 @@ TITLES = {
     "loss": "Text loss",
     "layers": "Layer by layer",
     "settings": "What calibration set",
-    "claims": "Claims, checked",
 }
 """Sections of a report and their titles."""
+
+_DPI = 110
+_MAP_TOKENS, _MATRIX_TOKENS = 4096, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A figure to be.
+
+    Attributes:
+      description: What it shows, in a sentence.
+      draw: Makes it.
+    """
+
+    description: str
+    draw: Callable[[], "Figure"]
+
+
+def write_report(
+    results: Results,
+    folder: str | Path,
+    *,
+    has_figures: bool = True,
+    more: Mapping[str, Drawing] | None = None,
+) -> list[Path]:
+    """Writes `report.md` and its figures.
+
+    Args:
+      results: One evaluation.
+      folder: Where; made if it is missing.
+      has_figures: Whether figures are drawn, which takes matplotlib.
+      more: Further figures, such as those of the model, by name.
+
+    Returns:
+      The files, `report.md` first.
+
+    Raises:
+      ImportError: If figures are wanted and matplotlib is missing.
+      OSError: If a file cannot be written.
+
+    Example:
+      >>> write_report(read_results("quality.json"), "report")  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    images = drawings(results.rows) | dict(more or {}) if has_figures else {}
+    written = save_drawings(images, folder)
+    parts = sections(results, plots="." if has_figures else None)
+    text = ["# Quality of sparse attention"]
+    for name, title in TITLES.items():
+        text += [f"## {title}", parts[name]]
+    if more:
+        text.append("## The model on one prompt")
+        text += [f"![{one.description}](./{name}.png)" for name, one in more.items()]
+    path = folder / "report.md"
+    path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    return [path, *written]
 
 
 def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
@@ -87,7 +165,6 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     parts = {
         "setup": [describe_results(results)],
         "summary": [*_by_density(summary_table, rows, nominal, tokens), SUMMARY_NOTE],
-        "comparison": comparison(rows, nominal),
         "accuracy": [*show("accuracy"), *_by_phase(accuracy_table, rows, nominal, tokens)],
         "differences": _by_phase(difference_table, rows, nominal, tokens),
         "lengths": [
@@ -104,7 +181,6 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
             *show("output_error"),
         ],
         "settings": [settings_table(rows) or NOT_CALIBRATED],
-        "claims": [observations_text(check_observations(rows))],
     }
     return {name: "\n\n".join(blocks) or NOT_MEASURED for name, blocks in parts.items()}
 
@@ -182,42 +258,193 @@ def describe_run(meta: Mapping[str, Any]) -> str:
     )
 
 
-def write_report(
-    results: Results,
-    folder: str | Path,
-    *,
-    has_figures: bool = True,
-    more: Mapping[str, Drawing] | None = None,
-) -> list[Path]:
-    """Writes `report.md` and its figures.
+def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
+    """The figures that some rows give, by name; nothing is drawn yet.
 
     Args:
-      results: One evaluation.
-      folder: Where; made if it is missing.
-      has_figures: Whether figures are drawn, which takes matplotlib.
-      more: Further figures, such as those of the model, by name.
+      rows: Rows of one evaluation.
 
     Returns:
-      The files, `report.md` first.
-
-    Raises:
-      ImportError: If figures are wanted and matplotlib is missing.
-      OSError: If a file cannot be written.
+      Accuracy, needles by depth, mass recall and output error, in each phase that was measured.
+      By depth and by layer at the highest density below 1.
 
     Example:
-      >>> write_report(read_results("quality.json"), "report")  # doctest: +SKIP
+      >>> list(drawings(rows))  # doctest: +SKIP
+      ['accuracy_prefill', 'accuracy_decode', 'accuracy_both', 'needle_depth_prefill', ...]
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    images = drawings(results.rows) | dict(more or {}) if has_figures else {}
-    written = save_drawings(images, folder)
-    parts = sections(results, plots="." if has_figures else None)
-    text = ["# Quality of sparse attention"]
-    for name, title in TITLES.items():
-        text += [f"## {title}", parts[name]]
-    if more:
-        text.append("## The model on one prompt")
-        text += [f"![{one.description}](./{name}.png)" for name, one in more.items()]
-    path = folder / "report.md"
-    path.write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    return [path, *written]
+    found = {}
+    phases = measured_phases(rows)
+    for phase in phases:
+        what = f"Right answers against measured density, {PHASE_TITLES[phase].lower()} sparse"
+        found[f"accuracy_{phase}"] = Drawing(
+            what, functools.partial(plot_accuracy, rows, phase=phase)
+        )
+    for phase in phases:
+        if any(row["depth"] is not None for row in select(rows, phase=phase)):
+            what = f"Needles found by depth and length, {PHASE_TITLES[phase].lower()} sparse"
+            draw = functools.partial(plot_needle_depth, rows, phase=phase)
+            found[f"needle_depth_{phase}"] = Drawing(what, draw)
+    for field, name, plot, what in (
+        ("mass_recall_by_layer", "mass_recall", plot_mass_recall, "Attention mass kept"),
+        ("output_error_by_layer", "output_error", plot_output_error, "Error of the output"),
+    ):
+        for phase in probed_phases(rows, field):
+            title = f"{what} by layer, {PHASE_TITLES[phase].lower()} sparse"
+            found[f"{name}_{phase}"] = Drawing(title, functools.partial(plot, rows, phase=phase))
+    return found
+
+
+def model_drawings(
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    text: Text | None = None,
+    preset: str = "paper",
+    density: float = 0.2,
+    layer: int | None = None,
+    seed: int = 0,
+) -> dict[str, Drawing]:
+    """Figures of a model that reads a prompt with one fact in it and a question at its end.
+
+    Args:
+      params: Parameters of the model; float32 is best, for powers multiply rounding errors.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      text: Text to hide the fact in; Python's help topics by default.
+      preset: Preset of Sketch-and-Walk for the block map.
+      density: Its nominal density; not for `"released"`, which sets its own.
+      layer: Layer whose attention is raised to powers; the middle one by default.
+      seed: Seed of the prompts.
+
+    Returns:
+      `block_map`, blocks attended to layer by layer, and `attention_powers`, Figure 2 of the paper.
+      Prompts are as long as the model's context allows, up to 4,096 and 2,048 tokens.
+
+    Raises:
+      ValueError: When drawn, if the preset, the density or the layer does not suit.
+
+    Example:
+      >>> figures = model_drawings(params, model_config, tokenizer)  # doctest: +SKIP
+      >>> figures["block_map"].draw().savefig("block_map.png")  # doctest: +SKIP
+    """
+    text = read_text() if text is None else text
+    layer = model_config.num_layers // 2 if layer is None else layer
+
+    def draw_sample(most_tokens: int) -> Sample:
+        size = min(most_tokens, model_config.context_length - 1)
+        # The first one has its fact where every selection looks, at the beginning.
+        samples = draw_samples(
+            "single_needle", text, tokenizer, num_tokens=size, count=2, seed=seed
+        )
+        return samples[1]
+
+    def draw_powers() -> "Figure":
+        tokens = draw_sample(_MATRIX_TOKENS).tokens
+        attention = attention_matrix(params, tokens, model_config=model_config, layer=layer)
+        title = f"Powers of the attention of layer {layer}, {len(tokens):,} tokens"
+        return plot_attention_powers(attention, title=title)
+
+    draw_map = functools.partial(
+        plot_needle_map, params, model_config=model_config, preset=preset, density=density
+    )
+    return {
+        "block_map": Drawing(
+            "Key blocks that each query block attended to, layer by layer",
+            lambda: draw_map(draw_sample(_MAP_TOKENS)),
+        ),
+        "attention_powers": Drawing(
+            f"Powers of the attention of layer {layer}: one step, four steps, seven steps",
+            draw_powers,
+        ),
+    }
+
+
+def plot_needle_map(
+    params: PyTree,
+    sample: Sample,
+    *,
+    model_config: ModelConfig,
+    preset: str = "paper",
+    density: float | None = 0.2,
+) -> "Figure":
+    """Draws the blocks that Sketch-and-Walk attends to in a prompt, layer by layer.
+
+    An orange mark below each panel stands at the block with the fact that the question asks for.
+
+    Args:
+      params: Parameters of the model.
+      sample: A prompt, such as one of the task `single_needle`.
+      model_config: The model.
+      preset: Preset of Sketch-and-Walk.
+      density: Its nominal density.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If the preset or the density is none.
+
+    Example:
+      >>> plot_needle_map(params, sample, model_config=model_config)  # doctest: +SKIP
+    """
+    config: Any = by_name(
+        "sketchwalk", preset=preset, density=None if preset == "released" else density
+    )
+    generate = make_generate(model_config, config, max_new_tokens=1, return_selection=True)
+    generation = jax.device_get(generate(params, sample.tokens[None]))
+    measured = float(np.mean(generation.measured_density.prefill[config.dense_layers :]))
+    figure = plot_block_map(
+        generation.selection,
+        num_tokens=len(sample.tokens),
+        dense_layers=config.dense_layers,
+        title=f"Blocks attended to in a prompt of {len(sample.tokens):,} tokens "
+        f"(preset {preset}, measured density {measured:.2f})",
+    )
+    place = find_answer(sample)
+    if place is not None:
+        for axis in figure.axes:
+            bottom = axis.get_ylim()[0]
+            axis.plot(
+                [place // config.block_size],
+                [bottom],
+                "^",
+                color=ORANGE,
+                markersize=6,
+                clip_on=False,
+            )
+    return figure
+
+
+def find_answer(sample: Sample) -> int | None:
+    """Where in the text before the question the answer stands, as an index of its first token.
+
+    `None` if its tokens do not stand there in one piece.
+    """
+    answer = sample.answer[:-1]  # without the full stop, which may join with what follows
+    before = sample.tokens[: sample.question_start]
+    if not len(answer) or len(before) < len(answer):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(before, len(answer))
+    found = np.flatnonzero(np.all(windows == answer[None], axis=-1))
+    return int(found[0]) if found.size else None
+
+
+def save_drawings(images: Mapping[str, Drawing], folder: Path) -> list[Path]:
+    """Draws figures into PNG files named after them, and returns the files.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      OSError: If a file cannot be written.
+    """
+    if not images:
+        return []
+    pyplot = import_pyplot()
+    paths = []
+    for name, image in images.items():
+        figure = image.draw()
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=_DPI)
+        pyplot.close(figure)
+    return paths

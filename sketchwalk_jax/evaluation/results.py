@@ -1,9 +1,15 @@
-"""The file of results: written group by group, each time as a whole, and continued later."""
+"""The results of an evaluation: what prompts gave, as rows, and the file that holds them.
 
+`make_rows` makes rows of the outcome of some prompts. `ResultsFile` writes them to `quality.json`,
+group by group and each time as a whole, and continues it later; `read_results` reads it.
+"""
+
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -11,13 +17,264 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.evaluation.rows import Row, group_key_of
+from sketchwalk_jax.cache import Density
+from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.evaluation.tasks import Sample
 
+Row = Mapping[str, Any]
+
+ROW_FIELDS = (
+    "policy",
+    "preset",
+    "phase",
+    "task",
+    "tokens",
+    "density",
+    "settings",
+    "measured_density_sparse_layers",
+    "measured_density_all_layers",
+    "exact",
+    "exact_low",
+    "exact_high",
+    "prompts",
+    "depth",
+    "hops",
+    "text_loss",
+    "mass_recall",
+    "mass_recall_by_layer",
+    "output_error_by_layer",
+    "is_right",
+    "text_losses",
+    "dense_layers",
+    "decode_bytes_keys",
+    "decode_bytes_values",
+    "decode_bytes_metadata",
+    "variant",
+)
+"""Fields of a row; null where they do not apply; older files lack some of them.
+
+* `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
+  nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
+* `settings`: fields of the policy that calibration chose. `dense_layers`: leading layers in which a
+  sparse policy attends to everything.
+* `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
+* `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
+  `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
+* `mass_recall`, `mass_recall_by_layer`, `output_error_by_layer`: from the probe, null in dense
+  layers.
+* `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
+  probe; null where decoding is dense for a sparse policy.
+"""
+
+ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
+"""Fields in which any two rows of one evaluation differ, together with `variant`."""
+
+_DIGITS = 5
 # Of two runs whose rows may stand in one file, these may differ.
 _MAY_DIFFER = ("date", "command", "wall_s", "cpu", "cores", "memory_gib")
+_QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95 %
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a rule made of `n` prompts of one task in one phase, on the host.
+
+    Attributes:
+      is_right: Whether each answer was right, bool `[n]`; None in text_loss.
+      losses: Loss of each prompt's scored tokens, nats per token, `[n]`; None in other tasks.
+      density: Pairs attended to, with one column for each prompt.
+    """
+
+    is_right: Bool[np.ndarray, "n"] | None
+    losses: Float[np.ndarray, "n"] | None
+    density: Density
+
+    @classmethod
+    def join(cls, parts: Sequence["Outcome"]) -> Self:
+        """The outcome of the prompts of several batches."""
+
+        def join_all(*arrays: Any) -> Any:
+            return None if arrays[0] is None else np.concatenate(arrays, axis=-1)
+
+        return cls(
+            join_all(*(part.is_right for part in parts)),
+            join_all(*(part.losses for part in parts)),
+            jax.tree.map(join_all, *(part.density for part in parts)),
+        )
+
+    def measured_density(
+        self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, first_layer: int
+    ) -> float | None:
+        """Attended over causal pairs of the sparse phase, from `first_layer` on.
+
+        Args:
+          phase: `"prefill"`, `"decode"` or `"both"`: these together.
+          is_chosen: Prompts to count.
+          first_layer: First layer to count.
+
+        Returns:
+          The density; None if there is no such layer.
+        """
+        density, attended, causal = self.density, 0.0, 0.0
+        for name in ("prefill", "decode") if phase == "both" else (phase,):
+            pairs = np.asarray(getattr(density, f"{name}_pairs"), np.float64)[first_layer:]
+            attended += pairs[:, is_chosen].sum()
+            every = np.asarray(getattr(density, f"{name}_causal"), np.float64)[is_chosen].sum()
+            causal += every * len(pairs)
+        return attended / causal if causal else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Probed:
+    """What the probe found of a rule in one phase.
+
+    Attributes:
+      mass_recall: Of each sparse layer; empty if it was not measured.
+      output_error: Likewise.
+      decode_bytes: Bytes of keys, of values and of metadata that one decoded token reads, mean over
+        tokens, all layers together; None where decoding is dense for a sparse policy.
+    """
+
+    mass_recall: Sequence[float] = ()
+    output_error: Sequence[float] = ()
+    decode_bytes: tuple[float, float, float] | None = None
+
+
+def make_rows(
+    outcome: Outcome,
+    samples: Sequence[Sample],
+    rule: Rule,
+    *,
+    phase: str,
+    tokens: int,
+    num_dense_layers: int,
+    probe: Probed = Probed(),
+    settings: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of one rule, phase, task and length.
+
+    Args:
+      outcome: What the prompts gave.
+      samples: The prompts, in the same order.
+      rule: What answered.
+      phase: Where its selection was sparse.
+      tokens: Nominal length.
+      num_dense_layers: Leading dense layers; 0 for dense attention itself.
+      probe: Mass recall and output error of each sparse layer, and bytes read in decode.
+      settings: Fields of the policy that calibration chose, None without it.
+
+    Returns:
+      One row; for single_needle one more for each depth, for variable_tracking one for each
+      number of hops instead. `is_right` and `text_losses` hold a value for each prompt, in an order
+      that all rules share; rows by depth leave `is_right` to the row of all depths.
+    """
+    recall, error = probe.mass_recall, probe.output_error
+    by_layer: list[None] = [None] * num_dense_layers
+    common = {
+        "policy": rule.policy,
+        "preset": rule.preset,
+        "variant": rule.variant,
+        "phase": phase,
+        "task": samples[0].task,
+        "tokens": tokens,
+        "density": rule.density,
+        "settings": None if settings is None else dict(settings),
+        "dense_layers": None if rule.policy == "dense" else num_dense_layers,
+    }
+    probed = {
+        "mass_recall": _round(np.mean(recall)) if recall else None,
+        "mass_recall_by_layer": [*by_layer, *map(_round, recall)] if recall else None,
+        "output_error_by_layer": [*by_layer, *map(_round, error)] if error else None,
+    }
+    names = ("keys", "values", "metadata")
+    for name, count in zip(names, probe.decode_bytes or (None,) * 3, strict=True):
+        probed[f"decode_bytes_{name}"] = None if count is None else round(count, 1)
+
+    def row(is_chosen: Bool[np.ndarray, "n"], **where: float | int) -> dict[str, Any]:
+        made = dict.fromkeys(ROW_FIELDS) | common | probed | where
+        made["prompts"] = int(is_chosen.sum())
+        for name, first in (("sparse", num_dense_layers), ("all", 0)):
+            density = outcome.measured_density(phase, is_chosen, first_layer=first)
+            made[f"measured_density_{name}_layers"] = _round(density)
+        if outcome.is_right is not None:
+            made |= exact_match(outcome.is_right[is_chosen])
+        if outcome.losses is not None:
+            losses = outcome.losses[is_chosen]
+            made["text_loss"] = _round(losses.mean())
+            made["text_losses"] = [_round(loss) for loss in losses]
+        return made
+
+    hops = np.array([sample.hops or 0 for sample in samples])
+    depth = np.array([sample.depth or 0.0 for sample in samples])
+    if samples[0].task == "variable_tracking":
+        return [row(hops == some, hops=int(some)) for some in np.unique(hops)]
+    rows = [row(np.ones(len(samples), bool))]
+    if samples[0].task == "single_needle":
+        nothing = dict.fromkeys((*probed, "is_right"))
+        rows += [row(depth == some, depth=float(some)) | nothing for some in np.unique(depth)]
+    return rows
+
+
+def exact_match(is_right: Bool[np.ndarray, "n"]) -> dict[str, Any]:
+    """Share of right answers with Wilson's interval at 95 %.
+
+    Example:
+      >>> exact_match(np.array([True, False]))["exact"]
+      0.5
+    """
+    low, high = wilson_interval(int(is_right.sum()), len(is_right))
+    return {
+        "exact": _round(is_right.mean()),
+        "exact_low": _round(low),
+        "exact_high": _round(high),
+        "is_right": [int(one) for one in is_right],
+    }
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a share, 95 %.
+
+    With `p = right / count` and `z = 1.96`: `(p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)`.
+
+    Args:
+      right: Right answers.
+      count: All answers, at least 1.
+
+    Returns:
+      Both ends.
+
+    Example:
+      >>> [round(end, 3) for end in wilson_interval(8, 10)]
+      [0.49, 0.943]
+    """
+    share, square = right / count, _QUANTILE**2 / count
+    middle = share + square / 2
+    half = math.sqrt(square * share * (1 - share) + square**2 / 4)
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+def _round(value: Any) -> float | None:
+    return None if value is None else round(float(value), _DIGITS)
+
+
+def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]:
+    """What the rows of one rule, phase, task and length share."""
+    return (rule.policy, rule.preset, rule.variant, rule.density, phase, task, tokens)
+
+
+def group_key_of(row: Row) -> tuple[Any, ...]:
+    """The same of a row."""
+    fields = ("density", "phase", "task", "tokens")
+    # Files of before there were variants lack the field.
+    rule = (row["policy"], row["preset"], row.get("variant"))
+    return (*rule, *(row[field] for field in fields))
 
 
 class ResultsFile:
@@ -114,19 +371,20 @@ def write_results(
         partial.unlink(missing_ok=True)
 
 
-def describe_machine(command: Sequence[str] | None = None, **details: Any) -> dict[str, Any]:
+def describe_machine(
+    command: Sequence[str] | None = None, *, root: Path | None = None, **details: Any
+) -> dict[str, Any]:
     """Hardware, versions, date and command of this run, with `details` of the caller's own.
 
     Args:
       command: The command's words, those of this process by default. Of absolute paths only the
-        last part is kept.
+        last part is kept, or what lies below `root`.
+      root: Folder whose inner paths tell nothing about this machine.
       **details: Further entries.
 
     Returns:
       Entries for `meta`.
     """
-    import jax
-
     packages = ("jax", "jaxlib", "numpy")
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
@@ -137,7 +395,7 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
         "versions": {"python": platform.python_version(), "sketchwalk-jax": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(_relative(word) for word in (command or _own_command())),
+        "command": shlex.join(_relative(word, root) for word in (command or _own_command())),
         **details,
     }
 
@@ -157,9 +415,14 @@ def _own_command() -> list[str]:
     return [*(["python"] if program.suffix == ".py" else []), *sys.argv]
 
 
-def _relative(word: str) -> str:
+def _relative(word: str, root: Path | None) -> str:
     """A word of the command without the folders of this machine."""
-    return Path(word).name if Path(word).is_absolute() else word
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    if root is not None and path.is_relative_to(root):
+        return str(path.relative_to(root))
+    return path.name
 
 
 def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:
@@ -176,3 +439,59 @@ def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:
             digest = hashlib.file_digest(file, "sha256")
         hashes[path.relative_to(directory).as_posix()] = digest.hexdigest()
     return hashes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """One evaluation.
+
+    Attributes:
+      meta: Model, text, seed, versions, hardware, date and command.
+      rows: What was measured.
+    """
+
+    meta: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+
+def read_results(path: str | Path) -> Results:
+    """Reads `quality.json`, as `sketchwalk eval` writes it.
+
+    Args:
+      path: The file.
+
+    Returns:
+      Its contents, checked.
+
+    Raises:
+      OSError: If the file cannot be read.
+      ValueError: If it is not JSON, lacks `meta` or `rows`, or a row lacks a field or comes twice.
+
+    Example:
+      >>> results = read_results("quality.json")  # doctest: +SKIP
+      >>> results.meta["seed"], len(results.rows)  # doctest: +SKIP
+      (0, 1584)
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON of `sketchwalk eval`, got {error}") from error
+    if not isinstance(found, dict) or not {"meta", "rows"} <= set(found):
+        raise ValueError(f"{path} must hold `meta` and `rows`, as `sketchwalk eval` writes them")
+    check_rows(found["rows"])
+    return Results(meta=found["meta"], rows=tuple(found["rows"]))
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raises a `ValueError` for no rows, a row without its fields, or two alike."""
+    if not rows:
+        raise ValueError("rows must hold at least one row, got none")
+    seen = set()
+    for index, row in enumerate(rows):
+        missing = sorted({*ROW_KEY, "prompts", "exact", "text_loss"} - set(row))
+        if missing:
+            raise ValueError(f"rows must have all fields, got row {index} without {missing}")
+        key = (*(row[field] for field in ROW_KEY), row.get("variant"))
+        if key in seen:
+            raise ValueError(f"rows must differ, got twice {dict(zip(ROW_KEY, key, strict=False))}")
+        seen.add(key)

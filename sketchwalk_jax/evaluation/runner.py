@@ -8,27 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from sketchwalk_jax.evaluation.batch_size import choose_batch
-from sketchwalk_jax.evaluation.calibrated_rules import RuleCalibration, is_set_by_model
-from sketchwalk_jax.evaluation.calibration import Calibration
+from sketchwalk_jax.evaluation.calibration import (
+    Calibration,
+    FittedThresholds,
+    RuleCalibration,
+    is_set_by_model,
+)
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
-from sketchwalk_jax.evaluation.results import ResultsFile, describe_machine, hash_weights
-from sketchwalk_jax.evaluation.rows import Outcome, Probed, group_key, make_rows
+from sketchwalk_jax.evaluation.results import (
+    Outcome,
+    Probed,
+    ResultsFile,
+    describe_machine,
+    group_key,
+    hash_weights,
+    make_rows,
+)
 from sketchwalk_jax.evaluation.settings import EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
-from sketchwalk_jax.evaluation.thresholds import FittedThresholds
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 PyTree = Any
 Wanted = dict[Rule, tuple[str, ...]]
+
+_MAX_BATCH = {"cpu": 8}
+_MAX_BATCH_ELSEWHERE = 64
 
 
 def evaluate(
@@ -149,6 +162,35 @@ def check_lengths(config: EvaluationConfig, model_config: ModelConfig) -> tuple[
     if uneven:
         raise ValueError(f"tokens must be multiples of {size}, got {uneven[0]}")
     return lengths
+
+
+def choose_batch(
+    model_config: ModelConfig, config: EvaluationConfig, *, num_tokens: int, dtype: Any
+) -> int:
+    """Prompts at a time: as many as memory is sure to hold, in batches of equal size."""
+    if config.batch is not None:
+        return min(config.batch, config.prompts)
+    size = jnp.dtype(dtype).itemsize
+    cache = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * size
+    widths = (
+        6 * model_config.hidden_size
+        + 3 * model_config.intermediate_size
+        + 4 * model_config.num_heads * model_config.head_dim
+    )
+    # Four caches (dense, sparse, and a copy of one that decoding writes to, and their statistics)
+    # and one layer's activations in float32.
+    needed = num_tokens * (4 * cache + 4 * widths)
+    batch = max(1, int(0.6 * _free_memory() / needed))
+    batch = min(batch, config.prompts, _MAX_BATCH.get(jax.default_backend(), _MAX_BATCH_ELSEWHERE))
+    return -(-config.prompts // -(-config.prompts // batch))
+
+
+def _free_memory() -> int:
+    """Bytes that the device has for this process; of a CPU, a quarter of the machine's memory."""
+    found = jax.devices()[0].memory_stats()
+    if found and "bytes_limit" in found:
+        return found["bytes_limit"] - found.get("bytes_in_use", 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class _Run:

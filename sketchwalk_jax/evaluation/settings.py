@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.evaluation.tasks import TASKS
+from sketchwalk_jax.evaluation.tasks import HOPS, TASKS
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -14,10 +14,7 @@ from sketchwalk_jax.policies import (
     has_knob,
     takes_density,
 )
-from sketchwalk_jax.validation import check_number
-
-# Hops of variable tracking, which has prompts for each of them.
-_NUM_HOPS = 5
+from sketchwalk_jax.validation import check_choice, check_integer, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,21 +106,19 @@ class EvaluationConfig:
         """Checks every field."""
         known = {"policies": POLICIES, "presets": PRESETS, "tasks": TASKS, "phases": PHASES}
         for name, values in known.items():
-            unknown = [one for one in getattr(self, name) if one not in values]
-            if unknown:
-                raise ValueError(f"{name} must be among {', '.join(values)}, got {unknown[0]!r}")
+            for one in getattr(self, name):
+                check_choice(name, one, values)
         for name in (*known, "densities", "tokens"):
             given = tuple(getattr(self, name))
             object.__setattr__(self, name, given)
             if not given or len(set(given)) < len(given):
                 raise ValueError(f"{name} must hold at least one value, each once, got {given}")
-        for name, least in (("prompts", 1), ("probe_prompts", 0), ("seed", 0), ("batch", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        check_integer("prompts", self.prompts)
+        check_integer("probe_prompts", self.probe_prompts, least=0)
+        check_integer("batch", self.batch, is_optional=True)
+        check_integer("seed", self.seed, least=0)
         for count in self.tokens:
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"tokens must be positive integers, got {count!r}")
+            check_integer("tokens", count)
         object.__setattr__(self, "variants", tuple(self.variants))
         names = [(one.policy, one.preset, one.density, one.variant) for one in self.rules()]
         repeated = [name for name in names if names.count(name) > 1]
@@ -185,4 +180,4 @@ class EvaluationConfig:
         """Prompts of a task at each length."""
         if task != "variable_tracking":
             return self.prompts
-        return _NUM_HOPS * max(1, 2 * self.prompts // _NUM_HOPS)
+        return len(HOPS) * max(1, 2 * self.prompts // len(HOPS))

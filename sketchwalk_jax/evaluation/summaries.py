@@ -6,14 +6,13 @@ same order, so that two policies compare prompt by prompt.
 """
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import functools
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sketchwalk_jax.evaluation.intervals import mean_interval, paired_interval, wilson_interval
-
-Row = Mapping[str, Any]
+from sketchwalk_jax.evaluation.results import ROW_KEY, Row, wilson_interval
+from sketchwalk_jax.validation import check_choice
 
 TASK_TITLES = {
     "single_needle": "Single needle",
@@ -27,70 +26,16 @@ TASK_TITLES = {
 }
 """What each task is called in tables and figures, in their order."""
 
-PHASES = ("prefill", "decode", "both")
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
+"""What each phase is called where selection is sparse in it, in their order."""
+
+PHASES = tuple(PHASE_TITLES)
 
 # Policies appear in this order, unknown ones between: what is exact, the method, its rivals, simple
 # rules.
 _METHOD = ("paper", "damped", "one_hop", "released")
 _FIRST = ("dense", "oracle", *_METHOD, "minference", "flexprefill", "quest", "adamas")
 _LAST = ("streaming", "random")
-_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Results:
-    """One evaluation.
-
-    Attributes:
-      meta: Model, text, seed, versions, hardware, date and command.
-      rows: What was measured.
-    """
-
-    meta: Mapping[str, Any]
-    rows: tuple[Row, ...]
-
-
-def read_results(path: str | Path) -> Results:
-    """Reads `quality.json`, as `sketchwalk eval` writes it.
-
-    Args:
-      path: The file.
-
-    Returns:
-      Its contents, checked.
-
-    Raises:
-      OSError: If the file cannot be read.
-      ValueError: If it is not JSON, lacks `meta` or `rows`, or a row lacks a field or comes twice.
-
-    Example:
-      >>> results = read_results("quality.json")  # doctest: +SKIP
-      >>> results.meta["seed"], len(results.rows)  # doctest: +SKIP
-      (0, 1584)
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON of `sketchwalk eval`, got {error}") from error
-    if not isinstance(found, dict) or not {"meta", "rows"} <= set(found):
-        raise ValueError(f"{path} must hold `meta` and `rows`, as `sketchwalk eval` writes them")
-    check_rows(found["rows"])
-    return Results(meta=found["meta"], rows=tuple(found["rows"]))
-
-
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raises a `ValueError` for no rows, a row without its fields, or two alike."""
-    if not rows:
-        raise ValueError("rows must hold at least one row, got none")
-    seen = set()
-    for index, row in enumerate(rows):
-        missing = sorted({*_KEY, "prompts", "exact", "text_loss"} - set(row))
-        if missing:
-            raise ValueError(f"rows must have all fields, got row {index} without {missing}")
-        key = (*(row[field] for field in _KEY), row.get("variant"))
-        if key in seen:
-            raise ValueError(f"rows must differ, got twice {dict(zip(_KEY, key, strict=False))}")
-        seen.add(key)
 
 
 def policy_label(row: Row) -> str:
@@ -100,13 +45,19 @@ def policy_label(row: Row) -> str:
       >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
       'damped'
     """
-    name = row["preset"] or row["policy"]
-    return f"{name}, {row['variant']}" if row.get("variant") else name
+    return _label(row["policy"], row["preset"], row.get("variant"))
+
+
+@functools.cache  # every table asks it of every row
+def _label(policy: str, preset: str | None, variant: str | None) -> str:
+    name = preset or policy
+    return f"{name}, {variant}" if variant else name
 
 
 def policy_labels(rows: Iterable[Row]) -> list[str]:
     """The policies of some rows, each once, in the order of tables and figures."""
-    found = list(dict.fromkeys(policy_label(row) for row in rows))
+    rules = dict.fromkeys((row["policy"], row["preset"], row.get("variant")) for row in rows)
+    found = list(dict.fromkeys(_label(*rule) for rule in rules))
     middle = [name for name in found if name not in (*_FIRST, *_LAST)]
     return [name for name in (*_FIRST, *middle, *_LAST) if name in found]
 
@@ -175,29 +126,44 @@ def select(
       >>> len(select([row], phase="decode", density=0.2))
       1
     """
+    return [
+        row
+        for row in rows
+        if (task is None or row["task"] == task)
+        and (tokens is None or row["tokens"] == tokens)
+        and (phase is None or row["phase"] == phase or row["policy"] == "dense")
+        and (density is None or row["density"] in (None, density) or row["policy"] == "dense")
+        and (label is None or label == _label(row["policy"], row["preset"], row.get("variant")))
+    ]
 
-    def is_wanted(row: Row) -> bool:
-        is_open = is_dense(row)
-        return (
-            label in (None, policy_label(row))
-            and task in (None, row["task"])
-            and tokens in (None, row["tokens"])
-            and (is_open or phase in (None, row["phase"]))
-            and (is_open or None in (density, row["density"]) or row["density"] == density)
-        )
 
-    return [row for row in rows if is_wanted(row)]
+def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
+    """Raises a `ValueError` unless there are rows and each wanted value is one of theirs."""
+    if not rows:
+        raise ValueError("rows must hold at least one row, got none")
+    for name, value in wanted.items():
+        found = PHASES if name == "phase" else values_of(rows, name)
+        if value is not None:
+            check_choice(name, value, list(found))
+
+
+def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
+    """The density asked for, or the highest one below 1; `None` if every policy sets its own."""
+    found = densities(rows)
+    if density is None:
+        return max((one for one in found if one < 1.0), default=found[-1] if found else None)
+    check_choice("density", density, found)
+    return density
 
 
 def without_parts(rows: Iterable[Row]) -> list[Row]:
     """Leaves out the rows by depth wherever the row over all depths is there as well."""
     rows = list(rows)
-
-    def setting(row: Row) -> tuple[Any, ...]:
-        return (*(row[field] for field in _KEY if field != "depth"), row.get("variant"))
-
-    whole = {setting(row) for row in rows if row["depth"] is None}
-    return [row for row in rows if row["depth"] is None or setting(row) not in whole]
+    fields = [field for field in ROW_KEY if field != "depth"]
+    settings = [(*(row[field] for field in fields), row.get("variant")) for row in rows]
+    pairs = list(zip(rows, settings, strict=True))
+    whole = {setting for row, setting in pairs if row["depth"] is None}
+    return [row for row, setting in pairs if row["depth"] is None or setting not in whole]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,16 +296,82 @@ def paired_loss_difference(first: Iterable[Row], second: Iterable[Row]) -> Diffe
 
 def _pairs(first: Iterable[Row], second: Iterable[Row], field: str) -> list[tuple[Any, Any]]:
     """The values by prompt of a field, of both policies."""
-
-    def by_setting(rows: Iterable[Row]) -> dict[tuple[Any, ...], Sequence[Any]]:
-        names = ("task", "tokens", "depth", "hops")
-        rows = [row for row in without_parts(rows) if row.get(field)]
-        return {tuple(row[name] for name in names): row[field] for row in rows}
-
-    others = by_setting(second)
+    some, others = _by_setting(first, field), _by_setting(second, field)
     return [
         pair
-        for setting, values in by_setting(first).items()
+        for setting, values in some.items()
         if len(values) == len(others.get(setting, ()))
         for pair in zip(values, others[setting], strict=True)
     ]
+
+
+def _by_setting(rows: Iterable[Row], field: str) -> dict[tuple[Any, ...], Sequence[Any]]:
+    names = ("task", "tokens", "depth", "hops")
+    rows = [row for row in without_parts(rows) if row.get(field)]
+    return {tuple(row[name] for name in names): row[field] for row in rows}
+
+
+def paired_interval(
+    both: int, only_first: int, only_second: int, neither: int
+) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two shares of the same prompts, 95 %.
+
+    Wilson's intervals of both shares, joined by their correlation (Statistics in Medicine 17
+    (1998), pages 2635-2650, method 10).
+
+    Args:
+      both: Prompts that both got right.
+      only_first: Prompts that only the first got right.
+      only_second: Prompts that only the second got right.
+      neither: Prompts that both got wrong; at least one prompt in all.
+
+    Returns:
+      Both ends of the interval of the first share minus the second.
+
+    Example:
+      >>> [round(end, 4) for end in paired_interval(36, 12, 2, 0)]
+      [0.0569, 0.3404]
+    """
+    count = both + only_first + only_second + neither
+    right = (both + only_first, both + only_second)
+    shares = [one / count for one in right]
+    ends = [wilson_interval(one, count) for one in right]
+    below = [share - low for share, (low, _) in zip(shares, ends, strict=True)]
+    above = [high - share for share, (_, high) in zip(shares, ends, strict=True)]
+    excess: float = both * neither - only_first * only_second
+    if excess > 0:
+        excess = max(excess - count / 2, 0)
+    scale = math.prod(one * (count - one) for one in right)
+    correlation = excess / math.sqrt(scale) if scale else 0.0
+    mean = (only_first - only_second) / count
+    return (
+        mean - _joined_width(below[0], above[1], correlation),
+        mean + _joined_width(above[0], below[1], correlation),
+    )
+
+
+def _joined_width(a: float, b: float, correlation: float) -> float:
+    """`sqrt(a² - 2 ρ a b + b²)`."""
+    return math.sqrt(max(a * a - 2 * correlation * a * b + b * b, 0.0))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's interval of a mean, 95 %.
+
+    Args:
+      values: Independent values, at least two.
+
+    Returns:
+      Both ends.
+
+    Example:
+      >>> [round(end, 2) for end in mean_interval([1.0, 2.0, 3.0])]
+      [-0.48, 4.48]
+    """
+    from scipy.special import stdtrit
+
+    count = len(values)
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    half = float(stdtrit(count - 1, 0.975)) * math.sqrt(variance / count)
+    return mean - half, mean + half

@@ -1,14 +1,17 @@
 """Markdown tables of an evaluation: every number in them comes from its rows."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from sketchwalk_jax.evaluation.results import Row
 from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
     PHASES,
     TASK_TITLES,
     Pooled,
-    Row,
     is_dense,
     mean_by_layer,
+    mean_of,
     measured_phases,
     paired_difference,
     paired_loss_difference,
@@ -19,10 +22,8 @@ from sketchwalk_jax.evaluation.summaries import (
     select,
     tasks_of,
     values_of,
+    without_parts,
 )
-
-PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
-"""What each phase is called where selection is sparse in it."""
 
 NOTHING = "–"
 """Stands where there is no value."""
@@ -266,3 +267,56 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], toke
 def _mean_cell(by_layer: Sequence[float | None]) -> str:
     values = [value for value in by_layer if value is not None]
     return f"{sum(values) / len(values):.2f}" if values else NOTHING
+
+
+def settings_table(rows: Sequence[Row]) -> str:
+    """What calibration set, and the density that it gave on the prompts that were scored.
+
+    Args:
+      rows: Rows of one evaluation.
+
+    Returns:
+      A markdown table with a row for each policy, nominal density and length; empty text if nothing
+      was calibrated.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in without_parts(rows):
+        if row.get("settings"):
+            key = (policy_label(row), row["phase"], row["density"], row["tokens"])
+            found.setdefault(key, []).append(row)
+    order = policy_labels(rows)
+
+    def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        label, phase, density, tokens = key
+        return order.index(label), PHASES.index(phase), -(density or 0.0), tokens
+
+    body = []
+    for key in sorted(found, key=place):
+        label, phase, density, tokens = key
+        by_task: dict[str, list[Row]] = {}
+        for row in found[key]:
+            by_task.setdefault(row["task"], []).append(row)
+        field = "measured_density_sparse_layers"
+        known = [one for one in (mean_of(some, field) for some in by_task.values()) if one]
+        mean = mean_of(found[key], field)
+        spread = f"{mean:.3f} ({min(known):.3f}–{max(known):.3f})" if mean else NOTHING
+        cells = [name_of(label), PHASE_TITLES[phase].lower(), f"{density:g}", f"{tokens:,}"]
+        body.append([*cells, _settings_text(found[key][0]["settings"]), spread])
+    header = (
+        "Policy",
+        "Sparse in",
+        "Density",
+        "Tokens",
+        "Set to",
+        "Measured (range over tasks)",
+    )
+    return markdown_table(header, body, num_names=2) if body else ""
+
+
+def _settings_text(settings: dict[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(text, value))})"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return ", ".join(f"`{name}` {text(value)}" for name, value in settings.items())

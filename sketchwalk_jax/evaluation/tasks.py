@@ -15,16 +15,14 @@ text_loss | nothing | nothing: the loss of 64 tokens of the text
 import dataclasses
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from sketchwalk_jax.evaluation.haystack import Haystack, WordEncoder
-from sketchwalk_jax.evaluation.questions import HOPS, Question, draw_question
-from sketchwalk_jax.evaluation.templates import answer_text
-from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder
+from sketchwalk_jax.validation import check_choice, check_integer
 
 TASKS = (
     "single_needle",
@@ -37,14 +35,206 @@ TASKS = (
     "text_loss",
 )
 
-# Tasks whose answers belong to the prompt, so that a prefill alone reads them: of variable tracking
-# because every part of the answer is a look-up, and all are to happen in the phase tested.
 ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
+"""Tasks whose answers belong to the prompt, so that a prefill alone reads them.
+
+Variable tracking, because every part of its answer is a look-up, and all are to happen in the phase
+that is tested.
+"""
+
+HOPS = (2, 3, 4, 5, 6)
+"""Statements of a chain of variable_tracking."""
+
+NUM_SCORED = 64
+"""Tokens whose loss text_loss takes; answers within a prompt have at most as many."""
 
 # Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
 # than any policy's dense end of the prompt.
 _NUM_TOKENS_BEHIND = 512
-_NUM_SCORED_TOKENS = 64
+_NUM_STATEMENTS = 16  # of multi_query and mid_prompt
+_NUM_ASKED = 4  # words of multi_query, codes of multi_value
+_NUM_OTHER_WORDS = 8  # of multi_value
+_NUM_CHAINS = 3  # of variable_tracking; one is asked for
+_MOST_VOTES = 12
+_OTHER_VOTES = (2, 3, 4)
+_NUM_OTHER_CANDIDATES = 5
+
+
+# Sentences, of which training data are made as well. Each begins with a space and none ends with
+# one, so that they can follow one another and a tokenizer sees the same tokens wherever they stand.
+
+
+def code_statement(word: str, number: str) -> str:
+    """What a needle says."""
+    return f" The code of {word} is {number}."
+
+
+def code_question(word: str) -> str:
+    """Asks for the one code of a word."""
+    return f" Q: code of {word}? A:"
+
+
+def each_code_question(words: Sequence[str]) -> str:
+    """Asks for the codes of several words, in this order."""
+    return f" Q: code of each of {', '.join(words)}? A:"
+
+
+def all_codes_question(word: str) -> str:
+    """Asks for all the codes that a word has, in the order in which the text gives them."""
+    return f" Q: all codes of {word}? A:"
+
+
+def value_statement(name: str, value: str) -> str:
+    """Gives a variable its value: a number, or the name of another variable."""
+    return f" Let {name} be {value}."
+
+
+def value_question(name: str) -> str:
+    """Asks for the number at the end of a chain of variables."""
+    return f" Q: value of {name}? A:"
+
+
+def vote_statement(word: str) -> str:
+    """One of the votes to count."""
+    return f" One vote for {word}."
+
+
+def vote_question() -> str:
+    """Asks for the word with the most votes."""
+    return " Q: most votes? A:"
+
+
+def answer_text(values: Sequence[str]) -> str:
+    """The answer to a question, up to the full stop that ends it."""
+    return f" {', '.join(values)}."
+
+
+# What each task hides and asks: random words and numbers in those sentences.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """Statements to hide, in the order in which they stand in the text, and what is asked.
+
+    Attributes:
+      statements: Sentences to scatter in the text; each begins with a space.
+      question: The sentence that asks; begins with a space.
+      values: What answers it: numbers or a word.
+    """
+
+    statements: list[str]
+    question: str
+    values: list[str]
+
+
+def _draw_question(
+    task: str,
+    words: Sequence[str],
+    rng: np.random.Generator,
+    *,
+    hops: int,
+    num_keys: int,
+) -> _Question:
+    """Draws the statements and the question of one prompt.
+
+    Args:
+      task: Name of a task that asks something: any but text_loss.
+      words: Words that may be used: those that the passage lacks.
+      rng: Source of all randomness.
+      hops: Statements in a chain of variable_tracking.
+      num_keys: Statements of multi_key.
+
+    Returns:
+      The question.
+
+    Raises:
+      ValueError: If there are too few words.
+    """
+
+    def draw_words(count: int) -> list[str]:
+        if len(words) < count:
+            raise ValueError(
+                f"text must have at least {count} held-out words of 4 to 8 letters that a passage "
+                f"lacks for {task}, got {len(words)}: use a longer text or shorter prompts"
+            )
+        return [words[i] for i in rng.choice(len(words), count, replace=False)]
+
+    if task == "single_needle":
+        return _one_code(draw_words(1), rng)
+    if task == "multi_key":
+        return _one_code(draw_words(num_keys), rng)
+    if task == "mid_prompt":
+        return _one_code(draw_words(_NUM_STATEMENTS), rng)
+    if task == "multi_query":
+        return _several_words(draw_words(_NUM_STATEMENTS), rng)
+    if task == "multi_value":
+        return _several_codes(draw_words(1 + _NUM_OTHER_WORDS), rng)
+    if task == "variable_tracking":
+        return _chains(draw_words, hops, rng)
+    return _votes(draw_words(1 + _NUM_OTHER_CANDIDATES), rng)
+
+
+def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
+    """Distinct numbers of five digits."""
+    return [str(10000 + number) for number in rng.choice(90000, count, replace=False)]
+
+
+def _one_code(words: list[str], rng: np.random.Generator) -> _Question:
+    """A code for each word; one is asked for."""
+    numbers = _draw_numbers(len(words), rng)
+    asked = int(rng.integers(len(words)))
+    statements = [code_statement(*pair) for pair in zip(words, numbers, strict=True)]
+    return _Question(statements, code_question(words[asked]), [numbers[asked]])
+
+
+def _several_words(words: list[str], rng: np.random.Generator) -> _Question:
+    """A code for each word; several are asked for in one question, in any order."""
+    numbers = _draw_numbers(len(words), rng)
+    asked = rng.choice(len(words), _NUM_ASKED, replace=False)
+    statements = [code_statement(*pair) for pair in zip(words, numbers, strict=True)]
+    question = each_code_question([words[i] for i in asked])
+    return _Question(statements, question, [numbers[i] for i in asked])
+
+
+def _several_codes(words: list[str], rng: np.random.Generator) -> _Question:
+    """Several codes for the first word, one for each other; all of the first are asked for."""
+    owners = rng.permutation([words[0]] * _NUM_ASKED + words[1:]).tolist()
+    numbers = _draw_numbers(len(owners), rng)
+    pairs = list(zip(owners, numbers, strict=True))
+    statements = [code_statement(*pair) for pair in pairs]
+    values = [number for owner, number in pairs if owner == words[0]]
+    return _Question(statements, all_codes_question(words[0]), values)
+
+
+def _chains(
+    draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator
+) -> _Question:
+    """Chains of variables, one among another; one is to be followed name by name to its number.
+
+    Following a chain means reading `hops` statements: `hops - 1` that copy a name, and the number
+    (`num_hops` of RULER counts the copies; its answer lists the names as well).
+    """
+    names = np.array(draw_words(_NUM_CHAINS * hops)).reshape(_NUM_CHAINS, hops).tolist()
+    numbers = _draw_numbers(_NUM_CHAINS, rng)
+    links = [
+        [value_statement(*link) for link in zip(chain, [number, *chain], strict=False)]
+        for chain, number in zip(names, numbers, strict=True)
+    ]
+    order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), hops))
+    statements = [links[chain].pop(0) for chain in order]
+    *before, asked = names[0]
+    return _Question(statements, value_question(asked), [*before[::-1], numbers[0]])
+
+
+def _votes(words: list[str], rng: np.random.Generator) -> _Question:
+    """Votes, most of them for the first word, which is asked for."""
+    counts = [_MOST_VOTES, *rng.choice(_OTHER_VOTES, len(words) - 1).tolist()]
+    votes = rng.permutation(np.repeat(words, counts)).tolist()
+    statements = [vote_statement(word) for word in votes]
+    return _Question(statements, vote_question(), [words[0]])
+
+
+# Prompts: those sentences in a passage of the text, and the question where the task wants it.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +317,7 @@ def draw_samples(
         present = set(re.findall("[a-z]+", " ".join(words).lower()))
         names = [word for word in text.held_out_words if word not in present]
         chain = hops or HOPS[index % len(HOPS)]
-        question = draw_question(task, names, rng, hops=chain, num_keys=num_keys)
+        question = _draw_question(task, names, rng, hops=chain, num_keys=num_keys)
         samples.append(
             _question_sample(
                 task,
@@ -143,32 +333,6 @@ def draw_samples(
     return samples
 
 
-def score(sample: Sample, generated_text: str) -> bool:
-    """Whether a generated text begins with the right answer.
-
-    Args:
-      sample: A sample with an answer: of any task but text_loss.
-      generated_text: What the model wrote; spaces around it do not matter.
-
-    Returns:
-      True if it begins with all values of the answer, in order, and the last one ends there: 12345
-      is not answered by 123456.
-
-    Raises:
-      ValueError: If the sample asks nothing.
-
-    Example:
-      >>> sample = Sample("multi_key", np.zeros(8, np.int32), 8, np.zeros(2, np.int32), 6, "12345.")
-      >>> score(sample, " 12345. The"), score(sample, " 123456.")
-      (True, False)
-    """
-    if not sample.expected:
-        raise ValueError(f"sample must have an answer, got one of {sample.task}")
-    values = sample.expected.removesuffix(".")
-    text = generated_text.strip()
-    return text.startswith(values) and not text[len(values) : len(values) + 1].isalnum()
-
-
 def _check(
     task: str,
     num_tokens: int,
@@ -178,18 +342,15 @@ def _check(
     depths: int,
     num_keys: int,
 ) -> None:
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    check_choice("task", task, TASKS)
     sizes = {"num_tokens": num_tokens, "count": count, "depths": depths, "num_keys": num_keys}
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
+        check_integer(name, size)
+    check_integer("seed", seed, least=0)
     if hops is not None and task != "variable_tracking":
         raise ValueError(f"hops must be None for {task}, got {hops}")
-    if hops is not None and hops not in HOPS:
-        raise ValueError(f"hops must be one of {HOPS}, got {hops}")
+    if hops is not None:
+        check_choice("hops", hops, HOPS)
 
 
 def _depth(index: int, depths: int) -> float:
@@ -203,17 +364,17 @@ def _depth(index: int, depths: int) -> float:
 def _text_sample(hay: Sequence[list[int]]) -> Sample:
     """A window of the text, of which tokens some way before its end are scored."""
     tokens = np.array([token for piece in hay for token in piece], np.int32)
-    least = 2 * _NUM_SCORED_TOKENS
+    least = 2 * NUM_SCORED
     if len(tokens) < least:
         raise ValueError(f"num_tokens must be at least {least} for text_loss, got {len(tokens)}")
     end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
-    start = end - _NUM_SCORED_TOKENS
+    start = end - NUM_SCORED
     return Sample("text_loss", tokens, start, tokens[start:end], start, "")
 
 
 def _question_sample(
     task: str,
-    question: Question,
+    question: _Question,
     haystack: Haystack,
     words: Sequence[str],
     rng: np.random.Generator,
@@ -263,3 +424,29 @@ def _question_sample(
         depth=depth,
         hops=hops,
     )
+
+
+def score(sample: Sample, generated_text: str) -> bool:
+    """Whether a generated text begins with the right answer.
+
+    Args:
+      sample: A sample with an answer: of any task but text_loss.
+      generated_text: What the model wrote; spaces around it do not matter.
+
+    Returns:
+      True if it begins with all values of the answer, in order, and the last one ends there: 12345
+      is not answered by 123456.
+
+    Raises:
+      ValueError: If the sample asks nothing.
+
+    Example:
+      >>> sample = Sample("multi_key", np.zeros(8, np.int32), 8, np.zeros(2, np.int32), 6, "12345.")
+      >>> score(sample, " 12345. The"), score(sample, " 123456.")
+      (True, False)
+    """
+    if not sample.expected:
+        raise ValueError(f"sample must have an answer, got one of {sample.task}")
+    values = sample.expected.removesuffix(".")
+    text = generated_text.strip()
+    return text.startswith(values) and not text[len(values) : len(values) + 1].isalnum()

@@ -5,10 +5,12 @@ import pytest
 from quality_rows import LONGEST, POLICIES, make_rows, right_answers
 from scipy.stats import binomtest, t
 
-from sketchwalk_jax.evaluation.intervals import mean_interval, paired_interval, wilson_interval
+from sketchwalk_jax.evaluation.results import wilson_interval
 from sketchwalk_jax.evaluation.summaries import (
     mean_by_layer,
+    mean_interval,
     paired_difference,
+    paired_interval,
     paired_loss_difference,
     policy_labels,
     pool,

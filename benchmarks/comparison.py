@@ -1,20 +1,24 @@
-"""The tables of the paper, on the rows of an evaluation: prefill, decode, and both.
+"""The tables of the paper, on the rows of an evaluation and as the paper prints them.
 
 As there, policies that select in one phase are compared in that phase, beside every preset of
 Sketch-and-Walk; the average over lengths comes last. What the paper leaves out stands beside it:
 intervals, measured density, dense layers, and the bytes that decoding reads.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
+from pages import Results, Tables, if_measured  # which finds the package in any checkout
+
+from sketchwalk_jax.evaluation.report import NOT_MEASURED, describe_run
+from sketchwalk_jax.evaluation.results import Row, read_results
 from sketchwalk_jax.evaluation.summaries import (
-    PHASES,
-    Row,
+    PHASE_TITLES,
+    densities,
     is_dense,
     mean_of,
     measured_phases,
-    policy_label,
     policy_labels,
     pool,
     select,
@@ -23,7 +27,6 @@ from sketchwalk_jax.evaluation.summaries import (
 )
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
-    PHASE_TITLES,
     density_title,
     longest,
     markdown_table,
@@ -38,7 +41,19 @@ _OTHERS = {"prefill": ("minference", "flexprefill"), "decode": ("quest", "adamas
 _BYTES = tuple(f"decode_bytes_{name}" for name in ("keys", "values", "metadata"))
 
 
-def comparison(rows: Sequence[Row], nominal: Sequence[float | None]) -> list[str]:
+def quality_comparison(path: Path) -> str:
+    """The paper's tables on the rows of an evaluation, at every density."""
+    rows = read_results(path).rows
+    nominal = [*densities(rows)[::-1]] or [None]
+    return "\n\n".join(comparison_blocks(rows, nominal)) or NOT_MEASURED
+
+
+def quality_common(path: Path) -> str:
+    """The same where policies leave the same layers dense, and what was run."""
+    return f"{quality_comparison(path)}\n\n{describe_run(read_results(path).meta)}"
+
+
+def comparison_blocks(rows: Sequence[Row], nominal: Sequence[float | None]) -> list[str]:
     """The tables of every density and phase, as blocks of markdown.
 
     Args:
@@ -152,54 +167,64 @@ def dense_layers_text(rows: Sequence[Row]) -> str:
     return f"Leading layers that stay dense: {'; '.join(parts)}; {most} in the others."
 
 
-def settings_table(rows: Sequence[Row]) -> str:
-    """What calibration set, and the density that it gave on the prompts that were scored.
+def paper_ruler(path: Path) -> str:
+    """The paper's tables of RULER, as one."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return paper_table(data, "RULER")
 
-    Args:
-      rows: Rows of one evaluation.
 
-    Returns:
-      A markdown table with a row for each policy, nominal density and length; empty text if nothing
-      was calibrated.
-    """
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in without_parts(rows):
-        if row.get("settings"):
-            key = (policy_label(row), row["phase"], row["density"], row["tokens"])
-            found.setdefault(key, []).append(row)
-    order = policy_labels(rows)
+def paper_longbench(path: Path) -> str:
+    """The averages of the paper's tables of LongBench."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return paper_table(data, "LongBench", ("average", "average_without_passage_count"))
 
-    def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        label, phase, density, tokens = key
-        return order.index(label), PHASES.index(phase), -(density or 0.0), tokens
 
-    body = []
-    for key in sorted(found, key=place):
-        label, phase, density, tokens = key
-        by_task: dict[str, list[Row]] = {}
-        for row in found[key]:
-            by_task.setdefault(row["task"], []).append(row)
-        field = "measured_density_sparse_layers"
-        known = [one for one in (mean_of(some, field) for some in by_task.values()) if one]
-        mean = mean_of(found[key], field)
-        spread = f"{mean:.3f} ({min(known):.3f}–{max(known):.3f})" if mean else NOTHING
-        cells = [name_of(label), PHASE_TITLES[phase].lower(), f"{density:g}", f"{tokens:,}"]
-        body.append([*cells, _settings_text(found[key][0]["settings"]), spread])
-    header = (
-        "Policy",
-        "Sparse in",
-        "Density",
-        "Tokens",
-        "Set to",
-        "Measured (range over tasks)",
+def paper_table(data: Results, benchmark: str, columns: Sequence[str] = ()) -> str:
+    """Dense attention once for each model, then every method in every phase."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    sources = [one for one in data["tables"] if one["benchmark"] == benchmark]
+    columns = columns or sources[0]["columns"]
+    for source in sorted(sources, key=lambda one: list(PHASE_TITLES).index(one["phase"])):
+        for row in source["rows"]:
+            is_dense = row["method"] == "dense"
+            phase = "" if is_dense else PHASE_TITLES[source["phase"]]
+            values = dict(zip(source["columns"], row["values"], strict=True))
+            numbers = [f"{values[column]:.2f}" for column in columns]
+            table = "" if is_dense else str(source["table"])
+            cells = [row["model"], phase, row["method"], *numbers, table]
+            rows.setdefault((row["model"], phase, row["method"]), cells)
+    titles = [column.replace("_", " ") for column in columns]
+    order = sorted(rows, key=lambda key: list(dict.fromkeys(one[0] for one in rows)).index(key[0]))
+    header = ("Model", "Sparse in", "Method", *titles, "Table")
+    table = markdown_table(header, [rows[key] for key in order], num_names=3)
+    return (
+        f"{table}\n\n{data['meta']['source']}; {data['meta']['unit']}; {data['meta']['setting']}."
     )
-    return markdown_table(header, body, num_names=2) if body else ""
 
 
-def _settings_text(settings: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
-        if isinstance(value, list | tuple):
-            return f"({', '.join(map(text, value))})"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+def paper_statements(path: Path) -> str:
+    """What the paper says of figures whose numbers it does not print."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    places = {
+        one["about"]: f"Figure {one['figure']}{one['panel'] or ''}" if one["figure"] else "abstract"
+        for one in data["statements"]
+    }
+    return "\n".join(
+        f"- {one['about'].capitalize()}: {one['text']} ({places[one['about']]})."
+        for one in data["statements"]
+    )
 
-    return ", ".join(f"`{name}` {text(value)}" for name, value in settings.items())
+
+TABLES: Tables = {
+    "quality-common": (
+        "quality_common.json",
+        if_measured(
+            quality_common,
+            "`sketchwalk eval --policy minference --policy flexprefill --set dense_layers=2 "
+            "--phase prefill --out benchmarks/results/quality_common.json`",
+        ),
+    ),
+    "paper-ruler": ("paper.json", paper_ruler),
+    "paper-longbench": ("paper.json", paper_longbench),
+    "paper-statements": ("paper.json", paper_statements),
+}

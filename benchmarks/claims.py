@@ -1,23 +1,29 @@
-"""The claims that an evaluation checks, each with the rule that decides about it.
+"""Claims about sparse attention, checked against the rows of an evaluation, for QUALITY.md.
 
-A rule decides from 95 % intervals wherever it can: what chance may explain is left open.
+The claims are the paper's own and those of two earlier studies with smaller models. Each has a rule
+that decides about it, from 95 % intervals wherever it can: what chance may explain is left open.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import common  # noqa: F401  which finds the package in a checkout that is not installed
+
+from sketchwalk_jax.evaluation.results import Row
 from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
     PHASES,
     Difference,
-    Row,
+    check_choices,
     mean_by_layer,
+    nominal_density,
     paired_difference,
     paired_loss_difference,
     pool,
     select,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import PHASE_TITLES, signed
+from sketchwalk_jax.evaluation.tables import signed
 
 HELD, FAILED, OPEN, UNTESTED = "held", "did not hold", "undecided", "not tested"
 
@@ -31,11 +37,73 @@ _LAST = ("single_needle", "multi_key")
 _FACTS = (*_LAST, "mid_prompt")
 _NEAR = 0.02  # "near-lossless": at most this share of answers lost
 _LITTLE = 0.1
-SMALL = 0.05  # a difference that is none
+_SMALL = 0.05  # a difference that is none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedClaim:
+    """A claim and what became of it.
+
+    Attributes:
+      number: Where it stands in the list, such as `"1a"`.
+      claim: What was claimed.
+      verdict: `"held"`, `"did not hold"`, `"undecided"` or `"not tested"`.
+      evidence: The numbers, or why there are none.
+    """
+
+    number: str
+    claim: str
+    verdict: str
+    evidence: tuple[str, ...]
+
+
+def check_claims(
+    rows: Sequence[Row], *, density: float | None = None, tokens: int | None = None
+) -> list[CheckedClaim]:
+    """Checks every claim.
+
+    Args:
+      rows: Rows of one evaluation.
+      density: Nominal density of the policies that take one; the highest below 1 by default.
+      tokens: Length; the longest by default.
+
+    Returns:
+      The claims in their order, with verdict and numbers.
+
+    Raises:
+      ValueError: If there are no rows of this length or density.
+
+    Example:
+      >>> [one.verdict for one in check_claims(rows)]  # doctest: +SKIP
+      ['did not hold', 'held', 'not tested', ...]
+    """
+    check_choices(rows, tokens=tokens)
+    density = nominal_density(rows, density)
+    tokens = values_of(rows, "tokens")[-1] if tokens is None else tokens
+    view = _View(select(rows, density=density, tokens=tokens))
+    found = []
+    for number, (claim, check) in _CLAIMS.items():
+        verdict, evidence = check(view)
+        found.append(
+            CheckedClaim(number=number, claim=claim, verdict=verdict, evidence=tuple(evidence))
+        )
+    return found
+
+
+def claims_text(claims: Sequence[CheckedClaim]) -> str:
+    """A markdown list of claims, verdicts and numbers, after the rule that decides."""
+    rule = (
+        "A loss or gain is one if its 95 % interval keeps clear of 0, and none if the interval "
+        f"keeps below {_SMALL:g}; in between, a claim stays undecided."
+    )
+    return f"{rule}\n\n" + "\n".join(
+        f"- **{one.number}. {one.claim}** *{one.verdict.capitalize()}.* {' '.join(one.evidence)}"
+        for one in claims
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class _View:
     """The rows of one length and nominal density."""
 
     rows: Sequence[Row]
@@ -68,7 +136,7 @@ class View:
         return sum(values) / len(values) if values else None
 
 
-Check = Callable[[View], tuple[str, list[str]]]
+_Check = Callable[[_View], tuple[str, list[str]]]
 
 
 def _says(difference: Difference, first: str, second: str, where: str) -> str:
@@ -87,7 +155,7 @@ def _is_below(difference: Difference, bound: float) -> str:
 
 def _is_loss(difference: Difference) -> str:
     """The verdict on "the first policy loses answers"."""
-    return FAILED if difference.low > -SMALL else HELD if difference.high < 0 else OPEN
+    return FAILED if difference.low > -_SMALL else HELD if difference.high < 0 else OPEN
 
 
 def _opposite(verdict: str) -> str:
@@ -98,7 +166,7 @@ def _missing(*labels: str) -> tuple[str, list[str]]:
     return UNTESTED, [f"It takes rows of {' and '.join(f'`{label}`' for label in labels)}."]
 
 
-def _near_lossless(view: View) -> tuple[str, list[str]]:
+def _near_lossless(view: _View) -> tuple[str, list[str]]:
     found = {phase: view.compare("paper", "dense", phase) for phase in PHASES}
     known = {phase: one for phase, one in found.items() if one is not None}
     if not known:
@@ -111,8 +179,8 @@ def _near_lossless(view: View) -> tuple[str, list[str]]:
     ]
 
 
-def _mean_keys(phase: str) -> Check:
-    def check(view: View) -> tuple[str, list[str]]:
+def _mean_keys(phase: str) -> _Check:
+    def check(view: _View) -> tuple[str, list[str]]:
         label = view.best(_MEAN_KEYS, phase, _FACTS)
         found = None if label is None else view.compare(label, "oracle", phase, _FACTS)
         if label is None or found is None:
@@ -123,8 +191,8 @@ def _mean_keys(phase: str) -> Check:
     return check
 
 
-def _extremes(phase: str) -> Check:
-    def check(view: View) -> tuple[str, list[str]]:
+def _extremes(phase: str) -> _Check:
+    def check(view: _View) -> tuple[str, list[str]]:
         label = view.best(_EXTREMES, phase, _FACTS)
         other = view.best(_MEAN_KEYS, phase, _FACTS)
         place = PHASE_TITLES[phase].lower()
@@ -143,7 +211,7 @@ def _extremes(phase: str) -> Check:
     return check
 
 
-def _shared_list(view: View) -> tuple[str, list[str]]:
+def _shared_list(view: _View) -> tuple[str, list[str]]:
     found = view.compare("oracle", "dense", "prefill", _FACTS)
     if found is None:
         return _missing("oracle", "dense")
@@ -151,7 +219,7 @@ def _shared_list(view: View) -> tuple[str, list[str]]:
     return _opposite(_is_below(found, -_LITTLE)), [evidence]
 
 
-def _even_power(view: View) -> tuple[str, list[str]]:
+def _even_power(view: _View) -> tuple[str, list[str]]:
     names = ("paper", "random")
     found = view.compare(*names, "prefill")
     losses = paired_loss_difference(
@@ -172,7 +240,7 @@ def _even_power(view: View) -> tuple[str, list[str]]:
     return verdicts[0] if len(set(verdicts)) == 1 else OPEN, evidence
 
 
-def _damping(view: View) -> tuple[str, list[str]]:
+def _damping(view: _View) -> tuple[str, list[str]]:
     recalls = {name: view.recall(name) for name in ("paper", "damped", "one_hop", "oracle")}
     known = {name: value for name, value in recalls.items() if value is not None}
     if not {"paper", "oracle"} < set(known):
@@ -197,7 +265,7 @@ def _damping(view: View) -> tuple[str, list[str]]:
     return HELD if max(closed.values()) > 0.5 else FAILED, evidence
 
 
-def _walk(view: View) -> tuple[str, list[str]]:
+def _walk(view: _View) -> tuple[str, list[str]]:
     names, task = ("damped", "one_hop"), ("variable_tracking",)
     evidence, gains = [], list[Difference]()
     for phase in PHASES:
@@ -225,10 +293,10 @@ def _walk(view: View) -> tuple[str, list[str]]:
     evidence.append("The two differ in the walk alone.")
     if any(gain.low > 0 for gain in gains):
         return FAILED, evidence
-    return HELD if all(gain.high < SMALL for gain in gains) else OPEN, evidence
+    return HELD if all(gain.high < _SMALL for gain in gains) else OPEN, evidence
 
 
-def _dense_tail(view: View) -> tuple[str, list[str]]:
+def _dense_tail(view: _View) -> tuple[str, list[str]]:
     names = ("released", "one_hop")
     found = view.compare(*names, "prefill", _LAST)
     if found is None:
@@ -238,10 +306,10 @@ def _dense_tail(view: View) -> tuple[str, list[str]]:
     if middle is not None:
         evidence.append(_says(middle, *names, "questions mid-prompt, prefill"))
     evidence.append("`released` has the dense end, and a density of its own.")
-    return HELD if found.low > 0 else FAILED if found.high < SMALL else OPEN, evidence
+    return HELD if found.low > 0 else FAILED if found.high < _SMALL else OPEN, evidence
 
 
-def _hidden_loss(view: View) -> tuple[str, list[str]]:
+def _hidden_loss(view: _View) -> tuple[str, list[str]]:
     verdicts, evidence = [], []
     for name in ("released", "one_hop"):
         last = view.compare(name, "dense", "prefill", _LAST)
@@ -264,11 +332,11 @@ def _hidden_loss(view: View) -> tuple[str, list[str]]:
     return verdicts[0] if len(set(verdicts)) == 1 else OPEN, evidence
 
 
-def _untested(reason: str) -> Check:
+def _untested(reason: str) -> _Check:
     return lambda view: (UNTESTED, [reason])
 
 
-CLAIMS: dict[str, tuple[str, Check]] = {
+_CLAIMS: dict[str, tuple[str, _Check]] = {
     "P": (
         f"The printed method is near-lossless: it loses at most {_NEAR:.0%} of the answers.",
         _near_lossless,

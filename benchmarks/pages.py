@@ -1,0 +1,123 @@
+"""What writes the pages: tables of the JSON results, between marks, and the figures beside them.
+
+What is written stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`. `report.py` has
+all tables; the scripts beside it write their own ones, with their figures.
+"""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
+
+from sketchwalk_jax.evaluation.report import describe_run
+
+PAGES = (ROOT / "README.md", *(ROOT / "benchmarks" / name for name in ("QUALITY.md", "KERNELS.md")))
+PLOTS = ROOT / "benchmarks" / "plots"
+SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
+Results = dict[str, Any]
+# The file of a table's results, and what makes the table of it, by name.
+Tables = dict[str, tuple[str, Callable[[Path], str]]]
+
+
+def write_own_tables(
+    description: str | None, tables: Tables, draw: Callable[[Path, Path], None] | None = None
+) -> None:
+    """Draws figures, then rewrites some tables on the pages: what scripts beside `report.py` do.
+
+    Args:
+      description: Of the script, for its help.
+      tables: The tables; what else stands on the pages is left as it is.
+      draw: Takes the folder of the results and that of the figures.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plots", type=Path, default=PLOTS)
+    parser.add_argument("--page", type=Path, action="append", help="default: all pages")
+    options = parser.parse_args()
+    if draw is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        options.plots.mkdir(parents=True, exist_ok=True)
+        draw(options.results, options.plots)
+    for page in options.page or PAGES:
+        update(page, options.results, tables, is_part=True)
+
+
+def update(
+    page: Path, results: Path, tables: Tables, *, is_part: bool = False, is_check: bool = False
+) -> bool:
+    """Rewrites a page, or only shows how it differs; returns whether it was right before."""
+    old = page.read_text(encoding="utf-8")
+    new = render(old, results, tables, is_part=is_part)
+    if old != new and is_check:
+        lines = difflib.unified_diff(
+            old.splitlines(), new.splitlines(), str(page), "from the results", lineterm=""
+        )
+        print("\n".join(lines))
+    elif old != new:
+        page.write_text(new, encoding="utf-8")
+    return old == new
+
+
+def render(text: str, results: Path, tables: Tables, *, is_part: bool = False) -> str:
+    """The text with its sections replaced by their tables.
+
+    Args:
+      text: A page.
+      results: Folder of the results.
+      tables: The tables.
+      is_part: Whether the page may have other sections, which stay.
+
+    Raises:
+      ValueError: If a section is not closed, or has no table.
+    """
+    if len(SECTION.findall(text)) != text.count("<!-- benchmark:"):
+        raise ValueError("every <!-- benchmark:NAME --> must be closed by <!-- /benchmark -->")
+
+    def replace(match: re.Match[str]) -> str:
+        opening, name, _, closing = match.groups()
+        if name not in tables and is_part:
+            return match.group()
+        if name not in tables:
+            raise ValueError(f"a benchmark section must be one of {sorted(tables)}, got {name!r}")
+        file, make = tables[name]
+        return f"{opening}{make(results / file)}\n{closing}"
+
+    return SECTION.sub(replace, text)
+
+
+def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
+    """A section of a file of speeds: its table, then hardware, versions, date and command."""
+
+    def section(path: Path) -> str:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["meta"].get("is_quick"):
+            raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
+        return f"{make(data)}\n\n{describe_run(data['meta'])}"
+
+    return section
+
+
+def if_measured(make: Callable[[Path], str], command: str) -> Callable[[Path], str]:
+    """A section that says so where its results are missing, and what makes them."""
+
+    def section(path: Path) -> str:
+        return make(path) if path.exists() else f"*Not measured yet.* {command}."
+
+    return section
+
+
+def duration(row: Mapping[str, Any], side: str) -> str:
+    """A median and the distance of its quartiles, in the unit that suits."""
+    value, spread = row[f"{side}_ms"], row[f"{side}_ms_iqr"]
+    unit = "ms"
+    if value < 1:
+        value, spread, unit = value * 1e3, spread * 1e3, "µs"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit} ({spread:.2g})"

@@ -1,0 +1,144 @@
+"""Figures of an evaluation show what its rows hold."""
+
+import sys
+from collections.abc import Iterator
+
+import matplotlib
+import numpy as np
+import pytest
+
+matplotlib.use("Agg")
+from figures import panels, shown
+from matplotlib import pyplot
+from quality_rows import LONGEST, POLICIES, RIVALS, TASKS, make_rows, right_answers
+
+from sketchwalk_jax.evaluation.plots import (
+    plot_accuracy,
+    plot_mass_recall,
+    plot_needle_depth,
+    plot_output_error,
+)
+from sketchwalk_jax.evaluation.summaries import policy_labels, select
+from sketchwalk_jax.evaluation.tables import task_title
+
+ROWS = make_rows()
+
+
+@pytest.fixture(autouse=True)
+def _closed_figures() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+def test_accuracy_stands_at_its_measured_density(phase):
+    figure = plot_accuracy(ROWS, phase=phase)
+    axes = panels(figure)
+    assert list(axes) == [task_title(task) for task in TASKS]
+    labels = [label for label in policy_labels(ROWS) if label != "dense"]
+    bars = axes["One of many keys"].containers
+    assert len(bars) == len(labels)
+    for label, bar in zip(labels, bars, strict=True):
+        densities = (0.2,) if label == "released" else (0.1, 0.2)
+        x, y = bar.lines[0].get_data(orig=False)
+        expected = [
+            np.mean(right_answers(ROWS, label, phase, "multi_key", density))
+            for density in densities
+        ]
+        np.testing.assert_allclose(y, expected, atol=1e-9)
+        (row, *_) = select(ROWS, label=label, phase=phase, tokens=LONGEST, density=densities[-1])
+        assert x[-1] == pytest.approx(row["measured_density_sparse_layers"])
+
+
+def test_intervals_are_those_of_the_rows():
+    axis = panels(plot_accuracy(ROWS, phase="prefill", tokens=4096))["Aggregation"]
+    (row,) = select(
+        ROWS, label="oracle", phase="prefill", task="aggregation", tokens=4096, density=0.1
+    )
+    (bars,) = axis.containers[0].lines[2]
+    _, ends = bars.get_segments()[0].T
+    np.testing.assert_allclose(ends, [row["exact_low"], row["exact_high"]], atol=1e-9)
+
+
+def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
+    axes = panels(plot_accuracy(ROWS, phase="decode", layers="all_layers"))
+    dense = np.mean(right_answers(ROWS, "dense", "both", "mid_prompt"))
+    (line,) = (one for one in axes["Question mid-prompt"].lines if one.get_linestyle() == "--")
+    np.testing.assert_allclose(line.get_ydata(), dense)
+    loss = axes["Text loss"]
+    (row,) = select(ROWS, label="dense", task="text_loss", tokens=LONGEST)
+    (line,) = (one for one in loss.lines if one.get_linestyle() == "--")
+    np.testing.assert_allclose(line.get_ydata(), row["text_loss"])
+    assert loss.get_ylim()[0] > 1 and "nats" in loss.get_ylabel()
+    assert "all layers" in loss.get_xlabel()
+
+
+def test_policies_keep_their_colours_and_new_ones_get_others():
+    colours = []
+    few = dict(list(POLICIES.items())[:3])
+    for policies in (POLICIES | RIVALS, few | {("kascade", None): (1, 1, 0)}):
+        rows = make_rows(policies=policies, lengths=(4096,), tasks=("multi_key",))
+        (legend,) = plot_accuracy(rows, phase="decode").legends
+        handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        colours.append({text.get_text(): handle.get_color() for text, handle in handles})
+    assert colours[0]["random"] == colours[1]["random"]
+    assert len(set(colours[0].values())) == len(POLICIES) + 2  # two rivals select in prefill
+    assert len(set(colours[1].values())) == 4
+
+
+def test_needles_stand_at_their_depth_and_length():
+    rows = [row for row in ROWS if (row["preset"], row["tokens"]) != ("damped", 8192)]
+    figure = plot_needle_depth(rows, phase="both", density=0.1)
+    axes = {title.partition(":")[0]: axis for title, axis in panels(figure).items()}
+    assert list(axes) == policy_labels(ROWS)
+    values = shown(axes["streaming"]).reshape(10, 3)
+    for row in select(ROWS, label="streaming", phase="both", task="single_needle", density=0.1):
+        if row["depth"] is not None:
+            place = round(row["depth"] * 10 - 0.5), [4096, 8192, 16384].index(row["tokens"])
+            assert values[place] == row["exact"]
+    assert np.all(np.isnan(shown(axes["damped"]).reshape(10, 3)[:, 1]))
+    assert axes["dense"].get_ylim() == (1.0, 0.0)  # the beginning of the prompt is at the top
+    assert [tick.get_text() for tick in axes["random"].get_xticklabels()] == ["4K", "8K", "16K"]
+
+
+@pytest.mark.parametrize(
+    ("plot", "field"),
+    [(plot_mass_recall, "mass_recall_by_layer"), (plot_output_error, "output_error_by_layer")],
+)
+def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(plot, field):
+    (axis,) = plot(ROWS, density=0.1).axes
+    labels = [label for label in policy_labels(ROWS) if label != "dense"]
+    for label, line in zip(labels, axis.lines, strict=True):
+        chosen = select(ROWS, label=label, phase="prefill", tokens=LONGEST, density=0.1)
+        lists = [row[field][2:] for row in chosen if row[field] is not None]
+        np.testing.assert_allclose(line.get_ydata()[2:], np.mean(lists, axis=0))
+        assert np.all(np.isnan(line.get_ydata()[:2]))
+        np.testing.assert_array_equal(line.get_xdata(), np.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("plot", "options", "message"),
+    [
+        (plot_accuracy, {"phase": "all"}, "phase must be one of .*, got 'all'"),
+        (plot_accuracy, {"tokens": 5}, r"tokens must be one of \[4096, 8192, 16384\], got 5"),
+        (plot_accuracy, {"layers": "some"}, "layers must be"),
+        (plot_needle_depth, {"density": 0.3}, r"density must be one of \[0.1, 0.2\], got 0.3"),
+        (plot_mass_recall, {"phase": "both"}, "rows must hold mass_recall_by_layer"),
+    ],
+)
+def test_wrong_choices_are_refused(plot, options, message):
+    with pytest.raises(ValueError, match=message):
+        plot(ROWS, **options)
+
+
+@pytest.mark.parametrize("plot", [plot_accuracy, plot_needle_depth, plot_mass_recall])
+def test_no_rows_are_refused(plot):
+    with pytest.raises(ValueError, match="rows must hold at least one row"):
+        plot([])
+
+
+@pytest.mark.parametrize("draw", [lambda: plot_accuracy(ROWS), lambda: plot_mass_recall(ROWS)])
+def test_missing_matplotlib_names_the_extra(monkeypatch, draw):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"sketchwalk-jax\[plots\]"):
+        draw()
