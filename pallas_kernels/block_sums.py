@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.selection import WIDE, fills_rows
+from sketchwalk_jax.pallas_kernels.config import WIDE, fills_rows
 from sketchwalk_jax.pallas_kernels.warp_ops import THREADS, WARPS
 
 _VECTOR = 8  # 16-byte loads of 16-bit numbers

@@ -1,8 +1,20 @@
-"""How attention and selection run: sizes of tiles. None changes a result beyond rounding."""
+"""How attention and selection run: sizes of tiles, and what the selection's kernels can take.
+
+None of the sizes changes a result beyond rounding.
+"""
 
 import dataclasses
+from typing import Any
 
 import jax
+
+# Limits of the kernels, each of which has a row of blocks in its registers.
+MAX_BLOCKS = 16384
+MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
+MAX_POWER = 32
+WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
+LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
+LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,3 +103,17 @@ def default_kernel_config(platform: str | None = None) -> KernelConfig:
     """
     platform = jax.default_backend() if platform is None else platform
     return KernelConfig() if platform == "cpu" else _ON_ACCELERATORS
+
+
+def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
+    """Whether the heads of each group fill whole rows of `WIDE` entries, or of a wider head's.
+
+    Args:
+      query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
+      key: Keys `[B, T, K, H]`.
+      num_groups: Groups into which the heads of both are divided.
+    """
+    head_dim = query.shape[3]
+    wide = max(head_dim, WIDE)
+    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
+    return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)

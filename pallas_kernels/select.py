@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.selection import MAX_BLOCKS
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS
 from sketchwalk_jax.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
 

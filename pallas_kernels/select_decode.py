@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.config import LEAST_CHUNK, MAX_BLOCKS, MAX_POWER
 from sketchwalk_jax.pallas_kernels.select import select_row
-from sketchwalk_jax.pallas_kernels.selection import LEAST_CHUNK, MAX_BLOCKS, MAX_POWER
 from sketchwalk_jax.pallas_kernels.walk_row import (
     LARGEST_EXPONENT,
     TILE,

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.config import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.pallas_kernels.select import pad_columns, select_row
-from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     STATE_EXPONENT,
@@ -228,11 +228,11 @@ class _Peaks(NamedTuple):
         magnitudes = warp_ops.maxima(
             (bits & _MAGNITUDE, bits), scratch, layout=layout, interpret=interpret
         )
-        exponents = (
+        largest, positive = (
             mantissa_and_exponent(jax.lax.bitcast_convert_type(jnp.maximum(x, 0), jnp.float32))[1]
             for x in magnitudes
         )
-        return cls(*exponents, magnitudes[1])
+        return cls(largest, positive, magnitudes[1])
 
     def rescale(self, value: Float[Array, "W"]) -> Float[Array, "W"]:
         """The row times a power of two, its largest magnitude in `[1, 2) · 2^STATE_EXPONENT`."""

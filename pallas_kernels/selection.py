@@ -5,12 +5,17 @@ no kernel can take the call. `dispatch.selection_kernels` says whether to ask. T
 themselves import Pallas, which takes long, and are imported when one is called.
 """
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import (
+    LEAST_BLOCK,
+    LEAST_CHUNK,
+    MAX_BLOCKS,
+    MAX_PROMPT_BLOCKS,
+    KernelConfig,
+    fills_rows,
+)
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import group_heads, project
 from sketchwalk_jax.walk import (
@@ -23,14 +28,6 @@ from sketchwalk_jax.walk import (
     row_maxima,
 )
 
-# Limits of the kernels, each of which has a row of blocks in its registers.
-MAX_BLOCKS = 16384
-MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
-MAX_POWER = 32
-WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
-LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
-LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
-
 
 def walk_precision(kernels: KernelConfig | None) -> Precision:
     """Precision of the walk's products: as accurate as float32, on tensor cores where there are."""
@@ -39,20 +36,6 @@ def walk_precision(kernels: KernelConfig | None) -> Precision:
     from jax.lax import DotAlgorithmPreset
 
     return DotAlgorithmPreset.TF32_TF32_F32_X3
-
-
-def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
-    """Whether the heads of each group fill whole rows of `WIDE` entries, or of a wider head's.
-
-    Args:
-      query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
-      key: Keys `[B, T, K, H]`.
-      num_groups: Groups into which the heads of both are divided.
-    """
-    head_dim = query.shape[3]
-    wide = max(head_dim, WIDE)
-    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
-    return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
 
 
 def sketch_sums(

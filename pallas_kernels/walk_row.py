@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.selection import LEAST_CHUNK, WIDE
+from sketchwalk_jax.pallas_kernels.config import LEAST_CHUNK, WIDE
 from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     add_scaled,

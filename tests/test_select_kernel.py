@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS
 from sketchwalk_jax.pallas_kernels.select import ordered_keys, select_blocks_kernel
-from sketchwalk_jax.pallas_kernels.selection import MAX_BLOCKS
 from sketchwalk_jax.selection import block_budget, select_blocks
 
 pytestmark = pytest.mark.interpreted

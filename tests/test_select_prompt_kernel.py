@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sketchwalk_jax.pallas_kernels.config import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel, walk_operands_kernel
-from sketchwalk_jax.pallas_kernels.selection import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.scaled import product_exponent
 from sketchwalk_jax.selection import block_budget, select_blocks
 from sketchwalk_jax.walk import causal_mask, power_transition, row_maxima

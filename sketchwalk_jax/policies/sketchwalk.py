@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
@@ -122,7 +122,7 @@ class SketchWalkConfig(Policy):
             ("dense_tail", 0),
         ):
             check_integer(name, getattr(self, name), least=least)
-        if self.exponent > kernel_selection.MAX_POWER:
+        if self.exponent > MAX_POWER:
             raise ValueError(f"exponent must be at most 32, got {self.exponent}")
         if self.beta is not None:
             check_number("beta", self.beta, "[0, 1)")
