@@ -15,7 +15,7 @@ import graphlib
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +27,7 @@ FOLDERS = {PACKAGE: "", "models": "models", "pallas_kernels": "pallas_kernels"}
 OWN_ROOMS = {"models.flax"}
 _NO_ROOMS = {"", "_version", "__main__"}  # the package's front, its version, its command line
 _COLOURS = {"folder": "#D6E6F2", "file": "#F2F2F2"}
+_ARROW = "#8899AA"
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -91,17 +92,16 @@ def floors(graph: Graph) -> dict[str, int]:
     return found
 
 
-def write_table(rooms: Graph, modules: Mapping[str, Path]) -> str:
+def write_table(rooms: Graph, modules: Iterable[str]) -> str:
     """The floors from the top, their rooms, and what each room imports."""
     of = floors(rooms)
-    lines = ["| Floor | Room | Lines | Imports |", "| ---: | --- | ---: | --- |"]
+    lines = ["| Floor | Room | Imports |", "| ---: | --- | --- |"]
     for floor in sorted(set(of.values()), reverse=True):
         for room in sorted(room for room in of if of[room] == floor):
-            files = [path for module, path in modules.items() if room_of(module) == room]
-            count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-            name = f"`{room}`" if len(files) == 1 else f"`{room}/` ({len(files)} files)"
+            is_folder = sum(room_of(module) == room for module in modules) > 1
+            name = f"`{room}/`" if is_folder else f"`{room}`"
             imports = ", ".join(f"`{other}`" for other in sorted(rooms[room]))
-            lines.append(f"| {floor} | {name} | {count:,} | {imports or '–'} |")
+            lines.append(f"| {floor} | {name} | {imports or '–'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -124,28 +124,80 @@ def reduce(rooms: Graph) -> dict[str, set[str]]:
     }
 
 
-def draw(rooms: Graph, modules: Mapping[str, Path], path: Path) -> None:
+def place(rooms: Graph) -> tuple[dict[str, tuple[float, float]], dict[str, list[str]]]:
+    """Where each room stands, and the way of each arrow: a layered drawing of a graph.
+
+    An arrow that passes floors gets a point on each of them, shared by all arrows to that room, so
+    that it runs between the boxes and not behind them. Floors are put in order by the mean place of
+    what a node is joined to (Sugiyama, Tagawa and Toda 1981), below and above in turn.
+
+    Returns:
+      Places of rooms and points, and for every node the nodes one floor below it.
+    """
+    of, below = floors(rooms), {room: [] for room in rooms}
+    for room, others in sorted(reduce(rooms).items()):
+        for other in sorted(others):
+            last = room
+            for floor in range(of[room] - 1, of[other], -1):
+                point = f"{other}@{floor}"
+                below[last] = sorted({*below[last], point})
+                of[point], last = floor, point
+                below.setdefault(point, [])
+            below[last] = sorted({*below[last], other})
+    above = {node: [one for one in below if node in below[one]] for node in of}
+    by_floor = {floor: sorted(n for n in of if of[n] == floor) for floor in set(of.values())}
+    places: dict[str, tuple[float, float]] = {}
+
+    def arrange(floor: int, joined: Mapping[str, list[str]]) -> None:
+        def wish(node: str) -> float:
+            known = [places[one][0] for one in joined[node] if one in places]
+            return sum(known) / len(known) if known else places.get(node, (0.0,))[0]
+
+        widths = {node: 0.35 if "@" in node else 1.0 for node in by_floor[floor]}
+        x = -sum(widths.values()) / 2
+        for node in sorted(widths, key=lambda node: (wish(node), node)):
+            places[node] = (x + widths[node] / 2, floor)
+            x += widths[node]
+
+    for _ in range(8):
+        for floor in sorted(by_floor):
+            arrange(floor, below)
+        for floor in sorted(by_floor, reverse=True):
+            arrange(floor, above)
+    return places, below
+
+
+def draw(rooms: Graph, modules: Iterable[str], path: Path) -> None:
     """Draws the rooms by floor, with an arrow to what each imports directly."""
     from matplotlib import pyplot
     from matplotlib.patches import FancyBboxPatch
 
-    of, arrows = floors(rooms), reduce(rooms)
-    by_floor = {floor: [r for r in sorted(of) if of[r] == floor] for floor in set(of.values())}
-    width = max(map(len, by_floor.values()))
-    places: dict[str, tuple[float, float]] = {}
-
-    def wish(room: str) -> float:
-        """Near what it stands on, so that arrows are short."""
-        below = [places[other][0] for other in arrows[room]]
-        return sum(below) / len(below) if below else width / 2
-
-    for floor in sorted(by_floor):
-        ordered = sorted(by_floor[floor], key=lambda room: (wish(room), room))
-        start = (width - len(ordered)) / 2
-        places |= {room: (start + index + 0.5, floor) for index, room in enumerate(ordered)}
-    figure, axis = pyplot.subplots(figsize=(1.45 * width, 0.8 * len(by_floor) + 0.4))
-    for room, (x, y) in places.items():
-        is_folder = sum(room_of(module) == room for module in modules) > 1
+    places, below = place(rooms)
+    columns = [x for x, _ in places.values()]
+    height = max(y for _, y in places.values())
+    figure, axis = pyplot.subplots(
+        figsize=(1.45 * (max(columns) - min(columns) + 1), 0.8 * height + 0.4)
+    )
+    for node, (x, y) in places.items():
+        for other in below[node]:
+            to_x, to_y = places[other]
+            axis.annotate(
+                "",
+                xy=(to_x, to_y + 0.27),
+                xytext=(x, y - 0.27),
+                arrowprops={
+                    "arrowstyle": "-|>" if other in rooms else "-",
+                    "color": _ARROW,
+                    "linewidth": 0.9,
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                },
+                zorder=1,
+            )
+        if node not in rooms:
+            axis.plot([x, x], [y - 0.27, y + 0.27], color=_ARROW, linewidth=0.9, zorder=1)
+            continue
+        is_folder = sum(room_of(module) == node for module in modules) > 1
         box = FancyBboxPatch(
             (x - 0.42, y - 0.24),
             0.84,
@@ -157,19 +209,10 @@ def draw(rooms: Graph, modules: Mapping[str, Path], path: Path) -> None:
             zorder=2,
         )
         axis.add_patch(box)
-        label = f"{room}/" if is_folder else room
+        label = f"{node}/" if is_folder else node
         axis.text(x, y, label, ha="center", va="center", fontsize=8.5, zorder=3)
-        for other in arrows[room]:
-            to_x, to_y = places[other]
-            axis.annotate(
-                "",
-                xy=(to_x, to_y + 0.27),
-                xytext=(x, y - 0.27),
-                arrowprops={"arrowstyle": "-|>", "color": "#8899AA", "linewidth": 0.9},
-                zorder=1,
-            )
-    axis.set_xlim(0, width)
-    axis.set_ylim(0.5, len(by_floor) + 0.6)
+    axis.set_xlim(min(columns) - 0.5, max(columns) + 0.5)
+    axis.set_ylim(0.5, height + 0.6)
     axis.axis("off")
     figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Description": fingerprint(rooms)})
     pyplot.close(figure)
