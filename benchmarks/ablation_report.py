@@ -21,7 +21,7 @@ from sketchwalk_jax.evaluation.summaries import (
     densities,
     paired_loss_difference,
     pool,
-    select,
+    rows_with,
     tasks_of,
 )
 from sketchwalk_jax.evaluation.tables import (
@@ -66,10 +66,10 @@ def ablation_tables(path: Path) -> str:
     results = read_results(path)
     rows = results.rows
     density = base_density(rows)
-    anchors = [select(rows, label="dense"), select(rows, label="random", density=density)]
+    anchors = [rows_with(rows, label="dense"), rows_with(rows, label="random", density=density)]
     blocks = [f"![Right answers and text loss against each field]({FIGURE})"]
-    for preset in (one for one in PRESETS if select(rows, label=one, density=density)):
-        base = select(rows, label=preset, density=density)
+    for preset in (one for one in PRESETS if rows_with(rows, label=one, density=density)):
+        base = rows_with(rows, label=preset, density=density)
         named = [("dense", anchors[0]), ("`random`", anchors[1]), (name_of(preset), base)]
         for variant in variants_of(rows, preset):
             title = variant if "=" not in variant else f"`{variant}`"
@@ -79,9 +79,9 @@ def ablation_tables(path: Path) -> str:
         blocks.append(_table("Changed", lines, name_of(preset)))
     lines = []
     for own in densities(rows):
-        base = select(rows, label="random", density=own)
+        base = rows_with(rows, label="random", density=own)
         for label in ("random", *PRESETS):
-            some = select(rows, label=label, density=own)
+            some = rows_with(rows, label=label, density=own)
             if some:
                 lines.append(_line(f"{name_of(label)}, {own:g}", some, base, anchors[0]))
     blocks += ["**Density**", _table("Policy", lines, "`random` of that density")]
@@ -97,7 +97,7 @@ def base_density(rows: Rows) -> float:
 
 def with_variant(rows: Rows, preset: str, density: float, variant: str) -> list[Row]:
     """The rows of a variant of a preset."""
-    return select(rows, label=f"{preset}, {variant}", density=density)
+    return rows_with(rows, label=f"{preset}, {variant}", density=density)
 
 
 def variants_of(rows: Rows, preset: str) -> list[str]:
@@ -113,15 +113,15 @@ def scored(rows: Rows) -> list[Row]:
 
 def _line(name: str, rows: Rows, base: Rows, dense: Rows) -> list[str]:
     is_dense, is_base = bool(rows) and rows[0]["policy"] == "dense", rows == base
-    by_phase = {phase: scored(select(rows, phase=phase)) for phase in PHASES}
+    by_phase = {phase: scored(rows_with(rows, phase=phase)) for phase in PHASES}
     cells = [share(pool(some)) for some in by_phase.values()]
     if is_dense:
         cells = [cells[0], "", ""]
     for phase in ("prefill", "decode"):
-        other = scored(select(base, phase=phase))
+        other = scored(rows_with(base, phase=phase))
         cells.append("" if is_dense or is_base else difference(by_phase[phase], other))
-    first = select(rows, phase="prefill")
-    cells.append("" if is_dense else loss_difference(first, select(dense, phase="prefill")))
+    first = rows_with(rows, phase="prefill")
+    cells.append("" if is_dense else loss_difference(first, rows_with(dense, phase="prefill")))
     cells.append("" if is_dense else _recall(rows))
     cells.append("" if is_dense else measured(pool(first)))
     return [name, *cells]
@@ -139,7 +139,7 @@ def _recall(rows: Rows) -> str:
     for phase in ("prefill", "decode"):
         values = [
             row["mass_recall"]
-            for row in select(rows, phase=phase)
+            for row in rows_with(rows, phase=phase)
             if row["mass_recall"] is not None
         ]
         cells.append(f"{sum(values) / len(values):.2f}" if values else NOTHING)
@@ -150,7 +150,7 @@ def series(rows: Rows, preset: str, field: str) -> list[tuple[float, list[Row]]]
     """Values of a field and the rows of the preset with it, the preset's own value among them."""
     density = base_density(rows)
     if field == "density":
-        some = [(own, select(rows, label=preset, density=own)) for own in densities(rows)]
+        some = [(own, rows_with(rows, label=preset, density=own)) for own in densities(rows)]
         return [(own, found) for own, found in some if found]
     found = [
         (float(value), with_variant(rows, preset, density, variant))
@@ -162,7 +162,8 @@ def series(rows: Rows, preset: str, field: str) -> list[tuple[float, list[Row]]]
     if not found or own is None:
         return []
     return sorted(
-        [*found, (float(own), select(rows, label=preset, density=density))], key=lambda one: one[0]
+        [*found, (float(own), rows_with(rows, label=preset, density=density))],
+        key=lambda one: one[0],
     )
 
 
@@ -188,7 +189,7 @@ def ablations_figure(rows: Rows) -> Any:
         squeeze=False,
         layout="constrained",
     )
-    dense = select(rows, label="dense")
+    dense = rows_with(rows, label="dense")
     makes = (_share_of, lambda some: _loss_of(some, dense))
     for column, field in enumerate(shown):
         values = sorted({x for preset in PRESETS for x, _ in series(rows, preset, field)})
@@ -198,7 +199,7 @@ def ablations_figure(rows: Rows) -> Any:
             for preset in PRESETS:
                 _draw_lines(axis, series(rows, preset, field), preset, places, make)
             if field == "density":
-                random = [(own, select(rows, label="random", density=own)) for own in values]
+                random = [(own, rows_with(rows, label="random", density=own)) for own in values]
                 _draw_lines(axis, random, "random", places, make)
             axis.set_xticks(range(len(values)), [f"{value:g}" for value in values])
             axis.spines[["top", "right"]].set_visible(False)
@@ -227,7 +228,7 @@ def _draw_lines(
     """A line for prefill and one, dashed, for decode, with intervals."""
     colour, marker = style_of(label, [label])
     for phase, style in (("prefill", "-"), ("decode", "--")):
-        found = [(places[value], make(select(some, phase=phase))) for value, some in points]
+        found = [(places[value], make(rows_with(some, phase=phase))) for value, some in points]
         kept = [(x, *values) for x, values in found if values is not None]
         if not kept:
             continue

@@ -167,7 +167,7 @@ def place(rooms: Graph) -> tuple[dict[str, tuple[float, float]], dict[str, list[
     return places, below
 
 
-def draw(rooms: Graph, modules: Iterable[str], path: Path) -> None:
+def draw_rooms(rooms: Graph, modules: Iterable[str], path: Path) -> None:
     """Draws the rooms by floor, with an arrow to what each imports directly."""
     from matplotlib import pyplot
     from matplotlib.patches import FancyBboxPatch
@@ -240,7 +240,7 @@ def main() -> int:
             print(f"{name} differs from the code: run python benchmarks/architecture.py")
         return len(wrong)
     PAGE.write_text(new, encoding="utf-8")
-    draw(rooms, modules, PICTURE)
+    draw_rooms(rooms, modules, PICTURE)
     return 0
 
 

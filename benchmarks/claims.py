@@ -20,7 +20,7 @@ from sketchwalk_jax.evaluation.summaries import (
     paired_difference,
     paired_loss_difference,
     pool,
-    select,
+    rows_with,
     values_of,
 )
 from sketchwalk_jax.evaluation.tables import signed
@@ -80,7 +80,7 @@ def check_claims(
     check_choices(rows, tokens=tokens)
     density = nominal_density(rows, density)
     tokens = values_of(rows, "tokens")[-1] if tokens is None else tokens
-    view = _View(select(rows, density=density, tokens=tokens))
+    view = _View(rows_with(rows, density=density, tokens=tokens))
     found = []
     for number, (claim, check) in _CLAIMS.items():
         verdict, evidence = check(view)
@@ -110,7 +110,7 @@ class _View:
 
     def choose(self, label: str, phase: str, tasks: Sequence[str] = ()) -> list[Row]:
         """Scored rows of a policy; of all tasks by default."""
-        rows = select(self.rows, label=label, phase=phase)
+        rows = rows_with(self.rows, label=label, phase=phase)
         return [
             row for row in rows if row["exact"] is not None and (not tasks or row["task"] in tasks)
         ]
@@ -131,7 +131,7 @@ class _View:
 
     def recall(self, label: str) -> float | None:
         """Mass recall in prefill, mean over layers and tasks."""
-        rows = select(self.rows, label=label, phase="prefill")
+        rows = rows_with(self.rows, label=label, phase="prefill")
         values = [one for one in mean_by_layer(rows, "mass_recall_by_layer") if one is not None]
         return sum(values) / len(values) if values else None
 
@@ -223,7 +223,7 @@ def _even_power(view: _View) -> tuple[str, list[str]]:
     names = ("paper", "random")
     found = view.compare(*names, "prefill")
     losses = paired_loss_difference(
-        *(select(view.rows, label=name, phase="prefill", task="text_loss") for name in names)
+        *(rows_with(view.rows, label=name, phase="prefill", task="text_loss") for name in names)
     )
     verdicts, evidence = [], []
     if found is not None:

@@ -21,7 +21,7 @@ from sketchwalk_jax.evaluation.summaries import (
     measured_phases,
     policy_labels,
     pool,
-    select,
+    rows_with,
     values_of,
     without_parts,
 )
@@ -77,7 +77,7 @@ def comparison_blocks(rows: Sequence[Row], nominal: Sequence[float | None]) -> l
 
 def _labels(rows: Sequence[Row], phase: str, density: float | None) -> list[str]:
     known = ("dense", *_OTHERS[phase], *_METHOD)
-    found = policy_labels(select(rows, phase=phase, density=density))
+    found = policy_labels(rows_with(rows, phase=phase, density=density))
     return [label for label in known if label in found]
 
 
@@ -105,11 +105,11 @@ def comparison_table(rows: Sequence[Row], *, phase: str, density: float | None) 
     header += ["Dense layers", "Density: sparse / all layers"]
     if has_decode:
         header.append(f"MiB read per token, {last:,} tokens: keys and values + metadata")
-    dense = _scored(select(rows, label="dense"))
+    dense = _scored(rows_with(rows, label="dense"))
     body = []
     for label in _labels(rows, phase, density):
-        chosen = _scored(select(rows, label=label, phase=phase, density=density))
-        cells = [share(pool(select(chosen, tokens=tokens))) for tokens in lengths]
+        chosen = _scored(rows_with(rows, label=label, phase=phase, density=density))
+        cells = [share(pool(rows_with(chosen, tokens=tokens))) for tokens in lengths]
         cells.append(share(pool(chosen)))
         if has_decode:
             later = [row for row in chosen if row["task"] in ANSWERED_TASKS]
@@ -117,7 +117,7 @@ def comparison_table(rows: Sequence[Row], *, phase: str, density: float | None) 
             cells += [share(pool(read)), share(pool(later))]
         cells += [_dense_layers(chosen), measured(pool(chosen))]
         if has_decode:
-            cells.append(bytes_read(select(chosen, tokens=last), select(dense, tokens=last)))
+            cells.append(bytes_read(rows_with(chosen, tokens=last), rows_with(dense, tokens=last)))
         body.append([name_of(label), *cells])
     return markdown_table(header, body)
 
@@ -156,7 +156,7 @@ def dense_layers_text(rows: Sequence[Row]) -> str:
     """Which policies leave how many leading layers dense, in a sentence."""
     labels: dict[int, list[str]] = {}
     for label in policy_labels(rows):
-        for count in values_of(select(rows, label=label), "dense_layers"):
+        for count in values_of(rows_with(rows, label=label), "dense_layers"):
             labels.setdefault(count, []).append(f"`{label}`")
     if len(labels) == 1:
         return f"Leading layers that stay dense: {min(labels)}, whatever the policy."

@@ -207,15 +207,6 @@ class _Plan:
             jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
         ]
 
-    def kernel(self, body: Any, **options: Any) -> Any:
-        """One of the two kernels."""
-        return plgpu.kernel(
-            functools.partial(body, plan=self),
-            compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-            interpret=ops.interpreter(self.interpret),
-            **options,
-        )
-
 
 # One part of a list
 
@@ -628,8 +619,13 @@ def block_sparse_decode_kernel(
     if padding := plan.head_dim - head_dim:  # for completeness: copies whole caches
         key, value = _pad_features(key, padding), _pad_features(value, padding)
     cache = (-1, plan.kv_heads, plan.head_dim)
-    attend = plan.kernel(
-        _attend_to_part,
+    make_kernel = functools.partial(
+        plgpu.kernel,
+        compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(plan.interpret),
+    )
+    attend = make_kernel(
+        functools.partial(_attend_to_part, plan=plan),
         out_type=plan.parts if plan.splits > 1 else plan.outputs,
         grid=(batch, plan.splits, plan.units),
         grid_names=("batch", "split", "unit"),  # the last varies fastest
@@ -646,8 +642,8 @@ def block_sparse_decode_kernel(
         kv_lengths.astype(jnp.int32),
     )
     if plan.splits > 1:
-        combine = plan.kernel(
-            _combine_parts,
+        combine = make_kernel(
+            functools.partial(_combine_parts, plan=plan),
             out_type=plan.outputs,
             grid=(plan.places, plan.columns // _COLUMNS, plan.features // _ROWS),
             grid_names=("unit", "heads", "chunk"),

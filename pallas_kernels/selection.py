@@ -66,7 +66,7 @@ def sketch_sums(
     )
 
 
-def select_rows(
+def select_blocks(
     scores: Float[Array, "B I J"],
     rows: Int[Array, "B I"],
     counts: Int[Array, "B I"],

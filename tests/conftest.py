@@ -42,6 +42,12 @@ settings.load_profile("sketchwalk")
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs; programs that tests start share them."""
     assert config.cache is not None
+    # A machine that writes no bytecode would compile 2,000 imported files anew in every process.
+    if sys.dont_write_bytecode:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     directory = config.cache.mkdir("jax_compilation_cache")
     directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
     # Entries are not written in one piece, so every worker has a folder of its own.

@@ -9,7 +9,7 @@ from quality_rows import DENSE, make_rows
 
 from sketchwalk_jax import cli
 from sketchwalk_jax.cli import evaluate
-from sketchwalk_jax.evaluation.summaries import pool, select
+from sketchwalk_jax.evaluation.summaries import pool, rows_with
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def test_table_has_a_line_for_every_policy_density_and_phase():
     found = [line.split() for line in lines[2:]]
     assert [line[0] for line in found] == ["dense", "streaming", "streaming"]
     assert [line[1] for line in found[1:]] == ["0.3", "0.5"]
-    dense = select(rows, label="dense", tokens=512)
-    loss, every = pool(select(dense, task="text_loss")), pool(dense)
+    dense = rows_with(rows, label="dense", tokens=512)
+    loss, every = pool(rows_with(dense, task="text_loss")), pool(dense)
     assert found[0][-2:] == [f"{loss.text_loss:.2f}", f"{every.exact:.2f}"]
 
 

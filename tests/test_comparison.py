@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from quality_rows import POLICIES, RIVALS, cells, make_rows
 
-from sketchwalk_jax.evaluation.summaries import pool, select
+from sketchwalk_jax.evaluation.summaries import pool, rows_with
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -24,7 +24,7 @@ READ = "MiB read per token, 16,384 tokens: keys and values + metadata"
 
 
 def scored(label, phase, **where):
-    rows = select(ROWS, label=label, phase=phase, density=0.1, **where)
+    rows = rows_with(ROWS, label=label, phase=phase, density=0.1, **where)
     return [row for row in rows if row["exact"] is not None]
 
 

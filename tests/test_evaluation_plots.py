@@ -18,7 +18,7 @@ from sketchwalk_jax.evaluation.plots import (
     plot_needle_depth,
     plot_output_error,
 )
-from sketchwalk_jax.evaluation.summaries import policy_labels, select
+from sketchwalk_jax.evaluation.summaries import policy_labels, rows_with
 from sketchwalk_jax.evaluation.tables import task_title
 
 ROWS = make_rows()
@@ -46,13 +46,13 @@ def test_accuracy_stands_at_its_measured_density(phase):
             for density in densities
         ]
         np.testing.assert_allclose(y, expected, atol=1e-9)
-        (row, *_) = select(ROWS, label=label, phase=phase, tokens=LONGEST, density=densities[-1])
+        (row, *_) = rows_with(ROWS, label=label, phase=phase, tokens=LONGEST, density=densities[-1])
         assert x[-1] == pytest.approx(row["measured_density_sparse_layers"])
 
 
 def test_intervals_are_those_of_the_rows():
     axis = panels(plot_accuracy(ROWS, phase="prefill", tokens=4096))["Aggregation"]
-    (row,) = select(
+    (row,) = rows_with(
         ROWS, label="oracle", phase="prefill", task="aggregation", tokens=4096, density=0.1
     )
     (bars,) = axis.containers[0].lines[2]
@@ -66,7 +66,7 @@ def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
     (line,) = (one for one in axes["Question mid-prompt"].lines if one.get_linestyle() == "--")
     np.testing.assert_allclose(line.get_ydata(), dense)
     loss = axes["Text loss"]
-    (row,) = select(ROWS, label="dense", task="text_loss", tokens=LONGEST)
+    (row,) = rows_with(ROWS, label="dense", task="text_loss", tokens=LONGEST)
     (line,) = (one for one in loss.lines if one.get_linestyle() == "--")
     np.testing.assert_allclose(line.get_ydata(), row["text_loss"])
     assert loss.get_ylim()[0] > 1 and "nats" in loss.get_ylabel()
@@ -92,7 +92,7 @@ def test_needles_stand_at_their_depth_and_length():
     axes = {title.partition(":")[0]: axis for title, axis in panels(figure).items()}
     assert list(axes) == policy_labels(ROWS)
     values = shown(axes["streaming"]).reshape(10, 3)
-    for row in select(ROWS, label="streaming", phase="both", task="single_needle", density=0.1):
+    for row in rows_with(ROWS, label="streaming", phase="both", task="single_needle", density=0.1):
         if row["depth"] is not None:
             place = round(row["depth"] * 10 - 0.5), [4096, 8192, 16384].index(row["tokens"])
             assert values[place] == row["exact"]
@@ -109,7 +109,7 @@ def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(plot, field):
     (axis,) = plot(ROWS, density=0.1).axes
     labels = [label for label in policy_labels(ROWS) if label != "dense"]
     for label, line in zip(labels, axis.lines, strict=True):
-        chosen = select(ROWS, label=label, phase="prefill", tokens=LONGEST, density=0.1)
+        chosen = rows_with(ROWS, label=label, phase="prefill", tokens=LONGEST, density=0.1)
         lists = [row[field][2:] for row in chosen if row[field] is not None]
         np.testing.assert_allclose(line.get_ydata()[2:], np.mean(lists, axis=0))
         assert np.all(np.isnan(line.get_ydata()[:2]))

@@ -14,7 +14,7 @@ from sketchwalk_jax.evaluation.summaries import (
     paired_loss_difference,
     policy_labels,
     pool,
-    select,
+    rows_with,
 )
 
 ROWS = make_rows()
@@ -58,7 +58,7 @@ def test_pairs_count_and_not_only_shares():
 @pytest.mark.parametrize("task", ["single_needle", "variable_tracking", "mid_prompt"])
 def test_pooled_rows_count_every_prompt_once(task):
     pooled = pool(
-        select(ROWS, label="damped", phase="prefill", task=task, tokens=LONGEST, density=0.2)
+        rows_with(ROWS, label="damped", phase="prefill", task=task, tokens=LONGEST, density=0.2)
     )
     expected = right_answers(ROWS, "damped", "prefill", task)
     assert pooled.prompts == len(expected)
@@ -69,7 +69,7 @@ def test_pooled_rows_count_every_prompt_once(task):
 
 def test_needles_are_pooled_over_depths_where_no_row_has_all_of_them():
     rows = [row for row in ROWS if row["task"] == "single_needle" and row["depth"] is not None]
-    pooled = pool(select(rows, label="oracle", phase="decode", tokens=LONGEST, density=0.1))
+    pooled = pool(rows_with(rows, label="oracle", phase="decode", tokens=LONGEST, density=0.1))
     assert pooled.exact == pytest.approx(
         np.mean(right_answers(ROWS, "oracle", "decode", "single_needle", 0.1))
     )
@@ -82,8 +82,8 @@ def test_nothing_pools_to_nothing():
 
 
 def test_dense_answers_to_every_density_and_own_densities_to_all():
-    assert select(ROWS, label="dense", phase="decode", density=0.1)
-    own = select(ROWS, label="released", phase="decode", density=0.1)
+    assert rows_with(ROWS, label="dense", phase="decode", density=0.1)
+    own = rows_with(ROWS, label="released", phase="decode", density=0.1)
     assert {row["density"] for row in own} == {None}
     assert {row["phase"] for row in own} == {"decode"}
 
@@ -96,7 +96,7 @@ def test_unknown_policies_come_after_the_method_and_before_the_simple_ones():
 
 
 def test_layers_that_are_dense_have_no_mean():
-    chosen = select(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
+    chosen = rows_with(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
     means = mean_by_layer(chosen, "mass_recall_by_layer")
     lists = [row["mass_recall_by_layer"] for row in chosen if row["depth"] is None]
     assert means[:2] == [None, None]

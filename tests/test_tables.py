@@ -7,7 +7,7 @@ import pytest
 from quality_rows import LONGEST, POLICIES, RIVALS, cells, make_rows, right_answers
 from scipy.stats import t
 
-from sketchwalk_jax.evaluation.summaries import policy_labels, pool, select
+from sketchwalk_jax.evaluation.summaries import policy_labels, pool, rows_with
 from sketchwalk_jax.evaluation.tables import (
     accuracy_table,
     difference_table,
@@ -70,7 +70,7 @@ def test_variable_tracking_is_listed_by_hops():
     found = cells(hops_table(ROWS, density=0.2, tokens=LONGEST))
     (row,) = (
         row
-        for row in select(ROWS, label="damped", phase="decode", tokens=LONGEST, density=0.2)
+        for row in rows_with(ROWS, label="damped", phase="decode", tokens=LONGEST, density=0.2)
         if row["hops"] == 3
     )
     assert found["`damped` Decode"]["3 statements"].startswith(f"{row['exact']:.2f} (")
@@ -87,8 +87,8 @@ def test_lengths_are_columns():
 
 def test_text_loss_is_compared_prompt_by_prompt():
     found = cells(loss_table(ROWS, densities=(0.2,), tokens=LONGEST))
-    (dense,) = select(ROWS, label="dense", task="text_loss", tokens=LONGEST)
-    (paper,) = select(
+    (dense,) = rows_with(ROWS, label="dense", task="text_loss", tokens=LONGEST)
+    (paper,) = rows_with(
         ROWS, label="paper", phase="both", task="text_loss", tokens=LONGEST, density=0.2
     )
     more = np.subtract(paper["text_losses"], dense["text_losses"])
@@ -100,7 +100,7 @@ def test_text_loss_is_compared_prompt_by_prompt():
 
 def test_recall_is_the_mean_over_sparse_layers():
     found = cells(recall_table(ROWS, densities=(0.2,), tokens=LONGEST))
-    (row, *_) = select(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
+    (row, *_) = rows_with(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
     assert found["`paper`"] == {
         "Policy": "`paper`",
         "Sparse in": "Prefill",
@@ -118,7 +118,7 @@ def test_policies_of_one_phase_have_rows_there_alone():
     summary = cells(summary_table(ALL_ROWS, density=0.2, tokens=LONGEST))
     quest, paper = summary["`quest`"], summary["`paper`"]
     assert quest["Prefill"] == quest["Prefill and decode"] == "–" != quest["Decode"]
-    loss = pool(select(ALL_ROWS, label="quest", task="text_loss", tokens=LONGEST, density=0.2))
+    loss = pool(rows_with(ALL_ROWS, label="quest", task="text_loss", tokens=LONGEST, density=0.2))
     assert quest["Text loss"] == f"{loss.text_loss:.3f}"
     assert quest["Density: sparse / all layers"] == paper["Density: sparse / all layers"]
     for table in (
@@ -138,6 +138,6 @@ def test_what_calibration_set_is_listed():
     assert lines[0][:5] == ["| `minference`", "prefill", "0.2", "4,096", "`scale` 0.2266"]
     assert lines[4][4] == "`gamma` 0.5, `min_budget` 128"
     assert lines[-1][4] == "`thresholds` (-1.25, 0.03125, 1.25)"
-    (row, *_) = select(ALL_ROWS, label="minference", tokens=4096, density=0.2)
+    (row, *_) = rows_with(ALL_ROWS, label="minference", tokens=4096, density=0.2)
     value = f"{row['measured_density_sparse_layers']:.3f}"
     assert lines[0][5] == f"{value} ({value}–{value}) |"

@@ -55,7 +55,7 @@ def logits_of(params: Params, tokens: Int[Array, "B T"], *, model_config: ModelC
     return unembed(params, hidden, model_config=model_config)
 
 
-def measure(
+def sum_metrics(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], classes: UInt[Array, "B T"]
 ) -> Metrics:
     """Sums of cross-entropy (nats) and of right guesses for each class of target."""
@@ -111,7 +111,7 @@ def train_step(
     def objective(params: Params) -> tuple[Float[Array, ""], Metrics]:
         narrow = jax.tree.map(lambda x: x.astype(dtype), params)
         logits = logits_of(narrow, ids[:, :-1], model_config=model_config)
-        metrics = measure(logits, ids[:, 1:], classes)
+        metrics = sum_metrics(logits, ids[:, 1:], classes)
         return _objective(metrics), metrics
 
     gradients, metrics = jax.grad(objective, has_aux=True)(state.params)

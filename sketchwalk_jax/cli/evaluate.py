@@ -22,7 +22,7 @@ from sketchwalk_jax.evaluation.summaries import (
     is_dense,
     policy_labels,
     pool,
-    select,
+    rows_with,
     tasks_of,
     values_of,
 )
@@ -274,7 +274,7 @@ def _quality_table(rows: Sequence[Row]) -> str:
 
 
 def _table_of(rows: Sequence[Row], tokens: int) -> str:
-    rows = select(rows, tokens=tokens)
+    rows = rows_with(rows, tokens=tokens)
     tasks = tasks_of(rows, is_scored=False)
     header = ["policy", "density", "measured", "sparse in", *(_HEADINGS[one] for one in tasks)]
     table = [header + ["all"] * (tasks != ["text_loss"]), *_table_lines(rows, tasks)]
@@ -288,7 +288,7 @@ def _table_of(rows: Sequence[Row], tokens: int) -> str:
 
 def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str]]:
     for label in policy_labels(rows):
-        own = select(rows, label=label)
+        own = rows_with(rows, label=label)
         densities = list(dict.fromkeys(row["density"] for row in own))
         for density in densities:
             for phase in PHASES:
@@ -303,7 +303,7 @@ def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str
                     "" if density is None or is_dense(some[0]) else f"{density:g}",
                     _two_digits(together.density_sparse_layers),
                     "" if is_dense(some[0]) else phase,
-                    *(_cell(pool(select(some, task=task))) for task in tasks),
+                    *(_cell(pool(rows_with(some, task=task))) for task in tasks),
                     *([_two_digits(together.exact)] if tasks != ["text_loss"] else []),
                 ]
 

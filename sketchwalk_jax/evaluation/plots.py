@@ -20,7 +20,7 @@ from sketchwalk_jax.evaluation.summaries import (
     nominal_density,
     policy_labels,
     pool,
-    select,
+    rows_with,
     tasks_of,
     values_of,
 )
@@ -89,7 +89,7 @@ def plot_accuracy(
     check_choices(rows, phase=phase, tokens=tokens)
     check_choice("layers", layers, ("sparse_layers", "all_layers"))
     tokens = longest(rows) if tokens is None else tokens
-    chosen = select(rows, phase=phase, tokens=tokens)
+    chosen = rows_with(rows, phase=phase, tokens=tokens)
     labels = [label for label in policy_labels(chosen) if label != "dense"]
     tasks = tasks_of(chosen, is_scored=False)
     figure, axes = _make_panels(len(tasks), size=(2.9, 2.5))
@@ -97,12 +97,12 @@ def plot_accuracy(
     measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
     widest = max((x for x in measured if x is not None), default=1.0)
     for task, axis, is_lowest in zip(tasks, axes, _are_lowest(len(tasks)), strict=True):
-        some = select(chosen, task=task)
-        _draw_dense(axis, pool(select(some, label="dense")), is_loss=task == "text_loss")
+        some = rows_with(chosen, task=task)
+        _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task == "text_loss")
         for index, label in enumerate(labels):
             spread = min(_SPREAD, _MAX_SPREAD / max(1, len(labels) - 1))
             shift = spread * (index - (len(labels) - 1) / 2)
-            points = _density_points(select(some, label=label), layers)
+            points = _density_points(rows_with(some, label=label), layers)
             colour, marker = style_of(label, labels)
             _draw_points(axis, points, colour, marker, shift, is_loss=task == "text_loss")
         axis.set_title(task_title(task), fontsize=10)
@@ -116,7 +116,7 @@ def plot_accuracy(
                 axis.set_ylabel("right answers", fontsize=9)
             axis.set_ylim(-0.03, 1.03)
         _tidy(axis)
-    _add_legend(figure, [*(["dense"] if select(chosen, label="dense") else []), *labels], labels)
+    _add_legend(figure, [*(["dense"] if rows_with(chosen, label="dense") else []), *labels], labels)
     place = "prefill and decode" if phase == "both" else phase
     figure.suptitle(title or f"{tokens:,} tokens, sparse in {place}", fontsize=11)
     return figure
@@ -125,7 +125,7 @@ def plot_accuracy(
 def _density_points(rows: Sequence[Row], layers: str) -> list[tuple[float, Pooled]]:
     """Measured density and values of one policy at each nominal density, by measured density."""
     nominal = values_of(rows, "density") or [None]
-    pooled = [pool(select(rows, density=density)) for density in nominal]
+    pooled = [pool(rows_with(rows, density=density)) for density in nominal]
     points = [(getattr(one, f"density_{layers}"), one) for one in pooled if one is not None]
     return sorted((x, one) for x, one in points if x is not None)
 
@@ -203,11 +203,11 @@ def plot_needle_depth(
       >>> plot_needle_depth(read_results("quality.json").rows, density=0.1)  # doctest: +SKIP
     """
     check_choices(rows, phase=phase)
-    needles = [row for row in select(rows, task="single_needle") if row["depth"] is not None]
+    needles = [row for row in rows_with(rows, task="single_needle") if row["depth"] is not None]
     if not needles:
         raise ValueError("rows must hold needles by depth, got none")
     density = nominal_density(needles, density)
-    needles = select(needles, phase=phase, density=density)
+    needles = rows_with(needles, phase=phase, density=density)
     labels, lengths = policy_labels(needles), values_of(needles, "tokens")
     depths = values_of(needles, "depth")
     figure, axes = _make_panels(
@@ -217,12 +217,14 @@ def plot_needle_depth(
     image = None
     for label, axis in zip(labels, axes, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
-        for row in select(needles, label=label):
+        for row in rows_with(needles, label=label):
             grid[depths.index(row["depth"]), lengths.index(row["tokens"])] = row["exact"]
         image = _draw_grid(axis, grid, edges)
         found = pool(
             row
-            for row in select(rows, label=label, task="single_needle", phase=phase, density=density)
+            for row in rows_with(
+                rows, label=label, task="single_needle", phase=phase, density=density
+            )
         )
         share = "" if found is None or found.exact is None else f": {found.exact:.0%}"
         axis.set_title(f"{label}{share}", fontsize=9)
@@ -341,17 +343,17 @@ def _plot_by_layer(
 
     check_choices(rows, phase=phase, tokens=tokens)
     density = nominal_density(rows, density)
-    chosen = [row for row in select(rows, phase=phase, density=density) if row.get(field)]
+    chosen = [row for row in rows_with(rows, phase=phase, density=density) if row.get(field)]
     chosen = [row for row in chosen if row["policy"] != "dense"]
     if not chosen:
         raise ValueError(f"rows must hold {field} of phase {phase!r}, got none")
     tokens = longest(chosen) if tokens is None else tokens
-    chosen = select(chosen, tokens=tokens)
+    chosen = rows_with(chosen, tokens=tokens)
     labels = policy_labels(chosen)
     pyplot = import_pyplot()
     figure, axis = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     for label in labels:
-        values = mean_by_layer(select(chosen, label=label), field)
+        values = mean_by_layer(rows_with(chosen, label=label), field)
         colour, marker = style_of(label, labels)
         heights = [math.nan if value is None else value for value in values]
         axis.plot(heights, color=colour, marker=marker, markersize=4.5, linewidth=1.2)

@@ -27,7 +27,7 @@ from sketchwalk_jax.evaluation.summaries import (
     densities,
     measured_phases,
     probed_phases,
-    select,
+    rows_with,
     values_of,
 )
 from sketchwalk_jax.evaluation.tables import (
@@ -280,7 +280,7 @@ def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
             what, functools.partial(plot_accuracy, rows, phase=phase)
         )
     for phase in phases:
-        if any(row["depth"] is not None for row in select(rows, phase=phase)):
+        if any(row["depth"] is not None for row in rows_with(rows, phase=phase)):
             what = f"Needles found by depth and length, {PHASE_TITLES[phase].lower()} sparse"
             draw = functools.partial(plot_needle_depth, rows, phase=phase)
             found[f"needle_depth_{phase}"] = Drawing(what, draw)

@@ -96,7 +96,7 @@ def is_dense(row: Row) -> bool:
     return row["policy"] == "dense"
 
 
-def select(
+def rows_with(
     rows: Iterable[Row],
     *,
     label: str | None = None,
@@ -123,7 +123,7 @@ def select(
 
     Example:
       >>> row = {"policy": "dense", "preset": None, "phase": "both", "density": 1.0}
-      >>> len(select([row], phase="decode", density=0.2))
+      >>> len(rows_with([row], phase="decode", density=0.2))
       1
     """
     return [

@@ -19,7 +19,7 @@ from sketchwalk_jax.evaluation.summaries import (
     policy_labels,
     pool,
     probed_phases,
-    select,
+    rows_with,
     tasks_of,
     values_of,
     without_parts,
@@ -113,9 +113,9 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
     header = ("Policy", *map(task_title, tasks), "All", "Density: sparse / all layers")
     body = []
     for label in policy_labels(rows):
-        chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
+        chosen = rows_with(rows, label=label, phase=phase, density=density, tokens=tokens)
         chosen = [row for row in chosen if row["task"] in tasks]
-        cells = [share(pool(select(chosen, task=task))) for task in tasks]
+        cells = [share(pool(rows_with(chosen, task=task))) for task in tasks]
         together = pool(chosen)
         if together is not None:
             body.append([name_of(label), *cells, share(together), measured(together)])
@@ -128,13 +128,15 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
     Arguments as in `accuracy_table`.
     """
     tasks = tasks_of(rows)
-    dense = select(rows, label="dense", tokens=tokens)
+    dense = rows_with(rows, label="dense", tokens=tokens)
     body = []
     for label in policy_labels(rows):
-        chosen = select(rows, label=label, phase=phase, density=density, tokens=tokens)
+        chosen = rows_with(rows, label=label, phase=phase, density=density, tokens=tokens)
         if label == "dense" or not chosen:
             continue
-        cells = [difference(select(chosen, task=task), select(dense, task=task)) for task in tasks]
+        cells = [
+            difference(rows_with(chosen, task=task), rows_with(dense, task=task)) for task in tasks
+        ]
         body.append([name_of(label), *cells, difference(chosen, dense)])
     return markdown_table(("Policy", *map(task_title, tasks), "All"), body)
 
@@ -148,15 +150,15 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
     phases = measured_phases(rows) or ["both"]
     body = []
     for label in policy_labels(rows):
-        chosen = select(rows, label=label, density=density, tokens=tokens)
-        by_phase = [select(chosen, phase=phase) for phase in phases]
+        chosen = rows_with(rows, label=label, density=density, tokens=tokens)
+        by_phase = [rows_with(chosen, phase=phase) for phase in phases]
         pooled = [pool(row for row in some if row["task"] != "text_loss") for some in by_phase]
         cells = [share(one) for one in pooled]
         if label == "dense":
             cells = [cells[0], *[""] * (len(cells) - 1)]
         own = next((some for some in by_phase if some), [])
         scored = [row for row in own if row["task"] != "text_loss"]
-        loss = pool(select(own, task="text_loss"))
+        loss = pool(rows_with(own, task="text_loss"))
         body.append([name_of(label), *cells, _loss(loss), measured(pool(scored or own))])
     header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
     header += ["Text loss", "Density: sparse / all layers"]
@@ -168,12 +170,12 @@ def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> st
 
     Arguments as in `accuracy_table`.
     """
-    chosen = select(rows, task="variable_tracking", density=density, tokens=tokens)
+    chosen = rows_with(rows, task="variable_tracking", density=density, tokens=tokens)
     hops = values_of(chosen, "hops")
     body = []
     for label in policy_labels(chosen):
         for phase in PHASES if label != "dense" else ("both",):
-            some = select(chosen, label=label, phase=phase)
+            some = rows_with(chosen, label=label, phase=phase)
             cells = [share(pool(row for row in some if row["hops"] == count)) for count in hops]
             if some:
                 title = "" if label == "dense" else PHASE_TITLES[phase]
@@ -188,9 +190,9 @@ def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
     body = []
     for label in policy_labels(rows):
         for phase in PHASES if label != "dense" else ("both",):
-            chosen = select(rows, label=label, phase=phase, density=density)
+            chosen = rows_with(rows, label=label, phase=phase, density=density)
             chosen = [row for row in chosen if row["task"] != "text_loss"]
-            cells = [share(pool(select(chosen, tokens=tokens))) for tokens in lengths]
+            cells = [share(pool(rows_with(chosen, tokens=tokens))) for tokens in lengths]
             if chosen:
                 title = "" if label == "dense" else PHASE_TITLES[phase]
                 body.append([name_of(label), title, *cells])
@@ -210,12 +212,12 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens
       A markdown table with 95 % intervals of the paired differences, and a row for each phase in
       which a policy was measured; the row of dense attention has its loss itself.
     """
-    chosen = select(rows, task="text_loss", tokens=tokens)
-    dense = select(chosen, label="dense")
+    chosen = rows_with(rows, task="text_loss", tokens=tokens)
+    dense = rows_with(chosen, label="dense")
     body = [["dense", "", *[_loss(pool(dense))] * len(densities)]] if dense else []
     for label, phase in _label_phases(chosen):
         cells = [
-            _more_loss(select(chosen, label=label, phase=phase, density=density), dense)
+            _more_loss(rows_with(chosen, label=label, phase=phase, density=density), dense)
             for density in densities
         ]
         body.append([name_of(label), PHASE_TITLES[phase], *cells])
@@ -253,11 +255,11 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], toke
     """Mass recall and relative output error, means over tasks and sparse layers."""
     fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
     phases = probed_phases(rows, "mass_recall_by_layer")
-    chosen = [row for row in select(rows, tokens=tokens) if any(row.get(one) for one in fields)]
+    chosen = [row for row in rows_with(rows, tokens=tokens) if any(row.get(one) for one in fields)]
     columns = [(density, field) for density in densities for field in fields]
     body = []
     for label, phase in _label_phases(row for row in chosen if row["phase"] in phases):
-        own = [select(chosen, label=label, phase=phase, density=one) for one in densities]
+        own = [rows_with(chosen, label=label, phase=phase, density=one) for one in densities]
         cells = [_mean_cell(mean_by_layer(some, field)) for some in own for field in fields]
         body.append([name_of(label), PHASE_TITLES[phase], *cells])
     titles = (f"{density_title(density)}: {fields[field]}" for density, field in columns)

@@ -123,7 +123,7 @@ class SketchWalkConfig(Policy):
         ):
             check_integer(name, getattr(self, name), least=least)
         if self.exponent > MAX_POWER:
-            raise ValueError(f"exponent must be at most 32, got {self.exponent}")
+            raise ValueError(f"exponent must be at most {MAX_POWER}, got {self.exponent}")
         if self.beta is not None:
             check_number("beta", self.beta, "[0, 1)")
             if self.beta != 0 and self.transition != "softmax":
@@ -316,7 +316,7 @@ class SketchWalkConfig(Policy):
         lists = dict(self._list_rule, max_count=max_count)
         selection = None
         if kernels is not None:
-            selection = kernel_selection.select_rows(
+            selection = kernel_selection.select_blocks(
                 selecting, rows, counts, **lists, kernels=kernels
             )
         return selection or select_blocks(selecting, rows, counts, **lists), walk
