@@ -166,6 +166,7 @@ def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp
     assert (tmp_path / "ablations.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, model = tmp_path / "ablations.json", tmp_path / "model"
     sizes = {"num_hidden_layers": 3, "max_position_embeddings": 1024}

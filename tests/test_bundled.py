@@ -18,6 +18,8 @@ from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
 MAX_BYTES = 16e6
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(scope="module")
 def bundled():

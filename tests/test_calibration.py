@@ -39,9 +39,8 @@ def measured(weights, policy, tokens, lengths):
     return pairs.sum() / (len(pairs) * np.asarray(density.prefill_causal).sum())
 
 
-@pytest.mark.parametrize(
-    "name", ["minference", pytest.param("flexprefill", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minference", "flexprefill"])
 def test_density_is_reached_on_the_prompts_given(weights, name):
     tokens, lengths = tiny.prompts(320, 200, 270)
     policy = dataclasses.replace(POLICIES[name], dense_layers=1)

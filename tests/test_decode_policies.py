@@ -272,7 +272,8 @@ def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name)
     assert (measured[2:] >= 0.3 - 1e-6).all() or unit > 1
 
 
-@pytest.mark.parametrize("name", IN_A_MODEL)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name):
     full = by_name(name, block_size=SIZE, density=1.0)
     out, dense = generated(full), generated(Dense(block_size=SIZE))

@@ -191,7 +191,10 @@ def test_json_is_one_object_with_the_measurements(demo, tokenizer):
     assert 0 <= found["compile_s"] < found["total_s"]
 
 
-@pytest.mark.parametrize(("phase", "dense_part"), [("prefill", "decode"), ("decode", "prefill")])
+@pytest.mark.parametrize(
+    ("phase", "dense_part"),
+    [("prefill", "decode"), pytest.param("decode", "prefill", marks=pytest.mark.slow)],
+)
 def test_other_phase_stays_dense(phase, dense_part, demo):
     out, err = demo("--phase", phase, *PAPER, "--json")
     sparse = json.loads(out)["sketchwalk"]
@@ -322,6 +325,7 @@ def test_mistake_is_named_before_anything_is_read(
     assert out == "" and message in err
 
 
+@pytest.mark.slow
 def test_short_context_is_the_default_length_and_released_the_preset(
     model, tmp_path, capsys, monkeypatch
 ):

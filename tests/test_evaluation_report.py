@@ -168,7 +168,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("preset", ["paper", pytest.param("released", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["paper", "released"])
 def test_a_checkpoint_is_drawn_reading_one_prompt(checkpoint, preset, tmp_path):
     params, model_config = load(checkpoint, dtype="float32")
     found = model_drawings(params, model_config, load_tokenizer(checkpoint), preset=preset, layer=3)

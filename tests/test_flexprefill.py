@@ -229,6 +229,7 @@ def test_distance_is_scipys():
     np.testing.assert_allclose(found[2:], expected[2:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_generation_is_sparse_in_prefill_and_dense_in_decode():
     tokens, lengths = tiny.prompts(400, 300)
     options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}

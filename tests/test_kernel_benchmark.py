@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {
     "op",
     "batch",
@@ -96,7 +98,6 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
     path = tmp_path / "kernel_tuning.json"
     run_benchmark("kernel_tuning.py", "--quick", "--out", path)

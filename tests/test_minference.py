@@ -209,6 +209,7 @@ def test_full_scale_equals_dense_attention():
     np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
 
 
+@pytest.mark.slow
 def test_one_layer_as_a_function():
     config = SPARSE
     query, key = head_lists.stack([head_lists.draw(n, seed=n) for n in (300, 200)], 300)

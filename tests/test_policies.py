@@ -253,7 +253,8 @@ def generated(config, chunk_size=None):
     )
 
 
-@pytest.mark.parametrize("name", IN_A_MODEL)
+@slow
+@pytest.mark.parametrize("name", NAMES)
 def test_generation_in_chunks_is_the_same(name):
     config = by_name(name, block_size=SIZE, dense_layers=1, density=0.4)
     np.testing.assert_array_equal(generated(config, 32).tokens, generated(config).tokens)

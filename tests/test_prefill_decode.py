@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from reference_model import ReferenceModel, has_near_ties
 from tolerances import tolerance
+from variants import slow_unless
 
 from sketchwalk_jax import Dense, SketchWalkConfig, decode_step, forward, init_cache, prefill
 from sketchwalk_jax.models import ModelConfig
 from sketchwalk_jax.models.params import init_params
-
-pytestmark = pytest.mark.optimized
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -117,7 +116,7 @@ def expected_rows(layers, first: int = 0):
     return [layer.rows[first:] for layer in layers if layer.rows is not None]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow_unless(("paper", "damped").__contains__, PRESETS))
 def test_prefill_and_decode_equal_the_reference(name):
     config, num_new = PRESETS[name], NUM_NEW
     runs = [reference_run(name, length, num_new) for length in LENGTHS]
@@ -144,7 +143,7 @@ def test_prefill_and_decode_equal_the_reference(name):
     )
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", slow_unless("decode".__eq__, ["prefill", "decode"]))
 def test_the_other_phase_is_dense(phase):
     config, length, num_new = PRESETS["paper"], 65, 3
     tokens, model, calls = reference_run("paper", length, num_new, phase)
@@ -184,7 +183,13 @@ def test_a_prompt_may_be_continued_anywhere(cut):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk_size"), [("paper", 16), ("damped", 48), ("sum", 16), ("tail", 48)]
+    ("name", "chunk_size"),
+    [
+        ("paper", 16),
+        ("damped", 48),
+        pytest.param("sum", 16, marks=pytest.mark.slow),
+        pytest.param("tail", 48, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_select_exactly_as_one_shot(name, chunk_size):
     config = PRESETS[name]
@@ -199,7 +204,7 @@ def test_chunks_select_exactly_as_one_shot(name, chunk_size):
         )
 
 
-@pytest.mark.parametrize("name", ["paper", "damped", "sum"])
+@pytest.mark.parametrize("name", slow_unless("sum".__ne__, ["paper", "damped", "sum"]))
 @pytest.mark.parametrize("start", [16, 64])
 def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
     config = PRESETS[name]
@@ -245,7 +250,7 @@ def test_full_density_equals_dense_in_both_phases():
     np.testing.assert_allclose(cache.density.overall, 1.0, **tolerance("density"))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_half_precision_stays_finite(dtype):
     config = PRESETS["damped"]
     params = jax.tree.map(lambda x: x.astype(dtype), parameters())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from variants import slow_unless
 
 from sketchwalk_jax.pallas_kernels import walk_row
 from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
@@ -127,8 +128,12 @@ WIDE = (300, 2, 32, "relu_power", 3)
 TILED = (256, 1, 64, "power", 8)
 
 
-@pytest.mark.parametrize("arguments", [(5,), TILED, WIDE, (130, 1, 32, "power", 1)], ids=str)
-@pytest.mark.parametrize("beta", [None, 0.0])
+@pytest.mark.parametrize(
+    "arguments",
+    slow_unless(lambda x: x in ((5,), TILED), [(5,), TILED, WIDE, (130, 1, 32, "power", 1)]),
+    ids=str,
+)
+@pytest.mark.parametrize("beta", slow_unless(lambda x: x is None, [None, 0.0]))
 def test_layers_of_a_step_equal_the_reference(arguments: tuple, beta: float | None) -> None:
     size = arguments if beta is None else (*dataclasses.astuple(Shape(*arguments))[:-1], beta)
     Step(shape(*size)).assert_layers_equal(3)
@@ -140,7 +145,11 @@ def test_rows_that_end_in_either_half_of_a_tile(rows: tuple[int, int]) -> None:
     Step(shape(*TILED), positions).assert_layers_equal(2)
 
 
-@pytest.mark.parametrize("arguments", [(300,), (500, 3, 32, "relu_power", 5)], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    slow_unless(lambda x: x == (300,), [(300,), (500, 3, 32, "relu_power", 5)]),
+    ids=str,
+)
 def test_more_tiles_than_parts(arguments: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above 2048 blocks programs go through several tiles each; here above 256."""
     monkeypatch.setattr(walk_row, "MAX_SPLITS", 2)

@@ -26,7 +26,8 @@ def moved(state: np.ndarray, log2_scale: np.ndarray, top: int) -> np.ndarray:
 
 # Fewer rows than blocks, as many and more; rows that fill registers and rows that are padded.
 @pytest.mark.parametrize(
-    ("batch", "num_blocks", "num_rows"), [(2, 5, 5), (1, 140, 20), (1, 128, 130)]
+    ("batch", "num_blocks", "num_rows"),
+    [(2, 5, 5), (1, 140, 20), pytest.param(1, 128, 130, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(("power", "rectify"), [(8, False), (3, True)])
 def test_operands_equal_the_reference(

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PHASES = {
     "dense": {"prefill", "decode"},
     "streaming": {"prefill", "decode"},

@@ -159,6 +159,7 @@ def _promotion_as_elsewhere() -> Iterator[None]:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_promotion_as_elsewhere")
 def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, monkeypatch):
     from pydoc_data.topics import topics
