@@ -50,9 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     directory = config.cache.mkdir("jax_compilation_cache")
     directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
-    # Entries are not written in one piece, so every worker has a folder of its own.
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory / worker)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
+    # With a limit JAX locks the folder, which all workers and the programs that they start share.
+    limit = os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2**31))
+    jax.config.update("jax_compilation_cache_max_size", int(limit))
     seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))

@@ -104,6 +104,7 @@ def asked(monkeypatch) -> list:
     return seen
 
 
+@pytest.mark.slow
 def test_table_shows_every_rule_and_phase(finished):
     lines = finished.out.splitlines()
     assert lines[0] == "512 tokens"
@@ -116,6 +117,7 @@ def test_table_shows_every_rule_and_phase(finished):
     assert finished.err == f"{finished.file}: {5 * (4 + 1)} rows\n"
 
 
+@pytest.mark.slow
 def test_every_rule_phase_and_task_has_its_rows(finished, model):
     results = json.loads(finished.file.read_text())
     rows = results["rows"]
@@ -144,6 +146,7 @@ def test_every_rule_phase_and_task_has_its_rows(finished, model):
     assert str(model.parent) not in finished.file.read_text()
 
 
+@pytest.mark.slow
 def test_knobs_are_set_on_prompts_that_are_not_scored(finished):
     assert len(finished.held_out) == 2 and set(finished.held_out).isdisjoint(finished.scored)
     rows = [row for row in finished.rows if row["policy"] == "minference"]
@@ -155,6 +158,7 @@ def test_knobs_are_set_on_prompts_that_are_not_scored(finished):
     assert calibration.HELD_OUT > 2**31
 
 
+@pytest.mark.slow
 def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monkeypatch):
     out = tmp_path / "quality.json"
     out.write_bytes(finished.file.read_bytes())
@@ -177,6 +181,7 @@ def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monke
     assert sorted(rows_of(out), key=str) == sorted(finished.rows, key=str)
 
 
+@pytest.mark.slow
 def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, tmp_path):
     config = dataclasses.replace(CONFIG, policies=("streaming",), probe_prompts=0)
     run, out = Measurement.run, tmp_path / "quality.json"
