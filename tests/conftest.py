@@ -6,8 +6,8 @@ import os
 # pool of a machine with two cores would hang.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
-# Most of a test's time is XLA's, and half of that LLVM's optimisations. What is about a compiled
-# program itself (its memory, its last bits, its speed) carries the marker `optimized`.
+# Most of a test's time is XLA's, and much of that LLVM's optimisations, which leave a program's
+# operations and its memory as they are. A module that computes a lot carries the marker `optimized`.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
