@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
 # Most of a test's time is XLA's, and much of that LLVM's optimisations, which leave a program's
-# operations and its memory as they are. A module that computes a lot carries the marker `optimized`.
+# operations and its memory as they are. Modules that compute a lot carry the marker `optimized`.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
