@@ -49,6 +49,7 @@ class Watched:
         raise Arrived(frames)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("phase", "module", "column"),
     [("prefill", block_sparse_prefill, 0), ("decode", block_sparse_decode, 1)],
