@@ -19,6 +19,8 @@ from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
 from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.gguf_files import GgufFiles
+from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
 from sketchwalk_jax.policies import Policy
@@ -100,14 +102,18 @@ def _describe_checkpoint(
         "directory": str(directory),
         **(fields | {"rope": rope, "context_length": model_config.context_length}),
         "parameters": count,
-        **_stored(directory),
+        **_stored(directory, head_dim=model_config.head_dim),
         "loaded_bytes": count * jnp.dtype(dtype).itemsize,
     }
 
 
-def _stored(directory: Path) -> dict[str, Any]:
+def _stored(directory: Path, *, head_dim: int) -> dict[str, Any]:
     """Dtypes and bytes of the weight files, from their headers."""
-    if (directory / SAVED_CONFIG_FILE).exists():
+    if directory.is_file():
+        with GgufFiles(read_header(directory), head_dim=head_dim) as gguf_files:
+            found = {each.dtype for each in gguf_files.headers.values()}
+        files = [directory]
+    elif (directory / SAVED_CONFIG_FILE).exists():
         found = set(read_json(directory / SAVED_CONFIG_FILE).get("dtypes", {}).values())
         files = [path for path in (directory / PARAMS_FOLDER).rglob("*") if path.is_file()]
     else:
