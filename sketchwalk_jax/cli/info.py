@@ -109,18 +109,20 @@ def _describe_checkpoint(
 
 def _stored(directory: Path, *, head_dim: int) -> dict[str, Any]:
     """Dtypes and bytes of the weight files, from their headers."""
-    if directory.is_file():
-        with GgufFiles(read_header(directory), head_dim=head_dim) as gguf_files:
-            found = {each.dtype for each in gguf_files.headers.values()}
-        files = [directory]
-    elif (directory / SAVED_CONFIG_FILE).exists():
+    if (directory / SAVED_CONFIG_FILE).exists():
         found = set(read_json(directory / SAVED_CONFIG_FILE).get("dtypes", {}).values())
         files = [path for path in (directory / PARAMS_FOLDER).rglob("*") if path.is_file()]
     else:
-        with TensorFiles(directory) as tensors:
+        folder = directory
+        opened: TensorFiles | GgufFiles
+        if directory.is_file():
+            opened, folder = GgufFiles(read_header(directory), head_dim=head_dim), directory.parent
+        else:
+            opened = TensorFiles(directory)
+        with opened as tensors:
             headers = list(tensors.headers.values())
         found = {FLOAT_DTYPES.get(header.dtype, header.dtype) for header in headers}
-        files = [directory / name for name in sorted({header.file for header in headers})]
+        files = [folder / name for name in sorted({header.file for header in headers})]
     total = sum(path.stat().st_size for path in files)
     return {"stored_dtypes": sorted(found), "stored_files": len(files), "stored_bytes": total}
 
