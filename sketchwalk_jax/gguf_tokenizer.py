@@ -103,7 +103,7 @@ def make_tokenizer(header: GgufHeader) -> Any:
                 f"tokenizer.ggml.pre of {header.path} must be one of {', '.join(_CUTS)}, got "
                 f"{name!r}; load the tokenizer of the original checkpoint"
             )
-        cut = _CUTS[name]
+        cut = _CUTS[str(name)]
         model, adds_bos = _byte_level(tokens, kinds, found.get("merges", ()), cut), cut.adds_bos
     else:
         has_prefix = found.get("add_space_prefix", True)
