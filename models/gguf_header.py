@@ -307,9 +307,8 @@ def model_fields(header: GgufHeader) -> dict[str, Any]:
         raise ValueError(f"{header.path} must have the keys {missing} in its metadata, got none")
     try:
         return translate(_hf_config(header, keys))
-    except NotImplementedError as error:
-        reasons = str(error).replace("config.json", str(header.path))
-        raise NotImplementedError(reasons) from error
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(str(error).replace("config.json", str(header.path))) from error
 
 
 def _same_in_all_layers(key: str, value: Any) -> Any:
@@ -326,7 +325,9 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the model; what has no place in one is refused."""
     metadata, tensors = header.metadata, header.tensors
     read = {name: keys[key] for key, name in _CONFIG_KEYS.items() if key in keys}
-    head_dim = read.setdefault("head_dim", read["hidden_size"] // read["num_attention_heads"])
+    # No heads at all is for `ModelConfig` to refuse.
+    usual_dim = read["hidden_size"] // max(1, read["num_attention_heads"])
+    head_dim = read.setdefault("head_dim", usual_dim)
     read.setdefault("num_key_value_heads", read["num_attention_heads"])
     harmless = _HARMLESS | {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
     problems = [
