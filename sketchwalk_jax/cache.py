@@ -86,11 +86,15 @@ class Cache:
         return self.key.shape[2]
 
 
+def sparse_layers(model_config: ModelConfig, config: Policy) -> tuple[int, ...]:
+    """The layers in which a policy selects, in order; none if it never does."""
+    layers = range(model_config.num_layers) if config.phases else ()
+    return tuple(layer for layer in layers if not config.is_dense(layer))
+
+
 def num_dense_layers(model_config: ModelConfig, config: Policy) -> int:
-    """Leading layers that stay dense; all of them if the policy never selects."""
-    if not config.phases:
-        return model_config.num_layers
-    return min(config.dense_layers, model_config.num_layers)
+    """Layers that stay dense; all of them if the policy never selects."""
+    return model_config.num_layers - len(sparse_layers(model_config, config))
 
 
 def init_cache(
@@ -134,7 +138,7 @@ def init_cache(
         batch=batch,
         num_blocks=num_blocks,
     )
-    num_sparse = model_config.num_layers - num_dense_layers(model_config, config)
+    num_sparse = len(sparse_layers(model_config, config))
     return Cache(
         key=jnp.zeros(size, dtype, device=sharding),
         value=jnp.zeros(size, dtype, device=sharding),

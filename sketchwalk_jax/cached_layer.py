@@ -6,6 +6,7 @@ on request, the selection.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.cache import num_dense_layers, write_layer
+from sketchwalk_jax.cache import sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, selection_kernels
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
@@ -96,22 +97,39 @@ class Settings:
 def attention_by_layer(
     make: Callable[..., Attend], settings: Settings
 ) -> list[tuple[range, Attend]]:
-    """The leading dense layers and the sparse ones, each with its attention, as `run_layers` takes.
+    """Runs of layers that attend alike, each with its attention, as `run_layers` takes.
 
     Args:
-      make: `(is_sparse, first_sparse) -> attend`, with the index of the first sparse layer.
+      make: `(is_sparse, first_sparse, config) -> attend`. In a run of sparse layers, `layer -
+        first_sparse` is the index of a layer among all sparse ones; `config` is the policy as it
+        selects in them.
       settings: Static settings.
     """
-    first = num_dense_layers(settings.model_config, settings.config)
-    layers = (range(first), False), (range(first, settings.model_config.num_layers), True)
-    return [(part, make(is_sparse=sparse, first_sparse=first)) for part, sparse in layers if part]
+    model_config, config = settings.model_config, settings.config
+    num_layers, sparse = model_config.num_layers, sparse_layers(model_config, config)
+    kinds = [
+        config.for_layer(layer, num_layers) if layer in sparse else None
+        for layer in range(num_layers)
+    ]
+    found, first = [], 0
+    for kind, same in itertools.groupby(kinds):
+        part = range(first, first + len(list(same)))
+        before = sum(layer < part.start for layer in sparse)
+        attend = make(
+            is_sparse=kind is not None, first_sparse=part.start - before, config=kind or config
+        )
+        found.append((part, attend))
+        first = part.stop
+    return found
 
 
 def join_layers(
     found: Sequence[tuple[Float[Array, "_ B"], PyTree]],
 ) -> tuple[Float[Array, "L B"], PyTree]:
-    """Pairs of all layers, and what the last (the sparse) ones selected."""
-    return jnp.concatenate([pairs for pairs, _ in found]), found[-1][1]
+    """Pairs of all layers, and what the sparse ones selected (`None` if nothing was kept)."""
+    kept = [selection for _, selection in found if selection is not None]
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if kept else None
+    return jnp.concatenate([pairs for pairs, _ in found]), joined
 
 
 def observe_layer(
@@ -134,7 +152,13 @@ def observe_layer(
 
 
 def layer_attention(
-    span: Span, *, is_fresh: bool, is_sparse: bool, first_sparse: int, settings: Settings
+    span: Span,
+    *,
+    is_fresh: bool,
+    is_sparse: bool,
+    first_sparse: int,
+    config: Policy,
+    settings: Settings,
 ) -> Attend:
     """Attention of the span's tokens: those of a prompt, or one of each sequence.
 
@@ -143,11 +167,12 @@ def layer_attention(
     Args:
       span: The tokens.
       is_fresh: Whether every sequence starts at position 0.
-      is_sparse: Whether these layers belong to the policy (the leading dense ones do not).
-      first_sparse: Index of the first sparse layer.
+      is_sparse: Whether these layers belong to the policy (its dense ones do not).
+      first_sparse: What a layer's index among the sparse ones counts from.
+      config: The policy as it selects in these layers.
       settings: Static settings.
     """
-    config, kernels = settings.config, settings.selection_kernels
+    kernels = settings.selection_kernels
     start = None if is_fresh else span.start(config.block_size)
     first_query, num_queries = span.queries_of_rows(config.block_size)
     num_new = jnp.sum(num_queries, axis=-1, dtype=jnp.int32)

@@ -6,20 +6,27 @@ queries on the block's keys:
     M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(scale · q_t Kᵀ)_s
 
 One pass over the keys finds the log-sum-exp of every (query, block); the softmax over blocks of
-those is the mass of each query, and no array of size tokens × tokens exists.
+those is the mass of each query, and no array of size tokens × tokens exists. In place of the sum,
+the largest share that any query and head gives a block can be asked for; and in place of a row's
+queries, a few that represent them (`block_scores`).
+
+A query or a key that is not finite makes no score: what it would give counts as no attention.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import per_sequence
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import MASK_VALUE, default_scale, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.validation import check_integer, check_per_sequence, check_qkv
+from sketchwalk_jax.validation import check_choice, check_integer, check_per_sequence, check_qkv
+
+AGGREGATES = ("sum", "max")
 
 
 def block_mass(
@@ -33,6 +40,7 @@ def block_mass(
     kv_lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     sum_heads: bool = True,
+    aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B *N I J"]:
     """Attention mass of every (query block, key block), `M[i, j]` of the module's equation.
@@ -47,19 +55,24 @@ def block_mass(
         `kv_lengths`.
       kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
       scale: Factor of the scores. Default `1 / sqrt(H)`.
-      sum_heads: Whether the query heads are summed; otherwise the result has an axis for them.
+      sum_heads: Whether the query heads are put together; otherwise the result has an axis for
+        them.
+      aggregate: What puts queries (and heads) together: `"sum"`, or `"max"` for the largest share
+        that one of them gives the block.
       kernel_config: Tile sizes.
 
     Returns:
       Float32 `[B, I, J]` with `I = ceil(T / block_size)` and `J = ceil(S / block_size)`, or
-      `[B, N, I, J]`. A row sums to the number of its queries (times `N` where heads are summed);
-      rows without queries are 0.
+      `[B, N, I, J]`. Of sums, a row sums to the number of its queries (times `N` where heads are
+      put together); rows without queries are 0.
 
     Raises:
-      ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
+      ValueError: If shapes or dtypes do not fit together, `block_size` is not positive, or
+        `aggregate` is unknown.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
     check_integer("block_size", block_size)
+    check_choice("aggregate", aggregate, AGGREGATES)
     check_per_sequence("first_block", first_block, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
@@ -86,6 +99,7 @@ def block_mass(
         layer=layer,
         scale=scale,
         sum_heads=sum_heads,
+        aggregate=aggregate,
         row_tile=max(1, config.dense_rows // block_size),
         keys_per_step=config.dense_keys,
     )
@@ -100,6 +114,7 @@ def token_mass(
     layer: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     sum_heads: bool = True,
+    aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B *N 1 J"]:
     """Attention mass of every key block for one token per sequence, at `kv_lengths - 1`.
@@ -111,17 +126,20 @@ def token_mass(
       kv_lengths: Keys present in each sequence, the current token included.
       layer: Layer of the stacked cache.
       scale: Factor of the scores. Default `1 / sqrt(H)`.
-      sum_heads: Whether the query heads are summed; otherwise the result has an axis for them.
+      sum_heads: Whether the query heads are put together; otherwise the result has an axis for
+        them.
+      aggregate: As in `block_mass`.
       kernel_config: Tile sizes.
 
     Returns:
-      Float32 `[B, 1, J]`, which sums to the number of query heads, or `[B, N, 1, J]`.
+      Float32 `[B, 1, J]`, the sum of which sums to the number of query heads, or `[B, N, 1, J]`.
 
     Raises:
-      ValueError: If shapes or dtypes do not fit together, or `block_size` is not positive.
+      ValueError: As `block_mass`.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
     check_integer("block_size", block_size)
+    check_choice("aggregate", aggregate, AGGREGATES)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     check_per_sequence("kv_lengths", kv_lengths, batch)
@@ -136,8 +154,62 @@ def token_mass(
         layer=layer,
         scale=scale,
         sum_heads=sum_heads,
+        aggregate=aggregate,
         row_tile=1,
         keys_per_step=(kernel_config or default_kernel_config()).dense_decode_keys,
+    )
+
+
+def block_scores(
+    representatives: Float[Array, "B I Q N H"],
+    key: Float[Array, "L B S K H"],
+    rows: Int[Array, "B I"],
+    *,
+    block_size: int,
+    layer: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+    channels: np.ndarray | None = None,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B I J"]:
+    """The largest share that any head of any representative query gives each block.
+
+        S[i, j] = max_{r, h} softmax_j( max_{s in block j} scale · q_{r, h} · k_s )
+
+    over the blocks up to the row's own. The maximum stands for the log-sum-exp of a block, so that
+    one exponential is needed for each block and not for each key.
+
+    Args:
+      representatives: Queries that stand for those of each row.
+      key: A stacked cache.
+      rows: Block of each row.
+      block_size: Tokens per block.
+      layer: Layer of the cache.
+      kv_lengths: Keys present in each sequence.
+      channels: Channels that enter, all by default.
+      kernel_config: Tile sizes.
+
+    Returns:
+      Float32 `[B, I, J]`; 0 where nothing finite was seen.
+    """
+    batch, num_rows, count = representatives.shape[:3]
+    config = kernel_config or default_kernel_config()
+    is_token = num_rows * count == 1
+    ends = (rows + 1) * block_size - 1
+    return _mass(
+        representatives,
+        key,
+        jnp.broadcast_to(ends[:, :, None], (batch, num_rows, count)),
+        jnp.ones((batch, num_rows, count), bool),
+        kv_lengths,
+        block_size=block_size,
+        layer=layer,
+        scale=None,
+        sum_heads=True,
+        aggregate="max",
+        peaks=True,
+        channels=channels,
+        row_tile=max(1, config.dense_rows // count),
+        keys_per_step=config.dense_decode_keys if is_token else config.dense_keys,
     )
 
 
@@ -192,12 +264,16 @@ def _mass(
     layer: Any,
     scale: float | None,
     sum_heads: bool,
+    aggregate: str,
     row_tile: int,
     keys_per_step: int,
+    peaks: bool = False,
+    channels: np.ndarray | None = None,
 ) -> Float[Array, "B *N I J"]:
     """`M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
 
-    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`.
+    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`, with
+    `peaks` their maximum; `aggregate` says what stands in place of the sum.
     """
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     kv_heads = key.shape[3]
@@ -206,6 +282,9 @@ def _mass(
     num_blocks = key.shape[2] // block_size
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     scale = default_scale(head_dim) if scale is None else scale
+    put_together = jnp.sum if aggregate == "sum" else jnp.max
+    if channels is not None:
+        query, head_dim = query[..., channels], len(channels)
     row_tile = min(row_tile, num_rows)
 
     def tiles(x: Array) -> Array:
@@ -226,13 +305,15 @@ def _mass(
             layer=layer,
             scale=scale,
             keys_per_step=keys_per_step,
+            peaks=peaks,
+            channels=channels,
         )
         weights = jax.nn.softmax(lse, axis=-1)
         is_real = valid[:, None, None, :, None] & (lse > 0.5 * MASK_VALUE)
         weights = jnp.where(is_real, weights, 0.0)
         weights = weights.reshape(batch, num_heads, row_tile, tokens, num_blocks)
-        by_head = jnp.sum(weights, axis=3)
-        return jnp.sum(by_head, axis=1, keepdims=True) if sum_heads else by_head
+        by_head = put_together(weights, axis=3)
+        return put_together(by_head, axis=1, keepdims=True) if sum_heads else by_head
 
     mass = jax.lax.map(mass_of, (tiles(query), tiles(positions), tiles(valid)))
     mass = jnp.moveaxis(mass, 0, 2).reshape(batch, mass.shape[2], -1, num_blocks)[:, :, :num_rows]
@@ -250,10 +331,13 @@ def _block_lse(
     layer: Int[Array, ""],
     scale: float,
     keys_per_step: int,
+    peaks: bool,
+    channels: np.ndarray | None,
 ) -> Float[Array, "B K G T J"]:
     """Log-sum-exp of every query's scores over each block's visible keys, of those before `reach`.
 
-    Blocks without a visible key have about `MASK_VALUE`. `keys_per_step` keys are taken at a time.
+    With `peaks` the largest score instead. Blocks without a visible key have about `MASK_VALUE`.
+    `keys_per_step` keys are taken at a time, and of them the given channels.
     """
     batch, tokens, kv_heads, group, head_dim = query.shape
     num_blocks = key.shape[2] // block_size
@@ -265,7 +349,8 @@ def _block_lse(
         # The last step reaches back, and finds for some blocks what an earlier one found.
         block = jnp.minimum(index * step, num_blocks - step)
         place = (layer, 0, block * block_size, 0, 0)
-        keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, head_dim))[0]
+        keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, key.shape[-1]))[0]
+        keys = keys if channels is None else keys[..., channels]
         keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
         scores = jax.lax.dot_general(
             merged,
@@ -277,8 +362,9 @@ def _block_lse(
         position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
         visible = (position <= positions[:, :, None]) & (position < kv_lengths[:, None, None])
         scores = scores.reshape(batch, kv_heads, group, tokens, width) * scale
-        scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-        lse = jax.nn.logsumexp(scores.reshape(*scores.shape[:-1], step, block_size), axis=-1)
+        scores = jnp.where(visible[:, None, None] & jnp.isfinite(scores), scores, MASK_VALUE)
+        scores = scores.reshape(*scores.shape[:-1], step, block_size)
+        lse = jnp.max(scores, axis=-1) if peaks else jax.nn.logsumexp(scores, axis=-1)
         return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
 
     nothing = jnp.full((batch, kv_heads, group, tokens, num_blocks), MASK_VALUE, jnp.float32)

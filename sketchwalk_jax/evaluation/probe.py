@@ -226,10 +226,16 @@ def _stack(sums: Sequence[ProbeSums]) -> ProbeSums:
 
 
 def _probe_attention(
-    span: Span, *, is_fresh: bool, is_sparse: bool, first_sparse: int, settings: Settings
+    span: Span,
+    *,
+    is_fresh: bool,
+    is_sparse: bool,
+    first_sparse: int,
+    config: Policy,
+    settings: Settings,
 ) -> Attend:
     """Dense attention of the span's tokens, and what each policy would have made of it."""
-    together: Any = settings.config
+    together: Any = config
     start = None if is_fresh else span.start(together.block_size)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:

@@ -85,6 +85,11 @@ class Together(Policy):
             dense_layers=min(policy.dense_layers for policy in policies),
         )
 
+    def for_layer(self, layer: int, num_layers: int) -> "Together":
+        """Every policy as it selects in a layer."""
+        policies = tuple(policy.for_layer(layer, num_layers) for policy in self.policies)
+        return dataclasses.replace(self, policies=policies)
+
     def init_statistics(
         self, shape: LayerShape, *, batch: int, num_blocks: int
     ) -> tuple[PyTree, ...]:

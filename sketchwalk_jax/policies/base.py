@@ -130,18 +130,37 @@ class Policy(abc.ABC):
 
     Attributes:
       block_size: Tokens per block.
-      dense_layers: Leading layers that attend to everything.
+      dense_layers: Layers that attend to everything: how many leading ones, or a tuple of the
+        indices of any.
     """
 
     block_size: int = 64
-    dense_layers: int = 0
+    dense_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         """Checks the fields that every policy has."""
         size = self.block_size
         if not isinstance(size, int) or size < 16 or size & (size - 1):
             raise ValueError(f"block_size must be a power of two of at least 16, got {size!r}")
-        check_integer("dense_layers", self.dense_layers, least=0)
+        if not isinstance(self.dense_layers, tuple | list | set | frozenset):
+            check_integer("dense_layers", self.dense_layers, least=0)
+            return
+        for layer in self.dense_layers:
+            check_integer("dense_layers", layer, least=0)
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer of the model attends to everything."""
+        dense = self.dense_layers
+        return layer in dense if isinstance(dense, tuple) else layer < dense
+
+    def for_layer(self, layer: int, num_layers: int) -> "Policy":
+        """The policy as it selects in one layer of a model of `num_layers`.
+
+        Neighbouring layers for which it is equal share one compiled loop. Every layer keeps
+        statistics of one shape, those of the policy itself.
+        """
+        return self
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -248,7 +267,7 @@ class ScorePolicy(Policy):
     """
 
     density: float = 0.2
-    dense_layers: int = 2
+    dense_layers: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         """Checks every field."""

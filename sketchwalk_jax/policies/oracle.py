@@ -8,18 +8,26 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.mass import block_mass, token_mass
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.validation import check_choice
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleConfig(BudgetPolicy):
-    """Keeps the blocks with the largest true attention mass.
+    """Keeps the blocks that true attention looks at.
 
     The score of block `j` for row `i` is the softmax weight that the row's queries, in all heads,
-    put on the block's keys (`block_mass`); in decode, that of the current token alone. No other
-    list of that length, shared by the heads and holding the forced blocks, covers more mass of the
-    same queries and keys. It costs as much as dense attention and serves to judge the others.
+    put on the block's keys (`block_mass`); in decode, that of the current token alone. Two ways put
+    queries and heads together:
+
+    * `"mass"` adds them up. No other list of that length, shared by the heads and holding the
+      forced blocks, covers more mass of the same queries and keys.
+    * `"max"` takes the largest. A retrieval gives a block at most 1 in one head of one query, which
+      heads that spread their attention outvote in a sum: answers need this one, and it is the
+      ceiling that selections with shared lists are measured by.
+
+    It costs as much as dense attention and serves to judge the others.
 
     A row's mass counts the queries of the call at hand. Where a call continues a sequence in the
     middle of a block, that row chooses for its remaining queries; `chunk_size`, padding and batch
@@ -29,6 +37,7 @@ class OracleConfig(BudgetPolicy):
       density: Share of the causal blocks of each row that is kept, in (0, 1].
       sink_blocks: First blocks that every row keeps, inside its budget.
       local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
+      aggregation: `"mass"` or `"max"`.
       dense_layers: Leading layers that stay dense.
 
     Raises:
@@ -38,6 +47,13 @@ class OracleConfig(BudgetPolicy):
       >>> OracleConfig(density=0.1).phases
       ('prefill', 'decode')
     """
+
+    aggregation: str = "mass"
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        check_choice("aggregation", self.aggregation, ("mass", "max"))
 
     def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
         """It reads all keys."""
@@ -53,11 +69,12 @@ class OracleConfig(BudgetPolicy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B I J"]:
-        """Attention mass of every block: of a row's queries, or of the token being decoded."""
+        """Attention to every block: of a row's queries, or of the token being decoded."""
         size = self.block_size
+        how = "sum" if self.aggregation == "mass" else "max"
         if span.is_token:
             end = jnp.minimum(span.end, key.shape[2])
-            return token_mass(query, key, block_size=size, layer=layer, kv_lengths=end)
+            return token_mass(query, key, block_size=size, layer=layer, kv_lengths=end, aggregate=how)
         return block_mass(
             query,
             key,
@@ -66,4 +83,5 @@ class OracleConfig(BudgetPolicy):
             first_block=span.first_block,
             valid=span.valid,
             kv_lengths=span.end,
+            aggregate=how,
         )

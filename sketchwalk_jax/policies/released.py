@@ -73,7 +73,7 @@ class ReleasedConfig(Policy):
     quantile: float = 0.875
     dense_rows: int = 4
     decode_queries: int = 32
-    dense_layers: int = 2
+    dense_layers: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         """Checks every field."""

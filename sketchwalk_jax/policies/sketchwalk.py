@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import (
@@ -105,7 +106,7 @@ class SketchWalkConfig(Policy):
     sink_blocks: int = 1
     local_blocks: int = 1
     dense_tail: int = 0
-    dense_layers: int = 2
+    dense_layers: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -153,6 +154,11 @@ class SketchWalkConfig(Policy):
     def released(cls, **overrides: Any) -> ReleasedConfig:
         """The rule of the authors' published code, a policy of its own: see `ReleasedConfig`."""
         return ReleasedConfig(**overrides)
+
+    @classmethod
+    def recommended(cls, **overrides: Any) -> RecommendedConfig:
+        """Sketch-and-Walk that loses almost nothing, a policy of its own: `RecommendedConfig`."""
+        return RecommendedConfig(**overrides)
 
     # The state.
 

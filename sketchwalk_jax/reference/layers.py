@@ -185,7 +185,7 @@ def sketchwalk_prefill(
 ) -> list[ReferenceLayer]:
     """Runs Algorithm 1 over the given queries, keys and values of every layer.
 
-    The first `dense_layers` layers are dense. Each layer's queries are given rather than
+    The layers of `dense_layers` are dense. Each layer's queries are given rather than
     computed from the layer before, so a stack of attention layers can be tested without a model.
 
     Example:
@@ -226,7 +226,7 @@ def _stack(layer_fn, queries, keys, values, config) -> list[ReferenceLayer]:
     layers: list[ReferenceLayer] = []
     state = None
     for index, (query, key, value) in enumerate(zip(queries, keys, values, strict=True)):
-        is_dense = index < config.dense_layers
+        is_dense = config.is_dense(index)
         layers.append(layer_fn(query, key, value, state, config, is_dense=is_dense))
         state = layers[-1].walk
     return layers
