@@ -19,6 +19,7 @@ from sketchwalk_jax.evaluation.settings import EvaluationConfig
 from sketchwalk_jax.evaluation.summaries import (
     PHASES,
     Pooled,
+    counted,
     is_dense,
     policy_labels,
     pool,
@@ -55,6 +56,8 @@ _HEADINGS = {
     "mid_prompt": "mid",
     "aggregation": "votes",
     "text_loss": "loss",
+    "code_loss": "code",
+    "long_decode": "long",
 }
 
 
@@ -295,7 +298,7 @@ def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str
                 some = [row for row in own if (row["density"], row["phase"]) == (density, phase)]
                 if not some:
                     continue
-                scored = [row for row in some if row["task"] != "text_loss"]
+                scored = counted(some)
                 together = pool(scored or some)
                 assert together is not None
                 yield [

@@ -11,6 +11,7 @@ mid_prompt | 16 codes | one of them, in the second half of the prompt, with text
 aggregation | 12 votes for a word, 2 to 4 for each of five others | the word with the most votes
 text_loss | nothing | nothing: the loss of 64 tokens of the text
 code_loss | nothing | the same of a text with lines: program code
+long_decode | nothing | the loss of the last 512 tokens of the text, fed one by one
 
 What is hidden and asked is put into words by a *wording* (`wording.py`).
 """
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder, draw_lines
-from sketchwalk_jax.evaluation.wording import Asked, Frame, Wording, answer_text, wording_of
+from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder, draw_lines, read_code
+from sketchwalk_jax.evaluation.wording import Asked, Frame, Wording, wording_of
 from sketchwalk_jax.validation import check_choice, check_integer
 
 TASKS = (
@@ -39,10 +40,10 @@ TASKS = (
     "text_loss",
 )
 
-LOSS_TASKS = ("text_loss", "code_loss")
+LOSS_TASKS = ("text_loss", "code_loss", "long_decode")
 """Tasks that ask nothing: what they score is the loss of the text itself."""
 
-ALL_TASKS = (*TASKS, "code_loss")
+ALL_TASKS = (*TASKS, "code_loss", "long_decode")
 """All tasks; an evaluation runs `TASKS` unless it is told otherwise."""
 
 ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
@@ -57,6 +58,9 @@ HOPS = (2, 3, 4, 5, 6)
 
 NUM_SCORED = 64
 """Tokens whose loss text_loss takes; answers within a prompt have at most as many."""
+
+NUM_DECODED = 512
+"""Tokens that long_decode feeds."""
 
 # Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
 # than any policy's dense end of the prompt.
@@ -79,13 +83,11 @@ class _Question:
 
     Attributes:
       statements: Sentences to scatter in the text; each begins with a space.
-      asked: What is asked.
-      values: What answers it: numbers or a word.
+      asked: What is asked, and what answers it.
     """
 
     statements: list[str]
     asked: Asked
-    values: list[str]
 
 
 def _draw_question(
@@ -147,7 +149,7 @@ def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> _
     numbers = _draw_numbers(len(words), rng)
     asked = int(rng.integers(len(words)))
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
-    return _Question(statements, wording.ask_code(words[asked]), [numbers[asked]])
+    return _Question(statements, wording.ask_code(words[asked], numbers[asked]))
 
 
 def _several_words(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
@@ -155,18 +157,18 @@ def _several_words(words: list[str], rng: np.random.Generator, wording: Wording)
     numbers = _draw_numbers(len(words), rng)
     asked = rng.choice(len(words), _NUM_ASKED, replace=False)
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
-    question = wording.ask_each_code([words[i] for i in asked])
-    return _Question(statements, question, [numbers[i] for i in asked])
+    chosen = [words[i] for i in asked], [numbers[i] for i in asked]
+    return _Question(statements, wording.ask_each_code(*chosen))
 
 
 def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
     """Several codes for the first word, one for each other; all of the first are asked for."""
     owners = rng.permutation([words[0]] * _NUM_ASKED + words[1:]).tolist()
     numbers = _draw_numbers(len(owners), rng)
-    pairs = list(zip(owners, numbers, strict=True))
-    statements = [wording.code(*pair) for pair in pairs]
+    statements = wording.codes(owners, numbers)
+    pairs = zip(owners, numbers, strict=True)
     values = [number for owner, number in pairs if owner == words[0]]
-    return _Question(statements, wording.ask_all_codes(words[0]), values)
+    return _Question(statements, wording.ask_all_codes(words[0], values))
 
 
 def _chains(
@@ -186,7 +188,7 @@ def _chains(
     order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), hops))
     statements = [links[chain].pop(0) for chain in order]
     *before, asked = names[0]
-    return _Question(statements, wording.ask_value(asked), [*before[::-1], numbers[0]])
+    return _Question(statements, wording.ask_value(asked, [*before[::-1], numbers[0]]))
 
 
 def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
@@ -194,7 +196,7 @@ def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Que
     counts = [_MOST_VOTES, *rng.choice(_OTHER_VOTES, len(words) - 1).tolist()]
     votes = rng.permutation(np.repeat(words, counts)).tolist()
     statements = [wording.vote(word) for word in votes]
-    return _Question(statements, wording.ask_votes(), [words[0]])
+    return _Question(statements, wording.ask_votes(words[0]))
 
 
 # Prompts: those sentences in a passage of the text, and the question where the task wants it.
@@ -236,6 +238,7 @@ def draw_samples(
     count: int,
     seed: int,
     wording: str = "plain",
+    first: int = 0,
     hops: int | None = None,
     depths: int = 10,
     num_keys: int = 32,
@@ -254,6 +257,8 @@ def draw_samples(
       seed: Seed of all random choices.
       wording: One of `WORDINGS`; `"chat"` for instruction models, with a chat template. Losses have
         none: their text stands for itself.
+      first: Index of the first sample to draw: `count` from there on, the same ones as in a longer
+        list from the beginning.
       hops: Statements of a chain of variable_tracking, 2 to 6; None takes them in turn. Of no other
         task.
       depths: Number of depths of single_needle; they are the centres of as many equal parts of the
@@ -273,30 +278,29 @@ def draw_samples(
       samples = draw_samples("multi_key", text, tokenizer, num_tokens=4096, count=100, seed=0)
     """
     _check(task, num_tokens, count, seed, hops, depths, num_keys)
+    check_integer("first", first, least=0)
+    sources = {
+        index: np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
+        for index in range(first, first + count)
+    }
     words_of = wording_of(wording)
     if task == "code_loss":
-        return [
-            _loss_sample(task, passage)
-            for passage in draw_lines(
-                text, tokenizer, num_tokens=num_tokens, sources=_sources(task, num_tokens, seed, count)
-            )
-        ]
+        passages = draw_lines(text, tokenizer, num_tokens=num_tokens, sources=[*sources.values()])
+        return [_loss_sample(task, passage) for passage in passages]
     opening = None if task in LOSS_TASKS else words_of.opening(task, tokenizer)
     encoder = WordEncoder(tokenizer, opening=opening)
     haystack = Haystack(text, encoder, num_tokens)
     samples = []
-    for index, rng in enumerate(_sources(task, num_tokens, seed, count)):
+    for index, rng in sources.items():
         words = haystack.draw(rng)
-        if task == "text_loss":
+        if task in LOSS_TASKS:
             hay = haystack.fit(words, num_tokens)
             samples.append(_loss_sample(task, [token for piece in hay for token in piece]))
             continue
         present = set(re.findall("[a-z]+", " ".join(words).lower()))
         names = [word for word in text.held_out_words if word not in present]
         chain = hops or HOPS[index % len(HOPS)]
-        question = _draw_question(
-            task, names, rng, wording=words_of, hops=chain, num_keys=num_keys
-        )
+        question = _draw_question(task, names, rng, wording=words_of, hops=chain, num_keys=num_keys)
         samples.append(
             _question_sample(
                 task,
@@ -313,10 +317,9 @@ def draw_samples(
     return samples
 
 
-def _sources(task: str, num_tokens: int, seed: int, count: int) -> list[np.random.Generator]:
-    """The source of randomness of each sample."""
-    name = zlib.crc32(task.encode())
-    return [np.random.default_rng([name, num_tokens, seed, index]) for index in range(count)]
+def text_for(task: str, text: Text) -> Text:
+    """The text that a task is drawn from: its own for program code, else the one given."""
+    return read_code() if task == "code_loss" else text
 
 
 def _check(
@@ -348,13 +351,17 @@ def _depth(index: int, depths: int) -> float:
 
 
 def _loss_sample(task: str, text: Sequence[int]) -> Sample:
-    """A window of a text, of which tokens some way before its end are scored."""
+    """A window of a text, of which tokens some way before its end, or the last, are scored."""
     tokens = np.array(text, np.int32)
-    least = 2 * NUM_SCORED
+    is_long = task == "long_decode"
+    least = 2 * (NUM_DECODED if is_long else NUM_SCORED)
     if len(tokens) < least:
         raise ValueError(f"num_tokens must be at least {least} for {task}, got {len(tokens)}")
-    end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
-    start = end - NUM_SCORED
+    if is_long:
+        start, end = len(tokens) - NUM_DECODED, len(tokens)
+    else:
+        end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
+        start = end - NUM_SCORED
     return Sample(task, tokens, start, tokens[start:end], start, "")
 
 
@@ -375,7 +382,7 @@ def _question_sample(
     asked, after, closing = (
         haystack.encoder.passage(part) for part in (frame.asking, frame.after, frame.closing)
     )
-    answer = haystack.encoder.sentence(answer_text(question.values))
+    answer = haystack.encoder.passage(question.asked.answer)
     hidden = sum(len(statement) for statement in statements)
     told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0) + len(after) + len(closing)
     hay = haystack.fit(words, num_tokens - hidden - told)
@@ -411,7 +418,7 @@ def _question_sample(
         answer_start=answer_start,
         answer=np.array(answer, np.int32),
         question_start=question_start,
-        expected=answer_text(question.values).strip(),
+        expected=question.asked.answer.strip(),
         depth=depth,
         hops=hops,
     )

@@ -102,6 +102,7 @@ def read_text(path: str | os.PathLike[str] | None = None, *, tail: float = 1.0) 
     return Text(content, name, hashlib.sha256(raw).hexdigest(), float(tail))
 
 
+@functools.cache
 def read_code() -> Text:
     """Reads the program code that every Python carries: the sources of its standard library.
 

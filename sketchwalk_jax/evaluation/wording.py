@@ -67,20 +67,22 @@ def answer_text(values: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question.
+    """A question and its answer.
 
     Attributes:
       question: The sentence that asks.
-      prefix: What the assistant's turn begins with; the answer follows with a space. Empty where
-        there are no turns.
+      answer: What is right, up to the full stop that ends it; begins with a space.
+      prefix: What the assistant's turn begins with, just before the answer; empty where there are
+        no turns.
     """
 
     question: str
+    answer: str
     prefix: str = ""
 
 
 class Wording:
-    """The sentences of today's own model, without a frame: the wording `plain`."""
+    """The sentences of the bundled model, without a frame: the wording `plain`."""
 
     name = "plain"
 
@@ -88,33 +90,37 @@ class Wording:
         """States the code of a word."""
         return code_statement(word, number)
 
-    def ask_code(self, word: str) -> Asked:
+    def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
+        """States codes in the order of the text, of which a word may have several."""
+        return [self.code(*pair) for pair in zip(words, numbers, strict=True)]
+
+    def ask_code(self, word: str, number: str) -> Asked:
         """Asks for it."""
-        return Asked(code_question(word))
+        return Asked(code_question(word), answer_text([number]))
 
-    def ask_each_code(self, words: Sequence[str]) -> Asked:
+    def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
         """Asks for the codes of several words, in this order."""
-        return Asked(each_code_question(words))
+        return Asked(each_code_question(words), answer_text(numbers))
 
-    def ask_all_codes(self, word: str) -> Asked:
+    def ask_all_codes(self, word: str, numbers: Sequence[str]) -> Asked:
         """Asks for all codes of a word, in the order of the text."""
-        return Asked(all_codes_question(word))
+        return Asked(all_codes_question(word), answer_text(numbers))
 
     def value(self, name: str, value: str) -> str:
         """Gives a variable its value."""
         return value_statement(name, value)
 
-    def ask_value(self, name: str) -> Asked:
+    def ask_value(self, name: str, values: Sequence[str]) -> Asked:
         """Asks for the variables that lead to its number, and the number."""
-        return Asked(value_question(name))
+        return Asked(value_question(name), answer_text(values))
 
     def vote(self, word: str) -> str:
         """One of the votes to count."""
         return vote_statement(word)
 
-    def ask_votes(self) -> Asked:
+    def ask_votes(self, word: str) -> Asked:
         """Asks for the word with the most votes."""
-        return Asked(vote_question())
+        return Asked(vote_question(), answer_text([word]))
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
         """What stands before the text; None for what the tokenizer itself begins with."""
@@ -134,42 +140,47 @@ class ChatWording(Wording):
         """States the code of a word."""
         return f" The secret code of {word} is {number}."
 
-    def ask_code(self, word: str) -> Asked:
+    def ask_code(self, word: str, number: str) -> Asked:
         """Asks for it."""
-        return Asked(f"What is the secret code of {word}?", f"The secret code of {word} is")
+        prefix = f"The secret code of {word} is"
+        return Asked(f"What is the secret code of {word}?", answer_text([number]), prefix)
 
-    def ask_each_code(self, words: Sequence[str]) -> Asked:
-        """Asks for the codes of several words, in this order."""
-        names = ", ".join(words)
-        return Asked(
-            f"What are the secret codes of {names}? List the numbers in this order, separated by "
-            "commas.",
-            f"The secret codes of {names} are:",
-        )
+    def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
+        """States codes in the order of the text; those of a word with several are counted."""
+        found = []
+        for index, pair in enumerate(zip(words, numbers, strict=True)):
+            is_one_of_several = words.count(words[index]) > 1
+            nth = words[:index].count(words[index])
+            found.append(_nth_code(nth, *pair) if is_one_of_several else self.code(*pair))
+        return found
 
-    def ask_all_codes(self, word: str) -> Asked:
-        """Asks for all codes of a word, in the order of the text."""
-        return Asked(
-            f"What are all the secret codes of {word}? List the numbers in the order of the text, "
-            "separated by commas.",
-            f"The secret codes of {word} are:",
-        )
+    def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
+        """Asks for the codes of several words, line by line."""
+        lines = [self.code(*pair)[1:] for pair in zip(words, numbers, strict=True)]
+        return _lines_asked(lines, numbers)
 
-    def ask_value(self, name: str) -> Asked:
+    def ask_all_codes(self, word: str, numbers: Sequence[str]) -> Asked:
+        """Asks for all codes of a word, line by line."""
+        lines = [_nth_code(nth, word, number)[1:] for nth, number in enumerate(numbers)]
+        return _lines_asked(lines, numbers)
+
+    def ask_value(self, name: str, values: Sequence[str]) -> Asked:
         """Asks for the variables that lead to its number, and the number."""
         return Asked(
             f"What is {name}? List the names that lead to its number, then the number, separated "
             "by commas.",
+            answer_text(values),
             f"Let {name} be",
         )
 
-    def ask_votes(self) -> Asked:
+    def ask_votes(self, word: str) -> Asked:
         """Asks for the word with the most votes."""
-        return Asked("Which word has the most votes?", "The word with the most votes is")
+        prefix = "The word with the most votes is"
+        return Asked("Which word has the most votes?", answer_text([word]), prefix)
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
         """The chat template's beginning and the instruction."""
-        return self._parts(task, Asked(""), tokenizer)[0]
+        return self._parts(task, Asked("", ""), tokenizer)[0]
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
         """What stands between the text and the answer, and behind the answer.
@@ -202,6 +213,23 @@ class ChatWording(Wording):
                 f"got {''.join(parts)[:200]!r}"
             )
         return parts
+
+
+_ORDINALS = ("first", "second", "third", "fourth")
+
+
+def _nth_code(nth: int, word: str, number: str) -> str:
+    return f" The {_ORDINALS[nth]} secret code of {word} is {number}."
+
+
+def _lines_asked(lines: Sequence[str], numbers: Sequence[str]) -> Asked:
+    """Asks for lines to be completed with numbers, the first one's beginning being given."""
+    blank = "\n".join(
+        line.replace(number, "___") for line, number in zip(lines, numbers, strict=True)
+    )
+    prefix = lines[0].removesuffix(f" {numbers[0]}.")
+    answer = "\n".join(lines).removeprefix(prefix)
+    return Asked(f"Complete these lines:\n{blank}", answer, prefix)
 
 
 @dataclasses.dataclass(frozen=True)
