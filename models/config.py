@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sketchwalk_jax.models.gguf_header import is_gguf, model_fields, read_header
 from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.validation import check_choice, check_integer
@@ -118,26 +119,29 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "ModelConfig":
-        """Reads the configuration of a checkpoint directory.
+        """Reads the configuration of a checkpoint.
 
         Args:
           directory: A Hugging Face checkpoint directory (`config.json`, and for the end
-            tokens `generation_config.json` where there is one) or a directory written by
-            `sketchwalk_jax.models.save`.
+            tokens `generation_config.json` where there is one), a directory written by
+            `sketchwalk_jax.models.save`, or a GGUF file (its metadata).
 
         Returns:
           The configuration.
 
         Raises:
           FileNotFoundError: If the directory or its `config.json` does not exist.
-          ValueError: If a file is not valid JSON, or the contents are not a supported model.
+          ValueError: If a file is not valid JSON or GGUF, or the contents are not a supported
+            model.
           NotImplementedError: If the checkpoint uses a feature that is not implemented.
 
         Example:
           >>> ModelConfig.from_pretrained("Llama-3.2-1B").num_layers  # doctest: +SKIP
           16
         """
-        directory = check_directory(directory)
+        directory = check_checkpoint(directory)
+        if directory.is_file():
+            return cls(**model_fields(read_header(directory)))
         if (directory / SAVED_CONFIG_FILE).exists():
             return cls._from_saved(read_json(directory / SAVED_CONFIG_FILE))
         generation = directory / "generation_config.json"
@@ -191,16 +195,18 @@ class ModelConfig:
             ) from error
 
 
-def check_directory(directory: str | Path) -> Path:
-    """Returns `directory` as a path, or says what to do when it is not a local directory."""
-    path = Path(directory).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"must be a checkpoint directory, got the file {str(path)!r}")
+def check_checkpoint(path: str | Path) -> Path:
+    """Returns the path of a checkpoint directory or a GGUF file, or says what to do about it."""
+    found = Path(path).expanduser()
+    if found.is_dir() or is_gguf(found):
+        return found
+    if found.exists():
+        raise ValueError(
+            f"must be a checkpoint directory or a GGUF file, got the file {str(found)!r}"
+        )
     raise FileNotFoundError(
-        f"must be an existing checkpoint directory, got {str(directory)!r}. A model of the "
-        f"Hugging Face hub has to be downloaded first: `hf download ORG/NAME --local-dir DIR`, "
+        f"must be an existing checkpoint directory or GGUF file, got {str(path)!r}. A model of "
+        f"the Hugging Face hub has to be downloaded first: `hf download ORG/NAME --local-dir DIR`, "
         f"then pass DIR"
     )
 

@@ -39,14 +39,21 @@ class TensorFiles(contextlib.AbstractContextManager):
     """All tensors of a checkpoint directory by name; a context manager that closes the files.
 
     Attributes:
-      directory: The checkpoint directory.
+      source: The checkpoint directory.
+      described_by: The file that says what model it is, for errors.
       headers: What is known about each tensor, by name.
+      readable: The dtypes that can be read.
+      readable_types: The same in words, for errors.
 
     Example:
       >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
       ...     files.headers["model.norm.weight"].shape
       (2048,)
     """
+
+    described_by = "config.json"
+    readable = tuple(FLOAT_DTYPES)
+    readable_types = f"one of {', '.join(FLOAT_DTYPES)}"
 
     def __init__(self, directory: Path) -> None:
         """Opens every file and reads its header.
@@ -59,7 +66,7 @@ class TensorFiles(contextlib.AbstractContextManager):
           ValueError: If the weights are not safetensors, a file is truncated or corrupt, or
             the index is invalid.
         """
-        self.directory = directory
+        self.source = directory
         self.headers: dict[str, TensorHeader] = {}
         self._handles: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
@@ -73,7 +80,7 @@ class TensorFiles(contextlib.AbstractContextManager):
     def _open(self, file: str) -> None:
         from safetensors import SafetensorError, safe_open
 
-        path = self.directory / file
+        path = self.source / file
         try:
             handle = self._stack.enter_context(safe_open(path, framework="np"))
         except SafetensorError as error:
@@ -135,9 +142,14 @@ def weight_files(directory: Path) -> list[str]:
         return _indexed_files(directory)
     others = sorted(file.name for file in directory.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
+        advice = (
+            "pass one of the GGUF files itself"
+            if any(file.endswith(".gguf") for file in others)
+            else "download the safetensors version, or convert it with transformers' "
+            "save_pretrained"
+        )
         raise ValueError(
-            f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got {others}; download the "
-            f"safetensors version, or convert it with transformers' save_pretrained"
+            f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got {others}; {advice}"
         )
     raise FileNotFoundError(
         f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; download the "

@@ -29,9 +29,12 @@ from sketchwalk_jax.models.checkpoint import save as save
 from sketchwalk_jax.models.config import (
     SAVED_CONFIG_FILE,
     ModelConfig,
-    check_directory,
+    check_checkpoint,
     read_json,
 )
+from sketchwalk_jax.models.gguf_files import IGNORED, GgufFiles
+from sketchwalk_jax.models.gguf_files import KEYS as GGUF_KEYS
+from sketchwalk_jax.models.gguf_header import model_fields, read_header
 from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, checkpoint_dtype
 from sketchwalk_jax.models.params import (
     Params,
@@ -43,6 +46,9 @@ from sketchwalk_jax.models.params import (
     unflatten_params,
 )
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+
+Files = TensorFiles | GgufFiles
+"""Where tensors come from, by name: both read a part of one at a time."""
 
 EMBEDDING, LM_HEAD = ("embed", "embedding"), ("lm_head", "kernel")
 ROWS_PER_READ = 32
@@ -83,16 +89,18 @@ def load(
     sharding: ParamsSharding = None,
     progress: bool = True,
 ) -> tuple[Params, ModelConfig]:
-    """Loads a checkpoint directory: Hugging Face safetensors, or one written by `save`.
+    """Loads a checkpoint: a directory of Hugging Face safetensors, one of `save`, or a GGUF file.
 
     Linear weights are transposed and the layers stacked, see `sketchwalk_jax.models.params` for
-    the tree. Names and shapes are compared with the config before any weight is read.
+    the tree. Names and shapes are compared with the config before any weight is read. Weights of
+    a GGUF file are dequantised a few rows at a time, which takes the package `gguf`.
 
     Args:
       directory: A local directory with `config.json` and safetensors files, single or
-        sharded, or one written by `save`.
+        sharded, or one written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3.
       dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps that of the
-        checkpoint: what its config declares, else what its embedding is stored in.
+        checkpoint: what its config declares, else what its embedding is stored in; bfloat16
+        for a quantised GGUF file, whose values float32 has exactly.
       sharding: Where the parameters go. None: the default device. One
         `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
         parameters, or a function of a parameter's path (a tuple such as
@@ -106,8 +114,10 @@ def load(
 
     Raises:
       FileNotFoundError: If the directory, its config or files of its index are missing.
-      ValueError: If the weights are not safetensors, a file is truncated or corrupt, or tensors
-        are missing, unknown, of another shape or not floating point (all listed at once).
+      ImportError: If the file is GGUF and the package `gguf` is missing.
+      ValueError: If the weights are not safetensors or GGUF, a file is truncated or corrupt, or
+        tensors are missing, unknown, of another shape or of a type that cannot be read (all
+        listed at once).
       NotImplementedError: If the config asks for what is not implemented.
 
     Example:
@@ -116,7 +126,9 @@ def load(
       (16, 2048, 32, 64)
     """
     target = None if dtype is None else _param_dtype(dtype)
-    directory = check_directory(directory)
+    directory = check_checkpoint(directory)
+    if directory.is_file():
+        return _load_gguf(directory, dtype=target, sharding=sharding, progress=progress)
     if (directory / SAVED_CONFIG_FILE).exists():
         return load_saved(directory, dtype=target, sharding=sharding)
     model_config = ModelConfig.from_pretrained(directory)
@@ -135,13 +147,37 @@ def load(
             stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
             stored = stored if stored in DTYPES else "float32"
             model_config = dataclasses.replace(model_config, dtype=stored)
-        shapes = param_shapes(model_config, target)
-        shardings = shardings_by_path(sharding, shapes)
-        params = {}
-        with _progress_bar(shapes, shardings, is_shown=progress) as advance:
-            for path, shape in flatten_params(shapes).items():
-                params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
-    return unflatten_params(params), model_config
+        params = _read_params(files, sources, model_config, target, sharding, progress)
+    return params, model_config
+
+
+def _load_gguf(
+    path: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
+) -> tuple[Params, ModelConfig]:
+    header = read_header(path)
+    model_config = ModelConfig(**model_fields(header))
+    with GgufFiles(header, head_dim=model_config.head_dim) as files:
+        sources = find_sources(model_config, keys=GGUF_KEYS)
+        check_headers(files, sources, ignored=IGNORED)
+        params = _read_params(files, sources, model_config, dtype, sharding, progress)
+    return params, model_config
+
+
+def _read_params(
+    files: Files,
+    sources: Mapping[tuple[str, ...], LeafSource],
+    model_config: ModelConfig,
+    dtype: np.dtype | None,
+    sharding: ParamsSharding,
+    progress: bool,
+) -> Params:
+    shapes = param_shapes(model_config, dtype)
+    shardings = shardings_by_path(sharding, shapes)
+    params = {}
+    with _progress_bar(shapes, shardings, is_shown=progress) as advance:
+        for path, shape in flatten_params(shapes).items():
+            params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
+    return unflatten_params(params)
 
 
 def _param_dtype(dtype: DTypeLike) -> np.dtype:
@@ -151,7 +187,7 @@ def _param_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _load_leaf(
-    files: TensorFiles,
+    files: Files,
     source: LeafSource,
     shape: jax.ShapeDtypeStruct,
     sharding: Sharding | None,
@@ -198,13 +234,17 @@ def _progress_bar(
 
 
 def find_sources(
-    model_config: ModelConfig, *, embedding: str | None = None
+    model_config: ModelConfig,
+    *,
+    embedding: str | None = None,
+    keys: Mapping[tuple[str, ...], str] | None = None,
 ) -> dict[tuple[str, ...], LeafSource]:
     """Names the stored tensors of every parameter.
 
     Args:
       model_config: The model.
       embedding: Name of the tensor to take as embedding, where it is not the usual one.
+      keys: Name of each parameter where these are not the family's own, as in a GGUF file.
 
     Returns:
       The source of each parameter, by its path.
@@ -217,6 +257,7 @@ def find_sources(
       >>> source.names[1], source.stored_shape
       ('model.layers.1.self_attn.k_proj.weight', (16, 32))
     """
+    keys = FAMILIES[model_config.model_type].keys if keys is None else keys
     sources = {}
     for path, leaf in flatten_params(param_shapes(model_config)).items():
         is_stacked = path[0] == "layers"
@@ -228,7 +269,7 @@ def find_sources(
             outputs = shape[len(inputs) :]
         else:
             outputs, inputs = shape, ()
-        template = FAMILIES[model_config.model_type].keys[path]
+        template = keys[path]
         if path == EMBEDDING and embedding is not None:
             template = embedding
         layers = range(model_config.num_layers if is_stacked else 1)
@@ -243,7 +284,7 @@ def find_sources(
 
 
 def check_headers(
-    files: TensorFiles, sources: Mapping[tuple[str, ...], LeafSource], *, ignored: frozenset[str]
+    files: Files, sources: Mapping[tuple[str, ...], LeafSource], *, ignored: frozenset[str]
 ) -> None:
     """Compares the headers of the files with what the model needs.
 
@@ -253,8 +294,8 @@ def check_headers(
       ignored: Tensors that may be there without being needed.
 
     Raises:
-      ValueError: If tensors are missing, unknown, of another shape or not floating point; all
-        of them in one message.
+      ValueError: If tensors are missing, unknown, of another shape or of a type that cannot be
+        read; all of them in one message.
     """
     expected = {name: leaf.stored_shape for leaf in sources.values() for name in leaf.names}
     headers = files.headers
@@ -273,9 +314,9 @@ def check_headers(
             if name in headers and headers[name].shape != shape
         ],
         "of an unsupported dtype": [
-            f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {headers[name].dtype}"
+            f"{name} must be {files.readable_types}, got {headers[name].dtype}"
             for name in expected
-            if name in headers and headers[name].dtype not in FLOAT_DTYPES
+            if name in headers and headers[name].dtype not in files.readable
         ],
     }
     if any(problems.values()):
@@ -286,12 +327,13 @@ def check_headers(
             if found
         ]
         raise ValueError(
-            f"the weights in {files.directory} must fit its config.json:\n  " + "\n  ".join(lines)
+            f"the weights in {files.source} must fit its {files.described_by}:\n  "
+            + "\n  ".join(lines)
         )
 
 
 def read_shard(
-    files: TensorFiles,
+    files: Files,
     source: LeafSource,
     shape: tuple[int, ...],
     index: tuple[slice, ...],
@@ -325,7 +367,7 @@ def read_shard(
 
 
 def _read_tensor(
-    files: TensorFiles, source: LeafSource, name: str, bounds: list[slice], target: np.ndarray
+    files: Files, source: LeafSource, name: str, bounds: list[slice], target: np.ndarray
 ) -> None:
     """Reads `target[i..., o...] = stored[row, column]`, a part of one layer's parameter.
 

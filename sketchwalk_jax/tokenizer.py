@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the tokenizer that stands in a checkpoint directory.
+"""Text to tokens and back, with the tokenizer that stands in a checkpoint.
 
 A thin layer over transformers, which is imported where it is used. Nothing is downloaded and no
 code of the checkpoint is run.
@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
+
+from sketchwalk_jax.gguf_tokenizer import make_tokenizer
+from sketchwalk_jax.models.gguf_header import is_gguf, read_header
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,25 +32,30 @@ _TOKENS_PER_CHARACTER = 4
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
-    """Loads the tokenizer of a Hugging Face checkpoint directory.
+    """Loads the tokenizer of a Hugging Face checkpoint directory or a GGUF file.
 
     Args:
       directory: Folder with `tokenizer.json` (or the vocabulary files of an older tokenizer) and
-        `tokenizer_config.json`.
+        `tokenizer_config.json`; or a GGUF file, which has a tokenizer in its metadata.
 
     Returns:
-      The tokenizer that `transformers.AutoTokenizer` makes of the folder.
+      The tokenizer that `transformers.AutoTokenizer` makes of the folder, or one of transformers
+      that cuts and merges as the original of the GGUF file does.
 
     Raises:
-      ValueError: If there is no such folder, if no tokenizer is in it, or if its tokenizer is
-        defined by code of its own, which is never run.
+      ValueError: If there is no such folder or file, if no tokenizer is in it, or one that is not
+        known, or if its tokenizer is defined by code of its own, which is never run.
 
     Example:
       tokenizer = load_tokenizer("checkpoints/Llama-3.2-1B")
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return make_tokenizer(read_header(directory))
     if not directory.is_dir():
-        raise ValueError(f"directory must be a checkpoint folder, got {str(directory)!r}")
+        raise ValueError(
+            f"directory must be a checkpoint folder or a GGUF file, got {str(directory)!r}"
+        )
     found = sorted(path.name for path in directory.iterdir())
     if not set(found) & set(_TOKENIZER_FILES):
         raise ValueError(

@@ -186,7 +186,7 @@ def test_a_hub_name_is_answered_with_how_to_download():
 
 def test_a_file_instead_of_a_directory_raises(tmp_path: Path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="must be a checkpoint directory, got the file"):
+    with pytest.raises(ValueError, match="or a GGUF file, got the file"):
         ModelConfig.from_pretrained(tmp_path / "model.safetensors")
 
 

@@ -19,6 +19,8 @@ from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
 from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.gguf_files import GgufFiles
+from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
 from sketchwalk_jax.policies import Policy
@@ -100,21 +102,27 @@ def _describe_checkpoint(
         "directory": str(directory),
         **(fields | {"rope": rope, "context_length": model_config.context_length}),
         "parameters": count,
-        **_stored(directory),
+        **_stored(directory, head_dim=model_config.head_dim),
         "loaded_bytes": count * jnp.dtype(dtype).itemsize,
     }
 
 
-def _stored(directory: Path) -> dict[str, Any]:
+def _stored(directory: Path, *, head_dim: int) -> dict[str, Any]:
     """Dtypes and bytes of the weight files, from their headers."""
     if (directory / SAVED_CONFIG_FILE).exists():
         found = set(read_json(directory / SAVED_CONFIG_FILE).get("dtypes", {}).values())
         files = [path for path in (directory / PARAMS_FOLDER).rglob("*") if path.is_file()]
     else:
-        with TensorFiles(directory) as tensors:
+        folder = directory
+        opened: TensorFiles | GgufFiles
+        if directory.is_file():
+            opened, folder = GgufFiles(read_header(directory), head_dim=head_dim), directory.parent
+        else:
+            opened = TensorFiles(directory)
+        with opened as tensors:
             headers = list(tensors.headers.values())
         found = {FLOAT_DTYPES.get(header.dtype, header.dtype) for header in headers}
-        files = [directory / name for name in sorted({header.file for header in headers})]
+        files = [folder / name for name in sorted({header.file for header in headers})]
     total = sum(path.stat().st_size for path in files)
     return {"stored_dtypes": sorted(found), "stored_files": len(files), "stored_bytes": total}
 

@@ -14,7 +14,7 @@ from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, is_shown
 from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_directory
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_checkpoint
 from sketchwalk_jax.models.hf_config import DTYPES
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
@@ -35,8 +35,9 @@ ModelOption = Annotated[
     Path | None,
     typer.Option(
         "--model",
-        metavar="DIR",
-        help="Checkpoint directory: Hugging Face safetensors, or written by sketchwalk_jax.save.",
+        metavar="PATH",
+        help="Checkpoint: a directory of Hugging Face safetensors or written by "
+        "sketchwalk_jax.save, or a GGUF file.",
         show_default="the small model that ships with the package",
     ),
 ]
@@ -174,16 +175,16 @@ def parse_fields(given: Sequence[str]) -> dict[str, Any]:
 
 
 def check_model(model: Path | None) -> Path:
-    """The checkpoint directory: the one given, or that of the bundled model.
+    """The checkpoint: the one given, or that of the bundled model.
 
     Raises:
-      UsageError: If the directory does not exist.
+      UsageError: If it does not exist.
       FileNotFoundError: If none was given and the installation lacks the bundled model.
     """
     if model is None:
         return bundled_model()
     try:
-        return check_directory(model)
+        return check_checkpoint(model)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(f"--model {error}") from error
 

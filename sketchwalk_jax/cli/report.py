@@ -25,7 +25,7 @@ def report(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
+            metavar="PATH",
             help="The checkpoint that was measured: adds the blocks that it attends to in one "
             "prompt, and powers of its attention.",
             show_default=False,

@@ -93,8 +93,8 @@ class SketchWalkLM(TemplateLM):
         The arguments are the harness's `model_args`.
 
         Args:
-          pretrained: Checkpoint directory.
-          tokenizer: Directory of another tokenizer.
+          pretrained: Checkpoint directory or GGUF file.
+          tokenizer: Directory or GGUF file of another tokenizer.
           policy: One of `sketchwalk_jax.policies.POLICIES`.
           preset: Preset of the `sketchwalk` policy.
           density: Density to select at. MInference and FlexPrefill, which have none of their own,

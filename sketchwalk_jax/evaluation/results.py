@@ -504,13 +504,17 @@ def _relative(word: str, root: Path | None) -> str:
 
 
 def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 of every file of weights in a checkpoint directory, by its path there.
+    """SHA-256 of every file of weights in a checkpoint, by its path in the directory.
 
-    These are the safetensors files, or every file below a directory that `save` wrote.
+    These are the safetensors files, or every file below a directory that `save` wrote, or the one
+    GGUF file.
     """
     directory = Path(directory)
-    files = sorted(directory.glob("*.safetensors"))
-    files = files or sorted(path for path in directory.rglob("*") if path.is_file())
+    if directory.is_file():
+        directory, files = directory.parent, [directory]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+        files = files or sorted(path for path in directory.rglob("*") if path.is_file())
     hashes = {}
     for path in files:
         with path.open("rb") as file:

@@ -62,7 +62,7 @@ def evaluate(
     """Measures the quality of selections on a checkpoint, and writes it to a file as it goes.
 
     Args:
-      directory: Checkpoint directory with a tokenizer.
+      directory: Checkpoint directory with a tokenizer, or GGUF file.
       config: What to run; lengths beyond the model's context are left out.
       text: Text to hide facts in, from `read_text`; Python's help topics by default.
       dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.

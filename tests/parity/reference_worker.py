@@ -22,7 +22,8 @@ A case makes a random model, saves it into DIRECTORY/NAME, loads it back from th
     new_tokens      greedy tokens, default 12
 
 A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: a directory that exists already,
-and batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. Its
+and batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. With
+`"gguf_file"` it is that file of the directory, which takes the packages gguf and accelerate. Its
 `expected.npz` has the logits after the prompt only.
 
 An entry of "rope" is `{"name", "config"}`; frequencies of all go into DIRECTORY/rope.npz.
@@ -140,7 +141,7 @@ def run_case(case, root):
 
 def run_checkpoint(checkpoint, root):
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint["directory"], dtype=torch.float32
+        checkpoint["directory"], gguf_file=checkpoint.get("gguf_file"), dtype=torch.float32
     ).eval()
     model.generation_config.eos_token_id = None
     for prompts in checkpoint["prompts"]:

@@ -1,0 +1,417 @@
+"""The header of a GGUF file, and the model that it describes.
+
+A GGUF file (llama.cpp's format) holds a whole checkpoint: metadata in place of `config.json` and of
+the tokenizer's files, then the tensors. Here the header is read, with plain Python, and translated
+into a Hugging Face config, so that `hf_config.translate` alone decides what is supported;
+`gguf_files.py` reads the tensors. No code of the file is run: there is none in it.
+"""
+
+import dataclasses
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sketchwalk_jax.models.hf_config import translate
+from sketchwalk_jax.models.rope import RopeConfig, rope_frequencies
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Values of `general.architecture` that load; each is also the `model_type` of its config."""
+
+ROPE_FREQS = "rope_freqs.weight"
+"""The tensor in which Llama 3.1 and later keep the rescaling of their rotary frequencies."""
+
+_F32, _F16 = 0, 1
+"""Type numbers of the tensors that hold plain numbers."""
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_FLOAT32 = 6
+
+_CONFIG_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+"""Attribute of `config.json` for each key of the metadata, after the architecture's name."""
+
+_REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+
+_ROPE_KEYS = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""Attribute of `rope_scaling` for each key of the metadata, after the architecture's name."""
+
+_HARMLESS: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0,
+    "attention.scale": 0,
+    "embedding_scale": 1,
+    "rope.dimension_sections": None,
+    "rope.scale_linear": 1,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+"""Keys that change the computation in ways that `config.json` has no name for, and the value that
+does not; `hf_config.RESULT_CHANGING` has the others."""
+
+# How Llama 3.1 and later rescale; only the factor differs between them. The tensor of frequencies
+# does not say, so it is compared with what these give.
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    """What the header says about one tensor.
+
+    Attributes:
+      shape: Its shape, rows first; the file has it the other way round.
+      type_id: Number of its type in ggml, such as 0 for F32.
+      start: Where its bytes begin in the file.
+    """
+
+    shape: tuple[int, ...]
+    type_id: int
+    start: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """The header of a GGUF file.
+
+    Attributes:
+      path: The file.
+      metadata: Every key and its value: numbers, booleans, strings, and lists of these.
+      tensors: What is known about each tensor, by its name in the file.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file that is, or by its name claims to be, GGUF."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_header(path: str | os.PathLike[str]) -> GgufHeader:
+    """Reads the header of a GGUF file; no tensor is touched.
+
+    Args:
+      path: The file.
+
+    Returns:
+      Its metadata, and what it says about its tensors.
+
+    Raises:
+      ValueError: If it is not GGUF of version 2 or 3, is big-endian, is truncated or corrupt, or
+        is one part of several.
+
+    Example:
+      >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
+      >>> header.metadata["general.architecture"]  # doctest: +SKIP
+      'llama'
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        begin = file.read(24)
+        if begin[:4] != MAGIC:
+            raise ValueError(
+                f"{path} must be a GGUF file, which begins with {MAGIC!r}, got {begin[:4]!r}; "
+                f"download it again"
+            )
+        if len(begin) < 24:
+            raise damaged(path, f"only {len(begin)} bytes")
+        version, num_tensors, num_keys = struct.unpack_from("<IQQ", begin, 4)
+        if version & 0xFFFF == 0:
+            raise ValueError(f"{path} must be little-endian, got a big-endian GGUF file")
+        if version not in VERSIONS:
+            raise ValueError(
+                f"{path} must be GGUF of version 2 or 3, got version {version}; convert the model "
+                f"again with a current llama.cpp"
+            )
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            header = _read_tables(_Cursor(content), path, num_tensors, num_keys)
+    count = header.metadata.get("split.count", 1)
+    if count > 1:
+        raise ValueError(
+            f"{path} must be a whole model, got one of {count} parts; merge them first: "
+            f"llama-gguf-split --merge FIRST_PART.gguf MERGED.gguf"
+        )
+    return header
+
+
+class _Cursor:
+    """Reads values one after the other; past the end of the file it raises `EOFError`."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.position, self.size = content, 24, len(content)
+
+    def skip(self, num_bytes: int) -> int:
+        start = self.position
+        self.position += num_bytes
+        if self.position > self.size:
+            raise EOFError
+        return start
+
+    def scalar(self, layout: str) -> Any:
+        return struct.unpack_from(layout, self.content, self.skip(struct.calcsize(layout)))[0]
+
+    def string(self) -> str:
+        length = self.scalar("<Q")
+        start = self.skip(length)
+        return self.content[start : start + length].decode("utf-8")
+
+    def value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id == _ARRAY:
+            item, count = self.scalar("<I"), self.scalar("<Q")
+            if item not in _SCALARS:
+                return [self.value(item) for _ in range(count)]
+            layout = f"<{count}{_SCALARS[item][1]}"
+            start = self.skip(count * struct.calcsize(_SCALARS[item]))
+            return list(struct.unpack_from(layout, self.content, start))
+        if type_id == _FLOAT32:
+            # 1e-5 is stored as the float32 nearest to it; back to the number that was meant.
+            return float(str(np.float32(self.scalar("<f"))))
+        return self.scalar(_SCALARS[type_id])
+
+
+def _read_tables(cursor: _Cursor, path: Path, num_tensors: int, num_keys: int) -> GgufHeader:
+    metadata, tensors = {}, {}
+    try:
+        for _ in range(num_keys):
+            key, type_id = cursor.string(), cursor.scalar("<I")
+            metadata[key] = cursor.value(type_id)
+        for _ in range(num_tensors):
+            name = cursor.string()
+            sizes = [cursor.scalar("<Q") for _ in range(cursor.scalar("<I"))]
+            tensors[name] = GgufTensor(
+                shape=tuple(reversed(sizes)),
+                type_id=cursor.scalar("<I"),
+                start=cursor.scalar("<Q"),
+            )
+    except EOFError as error:
+        raise damaged(path, f"a header that goes on after its {cursor.size} bytes") from error
+    except (KeyError, UnicodeDecodeError, struct.error, RecursionError) as error:
+        raise damaged(path, f"a header that cannot be read ({error!r})") from error
+    # The tensors begin where the header, filled up to whole units, ends.
+    unit = metadata.get("general.alignment", 32)
+    if not isinstance(unit, int) or unit < 1:
+        raise damaged(path, f"general.alignment {unit!r}")
+    first = math.ceil(cursor.position / unit) * unit
+    placed = {
+        name: dataclasses.replace(tensor, start=first + tensor.start)
+        for name, tensor in tensors.items()
+    }
+    return GgufHeader(path=path, metadata=metadata, tensors=placed)
+
+
+def damaged(path: Path, found: str) -> ValueError:
+    """The error for a file that is not what its header says."""
+    return ValueError(
+        f"{path} must be a complete GGUF file, got {found}; it is truncated or corrupt, download "
+        f"it again"
+    )
+
+
+def model_fields(header: GgufHeader) -> dict[str, Any]:
+    """Translates a header into keyword arguments of `ModelConfig`.
+
+    The head is tied where the file has no `output.weight`, and biases are there where their
+    tensors are. End tokens are those of a text, of a turn and of a message.
+
+    The dtype is what the weights are stored in. Where they are quantised it is bfloat16, which
+    is what such models were published in before, what GPUs compute in, and half of float32:
+    rounding to it moves a weight by at most 1/512 of itself, less than quantisation did. Quantised
+    values are exact in float32.
+
+    Args:
+      header: The header of a GGUF file.
+
+    Returns:
+      One value for each field of `ModelConfig`.
+
+    Raises:
+      ValueError: If the architecture is not supported or keys are missing.
+      NotImplementedError: If the file asks for what is not implemented; all of it is listed.
+
+    Example:
+      >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
+      >>> model_fields(header)["num_layers"]  # doctest: +SKIP
+      16
+    """
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture of {header.path} must be one of {ARCHITECTURES}, "
+            f"got {architecture!r}"
+        )
+    prefix = f"{architecture}."
+    keys = {
+        key.removeprefix(prefix): _same_in_all_layers(key, value)
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
+    missing = [prefix + key for key in _REQUIRED if key not in keys]
+    if missing:
+        raise ValueError(f"{header.path} must have the keys {missing} in its metadata, got none")
+    try:
+        return translate(_hf_config(header, keys))
+    except NotImplementedError as error:
+        reasons = str(error).replace("config.json", str(header.path))
+        raise NotImplementedError(reasons) from error
+
+
+def _same_in_all_layers(key: str, value: Any) -> Any:
+    """One number where the file has the same for each layer."""
+    if key.endswith((".head_count", ".head_count_kv", ".feed_forward_length")):
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise NotImplementedError(f"{key} must be the same in all layers, got {value}")
+            return value[0]
+    return value
+
+
+def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the model; what has no place in one is refused."""
+    metadata, tensors = header.metadata, header.tensors
+    read = {name: keys[key] for key, name in _CONFIG_KEYS.items() if key in keys}
+    head_dim = read.setdefault("head_dim", read["hidden_size"] // read["num_attention_heads"])
+    read.setdefault("num_key_value_heads", read["num_attention_heads"])
+    harmless = _HARMLESS | {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
+    problems = [
+        f"{metadata['general.architecture']}.{key}={keys[key]!r} (supported: {value!r} or absent)"
+        for key, value in harmless.items()
+        if key in keys and keys[key] != value
+    ]
+    if problems:
+        raise NotImplementedError(
+            f"{header.path} asks for what is not implemented:\n  " + "\n  ".join(problems)
+        )
+    # The embedding of a padded vocabulary has more rows than there are tokens.
+    embedding = tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding is not None and embedding.shape else None
+    tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
+    ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    read |= {
+        "model_type": metadata["general.architecture"],
+        "vocab_size": rows or keys.get("vocab_size") or tokens or None,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "dtype": _dtype(header),
+        "rope_scaling": _rope_scaling(header, keys, read),
+        # A window that the file names is one that all layers have.
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "sliding_window": read.get("sliding_window"),
+    }
+    # The rest goes by the file's names, so that `translate` can refuse it by them.
+    known = {*_CONFIG_KEYS, *_ROPE_KEYS, *harmless, "rope.scaling.type", "vocab_size"}
+    return {key.replace(".", "_"): value for key, value in keys.items() if key not in known} | read
+
+
+def _rope_scaling(
+    header: GgufHeader, keys: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The `rope_scaling` of the `config.json`."""
+    rope_type = keys.get("rope.scaling.type", "none")
+    if ROPE_FREQS in header.tensors:
+        if rope_type != "none":
+            raise NotImplementedError(
+                f"{header.path} must have {ROPE_FREQS} or rope.scaling.type, got both "
+                f"({rope_type!r})"
+            )
+        return _llama3_scaling(header, config)
+    if rope_type == "none":
+        return None
+    parameters = {name: keys[key] for key, name in _ROPE_KEYS.items() if key in keys}
+    return {"rope_type": rope_type} | parameters
+
+
+def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` whose frequencies the file's tensor gives.
+
+    The tensor has what each frequency is divided by; the largest of these numbers is the factor.
+    """
+    tensor = header.tensors[ROPE_FREQS]
+    theta, head_dim = config.get("rope_theta", 10000.0), config["head_dim"]
+    if tensor.type_id != _F32 or tensor.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{ROPE_FREQS} of {header.path} must be F32 of shape {(head_dim // 2,)}, got type "
+            f"{tensor.type_id} of shape {tensor.shape}"
+        )
+    divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=tensor.start)
+    if len(divisors) < head_dim // 2:
+        raise damaged(header.path, f"less than all of {ROPE_FREQS}")
+    if (divisors == 1).all():
+        return None
+    plain, _ = rope_frequencies(RopeConfig(theta=theta), head_dim)
+    scaling = _LLAMA3 | {"factor": float(divisors.max())}
+    given, _ = rope_frequencies(RopeConfig(theta=theta, **scaling), head_dim)
+    # llama.cpp and transformers round in another order.
+    if not np.allclose(plain / divisors, given, rtol=1e-5, atol=0):
+        raise NotImplementedError(
+            f"{ROPE_FREQS} of {header.path} must be the rescaling of Llama 3.1 ({_LLAMA3}), got "
+            f"{divisors.tolist()}; use the safetensors version, whose config.json says what it is"
+        )
+    return scaling
+
+
+def _dtype(header: GgufHeader) -> str:
+    found = {tensor.type_id for tensor in header.tensors.values()}
+    if found <= {_F32}:
+        return "float32"
+    return "float16" if found <= {_F32, _F16} else "bfloat16"

@@ -1,0 +1,464 @@
+"""GGUF files: weights, configuration, placement, errors, and what else takes a checkpoint."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import tiny_config, write_tensors
+from gguf_checkpoints import write_gguf
+from tolerances import tolerance
+from typer.testing import CliRunner
+
+from sketchwalk_jax import Dense, forward, generate, load, save
+from sketchwalk_jax.cli import app
+from sketchwalk_jax.evaluation.results import hash_weights
+from sketchwalk_jax.models import ModelConfig, rope_frequencies
+from sketchwalk_jax.models.rope import RopeConfig
+from sketchwalk_jax.tokenizer import load_tokenizer
+
+TESTS = Path(__file__).parent
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def assert_equals_directory(
+    file: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> None:
+    """The file gives the parameters and the configuration of a directory with the same values."""
+    directory = file.parent / "directory"
+    write_tensors(directory, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    expected, expected_config = load(directory, dtype="float32")
+    params, model_config = load(file, dtype="float32")
+    chex.assert_trees_all_equal(params, expected)
+    assert dataclasses.replace(model_config, dtype="float32") == expected_config
+    assert ModelConfig.from_pretrained(file) == model_config
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one head for keys": ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    "llama, tied, with biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ("qwen2", {"rope_theta": 1e6}),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
+    "qwen3, with biases": ("qwen3", {"attention_bias": True}),
+    "more rows than are read at once": (
+        "llama",
+        {"hidden_size": 320, "intermediate_size": 160, "head_dim": 80, "vocab_size": 300},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("quantisation", ["F32", "Q8_0"])
+def test_a_file_holds_what_a_directory_of_its_values_holds(
+    file: Path, case: str, quantisation: str
+):
+    model_type, overrides = MODELS[case]
+    config, tensors = write_gguf(file, model_type, quantisation=quantisation, **overrides)
+    assert_equals_directory(file, config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "dtype"),
+    [
+        ("F32", "float32"),
+        ("F16", "float16"),
+        ("BF16", "bfloat16"),
+        ("Q4_0", "bfloat16"),
+        ("Q5_1", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, dtype: str):
+    config, tensors = write_gguf(file, "qwen2", quantisation=quantisation)
+    params, model_config = load(file)
+    assert model_config.dtype == dtype
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+    expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(params["lm_head"]["kernel"].T, expected)
+    assert_equals_directory(file, config, tensors)
+
+
+def test_blocks_of_256_weights_are_read(file: Path):
+    """The package writes no K-quants; bytes of one are drawn, with a scale that is a number."""
+    kind = gguf.GGMLQuantizationType.Q6_K
+    values = {}
+
+    def draw(stored: dict[str, Any]) -> None:
+        rng = np.random.default_rng(0)
+        for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+            blocks = rng.integers(0, 256, (256, 210), np.uint8)
+            blocks[:, -2:] = np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
+            stored[name] = blocks, kind
+            values[name] = gguf.dequantize(blocks, kind)
+
+    write_gguf(file, "qwen2", edit=draw, hidden_size=256, intermediate_size=256)
+    params, _ = load(file, dtype="float32")
+    layers = params["layers"]
+    query = layers["query"]["kernel"][0].reshape(256, 256)
+    np.testing.assert_array_equal(query.T, values["blk.0.attn_q.weight"])
+    np.testing.assert_array_equal(layers["down"]["kernel"][1].T, values["blk.1.ffn_down.weight"])
+
+
+def test_end_tokens_of_text_turn_and_message_end_a_generation(file: Path):
+    special = {"eos": 3, "eot": 5, "eom": 4}
+    write_gguf(file, tokenizer={"special": special | {"bos": 2}})
+    config = ModelConfig.from_pretrained(file)
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (3, 5, 4))
+    write_gguf(file, tokenizer={"special": {}})
+    config = ModelConfig.from_pretrained(file)
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "none": ({"rope.scaling.type": "none"}, None),
+    "linear": (
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ),
+    "yarn": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 512,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rope_scaling_is_that_of_the_metadata(file: Path, case: str):
+    keys, rope_scaling = ROPES[case]
+    config, tensors = write_gguf(file, "qwen3", keys=keys)
+    assert_equals_directory(file, config | {"rope_scaling": rope_scaling}, tensors)
+
+
+def llama_3_divisors(head_dim: int, **changes: Any) -> np.ndarray:
+    """What llama.cpp's converter stores for Llama 3.1, in the order of its operations."""
+    rope = LLAMA_3_ROPE | changes
+    frequencies = 1.0 / (10000.0 ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for wavelength in 2 * np.pi / frequencies:
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.asarray(divisors, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rope_of_llama_3_is_found_in_its_tensor(file: Path, factor: float):
+    divisors = llama_3_divisors(64, factor=factor)
+    assert len(set(divisors.tolist())) > 3  # some are kept, some stretched, some between
+    config, tensors = write_gguf(file, head_dim=64, tensors={"rope_freqs.weight": divisors})
+    rope = LLAMA_3_ROPE | {"factor": factor}
+    assert_equals_directory(file, config | {"rope_scaling": rope}, tensors)
+    frequencies, _ = rope_frequencies(ModelConfig.from_pretrained(file).rope, 64)
+    plain, _ = rope_frequencies(RopeConfig(), 64)
+    np.testing.assert_allclose(frequencies, plain / divisors, rtol=1e-6)
+
+
+def test_a_rope_of_ones_is_none(file: Path):
+    write_gguf(file, tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert ModelConfig.from_pretrained(file).rope == RopeConfig()
+
+
+@pytest.mark.parametrize(
+    "divisors",
+    [
+        llama_3_divisors(64, original_max_position_embeddings=4096),
+        np.linspace(1, 8, 32, dtype=np.float32),
+    ],
+)
+def test_another_rope_in_a_tensor_is_refused(file: Path, divisors: np.ndarray):
+    write_gguf(file, head_dim=64, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(NotImplementedError, match="must be the rescaling of Llama 3.1 .* got"):
+        load(file)
+
+
+def test_a_vocabulary_may_be_padded(file: Path):
+    config, tensors = write_gguf(file, vocab_size=320)
+    assert_equals_directory(file, config, tensors)
+    assert len(load_tokenizer(file)) == 256
+
+
+def test_a_saved_model_loads_equal(file: Path, tmp_path: Path):
+    write_gguf(file, "qwen3", quantisation="Q8_0")
+    params, config = load(file)
+    save(tmp_path / "saved", params, config)
+    again, again_config = load(tmp_path / "saved")
+    chex.assert_trees_all_equal(again, params)
+    assert again_config == config
+
+
+SHARDED_LOAD = """
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from sketchwalk_jax.models import load
+from sketchwalk_jax.models.params import flatten_params
+
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+SPECS = {
+    "embedding": P("y", "x"), "query": P(None, None, "y", "x"), "key": P("x", None, None, "y"),
+    "out": P(None, "x", "y"), "gate": P(None, "x", "y"), "down": P(None, ("x", "y")),
+}
+
+def rule(path, shape):
+    return NamedSharding(mesh, SPECS.get(path[-1] if path[-1] in SPECS else path[-2], P()))
+
+whole, _ = load(FILE)
+params, _ = load(FILE, sharding=rule)
+for path, leaf in flatten_params(params).items():
+    assert leaf.sharding == rule(path, leaf), path
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(
+            shard.data, np.asarray(flatten_params(whole)[path])[shard.index]
+        )
+print(len(jax.devices()))
+"""
+
+
+def test_each_device_gets_its_own_part(file: Path, run_python):
+    write_gguf(file, quantisation="Q8_0", num_key_value_heads=4, head_dim=16)
+    assert int(run_python(SHARDED_LOAD.replace("FILE", repr(str(file))), devices=4)) == 4
+
+
+def test_a_file_may_have_any_name(tmp_path: Path):
+    blob = tmp_path / "sha256-0123"
+    write_gguf(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").rename(blob)
+    load(blob)
+    link = tmp_path / "link.gguf"
+    link.symlink_to(blob)
+    load(link)
+
+
+# What is wrong, and what the message says.
+
+
+def test_every_wrong_tensor_is_named_at_once(file: Path):
+    def spoil(stored: dict[str, Any]) -> None:
+        stored["blk.0.attn_qkv.weight"] = stored.pop("blk.0.attn_q.weight")
+        stored["blk.1.ffn_up.weight"] = np.zeros((3, 32), np.float32), gguf.GGMLQuantizationType.F32
+        stored["blk.1.ffn_down.weight"] = (
+            np.zeros((32, 64), np.int8),
+            gguf.GGMLQuantizationType.I8,
+        )
+
+    write_gguf(file, edit=spoil)
+    with pytest.raises(ValueError, match="must fit its metadata") as raised:
+        load(file)
+    message = str(raised.value)
+    assert "1 tensors missing: blk.0.attn_q.weight" in message
+    assert "1 tensors unknown: blk.0.attn_qkv.weight" in message
+    assert "blk.1.ffn_up.weight must be (64, 32), got (3, 32)" in message
+    assert "blk.1.ffn_down.weight must be a type that the package gguf dequantises, got I8" in (
+        message
+    )
+
+
+def test_another_architecture_is_refused(file: Path):
+    writer = gguf.GGUFWriter(file, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"architecture .* must be one of .*'qwen3'.* got 'mamba'"):
+        load(file)
+
+
+def test_a_missing_key_is_named(file: Path):
+    write_gguf(file)
+    file.write_bytes(file.read_bytes().replace(b"llama.block_count", b"llama.block_kount"))
+    with pytest.raises(ValueError, match=r"must have the keys \['llama.block_count'\]"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"expert_count": 8}, "expert_count=8"),
+        ({"attention.sliding_window": 64}, "window 64"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"attention.causal": False}, "llama.attention.causal=False"),
+        ({"rope.dimension_count": 4}, "llama.rope.dimension_count=4 .supported: 8 or absent"),
+        ({"rope.scaling.type": "longrope"}, "rope_type 'longrope' is not supported"),
+        ({"rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor=2.0"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(file: Path, keys: dict[str, Any], message: str):
+    write_gguf(file, keys=keys)
+    with pytest.raises(NotImplementedError, match=message):
+        load(file)
+
+
+def test_harmless_keys_are_passed_over(file: Path):
+    keys = {"expert_count": 0, "rope.dimension_count": 8, "vocab_size": 256, "something.new": 3}
+    write_gguf(file, keys=keys | {"attention.sliding_window": 512})
+    load(file)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 300, -1, -200])
+def test_a_truncated_file_is_named(file: Path, kept: int):
+    write_gguf(file)
+    file.write_bytes(file.read_bytes()[:kept])
+    message = "must be a GGUF file" if 0 <= kept < 4 else "must be a complete GGUF file"
+    with pytest.raises(ValueError, match=rf"model\.gguf {message}.*download it again"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, b"GGML", "must be a GGUF file, which begins with b'GGUF', got b'GGML'"),
+        (4, struct.pack("<I", 1), "must be GGUF of version 2 or 3, got version 1"),
+        (4, struct.pack(">I", 3), "must be little-endian"),
+        (24, struct.pack("<Q", 2**62), "must be a complete GGUF file"),
+        (32, b"\xff", "must be a complete GGUF file"),
+    ],
+)
+def test_other_files_are_refused(file: Path, position: int, value: bytes, message: str):
+    write_gguf(file)
+    content = bytearray(file.read_bytes())
+    content[position : position + len(value)] = value
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(file)
+
+
+def test_a_part_of_several_is_refused(file: Path):
+    write_gguf(file, keys={"split.count": 3})
+    with pytest.raises(ValueError, match="got one of 3 parts; merge them first: llama-gguf-split"):
+        load(file)
+
+
+def test_without_the_package_the_advice_is_to_install_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_gguf(file)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r'pip install "sketchwalk-jax\[gguf\]"'):
+        load(file)
+    ModelConfig.from_pretrained(file)
+    load_tokenizer(file)
+
+
+def test_a_folder_of_gguf_files_says_to_name_one(file: Path):
+    write_gguf(file)
+    (file.parent / "config.json").write_text(json.dumps(tiny_config()))
+    with pytest.raises(ValueError, match=r"got \['model\.gguf'\]; pass one of the GGUF files"):
+        load(file.parent)
+
+
+# What else takes a checkpoint.
+
+
+def test_weights_are_hashed_by_file(file: Path):
+    write_gguf(file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert hash_weights(file) == {"model.gguf": digest}
+
+
+def test_the_command_line_describes_a_file(file: Path):
+    write_gguf(file, quantisation="Q8_0")
+    done = CliRunner().invoke(app, ["info", "--model", str(file), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)["model"]
+    assert found["stored_dtypes"] == ["Q8_0", "float32"]
+    assert found["stored_bytes"] == file.stat().st_size
+    assert found["model_type"] == "llama"
+
+
+def test_the_command_line_generates_from_a_file(file: Path):
+    write_gguf(file, quantisation="Q8_0")
+    arguments = ["--prompt", "walk", "--max-new-tokens", "2", "--policy", "dense"]
+    done = CliRunner().invoke(app, ["generate", "--model", str(file), *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+
+
+# Against transformers.
+
+# Its loader takes the head_dim of Llama from another key, and that of Qwen3 to be 128.
+PARITY: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama-q8_0": ("llama", "Q8_0", {}),
+    "llama-q4_0-tied": (
+        "llama",
+        "Q4_0",
+        {"head_dim": 16, "keys": {"rope.dimension_count": 16}, "tie_word_embeddings": True},
+    ),
+    "qwen2-q8_0": ("qwen2", "Q8_0", {"rope_theta": 1e6}),
+    "qwen3-f16": ("qwen3", "F16", {"head_dim": 128}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference_run(
+    tmp_path_factory: pytest.TempPathFactory, reference_python: str, parity_seed: int
+) -> Path:
+    """Files of every case, and what transformers makes of them."""
+    root = tmp_path_factory.mktemp("gguf-parity")
+    rng = np.random.default_rng(parity_seed)
+    checkpoints = []
+    for name, (model_type, quantisation, overrides) in PARITY.items():
+        path = root / f"{name}.gguf"
+        write_gguf(path, model_type, quantisation=quantisation, seed=parity_seed, **overrides)
+        checkpoints.append(
+            {
+                "name": name,
+                "directory": str(root),
+                "gguf_file": path.name,
+                "prompts": rng.integers(2, 256, (50, 2, 24)).tolist(),
+                "new_tokens": 8,
+            }
+        )
+    job = root / "job.json"
+    job.write_text(json.dumps({"checkpoints": checkpoints}))
+    worker = TESTS / "parity" / "reference_worker.py"
+    done = subprocess.run(
+        [reference_python, str(worker), str(job), str(root)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"SKETCHWALK_PARITY_SEED={parity_seed}\n{done.stderr[-4000:]}"
+    return root
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARITY)
+def test_files_give_the_logits_and_tokens_of_transformers(reference_run: Path, name: str):
+    expected = np.load(reference_run / name / "expected.npz")
+    params, config = load(reference_run / f"{name}.gguf", dtype="float32")
+    config = dataclasses.replace(config, eos_token_ids=())
+    tokens = jnp.asarray(expected["tokens"])
+    logits = forward(params, tokens, model_config=config, config=Dense())
+    np.testing.assert_allclose(logits[:, -1], expected["logits"], **tolerance("logits"))
+    generation = generate(params, tokens, model_config=config, config=Dense(), max_new_tokens=8)
+    np.testing.assert_array_equal(generation.tokens, expected["greedy"])

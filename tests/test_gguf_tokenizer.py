@@ -1,0 +1,184 @@
+"""Tokenizers of GGUF files: the same tokens as the original, or a refusal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_checkpoints import BYTES, TEMPLATE, write_gguf
+from tiny_tokenizers import TOKENIZERS
+
+from sketchwalk_jax.tokenizer import apply_chat_template, decode, encode, load_tokenizer
+
+TEXTS = (
+    "Who walks? It's the WALKER's 12345 steps; don't they'll.",
+    "  leading\n\n\tspaces\r\nand trailing  ",
+    "def walk(x):\n    return x ** 2  # 0x1F, 100_000\n",
+    "Zürich “café” 日本語 한국어 Привет 🎉👩‍👩‍👧 ½ ² ٣٤",
+    "<s>a token in the text</s>",
+    "",
+    " ",
+)
+
+
+def read_tokens(tokenizer: Any) -> list[str]:
+    vocabulary = tokenizer.get_vocab()
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def read_merges(tokenizer: Any) -> list[str]:
+    import json
+
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    return [" ".join(pair) for pair in merges]
+
+
+def make(path: Path, **settings: Any) -> Any:
+    """The tokenizer of a file with that metadata."""
+    write_gguf(path / "model.gguf", tokenizer=settings)
+    return load_tokenizer(path / "model.gguf")
+
+
+def pieces(tokenizer: Any, text: str) -> Sequence[str]:
+    return tokenizer.convert_ids_to_tokens(encode(tokenizer, text).tolist())
+
+
+def test_a_tokenizer_of_bytes_and_merges_gives_the_tokens_of_the_original(tmp_path: Path):
+    original = TOKENIZERS["merges"]
+    tokens = read_tokens(original)
+    tokenizer = make(
+        tmp_path,
+        pre="llama-bpe",
+        tokens=tokens,
+        merges=read_merges(original),
+        kinds=[3 if token in ("<s>", "</s>") else 1 for token in tokens],
+        special={"bos": tokens.index("<s>"), "eos": tokens.index("</s>")},
+        flags={"add_bos_token": True, "add_eos_token": True},
+    )
+    for text in TEXTS:
+        expected = encode(original, text).tolist()
+        assert encode(tokenizer, text).tolist() == expected, text
+        assert decode(tokenizer, expected) == decode(original, expected)
+        assert decode(tokenizer, encode(tokenizer, text, add_special_tokens=False)) == (
+            text.replace("<s>", "").replace("</s>", "")
+        )
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+def test_a_tokenizer_with_spaces_as_characters_gives_the_tokens_of_the_original(tmp_path: Path):
+    original = TOKENIZERS["spaces as characters"]
+    tokens = read_tokens(original)
+    tokenizer = make(
+        tmp_path,
+        model="llama",
+        pre=None,
+        tokens=tokens,
+        merges=read_merges(original),
+        kinds=[{"<unk>": 2, "<s>": 3}.get(token, 1) for token in tokens],
+        special={"bos": tokens.index("<s>"), "unknown": tokens.index("<unk>")},
+    )
+    for text in ("the other nest", "there\nwas é 日 in it.", "3.14: A?"):
+        assert encode(tokenizer, text).tolist() == encode(original, text).tolist()
+        assert decode(tokenizer, encode(tokenizer, text)) == text
+    bare = make(
+        tmp_path,
+        model="llama",
+        tokens=tokens,
+        merges=read_merges(original),
+        flags={"add_space_prefix": False, "add_bos_token": False},
+        special={},
+    )
+    assert pieces(bare, "the") == ["t", "he"]
+
+
+def test_merges_follow_from_scores(tmp_path: Path):
+    tokens = ["<unk>", "▁", "a", "b", "c", "ab", "bc", "abc", "▁a"]
+    scores = [0.0, -9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0]
+    settings = {"model": "llama", "pre": None, "tokens": tokens, "special": {}, "kinds": [1] * 9}
+    tokenizer = make(tmp_path, **settings, scores=scores)
+    assert pieces(tokenizer, "abc") == ["▁", "abc"]
+    assert pieces(tokenizer, "ab") == ["▁", "ab"]
+    scores[6] = -5.0  # now a b comes before b c
+    assert pieces(make(tmp_path, **settings, scores=scores), "bab") == ["▁", "b", "ab"]
+
+
+CUTS = {
+    "gpt-2": ["12", "3"],
+    "smollm": ["1", "2", "3"],
+    "starcoder": ["1", "2", "3"],
+    "llama-bpe": ["12", "3"],
+    "qwen2": ["1", "2", "3"],
+    "deepseek-r1-qwen": ["1", "2", "3"],
+    "tekken": ["1", "2", "3"],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_numbers_are_cut_as_the_original_cuts_them(tmp_path: Path, pre: str):
+    tokenizer = make(tmp_path, pre=pre, tokens=[*BYTES, "12"], merges=["1 2"], special={})
+    assert pieces(tokenizer, "123") == CUTS[pre]
+
+
+def test_qwen_composes_characters_and_others_do_not(tmp_path: Path):
+    composed, decomposed = "é", "e\u0301"
+    for pre, are_equal in (("qwen2", True), ("llama-bpe", False)):
+        tokenizer = make(tmp_path, pre=pre, special={})
+        same = pieces(tokenizer, composed) == pieces(tokenizer, decomposed)
+        assert same == are_equal
+
+
+def test_llama_takes_a_piece_that_is_a_token_whatever_its_merges(tmp_path: Path):
+    for pre, expected in (("llama-bpe", ["abc"]), ("smaug-bpe", ["a", "b", "c"])):
+        tokenizer = make(tmp_path, pre=pre, tokens=[*BYTES, "abc"], special={})
+        assert pieces(tokenizer, "abc") == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "has_bos"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"add_bos_token": True}, True),
+    ],
+)
+def test_bos_is_added_where_the_file_or_its_kind_says(
+    tmp_path: Path, pre: str, flags: dict[str, bool], has_bos: bool
+):
+    tokenizer = make(tmp_path, pre=pre, flags=flags)
+    assert len(encode(tokenizer, "a")) == 1 + has_bos
+
+
+def test_control_and_user_defined_tokens_are_matched_whole(tmp_path: Path):
+    tokens = [*BYTES, "<｜User｜>", "<think>", "日本"]
+    kinds = [1] * 256 + [3, 4, 1]
+    tokenizer = make(tmp_path, pre="qwen2", tokens=tokens, kinds=kinds, special={"eos": 256})
+    assert len(tokenizer) == 259
+    ids = encode(tokenizer, "<｜User｜>a<think>").tolist()
+    assert ids == [256, BYTES.index("a"), 257]
+    assert decode(tokenizer, ids) == "a<think>"
+    # A plain token that is not written in bytes' characters stands for its bytes.
+    assert decode(tokenizer, [258]) == "日本"
+
+
+def test_the_chat_template_is_that_of_the_metadata(tmp_path: Path):
+    tokenizer = make(tmp_path)
+    assert tokenizer.chat_template == TEMPLATE
+    tokens = apply_chat_template(tokenizer, "Who walks?")
+    assert decode(tokenizer, tokens) == "user: Who walks?\nassistant: "
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pre": "viking"}, "tokenizer.ggml.pre of .* must be one of .* got 'viking'"),
+        ({"pre": None}, "tokenizer.ggml.pre of .* must be one of .* got None"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model of .* must be 'gpt2' or 'llama' .* got 'rwkv'"),
+        ({"special": {"bos": 256}}, r"must be among its 256 tokens, got {'bos': 256}"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **settings)
