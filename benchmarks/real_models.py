@@ -1,18 +1,17 @@
-"""What selections lose on instruction models: tasks in their chat template, at density over all layers.
+"""What selections lose on instruction models, at density over all layers, in their chat template.
 
     python benchmarks/real_models.py --model FILE.gguf --stage development --dense-layers 0 1 2
-    python benchmarks/real_models.py --model FILE.gguf [--tokens 8192] [--policy quest] [--seconds 500]
-    python benchmarks/real_models.py --compare recommended quest      # paired differences
+    python benchmarks/real_models.py --model FILE.gguf [--tokens 8192] [--seconds 500]
+    python benchmarks/real_models.py --compare paper quest      # paired differences
 
-Every call goes on where the last one stopped, and may be limited to some lengths, tasks, policies or
-phases, or to a time. Prompts that dense attention does not answer are left out for every policy, and
-counted. The density is the mean over all layers of the phase that is sparse; how many layers a policy
-leaves dense is chosen on prompts of another seed (`--stage development`), and stays for those that are
-reported.
+Every call goes on where the last one stopped, and may be limited to some lengths, tasks, policies
+or phases, or to a time. Prompts that dense attention does not answer are left out for every policy,
+and counted. The density is the mean over all layers of the phase that is sparse; how many layers a
+policy leaves dense is chosen on prompts of another seed (`--stage development`), and stays for
+those that are reported.
 """
 
 import argparse
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +49,7 @@ from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
-# Seed and prompts of each task. Those of the development decide on dense layers and are not reported.
+# Seed and prompts of each task. Development decides on dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 50)}
 # Presets that say themselves which layers are dense.
 OWN_LAYERS = ("recommended", "released")
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
     """Runs what the file lacks of one model; returns whether it is finished."""
     start = time.monotonic()
-    name, model = path.stem if path.is_file() else path.name, {"sha256": hash_model(path)}
+    name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
     seed, prompts = STAGES[options.stage]
     stage = {"seed": seed, "prompts": options.prompts or prompts}
     base = EvaluationConfig(
@@ -160,14 +159,6 @@ def default_dtype() -> str | None:
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else None
-
-
-def hash_model(path: Path) -> dict[str, str]:
-    """SHA-256 of a file, or of the files of weights in a folder."""
-    if path.is_dir():
-        return hash_weights(path)
-    with path.open("rb") as file:
-        return {path.name: hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dict[str, Any]:

@@ -607,10 +607,14 @@ class RuleCalibration:
             if rule not in self._measured:
                 found[rule] = self._fit(rule)
         if self._measured:
-            options = {"tasks": tasks, "num_tokens": self._num_tokens, "seed": seed}
-            if wording != "plain":
-                options["wording"] = wording
-            tokens, lengths = held_out_prompts(text, tokenizer, **options)
+            tokens, lengths = held_out_prompts(
+                text,
+                tokenizer,
+                tasks=tasks,
+                num_tokens=self._num_tokens,
+                seed=seed,
+                wording=wording,
+            )
             for rule in self._measured:
                 found[rule] = self._set(rule, params, tokens, lengths, before)
         return found

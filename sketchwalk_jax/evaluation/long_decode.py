@@ -77,11 +77,12 @@ def compare_program(
       Losses and divergences.
     """
     plain = Settings(model_config=settings.model_config, config=Dense())
+    active = jnp.ones(tokens.shape[:1], bool)
 
     def step(carry: tuple[Cache, Cache], column: tuple[Array, Array]) -> Any:
         token, target = column
-        exact, dense, _ = decode_token(params, token, carry[0], settings=plain)
-        logits, cache, _ = decode_token(params, token, carry[1], settings=settings)
+        exact, dense, _ = decode_token(params, token, carry[0], active=active, settings=plain)
+        logits, cache, _ = decode_token(params, token, carry[1], active=active, settings=settings)
         wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
         loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
         divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
@@ -89,8 +90,7 @@ def compare_program(
 
     columns = jnp.swapaxes(tokens, 0, 1)
     carry, (losses, divergences) = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
-    swapped = (jnp.swapaxes(x, 0, 1) for x in (losses, divergences))
-    return Compared(*swapped, carry[1].density)
+    return Compared(jnp.swapaxes(losses, 0, 1), jnp.swapaxes(divergences, 0, 1), carry[1].density)
 
 
 class LongDecode:
@@ -134,7 +134,7 @@ class LongDecode:
         for rule, phases in wanted.items():
             if "both" in phases and rule != DENSE:
                 self._read_program(self._policies[rule], "both")
-            self._compare_program(Dense() if rule == DENSE else self._policies[rule])
+            self._compare_program(self._policies[rule])
 
     def num_dense_layers(self, rule: Rule) -> int:
         """Leading layers in which a rule does not select; 0 for dense attention itself."""
@@ -190,13 +190,14 @@ class LongDecode:
         found: dict[tuple[Rule, str], Outcome] = {}
         for rule, phases in wanted.items():
             for phase in phases:
+                config = self._policies[rule]
                 if rule == DENSE:
-                    cache, config = plain, Dense()
+                    cache = plain
                 elif phase == "both":
-                    cache, config = read(self._policies[rule], phase), self._policies[rule]
+                    cache = read(config, phase)
                 else:
                     assert isinstance(self._dense, Together)
-                    index, config = self._watched.index(rule), self._policies[rule]
+                    index = self._watched.index(rule)
                     cache = self._dense.cache_of(dense, index, self._model_config)
                 compare = self._compare_program(config).result()
                 compared = jax.device_get(compare(self._params, plain, cache, answers))
@@ -211,7 +212,8 @@ class LongDecode:
 def _outcome(compared: Compared, count: int) -> Outcome:
     """Means over tokens, without the rows that only fill the batch."""
     losses, divergences = (
-        x.mean(axis=1, dtype=np.float64)[:count] for x in (compared.losses, compared.divergences)
+        np.asarray(x, np.float64).mean(axis=1)[:count]
+        for x in (compared.losses, compared.divergences)
     )
     density = jax.tree.map(lambda x: x[..., :count], compared.density)
     return Outcome(None, losses, density, divergences)

@@ -85,6 +85,9 @@ FILTERED_FIELDS = ("drawn", "in_mean")
 ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
 """Fields in which any two rows of one evaluation differ, together with `variant`."""
 
+# What tells rows of one file apart besides: of rules, and of evaluations that share the file.
+_APART = ("variant", "model", "stage")
+
 _DIGITS = 5
 # Of two runs whose rows may stand in one file, these may differ.
 _MAY_DIFFER = ("date", "command", "wall_s", "cpu", "cores", "memory_gib")
@@ -407,7 +410,7 @@ class ResultsFile:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
-        rows = [self._common | row for row in rows]
+        rows = [{**self._common, **row} for row in rows]
         self.rows += rows
         self._finished |= {group_key_of(row) for row in rows}
         self.meta["wall_s"] = round(self._before + time.perf_counter() - self._started, 1)

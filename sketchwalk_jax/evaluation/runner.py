@@ -498,14 +498,15 @@ class _Run:
             prompts = make_prompts(some, batch=batch, num_tokens=num_tokens)
             found = measurement.run(prompts, {DENSE: ("both",)}, self._tokenizer)
             outcomes.append(found[DENSE, "both"])
+            assert outcomes[-1].is_right is not None
             flags += outcomes[-1].is_right.tolist()
         bar.update(count)
         # Whatever the batch, the last one drawn is the last one kept.
         enough = np.flatnonzero(np.cumsum(flags) == count)
+        is_kept = np.array(flags)
         flags = flags[: enough[0] + 1] if enough.size else flags
+        is_kept[len(flags) :] = False
         answered = "".join("01"[one] for one in flags)
-        is_kept = np.zeros(sum(len(one.is_right) for one in outcomes), bool)
-        is_kept[: len(flags)] = flags
         self._file.note("drawn", task=task, tokens=num_tokens, answered=answered)
         if not any(flags):
             self._file.add([empty_row(DENSE, task=task, tokens=num_tokens, drawn=len(flags))])

@@ -202,7 +202,11 @@ class EvaluationConfig:
 
     def describe(self) -> dict[str, Any]:
         """What rows of different values must not stand in one file for; for `meta`."""
-        found = {"seed": self.seed, "prompts": self.prompts, "probe_prompts": self.probe_prompts}
+        found: dict[str, Any] = {
+            "seed": self.seed,
+            "prompts": self.prompts,
+            "probe_prompts": self.probe_prompts,
+        }
         # What files of before these options lack is left out where it says nothing new.
         found |= {"fields": dict(self.fields)} if self.fields else {}
         found |= {"wording": self.wording} if self.wording != "plain" else {}
