@@ -118,7 +118,9 @@ def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_pa
 
 
 def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
-    config = dataclasses.replace(CONFIG, tasks=("variable_tracking",), policies=("dense",))
+    config = dataclasses.replace(
+        CONFIG, tasks=("variable_tracking",), policies=("dense",), fields={}
+    )
     found = []
     for batch in (1, 4):
         _, file = evaluate(
@@ -130,7 +132,7 @@ def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
 
 
 def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
-    config = dataclasses.replace(CONFIG, tasks=("single_needle", "multi_value"), prompts=4)
+    config = dataclasses.replace(CONFIG, tasks=("single_needle", "aggregation"), prompts=4)
     seen = []
 
     def right(prompts, *_):
@@ -141,7 +143,7 @@ def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "right_in_decode", right)
     config = dataclasses.replace(config, batch=1)
     _, file = evaluate(model, tmp_path / "real.json", config)
-    nothing = [row for row in file.rows if row["task"] == "multi_value"]
+    nothing = [row for row in file.rows if row["task"] == "aggregation"]
     assert len(nothing) == 1 and nothing[0]["policy"] == "dense"
     assert (nothing[0]["prompts"], nothing[0]["drawn"]) == (0, 16)
     needles = [row for row in file.rows if row["task"] == "single_needle"]
@@ -165,7 +167,7 @@ def test_a_call_stops_in_time_and_the_next_goes_on(model, answering, tmp_path, m
 
     monkeypatch.setattr(Measurement, "run", slow)
     out, calls = tmp_path / "real.json", 0
-    while not evaluate(model, out, seconds=45)[0]:
+    while not evaluate(model, out, seconds=45.0)[0]:
         calls += 1
         assert calls < 5
     assert calls >= 1

@@ -29,9 +29,9 @@ from sketchwalk_jax.evaluation.settings import OVER, Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples, text_for
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import Policy, changed_fields
+from sketchwalk_jax.policies import Policy, changed_fields, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
-from sketchwalk_jax.policies.base import PrefillPolicy, ScorePolicy
+from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.validation import check_choice, check_number
 
@@ -436,18 +436,19 @@ class FittedDensity:
       least: The least that the policy can give.
     """
 
-    policy: ScorePolicy
+    policy: Policy
     density: float
     least: float
 
     @property
     def settings(self) -> dict[str, Any]:
         """The field that was set."""
-        return {"density": self.policy.density}
+        policy: Any = self.policy
+        return {"density": policy.density}
 
 
 def layers_density(
-    policy: ScorePolicy, model_config: ModelConfig, *, num_tokens: int, phase: str
+    policy: Policy, model_config: ModelConfig, *, num_tokens: int, phase: str
 ) -> float:
     """The density that a budget gives, mean over all layers, whatever the prompt says.
 
@@ -462,18 +463,25 @@ def layers_density(
 
     Returns:
       Attended over causal pairs.
+
+    Raises:
+      ValueError: If the policy has no budget that its density sets.
     """
+    budget: Any = getattr(policy, "budget", None)
+    if budget is None or not takes_density(policy):
+        raise ValueError(f"policy must have a budget by its density, got {policy!r}")
+    unit_size = getattr(policy, "unit_size", policy.block_size)
     positions = np.arange(num_tokens)[0 if phase == "prefill" else -_DECODED :]
-    units = positions // policy.unit_size
-    kept = policy.budget(int(units[-1]) + 1)[units].astype(np.int64)
-    pairs = (kept - 1) * policy.unit_size + positions % policy.unit_size + 1
+    units = positions // unit_size
+    kept = budget(int(units[-1]) + 1)[units].astype(np.int64)
+    pairs = (kept - 1) * unit_size + positions % unit_size + 1
     sparse = float(pairs.sum() / (positions + 1).sum())
     count, num_layers = num_dense_layers(model_config, policy), model_config.num_layers
     return (count + (num_layers - count) * sparse) / num_layers
 
 
 def fit_density(
-    policy: ScorePolicy,
+    policy: Policy,
     model_config: ModelConfig,
     *,
     density: float,
@@ -495,7 +503,7 @@ def fit_density(
       The policy, and what it gives: the least density above what is asked for if even that is more.
 
     Raises:
-      ValueError: If the density is out of range.
+      ValueError: If the density is out of range, or the policy has no budget that it sets.
 
     Example:
       >>> found = fit_density(SketchWalkConfig.paper(), model_config, density=0.2,
@@ -505,8 +513,12 @@ def fit_density(
     """
     check_number("density", density, "(0, 1]")
 
+    def at(value: float) -> Policy:
+        fields: dict[str, Any] = {"density": value}
+        return dataclasses.replace(policy, **fields)
+
     def give(value: float) -> float:
-        made = dataclasses.replace(policy, density=value)
+        made = at(value)
         return layers_density(made, model_config, num_tokens=num_tokens, phase=phase)
 
     low, high = 1, _STEPS
@@ -514,8 +526,7 @@ def fit_density(
         middle = (low + high) // 2
         low, high = (low, middle) if give(middle / _STEPS) >= density else (middle + 1, high)
     near = min((max(low - 1, 1), low), key=lambda step: abs(give(step / _STEPS) - density))
-    fitted = dataclasses.replace(policy, density=near / _STEPS)
-    return FittedDensity(fitted, give(near / _STEPS), give(1 / _STEPS))
+    return FittedDensity(at(near / _STEPS), give(near / _STEPS), give(1 / _STEPS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -623,10 +634,6 @@ class RuleCalibration:
         """Sets the field `density` of a rule by its budget."""
         policy = rule.make()
         assert rule.density is not None and rule.phases is not None
-        if not isinstance(policy, ScorePolicy):
-            raise ValueError(
-                f"density_over must be 'sparse_layers' for {rule.policy}, whose budget is not known"
-            )
         found = fit_density(
             policy,
             self._model_config,

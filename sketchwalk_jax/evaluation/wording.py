@@ -165,13 +165,12 @@ class ChatWording(Wording):
         return _lines_asked(lines, numbers)
 
     def ask_value(self, name: str, values: Sequence[str]) -> Asked:
-        """Asks for the variables that lead to its number, and the number."""
-        return Asked(
-            f"What is {name}? List the names that lead to its number, then the number, separated "
-            "by commas.",
-            answer_text(values),
-            f"Let {name} be",
-        )
+        """Asks for the variables that lead to its number, and the number, line by line."""
+        links = zip([name, *values], values, strict=False)
+        lines = "\n".join(self.value(*link)[1:] for link in links)
+        prefix = f"Let {name} be"
+        question = f"What is {name}? Answer line by line, down to the number."
+        return Asked(question, lines.removeprefix(prefix), prefix)
 
     def ask_votes(self, word: str) -> Asked:
         """Asks for the word with the most votes."""
