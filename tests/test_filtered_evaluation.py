@@ -118,21 +118,21 @@ def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_pa
 
 
 def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
-    config = dataclasses.replace(
-        CONFIG, tasks=("variable_tracking",), policies=("dense",), fields={}
-    )
+    config = dataclasses.replace(CONFIG, tasks=("single_needle",), policies=("dense",), fields={})
     found = []
     for batch in (1, 4):
         _, file = evaluate(
             model, tmp_path / f"{batch}.json", dataclasses.replace(config, batch=batch)
         )
         found.append(file.rows)
-        assert file.drawn("variable_tracking", TOKENS)
+        assert file.drawn("single_needle", TOKENS)
     assert found[0] == found[1]
 
 
 def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
-    config = dataclasses.replace(CONFIG, tasks=("single_needle", "aggregation"), prompts=4)
+    config = dataclasses.replace(
+        CONFIG, tasks=("single_needle", "aggregation"), prompts=4, tokens=(2048,)
+    )
     seen = []
 
     def right(prompts, *_):
@@ -151,7 +151,7 @@ def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
     assert counted(file.rows) == [] and pool(counted(file.rows)) is None
     for table in (accuracy_table, summary_table):
         more = {"phase": "prefill"} if table is accuracy_table else {}
-        assert "`streaming`" in table(file.rows, density=0.6, tokens=TOKENS, **more)
+        assert "`streaming`" in table(file.rows, density=0.6, tokens=2048, **more)
     seen_before = len(seen)
     assert evaluate(model, tmp_path / "real.json", config)[0] and len(seen) == seen_before
 
@@ -200,8 +200,8 @@ def test_density_is_set_for_the_mean_over_all_layers(policy, phase):
     assert found.density == pytest.approx(0.2, abs=0.005) and found.least < 0.15
     count = policy.dense_layers
     assert found.policy.density == pytest.approx((0.2 * 24 - count) / (24 - count), abs=0.015)
-    tight = fit_density(policy, model_config, density=0.05, num_tokens=8192, phase=phase)
-    assert tight.density == tight.least > 0.05
+    tight = fit_density(policy, model_config, density=0.01, num_tokens=8192, phase=phase)
+    assert tight.density == tight.least > 0.01
 
 
 def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path):

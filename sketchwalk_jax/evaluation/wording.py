@@ -165,12 +165,11 @@ class ChatWording(Wording):
         return _lines_asked(lines, numbers)
 
     def ask_value(self, name: str, values: Sequence[str]) -> Asked:
-        """Asks for the variables that lead to its number, and the number, line by line."""
-        links = zip([name, *values], values, strict=False)
-        lines = "\n".join(self.value(*link)[1:] for link in links)
+        """Asks for the variables that lead to its number, and the number, step by step."""
+        steps = "".join(self.value(*link) for link in zip([name, *values], values, strict=False))
         prefix = f"Let {name} be"
-        question = f"What is {name}? Answer line by line, down to the number."
-        return Asked(question, lines.removeprefix(prefix), prefix)
+        question = f"What is {name}? Answer step by step, down to the number."
+        return Asked(question, steps.removeprefix(f" {prefix}"), prefix)
 
     def ask_votes(self, word: str) -> Asked:
         """Asks for the word with the most votes."""
