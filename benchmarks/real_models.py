@@ -49,6 +49,7 @@ from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
+CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 50)}
 # Presets that say themselves which layers are dense.
@@ -116,6 +117,7 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
         answerable=True,
         tries=options.tries,
         density_over="all_layers",
+        calibrated_on=CALIBRATED_ON,
         **stage,
     )
     tokenizer = load_tokenizer(path)

@@ -530,6 +530,28 @@ def fit_density(
 
 
 @dataclasses.dataclass(frozen=True)
+class SetBefore:
+    """What an earlier call found, as its rows say.
+
+    Attributes:
+      policy: The policy with its fields set.
+      settings: These fields.
+    """
+
+    policy: Policy
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, rule: Rule, settings: Mapping[str, Any]) -> "SetBefore":
+        """The policy of a rule with fields as a row has them, lists for tuples."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in settings.items()
+        }
+        return cls(dataclasses.replace(rule.make(), **fields), dict(settings))
+
+
+@dataclasses.dataclass(frozen=True)
 class OutOfReach:
     """A rule that is not run, because it cannot be as sparse as it should be.
 
@@ -690,7 +712,7 @@ class RuleCalibration:
         return _if_reached(calibration, rule.density) if is_whole else calibration
 
 
-Found = Calibration | FittedThresholds | FittedDensity | OutOfReach
+Found = Calibration | FittedThresholds | FittedDensity | SetBefore | OutOfReach
 """What calibration makes of a rule."""
 
 

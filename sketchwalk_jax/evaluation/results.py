@@ -408,6 +408,16 @@ class ResultsFile:
                 return entry["answered"]
         return None
 
+    def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
+        """What calibration set in a rule at a length, as finished rows say; None without any."""
+        wanted = self._common | {"policy": rule.policy, "preset": rule.preset, "tokens": tokens}
+        wanted |= {"variant": rule.variant, "density": rule.density}
+        for row in self.rows:
+            is_same = all(row.get(name) == value for name, value in wanted.items())
+            if is_same and row.get("settings") and row["phase"] in (rule.phases or (row["phase"],)):
+                return row["settings"]
+        return None
+
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
         rows = [{**self._common, **row} for row in rows]

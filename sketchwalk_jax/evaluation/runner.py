@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sketchwalk_jax.evaluation.calibration import (
     Found,
     OutOfReach,
     RuleCalibration,
+    SetBefore,
     is_set_by_model,
 )
 from sketchwalk_jax.evaluation.long_decode import LongDecode
@@ -375,11 +376,12 @@ class _Run:
         """Compiles what calibrates one length, and meanwhile what the first needs anyway."""
         wanted = _joined(tasks)
         batch = self._batch(num_tokens)
+        self._calibrations |= self._set_before(num_tokens, wanted)
         calibration = RuleCalibration(
             programs,
-            wanted,
+            [rule for rule in wanted if (rule, num_tokens) not in self._calibrations],
             self._model_config,
-            num_tasks=len(self._config.tasks),
+            num_tasks=len(self._config.calibrated_on or self._config.tasks),
             num_tokens=num_tokens,
             batch=batch,
         )
@@ -390,16 +392,33 @@ class _Run:
             start_programs(programs, self._model_config, known, made, **shape)
         return calibration
 
+    def _set_before(self, num_tokens: int, rules: Iterable[Rule]) -> dict[tuple[Rule, int], Found]:
+        """What the file says of rules over all layers, so that all calls have the same.
+
+        Others are calibrated on the tasks of each call.
+        """
+        found: dict[tuple[Rule, int], Found] = {}
+        for rule in rules:
+            settings = self._file.settings(rule, num_tokens)
+            if rule.over == "all_layers" and settings is not None:
+                found[rule, num_tokens] = SetBefore.of(rule, settings)
+        return found
+
     def _calibrate(self, calibration: RuleCalibration, num_tokens: int, bar: tqdm) -> None:
         """Sets the rules of one length that need it to their density, on held-out prompts."""
+
+        def tell(what: str) -> None:
+            self._check_time()
+            bar.set_postfix_str(what)
+
         found = calibration.run(
             self._params,
             self._text,
             self._tokenizer,
-            tasks=self._config.tasks,
+            tasks=self._config.calibrated_on or self._config.tasks,
             seed=self._config.seed,
             wording=self._config.wording,
-            before=bar.set_postfix_str,
+            before=tell,
         )
         self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
 

@@ -108,6 +108,7 @@ class EvaluationConfig:
       tries: Most prompts to draw, in multiples of those wanted; only with `answerable`.
       density_over: Layers whose mean density is the nominal one: `"sparse_layers"`, or
         `"all_layers"`, dense ones included: a policy whose dense layers take more is not run.
+      calibrated_on: Tasks whose held-out prompts calibration takes; those of `tasks` by default.
 
     Raises:
       ValueError: If a name is unknown or repeated, or a number out of range.
@@ -133,6 +134,7 @@ class EvaluationConfig:
     answerable: bool = False
     tries: int = 6
     density_over: str = "sparse_layers"
+    calibrated_on: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -153,6 +155,8 @@ class EvaluationConfig:
         check_flag("answerable", self.answerable)
         check_choice("wording", self.wording, WORDINGS)
         check_choice("density_over", self.density_over, OVER)
+        for task in self.calibrated_on:
+            check_choice("calibrated_on", task, ALL_TASKS)
         for count in self.tokens:
             check_integer("tokens", count)
         object.__setattr__(self, "variants", tuple(self.variants))
