@@ -18,6 +18,7 @@ import ablation_report
 import claims
 import comparison
 import kernel_report
+import real_report
 import selection_report
 from common import RESULTS  # which finds the package in a checkout that is not installed
 from pages import PAGES, Results, Tables, captioned, if_measured, update
@@ -189,6 +190,7 @@ TABLES: Tables = (
     | selection_report.TABLES
     | ablation_report.TABLES
     | comparison.TABLES
+    | real_report.TABLES
 )
 
 

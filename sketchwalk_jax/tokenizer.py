@@ -147,21 +147,40 @@ def apply_chat_template(
     Example:
       tokens = apply_chat_template(tokenizer, "Who walks?")
     """
+    if len(prompt) == 0:
+        raise ValueError(f"prompt must hold text or messages, got {prompt!r}")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = render_chat(
+        tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_arguments
+    )
+    return encode(tokenizer, text, add_special_tokens=False)
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_arguments: Any,
+) -> str:
+    """The text of a conversation, special tokens spelled out, by the checkpoint's chat template.
+
+    Arguments as in `apply_chat_template`, which encodes this text.
+
+    Raises:
+      ValueError: If the tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         raise ValueError(
             "tokenizer must have a chat template, got none: base models have none, encode() their "
             "prompts as plain text"
         )
-    if len(prompt) == 0:
-        raise ValueError(f"prompt must hold text or messages, got {prompt!r}")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(
-        messages,
+    return tokenizer.apply_chat_template(
+        list(messages),
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
         **template_arguments,
     )
-    return encode(tokenizer, text, add_special_tokens=False)
 
 
 class StreamDecoder:

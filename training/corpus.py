@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from sketchwalk_jax.evaluation import tasks
+from sketchwalk_jax.evaluation import wording
 from sketchwalk_jax.evaluation.text import is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
@@ -133,7 +133,7 @@ def _passages(text: str, seed: int, count: int) -> Iterator[str]:
     for start in range(0, len(text), _PASSAGE):
         yield text[start : start + _PASSAGE]
         numbers = rng.integers(0, 100_000, count)
-        yield "".join(tasks.code_statement("it", f"{number:05}") for number in numbers)
+        yield "".join(wording.code_statement("it", f"{number:05}") for number in numbers)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -165,15 +165,15 @@ def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
     """Encodes everything that sentences consist of."""
     # Each place is written as a letter that no sentence has, with the space before it.
     marked = {
-        "code": tasks.code_statement("\x01", "\x01"),
-        "code?": tasks.code_question("\x01"),
-        "each?": tasks.each_code_question(["\x01"]),
-        "all?": tasks.all_codes_question("\x01"),
-        "value": tasks.value_statement("\x01", "\x01"),
-        "value?": tasks.value_question("\x01"),
-        "vote": tasks.vote_statement("\x01"),
-        "vote?": tasks.vote_question(),
-        "answer": tasks.answer_text(["\x01"]),
+        "code": wording.code_statement("\x01", "\x01"),
+        "code?": wording.code_question("\x01"),
+        "each?": wording.each_code_question(["\x01"]),
+        "all?": wording.all_codes_question("\x01"),
+        "value": wording.value_statement("\x01", "\x01"),
+        "value?": wording.value_question("\x01"),
+        "vote": wording.vote_statement("\x01"),
+        "vote?": wording.vote_question(),
+        "answer": wording.answer_text(["\x01"]),
     }
     size = tokenizer.get_vocab_size()
     strings = [tokenizer.id_to_token(token) for token in range(size)]

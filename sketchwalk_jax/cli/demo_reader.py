@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.cli.compiled import Stopwatch
-from sketchwalk_jax.evaluation.tasks import code_question, code_statement
+from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.generation import stream
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params

@@ -19,6 +19,7 @@ from sketchwalk_jax.evaluation.settings import EvaluationConfig
 from sketchwalk_jax.evaluation.summaries import (
     PHASES,
     Pooled,
+    counted,
     is_dense,
     policy_labels,
     pool,
@@ -42,6 +43,7 @@ _FLAGS = {
     "phases": "phase",
     "fields": "set",
     "probe_prompts": "probe-prompts",
+    "density_over": "density-over",
     "tail": "text-tail",
     "path": "text",
 }
@@ -55,6 +57,8 @@ _HEADINGS = {
     "mid_prompt": "mid",
     "aggregation": "votes",
     "text_loss": "loss",
+    "code_loss": "code",
+    "long_decode": "long",
 }
 
 
@@ -193,6 +197,30 @@ def evaluate(
     seed: Annotated[
         int, typer.Option(metavar="N", help="Seed of the prompts.", rich_help_panel=_TEXT)
     ] = 0,
+    wording: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How tasks are put into words: plain, or chat for instruction models.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = _DEFAULT.wording,
+    answerable: Annotated[
+        bool,
+        typer.Option(
+            "--answerable",
+            help="Leave out, for all policies, what dense attention does not answer.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = False,
+    density_over: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What a density is the mean of: sparse_layers, or all_layers with the dense ones.",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = _DEFAULT.density_over,
     dtype: options.DTypeOption = None,
     out: Annotated[
         Path,
@@ -224,6 +252,9 @@ def evaluate(
         "probe_prompts": probe_prompts,
         "batch": batch,
         "seed": seed,
+        "wording": wording,
+        "answerable": answerable,
+        "density_over": density_over,
     }
     chosen_fields = options.parse_fields(fields or ())
     given["fields"] = chosen_fields or None
@@ -295,7 +326,7 @@ def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str
                 some = [row for row in own if (row["density"], row["phase"]) == (density, phase)]
                 if not some:
                     continue
-                scored = [row for row in some if row["task"] != "text_loss"]
+                scored = counted(some)
                 together = pool(scored or some)
                 assert together is not None
                 yield [

@@ -24,6 +24,7 @@ from sketchwalk_jax.evaluation.prompts import (
 )
 from sketchwalk_jax.evaluation.results import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
@@ -174,7 +175,7 @@ class Measurement:
         likeliest, losses, density = jax.device_get(
             (made.likeliest, made.losses, made.cache.density)
         )
-        if prompts.task == "text_loss":
+        if prompts.task in LOSS_TASKS:
             return _outcome(prompts, density, losses=loss_in_prefill(prompts, losses))
         return _outcome(prompts, density, is_right=right_in_prefill(prompts, likeliest))
 
@@ -195,7 +196,7 @@ class Measurement:
         first, first_losses, likeliest, losses, density = jax.device_get(
             (made.first, made.losses, decoded.likeliest, decoded.losses, decoded.density)
         )
-        if prompts.task == "text_loss":
+        if prompts.task in LOSS_TASKS:
             found = loss_in_decode(prompts, first_losses[:, -1], losses)
             return _outcome(prompts, density, losses=found)
         eos = self._model_config.eos_token_ids

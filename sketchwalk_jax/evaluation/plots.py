@@ -25,6 +25,7 @@ from sketchwalk_jax.evaluation.summaries import (
     values_of,
 )
 from sketchwalk_jax.evaluation.tables import density_title, longest, task_title
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.plots import import_pyplot
 from sketchwalk_jax.validation import check_choice
 
@@ -51,8 +52,8 @@ _OTHER_COLOURS = ("#117733", "#AA4499", "#44AA99", "#661100")
 _OTHER_MARKERS = "*dH8"
 _LIGHT_GREY, _BLUE, _WHITE = "#E4E4E4", "#0072B2", "#FFFFFF"
 _MAX_COLUMNS = 4
-# Points between the markers of policies at the same density, and from the first to the last.
-_SPREAD, _MAX_SPREAD = 2.2, 14.0
+# Sizes of the markers of the first and the last policy, in points.
+_LARGEST, _SMALLEST = 6.5, 3.0
 
 
 def plot_accuracy(
@@ -66,8 +67,9 @@ def plot_accuracy(
     """Draws right answers against measured density: a panel for each task, a line for each policy.
 
     Bars are Wilson's 95 % intervals. Dense attention is the dashed line, with its interval as a
-    band. Markers of policies at the same density stand side by side, at most a few points from
-    their place. The panel of the text loss has nats per token on its axis: lower is better.
+    band. Every marker stands at its measured density; where several stand at one, they lie upon one
+    another, the later ones of the legend smaller. Panels of losses have nats per token on their
+    axis: lower is better.
 
     Args:
       rows: Rows of one evaluation.
@@ -98,18 +100,17 @@ def plot_accuracy(
     widest = max((x for x in measured if x is not None), default=1.0)
     for task, axis, is_lowest in zip(tasks, axes, _are_lowest(len(tasks)), strict=True):
         some = rows_with(chosen, task=task)
-        _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task == "text_loss")
+        _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task in LOSS_TASKS)
         for index, label in enumerate(labels):
-            spread = min(_SPREAD, _MAX_SPREAD / max(1, len(labels) - 1))
-            shift = spread * (index - (len(labels) - 1) / 2)
+            size = _LARGEST + (_SMALLEST - _LARGEST) * index / max(1, len(labels) - 1)
             points = _density_points(rows_with(some, label=label), layers)
             colour, marker = style_of(label, labels)
-            _draw_points(axis, points, colour, marker, shift, is_loss=task == "text_loss")
+            _draw_points(axis, points, colour, marker, size, is_loss=task in LOSS_TASKS)
         axis.set_title(task_title(task), fontsize=10)
         axis.set_xlim(0.0, 1.15 * widest)
         if is_lowest:
             axis.set_xlabel(f"measured density, {counted}", fontsize=9)
-        if task == "text_loss":
+        if task in LOSS_TASKS:
             axis.set_ylabel("nats per token (lower is better)", fontsize=9)
         else:
             if axis.get_subplotspec().is_first_col():
@@ -144,12 +145,10 @@ def _draw_points(
     points: Sequence[tuple[float, Pooled]],
     colour: str,
     marker: str,
-    shift: float,
+    size: float,
     *,
     is_loss: bool,
 ) -> None:
-    from matplotlib.transforms import ScaledTranslation
-
     values: list[tuple[Any, ...]] = [
         (x, one.text_loss, None, None) if is_loss else (x, one.exact, one.low, one.high)
         for x, one in points
@@ -159,22 +158,17 @@ def _draw_points(
         return
     places, heights, lows, highs = zip(*kept, strict=True)
     bars = None if is_loss else np.abs([np.subtract(heights, lows), np.subtract(highs, heights)])
-    moved = axis.transData + ScaledTranslation(shift / 72, 0, axis.figure.dpi_scale_trans)
     axis.errorbar(
         places,
         heights,
         yerr=bars,
         color=colour,
         marker=marker,
-        markersize=4.5,
+        markersize=size,
         linewidth=1.0,
         elinewidth=0.9,
-        transform=moved,
         zorder=2,
     )
-    # With a transform of their own, points do not count towards the limits of the axes.
-    axis.update_datalim(np.column_stack([places, heights]))
-    axis.autoscale_view()
 
 
 def plot_needle_depth(

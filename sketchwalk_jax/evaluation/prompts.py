@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sketchwalk_jax.evaluation.tasks import NUM_SCORED, Sample, score
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, NUM_SCORED, Sample, score
 from sketchwalk_jax.tokenizer import decode
 
 ANSWER_ROOM = 64
@@ -95,7 +95,7 @@ def _row(sample: Sample, num_tokens: int) -> dict[str, Any]:
         told = sample.answer
     else:
         told = sample.tokens[start : sample.answer_start + num_answer]
-    if sample.task == "text_loss":
+    if sample.task in LOSS_TASKS:
         num_forced = num_steps = len(told) - 1
     else:
         num_forced = 0 if is_last else sample.answer_start - start

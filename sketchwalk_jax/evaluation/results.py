@@ -69,16 +69,29 @@ ROW_FIELDS = (
   `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
 * `mass_recall`, `mass_recall_by_layer`, `output_error_by_layer`: from the probe, null in dense
   layers.
+* `kl`, `kls`: KL divergence from dense attention, nats per token, and of each prompt; in rows of
+  long_decode only.
 * `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
   probe; null where decoding is dense for a sparse policy.
+"""
+
+FILTERED_FIELDS = ("drawn", "in_mean")
+"""Fields of rows of prompts that dense attention answers, in evaluations with `answerable`.
+
+* `drawn`: prompts of the task that were drawn, of which `prompts` (with `hops`, of that many) are
+  kept. `in_mean`: whether enough were kept for the task to count in means over tasks.
 """
 
 ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
 """Fields in which any two rows of one evaluation differ, together with `variant`."""
 
+# What tells rows of one file apart besides: of rules, and of evaluations that share the file.
+_APART = ("variant", "model", "stage")
+
 _DIGITS = 5
 # Of two runs whose rows may stand in one file, these may differ.
 _MAY_DIFFER = ("date", "command", "wall_s", "cpu", "cores", "memory_gib")
+_NOTES = ("drawn", "not_run")
 _QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95 %
 
 
@@ -90,11 +103,14 @@ class Outcome:
       is_right: Whether each answer was right, bool `[n]`; None in text_loss.
       losses: Loss of each prompt's scored tokens, nats per token, `[n]`; None in other tasks.
       density: Pairs attended to, with one column for each prompt.
+      divergences: Mean KL divergence from dense attention's distributions over the scored tokens,
+        nats per token, `[n]`; None where it was not measured.
     """
 
     is_right: Bool[np.ndarray, "n"] | None
     losses: Float[np.ndarray, "n"] | None
     density: Density
+    divergences: Float[np.ndarray, "n"] | None = None
 
     @classmethod
     def join(cls, parts: Sequence["Outcome"]) -> Self:
@@ -107,7 +123,18 @@ class Outcome:
             join_all(*(part.is_right for part in parts)),
             join_all(*(part.losses for part in parts)),
             jax.tree.map(join_all, *(part.density for part in parts)),
+            join_all(*(part.divergences for part in parts)),
         )
+
+    def take(self, is_chosen: Bool[np.ndarray, "n"]) -> Self:
+        """The outcome of some of the prompts."""
+
+        def choose(array: Any) -> Any:
+            return None if array is None else array[..., is_chosen]
+
+        parts = (choose(self.is_right), choose(self.losses))
+        density = jax.tree.map(choose, self.density)
+        return type(self)(*parts, density, choose(self.divergences))
 
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, first_layer: int
@@ -157,6 +184,7 @@ def make_rows(
     num_dense_layers: int,
     probe: Probed = Probed(),
     settings: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of one rule, phase, task and length.
 
@@ -169,6 +197,7 @@ def make_rows(
       num_dense_layers: Leading dense layers; 0 for dense attention itself.
       probe: Mass recall and output error of each sparse layer, and bytes read in decode.
       settings: Fields of the policy that calibration chose, None without it.
+      more: Further fields of all rows, such as those of `FILTERED_FIELDS`.
 
     Returns:
       One row; for single_needle one more for each depth, for variable_tracking one for each
@@ -188,6 +217,7 @@ def make_rows(
         "settings": None if settings is None else dict(settings),
         "dense_layers": None if rule.policy == "dense" else num_dense_layers,
     }
+    common |= dict(more or {})
     probed = {
         "mass_recall": _round(np.mean(recall)) if recall else None,
         "mass_recall_by_layer": [*by_layer, *map(_round, recall)] if recall else None,
@@ -209,6 +239,9 @@ def make_rows(
             losses = outcome.losses[is_chosen]
             made["text_loss"] = _round(losses.mean())
             made["text_losses"] = [_round(loss) for loss in losses]
+        if outcome.divergences is not None:
+            kept = outcome.divergences[is_chosen]
+            made |= {"kl": _round(kept.mean()), "kls": [_round(one) for one in kept]}
         return made
 
     hops = np.array([sample.hops or 0 for sample in samples])
@@ -220,6 +253,14 @@ def make_rows(
         nothing = dict.fromkeys((*probed, "is_right"))
         rows += [row(depth == some, depth=float(some)) | nothing for some in np.unique(depth)]
     return rows
+
+
+def empty_row(rule: Rule, *, task: str, tokens: int, drawn: int) -> dict[str, Any]:
+    """The row of dense attention where it answers none of the prompts that were drawn."""
+    made: dict[str, Any] = dict.fromkeys(ROW_FIELDS)
+    made |= {"policy": rule.policy, "preset": rule.preset, "phase": "both", "task": task}
+    made |= {"tokens": tokens, "density": rule.density, "prompts": 0}
+    return made | {"drawn": drawn, "in_mean": False}
 
 
 def exact_match(is_right: Bool[np.ndarray, "n"]) -> dict[str, Any]:
@@ -281,7 +322,13 @@ class ResultsFile:
     """`quality.json`: `meta` and `rows`, always complete and valid on disk."""
 
     def __init__(
-        self, path: str | os.PathLike[str], meta: Mapping[str, Any], *, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        meta: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        common: Mapping[str, Any] | None = None,
+        may_differ: Sequence[str] = (),
     ) -> None:
         """Opens the file, to continue it if it exists.
 
@@ -289,6 +336,9 @@ class ResultsFile:
           path: The file; its folder must exist.
           meta: What the results depend on, and what else is worth knowing.
           overwrite: Whether to start afresh where there is a file.
+          common: Fields that rows have in front, such as `model`: of a file that several
+            evaluations share, this one reads and writes the rows with these values.
+          may_differ: Entries of `meta` that the file may have otherwise; this one's are kept.
 
         Raises:
           ValueError: If the file holds something else, or results of another model, text, seed or
@@ -297,12 +347,17 @@ class ResultsFile:
         """
         self.path = Path(path)
         self.meta, self.rows = dict(meta), list[Row]()
+        self._common = dict(common or {})
+        self._may_differ = (*_MAY_DIFFER, *_NOTES, *may_differ)
         self._started, self._before = time.perf_counter(), 0.0
         if self.path.exists() and not overwrite:
             self._continue()
         elif not self.path.parent.is_dir():
             raise FileNotFoundError(2, "No such folder", str(self.path.parent))
-        self._finished = {group_key_of(row) for row in self.rows}
+        self._finished = {group_key_of(row) for row in self.rows if self._is_own(row)}
+
+    def _is_own(self, row: Row) -> bool:
+        return all(row.get(name) == value for name, value in self._common.items())
 
     def _continue(self) -> None:
         advice = "pass --overwrite to start afresh, or another --out"
@@ -315,7 +370,7 @@ class ResultsFile:
         now = json.loads(json.dumps(self.meta))  # as it would be read
         differing = [
             f"{name} {_short(old.get(name))} there, {_short(now.get(name))} now"
-            for name in sorted((set(old) | set(now)) - set(_MAY_DIFFER))
+            for name in sorted((set(old) | set(now)) - set(self._may_differ))
             if old.get(name) != now.get(name)
         ]
         if differing:
@@ -323,13 +378,49 @@ class ResultsFile:
                 f"{self.path} must hold results of the same evaluation, got "
                 f"{'; '.join(differing)}; {advice}"
             )
+        self.meta |= {name: old[name] for name in _NOTES if name in old}
 
     def has(self, key: tuple[Any, ...]) -> bool:
         """Whether the rows with this `group_key` are there."""
         return key in self._finished
 
+    def note(self, kind: str, **entry: Any) -> None:
+        """Adds an entry about rows to come to `meta`, once; the next `add` writes it.
+
+        Args:
+          kind: `"drawn"`, which prompts dense attention answered; or `"not_run"`, which rules were
+            left out and why.
+          **entry: What it says.
+        """
+        entry = self._common | entry
+        entries = self.meta.setdefault(kind, [])
+        if entry not in entries:
+            entries.append(entry)
+
+    def drawn(self, task: str, tokens: int) -> str | None:
+        """Which prompts of a task dense attention answered, as drawn: `"0110..."`; None if unknown.
+
+        Known where rows of dense attention to these prompts are there as well.
+        """
+        wanted = self._common | {"task": task, "tokens": tokens}
+        for entry in self.meta.get("drawn", ()):
+            if all(entry.get(name) == value for name, value in wanted.items()):
+                return entry["answered"]
+        return None
+
+    def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
+        """What calibration set in a rule at a length, as finished rows say; None without any."""
+        wanted = self._common | {"policy": rule.policy, "preset": rule.preset, "tokens": tokens}
+        wanted |= {"variant": rule.variant, "density": rule.density}
+        for row in self.rows:
+            is_same = all(row.get(name) == value for name, value in wanted.items())
+            if is_same and row.get("settings") and row["phase"] in (rule.phases or (row["phase"],)):
+                return row["settings"]
+        return None
+
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
+        rows = [{**self._common, **row} for row in rows]
         self.rows += rows
         self._finished |= {group_key_of(row) for row in rows}
         self.meta["wall_s"] = round(self._before + time.perf_counter() - self._started, 1)
@@ -495,7 +586,7 @@ def check_rows(rows: Sequence[Row]) -> None:
         missing = sorted({*ROW_KEY, "prompts", "exact", "text_loss"} - set(row))
         if missing:
             raise ValueError(f"rows must have all fields, got row {index} without {missing}")
-        key = (*(row[field] for field in ROW_KEY), row.get("variant"))
+        key = (*(row[field] for field in ROW_KEY), *(row.get(field) for field in _APART))
         if key in seen:
             raise ValueError(f"rows must differ, got twice {dict(zip(ROW_KEY, key, strict=False))}")
         seen.add(key)

@@ -1,9 +1,10 @@
 """`evaluate`: every policy on every task, at several lengths, densities and phases."""
 
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from sketchwalk_jax.evaluation.calibration import (
-    Calibration,
-    FittedThresholds,
+    Found,
+    OutOfReach,
     RuleCalibration,
+    SetBefore,
     is_set_by_model,
 )
+from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
@@ -26,16 +29,18 @@ from sketchwalk_jax.evaluation.results import (
     Probed,
     ResultsFile,
     describe_machine,
+    empty_row,
     group_key,
     hash_weights,
     make_rows,
 )
-from sketchwalk_jax.evaluation.settings import EvaluationConfig, Rule
-from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConfig, Rule
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.validation import check_number
 
 PyTree = Any
 Wanted = dict[Rule, tuple[str, ...]]
@@ -52,6 +57,7 @@ def evaluate(
     dtype: str | None = None,
     out: str | os.PathLike[str] = "quality.json",
     overwrite: bool = False,
+    seconds: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Measures the quality of selections on a checkpoint, and writes it to a file as it goes.
@@ -63,6 +69,8 @@ def evaluate(
       dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
       out: File of the results. If it exists it is continued: what it holds is not run again.
       overwrite: Whether to start afresh instead.
+      seconds: Time after which no further prompts are begun; what is finished by then is kept, and
+        another call goes on. No limit by default.
       progress: Whether to show progress on standard error.
 
     Returns:
@@ -89,6 +97,7 @@ def evaluate(
         config=config,
         out=out,
         overwrite=overwrite,
+        seconds=seconds,
         progress=progress,
     )
 
@@ -109,6 +118,7 @@ def evaluate_model(
     config: EvaluationConfig | None = None,
     out: str | os.PathLike[str] = "quality.json",
     overwrite: bool = False,
+    seconds: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """`evaluate` for a model in memory.
@@ -122,6 +132,7 @@ def evaluate_model(
       config: As in `evaluate`.
       out: As in `evaluate`.
       overwrite: As in `evaluate`.
+      seconds: As in `evaluate`.
       progress: As in `evaluate`.
 
     Returns:
@@ -134,14 +145,78 @@ def evaluate_model(
     lengths = check_lengths(config, model_config)
     meta = describe_machine(
         model=dict(model),
-        text={"name": text.name, "sha256": text.sha256, "tail": text.tail},
+        **describe_texts(text, config),
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
     )
     file = ResultsFile(out, meta, overwrite=overwrite)
-    run = _Run(params, model_config, tokenizer, text, config, file)
-    run.finish(lengths, progress=progress)
+    continue_evaluation(
+        file,
+        params,
+        model_config,
+        tokenizer,
+        text=text,
+        config=config,
+        lengths=lengths,
+        seconds=seconds,
+        progress=progress,
+    )
     return {"meta": file.meta, "rows": file.rows}
+
+
+def describe_texts(text: Text, config: EvaluationConfig) -> dict[str, Any]:
+    """The text, and the program code where a task takes some, for `meta`."""
+    found = {"text": {"name": text.name, "sha256": text.sha256, "tail": text.tail}}
+    if "code_loss" in config.tasks:
+        code = text_for("code_loss", text)
+        found["code"] = {"name": code.name, "sha256": code.sha256, "tail": code.tail}
+    return found
+
+
+def continue_evaluation(
+    file: ResultsFile,
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    text: Text,
+    config: EvaluationConfig,
+    lengths: Sequence[int],
+    seconds: float | None = None,
+    progress: bool = False,
+) -> bool:
+    """Runs what a file of results lacks of an evaluation.
+
+    Args:
+      file: The results; what is finished is written at once.
+      params: As in `evaluate_model`.
+      model_config: As there.
+      tokenizer: As there.
+      text: As there.
+      config: What to run.
+      lengths: Its lengths, from `check_lengths`.
+      seconds: As in `evaluate`.
+      progress: As in `evaluate`.
+
+    Returns:
+      Whether everything is there now: False if time was up before.
+
+    Raises:
+      ValueError: If a task or a policy does not suit the model or the text.
+    """
+    if seconds is not None:
+        check_number("seconds", seconds, "(0, inf)")
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    run = _Run(params, model_config, tokenizer, text, config, file, deadline)
+    try:
+        run.finish(tuple(lengths), progress=progress)
+    except _OutOfTimeError:
+        return False
+    return True
+
+
+class _OutOfTimeError(Exception):
+    """No further prompts are to be begun."""
 
 
 def check_lengths(config: EvaluationConfig, model_config: ModelConfig) -> tuple[int, ...]:
@@ -204,10 +279,12 @@ class _Run:
         text: Text,
         config: EvaluationConfig,
         file: ResultsFile,
+        deadline: float,
     ) -> None:
+        self._deadline = deadline
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
-        self._calibrations: dict[tuple[Rule, int], Calibration | FittedThresholds] = {}
+        self._calibrations: dict[tuple[Rule, int], Found] = {}
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""
@@ -216,6 +293,7 @@ class _Run:
         for num_tokens, tasks in plan.items():
             for task in tasks:
                 self._draw(num_tokens, task, count=1)  # whatever does not fit shows at once
+        self._check_time()
         total = sum(
             len(wanted) * self._config.num_prompts(task)
             for tasks in plan.values()
@@ -236,14 +314,21 @@ class _Run:
                 }
                 measurements = {}
                 for num_tokens, tasks in plan.items():
+                    self._check_time()
                     self._calibrate(calibrations[num_tokens], num_tokens, bar)
-                    measurements[num_tokens] = self._measurement(programs, num_tokens, tasks)
+                    self._leave_out(num_tokens, tasks)
+                    measurements[num_tokens] = self._measurements(programs, num_tokens, tasks)
                 for num_tokens, tasks in plan.items():
-                    measurement = measurements.pop(num_tokens)
+                    short, long = measurements.pop(num_tokens)
                     for task, wanted in tasks.items():
                         future: Future[list[Sample]] = samples.pop((num_tokens, task))
                         bar.set_postfix_str(f"{task}, {num_tokens} tokens")
-                        self._group(measurement, future.result(), wanted, num_tokens, bar)
+                        if task == "long_decode":
+                            self._long_group(long, future.result(), wanted, num_tokens, bar)
+                        elif self._config.is_filtered(task):
+                            self._filtered_group(short, future.result(), wanted, num_tokens, bar)
+                        else:
+                            self._group(short, future.result(), wanted, num_tokens, bar)
         finally:
             programs.close()
             drawing.shutdown(wait=False, cancel_futures=True)
@@ -252,26 +337,38 @@ class _Run:
         """Phases of each rule that the file lacks, by task."""
         found: dict[str, Wanted] = {}
         for task in self._config.tasks:
+            answered = self._file.drawn(task, num_tokens)
+            is_hopeless = answered is not None and "1" not in answered
             for rule in self._config.rules():
                 phases = tuple(
                     phase
-                    for phase in self._config.phases_of(rule.make())
+                    for phase in self._config.phases_of_rule(rule)
                     if not self._file.has(group_key(rule, phase, task, num_tokens))
+                    and not (is_hopeless and rule != DENSE)
+                    and (task != "long_decode" or rule == DENSE or phase != "prefill")
                 )
                 if phases:
                     found.setdefault(task, {})[rule] = phases
         return found
 
-    def _draw(self, num_tokens: int, task: str, count: int | None = None) -> list[Sample]:
-        is_within = task in ("mid_prompt", "text_loss")
+    def _draw(
+        self, num_tokens: int, task: str, count: int | None = None, first: int = 0
+    ) -> list[Sample]:
+        is_within = task in LOSS_TASKS or task == "mid_prompt"
         return draw_samples(
             task,
-            self._text,
+            text_for(task, self._text),
             self._tokenizer,
             num_tokens=num_tokens if is_within else num_tokens - ANSWER_ROOM,
             count=count or self._config.num_prompts(task),
             seed=self._config.seed,
+            wording=self._config.wording,
+            first=first,
         )
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise _OutOfTimeError
 
     def _start_early(
         self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted], *, is_first: bool
@@ -279,11 +376,12 @@ class _Run:
         """Compiles what calibrates one length, and meanwhile what the first needs anyway."""
         wanted = _joined(tasks)
         batch = self._batch(num_tokens)
+        self._calibrations |= self._set_before(num_tokens, wanted)
         calibration = RuleCalibration(
             programs,
-            wanted,
+            [rule for rule in wanted if (rule, num_tokens) not in self._calibrations],
             self._model_config,
-            num_tasks=len(self._config.tasks),
+            num_tasks=len(self._config.calibrated_on or self._config.tasks),
             num_tokens=num_tokens,
             batch=batch,
         )
@@ -294,15 +392,33 @@ class _Run:
             start_programs(programs, self._model_config, known, made, **shape)
         return calibration
 
+    def _set_before(self, num_tokens: int, rules: Iterable[Rule]) -> dict[tuple[Rule, int], Found]:
+        """What the file says of rules over all layers, so that all calls have the same.
+
+        Others are calibrated on the tasks of each call.
+        """
+        found: dict[tuple[Rule, int], Found] = {}
+        for rule in rules:
+            settings = self._file.settings(rule, num_tokens)
+            if rule.over == "all_layers" and settings is not None:
+                found[rule, num_tokens] = SetBefore.of(rule, settings)
+        return found
+
     def _calibrate(self, calibration: RuleCalibration, num_tokens: int, bar: tqdm) -> None:
         """Sets the rules of one length that need it to their density, on held-out prompts."""
+
+        def tell(what: str) -> None:
+            self._check_time()
+            bar.set_postfix_str(what)
+
         found = calibration.run(
             self._params,
             self._text,
             self._tokenizer,
-            tasks=self._config.tasks,
+            tasks=self._config.calibrated_on or self._config.tasks,
             seed=self._config.seed,
-            before=bar.set_postfix_str,
+            wording=self._config.wording,
+            before=tell,
         )
         self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
 
@@ -310,23 +426,142 @@ class _Run:
         dtype = self._params["embed"]["embedding"].dtype
         return choose_batch(self._model_config, self._config, num_tokens=num_tokens, dtype=dtype)
 
-    def _measurement(
+    def _leave_out(self, num_tokens: int, tasks: dict[str, Wanted]) -> None:
+        """Takes the rules that cannot be as sparse as they should be out of the plan."""
+        for (rule, length), found in self._calibrations.items():
+            if length != num_tokens or not isinstance(found, OutOfReach):
+                continue
+            phases = {phase for wanted in tasks.values() for phase in wanted.pop(rule, ())}
+            self._file.note(
+                "not_run",
+                policy=rule.policy,
+                preset=rule.preset,
+                variant=rule.variant,
+                density=rule.density,
+                phases=sorted(phases),
+                tokens=num_tokens,
+                least_density_all_layers=round(found.least, 5),
+            )
+
+    def _measurements(
         self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted]
-    ) -> Measurement:
-        return Measurement(
+    ) -> tuple[Measurement, LongDecode]:
+        """What measures one length: the tasks with short answers, and long_decode."""
+        policies = {
+            rule: found.policy
+            for (rule, length), found in self._calibrations.items()
+            if length == num_tokens and not isinstance(found, OutOfReach)
+        }
+        short = {task: wanted for task, wanted in tasks.items() if task != "long_decode"}
+        batch = self._batch(num_tokens)
+        measurement = Measurement(
             programs,
             self._params,
             self._model_config,
-            _joined(tasks),
+            _joined(short),
             num_tokens=num_tokens,
-            batch=self._batch(num_tokens),
+            batch=batch,
             probe_batch=min(self._config.probe_prompts, self._config.prompts),
-            policies={
-                rule: found.policy
-                for (rule, length), found in self._calibrations.items()
-                if length == num_tokens
-            },
+            policies=policies,
         )
+        long = LongDecode(
+            programs,
+            self._params,
+            self._model_config,
+            tasks.get("long_decode", {}),
+            num_tokens=num_tokens,
+            batch=batch,
+            policies=policies,
+        )
+        return measurement, long
+
+    def _filtered_group(
+        self,
+        measurement: Measurement,
+        samples: list[Sample],
+        wanted: Wanted,
+        num_tokens: int,
+        bar: tqdm,
+    ) -> None:
+        """As `_group`, of the prompts that dense attention answers."""
+        task = samples[0].task
+        answered = self._file.drawn(task, num_tokens) if DENSE not in wanted else None
+        if answered is None:
+            answered = self._find_answered(measurement, samples, num_tokens, bar)
+        missing = len(answered) - len(samples)
+        if missing > 0:
+            samples = samples + self._draw(num_tokens, task, missing, first=len(samples))
+        kept = [sample for sample, one in zip(samples, answered, strict=False) if one == "1"]
+        wanted = {rule: phases for rule, phases in wanted.items() if rule != DENSE}
+        if kept and wanted:
+            more = self._filtered_fields(task, answered)
+            self._group(measurement, kept, wanted, num_tokens, bar, more=more)
+
+    def _filtered_fields(self, task: str, answered: str) -> dict[str, Any]:
+        least = LEAST_KEPT * self._config.num_prompts(task)
+        return {"drawn": len(answered), "in_mean": answered.count("1") >= least}
+
+    def _find_answered(
+        self, measurement: Measurement, samples: list[Sample], num_tokens: int, bar: tqdm
+    ) -> str:
+        """Asks dense attention until it has answered enough, and writes its rows."""
+        task, batch = samples[0].task, measurement.batch
+        count = self._config.num_prompts(task)
+        flags: list[bool] = []
+        outcomes: list[Outcome] = []
+        while sum(flags) < count and len(flags) < count * self._config.tries:
+            self._check_time()
+            if len(samples) < len(flags) + batch:
+                samples += self._draw(num_tokens, task, count, first=len(samples))
+            some = samples[len(flags) : min(len(flags) + batch, count * self._config.tries)]
+            prompts = make_prompts(some, batch=batch, num_tokens=num_tokens)
+            found = measurement.run(prompts, {DENSE: ("both",)}, self._tokenizer)
+            outcomes.append(found[DENSE, "both"])
+            assert outcomes[-1].is_right is not None
+            flags += outcomes[-1].is_right.tolist()
+        bar.update(count)
+        # Whatever the batch, the last one drawn is the last one kept.
+        enough = np.flatnonzero(np.cumsum(flags) == count)
+        is_kept = np.array(flags)
+        flags = flags[: enough[0] + 1] if enough.size else flags
+        is_kept[len(flags) :] = False
+        answered = "".join("01"[one] for one in flags)
+        self._file.note("drawn", task=task, tokens=num_tokens, answered=answered)
+        if not any(flags):
+            self._file.add([empty_row(DENSE, task=task, tokens=num_tokens, drawn=len(flags))])
+            return answered
+        kept = [sample for sample, one in zip(samples, is_kept, strict=False) if one]
+        more = self._filtered_fields(task, answered)
+        probed = self._probe(measurement, kept, num_tokens)
+        outcome = Outcome.join(outcomes).take(is_kept)
+        parts = {(DENSE, "both"): [outcome]}
+        self._add(parts, kept, num_tokens, measurement, probed, more)
+        return answered
+
+    def _long_group(
+        self,
+        measurement: LongDecode,
+        samples: list[Sample],
+        wanted: Wanted,
+        num_tokens: int,
+        bar: tqdm,
+    ) -> None:
+        """Measures long_decode at one length, and writes its rows."""
+        parts: dict[tuple[Rule, str], list[Outcome]] = {}
+        for start in range(0, len(samples), measurement.batch):
+            some = samples[start : start + measurement.batch]
+            for key, outcome in measurement.run(some, wanted, after=self._after(bar, some)).items():
+                parts.setdefault(key, []).append(outcome)
+        self._add(parts, samples, num_tokens, measurement, {}, {})
+
+    def _after(self, bar: tqdm, some: Sequence[Sample]) -> Callable[[], None]:
+        """What follows each rule on a batch."""
+
+        def done() -> None:
+            bar.update(len(some))
+            self._check_time()
+
+        return done
 
     def _group(
         self,
@@ -335,6 +570,8 @@ class _Run:
         wanted: Wanted,
         num_tokens: int,
         bar: tqdm,
+        *,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Measures one task at one length, and writes its rows."""
         parts: dict[tuple[Rule, str], list[Outcome]] = {}
@@ -342,12 +579,22 @@ class _Run:
         for start in range(0, len(samples), batch):
             some = samples[start : start + batch]
             prompts = make_prompts(some, batch=batch, num_tokens=num_tokens)
-            found = measurement.run(
-                prompts, wanted, self._tokenizer, after=partial(bar.update, len(some))
-            )
+            found = measurement.run(prompts, wanted, self._tokenizer, after=self._after(bar, some))
             for key, outcome in found.items():
                 parts.setdefault(key, []).append(outcome)
-        probed = self._probe(measurement, samples, wanted, num_tokens)
+        probed = self._probe(measurement, samples, num_tokens)
+        self._add(parts, samples, num_tokens, measurement, probed, more or {})
+
+    def _add(
+        self,
+        parts: Mapping[tuple[Rule, str], list[Outcome]],
+        samples: list[Sample],
+        num_tokens: int,
+        measurement: Measurement | LongDecode,
+        probed: Mapping[tuple[Rule, str], Probed],
+        more: Mapping[str, Any],
+    ) -> None:
+        """Writes the rows of some rules and phases."""
         rows = []
         for (rule, phase), outcomes in parts.items():
             calibrated = self._calibrations.get((rule, num_tokens))
@@ -359,19 +606,27 @@ class _Run:
                 tokens=num_tokens,
                 num_dense_layers=measurement.num_dense_layers(rule),
                 probe=probed.get((rule, phase), Probed()),
-                settings=None if calibrated is None else calibrated.settings,
+                settings=_settings_of(calibrated),
+                more=more,
             )
         self._file.add(rows)
 
     def _probe(
-        self, measurement: Measurement, samples: list[Sample], wanted: Wanted, num_tokens: int
+        self, measurement: Measurement, samples: list[Sample], num_tokens: int
     ) -> Mapping[tuple[Rule, str], Probed]:
-        count = measurement.probe_batch
+        count = min(measurement.probe_batch, len(samples))
         if not count:
             return {}
         places = np.linspace(0, len(samples) - 1, count + 2).round().astype(int)[1:-1]
         some = [samples[place] for place in places]
-        return measurement.probe(make_prompts(some, batch=count, num_tokens=num_tokens))
+        return measurement.probe(
+            make_prompts(some, batch=measurement.probe_batch, num_tokens=num_tokens)
+        )
+
+
+def _settings_of(found: Found | None) -> dict[str, Any] | None:
+    """What calibration set, if anything."""
+    return None if found is None or isinstance(found, OutOfReach) else found.settings
 
 
 def _joined(tasks: Mapping[str, Wanted]) -> Wanted:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.evaluation.tasks import HOPS, TASKS
+from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
+from sketchwalk_jax.evaluation.wording import WORDINGS
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -14,7 +15,7 @@ from sketchwalk_jax.policies import (
     has_knob,
     takes_density,
 )
-from sketchwalk_jax.validation import check_choice, check_integer, check_number
+from sketchwalk_jax.validation import check_choice, check_flag, check_integer, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Rule:
       fields: Names and values of other fields of the policy.
       variant: What tells it from other rules of that policy and density; None where one such rule
         is run.
+      over: Layers whose mean density is the nominal one: `"sparse_layers"`, those in which the
+        policy selects, or `"all_layers"`, to which calibration sets it.
+      phases: Phases that it is run in; None for all. Over all layers, prefill and decode have
+        settings of their own.
     """
 
     policy: str
@@ -35,6 +40,8 @@ class Rule:
     density: float | None = None
     fields: tuple[tuple[str, Any], ...] = ()
     variant: str | None = None
+    over: str = "sparse_layers"
+    phases: tuple[str, ...] | None = None
 
     def make(self) -> Policy:
         """The policy itself; where it has a knob, as published: calibration sets the density."""
@@ -43,6 +50,12 @@ class Rule:
             return by_name(self.policy, **dict(self.fields))
         options = {"density": self.density} | dict(self.fields)
         return by_name(self.policy, preset=self.preset, **options)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its field `density` is set for the mean over all layers to be the nominal one."""
+        has_target = self.over == "all_layers" and self.density is not None and self != DENSE
+        return has_target and not self.is_calibrated
 
     @property
     def is_calibrated(self) -> bool:
@@ -57,6 +70,13 @@ class Rule:
 
 
 DENSE = Rule("dense", None, 1.0)
+
+OVER = ("sparse_layers", "all_layers")
+"""Layers that a nominal density may be the mean of."""
+
+LEAST_KEPT = 0.5
+"""Share of the prompts wanted that a task must have, answered by dense attention, to count in a
+mean over tasks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +100,15 @@ class EvaluationConfig:
         measured; 0 leaves them out.
       batch: Prompts at a time, or None to choose by the memory of the device.
       seed: Seed of the prompts.
+      wording: How tasks are put into words, one of `WORDINGS`: `"plain"`, as the bundled model was
+        trained, or `"chat"`, for instruction models.
+      answerable: Whether prompts that dense attention does not answer are left out, for every
+        policy: they are drawn until `prompts` of them are answered or `tries` times as many drawn.
+        A task with fewer than `LEAST_KEPT` of `prompts` counts in no mean.
+      tries: Most prompts to draw, in multiples of those wanted; only with `answerable`.
+      density_over: Layers whose mean density is the nominal one: `"sparse_layers"`, or
+        `"all_layers"`, dense ones included: a policy whose dense layers take more is not run.
+      calibrated_on: Tasks whose held-out prompts calibration takes; those of `tasks` by default.
 
     Raises:
       ValueError: If a name is unknown or repeated, or a number out of range.
@@ -101,10 +130,15 @@ class EvaluationConfig:
     probe_prompts: int = 2
     batch: int | None = None
     seed: int = 0
+    wording: str = "plain"
+    answerable: bool = False
+    tries: int = 6
+    density_over: str = "sparse_layers"
+    calibrated_on: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        known = {"policies": POLICIES, "presets": PRESETS, "tasks": TASKS, "phases": PHASES}
+        known = {"policies": POLICIES, "presets": PRESETS, "tasks": ALL_TASKS, "phases": PHASES}
         for name, values in known.items():
             for one in getattr(self, name):
                 check_choice(name, one, values)
@@ -117,10 +151,18 @@ class EvaluationConfig:
         check_integer("probe_prompts", self.probe_prompts, least=0)
         check_integer("batch", self.batch, is_optional=True)
         check_integer("seed", self.seed, least=0)
+        check_integer("tries", self.tries)
+        check_flag("answerable", self.answerable)
+        check_choice("wording", self.wording, WORDINGS)
+        check_choice("density_over", self.density_over, OVER)
+        for task in self.calibrated_on:
+            check_choice("calibrated_on", task, ALL_TASKS)
         for count in self.tokens:
             check_integer("tokens", count)
         object.__setattr__(self, "variants", tuple(self.variants))
-        names = [(one.policy, one.preset, one.density, one.variant) for one in self.rules()]
+        names = [
+            (one.policy, one.preset, one.density, one.variant, one.phases) for one in self.rules()
+        ]
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
             raise ValueError(f"variants must have names of their own, got twice {repeated[0]}")
@@ -157,12 +199,29 @@ class EvaluationConfig:
                 for density in self.densities if has_density else (None,):
                     found.append(Rule(policy, preset, density, own))
         found += self.variants
-        return tuple(rule for rule in found if rule.policy != "dense" or rule is DENSE)
+        found = [rule for rule in found if rule.policy != "dense" or rule is DENSE]
+        if self.density_over == "sparse_layers":
+            return tuple(found)
+        return tuple(part for rule in found for part in _over_all_layers(rule))
 
     def describe(self) -> dict[str, Any]:
         """What rows of different values must not stand in one file for; for `meta`."""
-        found = {"seed": self.seed, "prompts": self.prompts, "probe_prompts": self.probe_prompts}
-        return found | ({"fields": dict(self.fields)} if self.fields else {})
+        found: dict[str, Any] = {
+            "seed": self.seed,
+            "prompts": self.prompts,
+            "probe_prompts": self.probe_prompts,
+        }
+        # What files of before these options lack is left out where it says nothing new.
+        found |= {"fields": dict(self.fields)} if self.fields else {}
+        found |= {"wording": self.wording} if self.wording != "plain" else {}
+        found |= {"answerable": {"tries": self.tries}} if self.answerable else {}
+        is_sparse = self.density_over == "sparse_layers"
+        return found | ({} if is_sparse else {"density_over": self.density_over})
+
+    def phases_of_rule(self, rule: Rule) -> tuple[str, ...]:
+        """Phases to run a rule in: those of its policy, and its own."""
+        found = self.phases_of(rule.make())
+        return tuple(phase for phase in found if rule.phases is None or phase in rule.phases)
 
     def phases_of(self, policy: Policy) -> tuple[str, ...]:
         """Phases to run a policy in: those of the evaluation in which it selects.
@@ -181,3 +240,21 @@ class EvaluationConfig:
         if task != "variable_tracking":
             return self.prompts
         return len(HOPS) * max(1, 2 * self.prompts // len(HOPS))
+
+    def is_filtered(self, task: str) -> bool:
+        """Whether prompts of a task are left out that dense attention does not answer."""
+        return self.answerable and task not in LOSS_TASKS
+
+
+def _over_all_layers(rule: Rule) -> list[Rule]:
+    """The rule as it is set over all layers: apart for prefill and for decode."""
+    if rule == DENSE or rule.density is None:
+        return [rule]
+    own = rule.make().phases
+    wanted = PHASES if rule.phases is None else rule.phases
+    found = []
+    for first, part in (("prefill", ("prefill", "both")), ("decode", ("decode",))):
+        phases = tuple(phase for phase in part if phase in wanted)
+        if first in own and phases:
+            found.append(dataclasses.replace(rule, over="all_layers", phases=phases))
+    return found

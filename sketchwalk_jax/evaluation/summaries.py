@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sketchwalk_jax.evaluation.results import ROW_KEY, Row, wilson_interval
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.validation import check_choice
 
 TASK_TITLES = {
@@ -23,6 +24,8 @@ TASK_TITLES = {
     "mid_prompt": "Question mid-prompt",
     "aggregation": "Aggregation",
     "text_loss": "Text loss",
+    "code_loss": "Loss of code",
+    "long_decode": "Long decoding",
 }
 """What each task is called in tables and figures, in their order."""
 
@@ -88,7 +91,7 @@ def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:
     """The tasks of some rows in their order, the text loss only with `is_scored=False`."""
     found = {row["task"] for row in rows}
     order = [*TASK_TITLES, *sorted(found - set(TASK_TITLES))]
-    return [task for task in order if task in found and not (is_scored and task == "text_loss")]
+    return [task for task in order if task in found and not (is_scored and task in LOSS_TASKS)]
 
 
 def is_dense(row: Row) -> bool:
@@ -99,6 +102,7 @@ def is_dense(row: Row) -> bool:
 def rows_with(
     rows: Iterable[Row],
     *,
+    model: str | None = None,
     label: str | None = None,
     phase: str | None = None,
     task: str | None = None,
@@ -112,6 +116,7 @@ def rows_with(
 
     Args:
       rows: Rows of one evaluation.
+      model: A model, in a file of several.
       label: As `policy_label` gives it.
       phase: Where selection was sparse.
       task: A task.
@@ -129,7 +134,8 @@ def rows_with(
     return [
         row
         for row in rows
-        if (task is None or row["task"] == task)
+        if (model is None or row.get("model") == model)
+        and (task is None or row["task"] == task)
         and (tokens is None or row["tokens"] == tokens)
         and (phase is None or row["phase"] == phase or row["policy"] == "dense")
         and (density is None or row["density"] in (None, density) or row["policy"] == "dense")
@@ -154,6 +160,17 @@ def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
         return max((one for one in found if one < 1.0), default=found[-1] if found else None)
     check_choice("density", density, found)
     return density
+
+
+def counted(rows: Iterable[Row]) -> list[Row]:
+    """The rows that a mean over tasks is made of.
+
+    Those with answers, without tasks of which dense attention answers too few prompts: these are
+    listed for themselves, and in no policy's mean.
+    """
+    return [
+        row for row in rows if row["task"] not in LOSS_TASKS and row.get("in_mean") is not False
+    ]
 
 
 def without_parts(rows: Iterable[Row]) -> list[Row]:

@@ -9,6 +9,7 @@ from sketchwalk_jax.evaluation.summaries import (
     PHASES,
     TASK_TITLES,
     Pooled,
+    counted,
     is_dense,
     mean_by_layer,
     mean_of,
@@ -116,9 +117,10 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
         chosen = rows_with(rows, label=label, phase=phase, density=density, tokens=tokens)
         chosen = [row for row in chosen if row["task"] in tasks]
         cells = [share(pool(rows_with(chosen, task=task))) for task in tasks]
-        together = pool(chosen)
-        if together is not None:
-            body.append([name_of(label), *cells, share(together), measured(together)])
+        together = pool(counted(chosen))
+        if chosen:
+            last = [share(together), measured(together or pool(chosen))]
+            body.append([name_of(label), *cells, *last])
     return markdown_table(header, body)
 
 
@@ -137,7 +139,7 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
         cells = [
             difference(rows_with(chosen, task=task), rows_with(dense, task=task)) for task in tasks
         ]
-        body.append([name_of(label), *cells, difference(chosen, dense)])
+        body.append([name_of(label), *cells, difference(counted(chosen), counted(dense))])
     return markdown_table(("Policy", *map(task_title, tasks), "All"), body)
 
 
@@ -152,12 +154,12 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
     for label in policy_labels(rows):
         chosen = rows_with(rows, label=label, density=density, tokens=tokens)
         by_phase = [rows_with(chosen, phase=phase) for phase in phases]
-        pooled = [pool(row for row in some if row["task"] != "text_loss") for some in by_phase]
+        pooled = [pool(counted(some)) for some in by_phase]
         cells = [share(one) for one in pooled]
         if label == "dense":
             cells = [cells[0], *[""] * (len(cells) - 1)]
         own = next((some for some in by_phase if some), [])
-        scored = [row for row in own if row["task"] != "text_loss"]
+        scored = counted(own)
         loss = pool(rows_with(own, task="text_loss"))
         body.append([name_of(label), *cells, _loss(loss), measured(pool(scored or own))])
     header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
@@ -190,8 +192,7 @@ def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
     body = []
     for label in policy_labels(rows):
         for phase in PHASES if label != "dense" else ("both",):
-            chosen = rows_with(rows, label=label, phase=phase, density=density)
-            chosen = [row for row in chosen if row["task"] != "text_loss"]
+            chosen = counted(rows_with(rows, label=label, phase=phase, density=density))
             cells = [share(pool(rows_with(chosen, tokens=tokens))) for tokens in lengths]
             if chosen:
                 title = "" if label == "dense" else PHASE_TITLES[phase]

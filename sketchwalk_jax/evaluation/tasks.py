@@ -10,6 +10,10 @@ variable_tracking | 3 chains of `hops` variables | one chain, name by name to it
 mid_prompt | 16 codes | one of them, in the second half of the prompt, with text after the answer
 aggregation | 12 votes for a word, 2 to 4 for each of five others | the word with the most votes
 text_loss | nothing | nothing: the loss of 64 tokens of the text
+code_loss | nothing | the same of a text with lines: program code
+long_decode | nothing | the loss of the last 512 tokens of the text, fed one by one
+
+What is hidden and asked is put into words by a *wording* (`wording.py`).
 """
 
 import dataclasses
@@ -21,7 +25,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder
+from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder, draw_lines, read_code
+from sketchwalk_jax.evaluation.wording import Asked, Frame, Wording, wording_of
 from sketchwalk_jax.validation import check_choice, check_integer
 
 TASKS = (
@@ -34,6 +39,12 @@ TASKS = (
     "aggregation",
     "text_loss",
 )
+
+LOSS_TASKS = ("text_loss", "code_loss", "long_decode")
+"""Tasks that ask nothing: what they score is the loss of the text itself."""
+
+ALL_TASKS = (*TASKS, "code_loss", "long_decode")
+"""All tasks; an evaluation runs `TASKS` unless it is told otherwise."""
 
 ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
 """Tasks whose answers belong to the prompt, so that a prefill alone reads them.
@@ -48,6 +59,9 @@ HOPS = (2, 3, 4, 5, 6)
 NUM_SCORED = 64
 """Tokens whose loss text_loss takes; answers within a prompt have at most as many."""
 
+NUM_DECODED = 512
+"""Tokens that long_decode feeds."""
+
 # Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
 # than any policy's dense end of the prompt.
 _NUM_TOKENS_BEHIND = 512
@@ -60,55 +74,6 @@ _OTHER_VOTES = (2, 3, 4)
 _NUM_OTHER_CANDIDATES = 5
 
 
-# Sentences, of which training data are made as well. Each begins with a space and none ends with
-# one, so that they can follow one another and a tokenizer sees the same tokens wherever they stand.
-
-
-def code_statement(word: str, number: str) -> str:
-    """What a needle says."""
-    return f" The code of {word} is {number}."
-
-
-def code_question(word: str) -> str:
-    """Asks for the one code of a word."""
-    return f" Q: code of {word}? A:"
-
-
-def each_code_question(words: Sequence[str]) -> str:
-    """Asks for the codes of several words, in this order."""
-    return f" Q: code of each of {', '.join(words)}? A:"
-
-
-def all_codes_question(word: str) -> str:
-    """Asks for all the codes that a word has, in the order in which the text gives them."""
-    return f" Q: all codes of {word}? A:"
-
-
-def value_statement(name: str, value: str) -> str:
-    """Gives a variable its value: a number, or the name of another variable."""
-    return f" Let {name} be {value}."
-
-
-def value_question(name: str) -> str:
-    """Asks for the number at the end of a chain of variables."""
-    return f" Q: value of {name}? A:"
-
-
-def vote_statement(word: str) -> str:
-    """One of the votes to count."""
-    return f" One vote for {word}."
-
-
-def vote_question() -> str:
-    """Asks for the word with the most votes."""
-    return " Q: most votes? A:"
-
-
-def answer_text(values: Sequence[str]) -> str:
-    """The answer to a question, up to the full stop that ends it."""
-    return f" {', '.join(values)}."
-
-
 # What each task hides and asks: random words and numbers in those sentences.
 
 
@@ -118,13 +83,11 @@ class _Question:
 
     Attributes:
       statements: Sentences to scatter in the text; each begins with a space.
-      question: The sentence that asks; begins with a space.
-      values: What answers it: numbers or a word.
+      asked: What is asked, and what answers it.
     """
 
     statements: list[str]
-    question: str
-    values: list[str]
+    asked: Asked
 
 
 def _draw_question(
@@ -132,6 +95,7 @@ def _draw_question(
     words: Sequence[str],
     rng: np.random.Generator,
     *,
+    wording: Wording,
     hops: int,
     num_keys: int,
 ) -> _Question:
@@ -141,6 +105,7 @@ def _draw_question(
       task: Name of a task that asks something: any but text_loss.
       words: Words that may be used: those that the passage lacks.
       rng: Source of all randomness.
+      wording: Its sentences.
       hops: Statements in a chain of variable_tracking.
       num_keys: Statements of multi_key.
 
@@ -160,18 +125,18 @@ def _draw_question(
         return [words[i] for i in rng.choice(len(words), count, replace=False)]
 
     if task == "single_needle":
-        return _one_code(draw_words(1), rng)
+        return _one_code(draw_words(1), rng, wording)
     if task == "multi_key":
-        return _one_code(draw_words(num_keys), rng)
+        return _one_code(draw_words(num_keys), rng, wording)
     if task == "mid_prompt":
-        return _one_code(draw_words(_NUM_STATEMENTS), rng)
+        return _one_code(draw_words(_NUM_STATEMENTS), rng, wording)
     if task == "multi_query":
-        return _several_words(draw_words(_NUM_STATEMENTS), rng)
+        return _several_words(draw_words(_NUM_STATEMENTS), rng, wording)
     if task == "multi_value":
-        return _several_codes(draw_words(1 + _NUM_OTHER_WORDS), rng)
+        return _several_codes(draw_words(1 + _NUM_OTHER_WORDS), rng, wording)
     if task == "variable_tracking":
-        return _chains(draw_words, hops, rng)
-    return _votes(draw_words(1 + _NUM_OTHER_CANDIDATES), rng)
+        return _chains(draw_words, hops, rng, wording)
+    return _votes(draw_words(1 + _NUM_OTHER_CANDIDATES), rng, wording)
 
 
 def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
@@ -179,35 +144,35 @@ def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
     return [str(10000 + number) for number in rng.choice(90000, count, replace=False)]
 
 
-def _one_code(words: list[str], rng: np.random.Generator) -> _Question:
+def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
     """A code for each word; one is asked for."""
     numbers = _draw_numbers(len(words), rng)
     asked = int(rng.integers(len(words)))
-    statements = [code_statement(*pair) for pair in zip(words, numbers, strict=True)]
-    return _Question(statements, code_question(words[asked]), [numbers[asked]])
+    statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
+    return _Question(statements, wording.ask_code(words[asked], numbers[asked]))
 
 
-def _several_words(words: list[str], rng: np.random.Generator) -> _Question:
+def _several_words(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
     """A code for each word; several are asked for in one question, in any order."""
     numbers = _draw_numbers(len(words), rng)
     asked = rng.choice(len(words), _NUM_ASKED, replace=False)
-    statements = [code_statement(*pair) for pair in zip(words, numbers, strict=True)]
-    question = each_code_question([words[i] for i in asked])
-    return _Question(statements, question, [numbers[i] for i in asked])
+    statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
+    chosen = [words[i] for i in asked], [numbers[i] for i in asked]
+    return _Question(statements, wording.ask_each_code(*chosen))
 
 
-def _several_codes(words: list[str], rng: np.random.Generator) -> _Question:
+def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
     """Several codes for the first word, one for each other; all of the first are asked for."""
     owners = rng.permutation([words[0]] * _NUM_ASKED + words[1:]).tolist()
     numbers = _draw_numbers(len(owners), rng)
-    pairs = list(zip(owners, numbers, strict=True))
-    statements = [code_statement(*pair) for pair in pairs]
+    statements = wording.codes(owners, numbers)
+    pairs = zip(owners, numbers, strict=True)
     values = [number for owner, number in pairs if owner == words[0]]
-    return _Question(statements, all_codes_question(words[0]), values)
+    return _Question(statements, wording.ask_all_codes(words[0], values))
 
 
 def _chains(
-    draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator
+    draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator, wording: Wording
 ) -> _Question:
     """Chains of variables, one among another; one is to be followed name by name to its number.
 
@@ -217,21 +182,21 @@ def _chains(
     names = np.array(draw_words(_NUM_CHAINS * hops)).reshape(_NUM_CHAINS, hops).tolist()
     numbers = _draw_numbers(_NUM_CHAINS, rng)
     links = [
-        [value_statement(*link) for link in zip(chain, [number, *chain], strict=False)]
+        [wording.value(*link) for link in zip(chain, [number, *chain], strict=False)]
         for chain, number in zip(names, numbers, strict=True)
     ]
     order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), hops))
     statements = [links[chain].pop(0) for chain in order]
     *before, asked = names[0]
-    return _Question(statements, value_question(asked), [*before[::-1], numbers[0]])
+    return _Question(statements, wording.ask_value(asked, [*before[::-1], numbers[0]]))
 
 
-def _votes(words: list[str], rng: np.random.Generator) -> _Question:
+def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
     """Votes, most of them for the first word, which is asked for."""
     counts = [_MOST_VOTES, *rng.choice(_OTHER_VOTES, len(words) - 1).tolist()]
     votes = rng.permutation(np.repeat(words, counts)).tolist()
-    statements = [vote_statement(word) for word in votes]
-    return _Question(statements, vote_question(), [words[0]])
+    statements = [wording.vote(word) for word in votes]
+    return _Question(statements, wording.ask_votes(words[0]))
 
 
 # Prompts: those sentences in a passage of the text, and the question where the task wants it.
@@ -244,12 +209,12 @@ class Sample:
     Attributes:
       task: Name of the task.
       tokens: int32, everything in order: the prompt; the answer, in variable_tracking, mid_prompt
-        and text_loss; and the text behind it, in the last two.
+        and the losses; and the text behind it, in the last two.
       answer_start: Index in `tokens` of the first answer token; `len(tokens)` where the question
         ends the prompt.
-      answer: int32, the tokens of the answer with its full stop; in text_loss the scored tokens.
-      question_start: Index of the first token of the question; in text_loss `answer_start`.
-      expected: The answer as text without the space before it, such as "68084."; in text_loss "".
+      answer: int32, the tokens of the answer with its full stop; of a loss the scored tokens.
+      question_start: Index of the first token of the question; of a loss `answer_start`.
+      expected: The answer as text without the space before it, such as "68084."; of a loss "".
       depth: Share of the text before the statement, in single_needle.
       hops: Statements of a chain, in variable_tracking.
     """
@@ -272,6 +237,8 @@ def draw_samples(
     num_tokens: int,
     count: int,
     seed: int,
+    wording: str = "plain",
+    first: int = 0,
     hops: int | None = None,
     depths: int = 10,
     num_keys: int = 32,
@@ -281,13 +248,17 @@ def draw_samples(
     Sample i depends on the arguments other than `count`: more samples begin with the same ones.
 
     Args:
-      task: One of `TASKS`.
-      text: The text to hide facts in.
+      task: One of `ALL_TASKS`.
+      text: The text to hide facts in; for code_loss `read_code`'s.
       tokenizer: A tokenizer of transformers.
       num_tokens: Length of `Sample.tokens`, special tokens at its beginning included. Prompts end
         at words, so a tokenizer with long words can miss it by a few tokens, never above.
       count: Number of samples.
       seed: Seed of all random choices.
+      wording: One of `WORDINGS`; `"chat"` for instruction models, with a chat template. Losses have
+        none: their text stands for itself.
+      first: Index of the first sample to draw: `count` from there on, the same ones as in a longer
+        list from the beginning.
       hops: Statements of a chain of variable_tracking, 2 to 6; None takes them in turn. Of no other
         task.
       depths: Number of depths of single_needle; they are the centres of as many equal parts of the
@@ -299,29 +270,42 @@ def draw_samples(
 
     Raises:
       ValueError: If an argument is out of its range, if the text is too short or has too few words
-        to ask for, or if `num_tokens` leaves no room for the statements of the task.
+        to ask for, if `num_tokens` leaves no room for the statements of the task, or if the wording
+        needs a chat template that the tokenizer lacks.
 
     Example:
       text = read_text()
       samples = draw_samples("multi_key", text, tokenizer, num_tokens=4096, count=100, seed=0)
     """
     _check(task, num_tokens, count, seed, hops, depths, num_keys)
-    haystack = Haystack(text, WordEncoder(tokenizer), num_tokens)
+    check_integer("first", first, least=0)
+    sources = {
+        index: np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
+        for index in range(first, first + count)
+    }
+    words_of = wording_of(wording)
+    if task == "code_loss":
+        passages = draw_lines(text, tokenizer, num_tokens=num_tokens, sources=[*sources.values()])
+        return [_loss_sample(task, passage) for passage in passages]
+    opening = None if task in LOSS_TASKS else words_of.opening(task, tokenizer)
+    encoder = WordEncoder(tokenizer, opening=opening)
+    haystack = Haystack(text, encoder, num_tokens)
     samples = []
-    for index in range(count):
-        rng = np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
+    for index, rng in sources.items():
         words = haystack.draw(rng)
-        if task == "text_loss":
-            samples.append(_text_sample(haystack.fit(words, num_tokens)))
+        if task in LOSS_TASKS:
+            hay = haystack.fit(words, num_tokens)
+            samples.append(_loss_sample(task, [token for piece in hay for token in piece]))
             continue
         present = set(re.findall("[a-z]+", " ".join(words).lower()))
         names = [word for word in text.held_out_words if word not in present]
         chain = hops or HOPS[index % len(HOPS)]
-        question = _draw_question(task, names, rng, hops=chain, num_keys=num_keys)
+        question = _draw_question(task, names, rng, wording=words_of, hops=chain, num_keys=num_keys)
         samples.append(
             _question_sample(
                 task,
                 question,
+                words_of.frame(task, question.asked, tokenizer),
                 haystack,
                 words,
                 rng,
@@ -333,6 +317,11 @@ def draw_samples(
     return samples
 
 
+def text_for(task: str, text: Text) -> Text:
+    """The text that a task is drawn from: its own for program code, else the one given."""
+    return read_code() if task == "code_loss" else text
+
+
 def _check(
     task: str,
     num_tokens: int,
@@ -342,7 +331,7 @@ def _check(
     depths: int,
     num_keys: int,
 ) -> None:
-    check_choice("task", task, TASKS)
+    check_choice("task", task, ALL_TASKS)
     sizes = {"num_tokens": num_tokens, "count": count, "depths": depths, "num_keys": num_keys}
     for name, size in sizes.items():
         check_integer(name, size)
@@ -361,20 +350,25 @@ def _depth(index: int, depths: int) -> float:
     return (index * step % depths + 0.5) / depths
 
 
-def _text_sample(hay: Sequence[list[int]]) -> Sample:
-    """A window of the text, of which tokens some way before its end are scored."""
-    tokens = np.array([token for piece in hay for token in piece], np.int32)
-    least = 2 * NUM_SCORED
+def _loss_sample(task: str, text: Sequence[int]) -> Sample:
+    """A window of a text, of which tokens some way before its end, or the last, are scored."""
+    tokens = np.array(text, np.int32)
+    is_long = task == "long_decode"
+    least = 2 * (NUM_DECODED if is_long else NUM_SCORED)
     if len(tokens) < least:
-        raise ValueError(f"num_tokens must be at least {least} for text_loss, got {len(tokens)}")
-    end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
-    start = end - NUM_SCORED
-    return Sample("text_loss", tokens, start, tokens[start:end], start, "")
+        raise ValueError(f"num_tokens must be at least {least} for {task}, got {len(tokens)}")
+    if is_long:
+        start, end = len(tokens) - NUM_DECODED, len(tokens)
+    else:
+        end = len(tokens) - min(_NUM_TOKENS_BEHIND, len(tokens) // 4)
+        start = end - NUM_SCORED
+    return Sample(task, tokens, start, tokens[start:end], start, "")
 
 
 def _question_sample(
     task: str,
     question: _Question,
+    frame: Frame,
     haystack: Haystack,
     words: Sequence[str],
     rng: np.random.Generator,
@@ -383,12 +377,14 @@ def _question_sample(
     depth: float | None,
     hops: int | None,
 ) -> Sample:
-    """Scatters the statements in a passage and puts the question where the task wants it."""
+    """Scatters the statements in a passage, in its frame, and asks where the task wants it."""
     statements = [haystack.encoder.sentence(statement) for statement in question.statements]
-    asked = haystack.encoder.sentence(question.question)
-    answer = haystack.encoder.sentence(answer_text(question.values))
+    asked, after, closing = (
+        haystack.encoder.passage(part) for part in (frame.asking, frame.after, frame.closing)
+    )
+    answer = haystack.encoder.passage(question.asked.answer)
     hidden = sum(len(statement) for statement in statements)
-    told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0)
+    told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0) + len(after) + len(closing)
     hay = haystack.fit(words, num_tokens - hidden - told)
     ends = np.cumsum([len(piece) for piece in hay])
     stop = len(hay)  # words before the question
@@ -414,13 +410,15 @@ def _question_sample(
             tokens += asked
             answer_start = len(tokens)
             tokens += answer if task in ANSWERED_TASKS else []
+            tokens += after
+    tokens += closing
     return Sample(
         task=task,
         tokens=np.array(tokens, np.int32),
         answer_start=answer_start,
         answer=np.array(answer, np.int32),
         question_start=question_start,
-        expected=answer_text(question.values).strip(),
+        expected=question.asked.answer.strip(),
         depth=depth,
         hops=hops,
     )

@@ -12,6 +12,7 @@ import lzma
 import os
 import platform
 import re
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,68 @@ def read_text(path: str | os.PathLike[str] | None = None, *, tail: float = 1.0) 
     return Text(content, name, hashlib.sha256(raw).hexdigest(), float(tail))
 
 
+@functools.cache
+def read_code() -> Text:
+    """Reads the program code that every Python carries: the sources of its standard library.
+
+    Returns:
+      The modules at the top of the library, in the order of their names, one behind the other with
+      their lines as they are; `content` is not in one line.
+
+    Raises:
+      ValueError: If this Python has no sources.
+
+    Example:
+      >>> read_code().name.startswith("standard library of Python 3")
+      True
+    """
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    sources = [path.read_text(encoding="utf-8") for path in paths]
+    content = "\n".join(source for source in sources if source.strip())
+    if not content:
+        raise ValueError("Python must have the sources of its standard library, found none")
+    name = f"standard library of Python {platform.python_version()}, {len(paths)} modules"
+    return Text(content, name, hashlib.sha256(content.encode()).hexdigest(), 1.0)
+
+
+def draw_lines(
+    text: Text, tokenizer: Any, *, num_tokens: int, sources: Sequence[np.random.Generator]
+) -> list[list[int]]:
+    """Draws passages of a text with lines, each from the beginning of a line on.
+
+    Args:
+      text: The text.
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Tokens of each passage, special tokens before it included; the last one may be
+        cut.
+      sources: A source of randomness for each passage.
+
+    Returns:
+      The tokens of each passage.
+
+    Raises:
+      ValueError: If the text is shorter than a passage.
+    """
+    opening, content = _opening_tokens(tokenizer), text.content
+    passages = []
+    for rng in sources:
+        place = int(rng.integers(0, len(content)))
+        size, tokens = 4 * num_tokens, list[int]()
+        while len(tokens) < num_tokens:
+            # Too near the end of the text, a passage begins so much earlier.
+            start = content.rfind("\n", 0, max(0, min(place, len(content) - size)) + 1) + 1
+            piece = content[start : start + size]
+            tokens = opening + encode(tokenizer, piece, add_special_tokens=False).tolist()
+            if len(tokens) < num_tokens and size >= len(content):
+                raise ValueError(
+                    f"text must be long enough for passages of {num_tokens} tokens, got "
+                    f"{len(tokens)} tokens in {len(content)} characters"
+                )
+            size *= 2
+        passages.append(tokens[:num_tokens])
+    return passages
+
+
 def _read_file(path: Path) -> tuple[bytes, str]:
     """The bytes of a file and the text in them."""
     try:
@@ -121,20 +184,28 @@ class WordEncoder:
     spell the same text, only not as the tokenizer itself would cut it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, opening: str | None = None) -> None:
         """Starts with no word.
 
         Args:
           tokenizer: A tokenizer of transformers.
+          opening: What stands before the first word and its space, with all special tokens spelled
+            out. None for what the tokenizer itself begins with, and no space.
         """
         self._tokenizer = tokenizer
-        self._opening = _opening_tokens(tokenizer)
+        self._is_framed = opening is not None
+        if opening is None:
+            self._opening = _opening_tokens(tokenizer)
+        else:
+            self._opening = encode(tokenizer, opening, add_special_tokens=False).tolist()
         self._anchor = encode(tokenizer, ".", add_special_tokens=False).tolist()
         self._first: dict[str, list[int]] = {}
         self._further: dict[str, list[int]] = {}
 
     def first(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word as the beginning of a text, special tokens included."""
+        """Tokens of each word as the beginning of a text, with all that stands before it."""
+        if self._is_framed:
+            return [self._opening + tokens for tokens in self.further(words)]
         new = [word for word in dict.fromkeys(words) if word not in self._first]
         for word, tokens in zip(new, self._encode(new), strict=True):
             self._first[word] = self._opening + tokens
@@ -143,16 +214,29 @@ class WordEncoder:
     def further(self, words: Sequence[str]) -> list[list[int]]:
         """Tokens of each word with the space before it."""
         new = [word for word in dict.fromkeys(words) if word not in self._further]
-        # Some tokenizers add a space of their own to the beginning of a text: it must not be here.
-        size = len(self._anchor)
-        for word, tokens in zip(new, self._encode([f". {word}" for word in new]), strict=True):
-            is_apart = tokens[:size] == self._anchor
-            self._further[word] = tokens[size:] if is_apart else self._encode([f" {word}"])[0]
+        found = self._encode_behind([f" {word}" for word in new])
+        self._further |= dict(zip(new, found, strict=True))
         return [self._further[word] for word in words]
 
     def sentence(self, sentence: str) -> list[int]:
         """Tokens of a sentence that begins with a space."""
         return list(itertools.chain.from_iterable(self.further(sentence.split())))
+
+    def passage(self, text: str) -> list[int]:
+        """Tokens of a text of any form as it stands behind another one, lines and all.
+
+        A sentence that begins with a space is encoded word by word, as the text is.
+        """
+        is_sentence = text == "".join(f" {word}" for word in text.split())
+        return self.sentence(text) if is_sentence else self._encode_behind([text])[0]
+
+    def _encode_behind(self, texts: list[str]) -> list[list[int]]:
+        # Some tokenizers add a space of their own to the beginning of a text: it must not be here.
+        size, found = len(self._anchor), []
+        for text, tokens in zip(texts, self._encode([f".{text}" for text in texts]), strict=True):
+            is_apart = tokens[:size] == self._anchor
+            found.append(tokens[size:] if is_apart else self._encode([text])[0])
+        return found
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:

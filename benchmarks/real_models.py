@@ -1,0 +1,320 @@
+"""What selections lose on instruction models, at density over all layers, in their chat template.
+
+    python benchmarks/real_models.py --model FILE.gguf --stage development --dense-layers 0 1 2
+    python benchmarks/real_models.py --model FILE.gguf [--tokens 8192] [--seconds 500]
+    python benchmarks/real_models.py --compare paper quest      # paired differences
+
+Every call goes on where the last one stopped, and may be limited to some lengths, tasks, policies
+or phases, or to a time. Prompts that dense attention does not answer are left out for every policy,
+and counted. The density is the mean over all layers of the phase that is sparse; how many layers a
+policy leaves dense is chosen on prompts of another seed (`--stage development`), and stays for
+those that are reported.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.evaluation import EvaluationConfig, read_text
+from sketchwalk_jax.evaluation.results import (
+    ResultsFile,
+    Row,
+    hash_weights,
+    read_results,
+)
+from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
+from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.evaluation.summaries import (
+    counted,
+    measured_phases,
+    paired_difference,
+    paired_loss_difference,
+    pool,
+    rows_with,
+    tasks_of,
+    values_of,
+)
+from sketchwalk_jax.evaluation.tables import markdown_table, signed
+from sketchwalk_jax.evaluation.tasks import ALL_TASKS
+from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
+from sketchwalk_jax.tokenizer import load_tokenizer
+
+OUT = common.RESULTS / "real_models.json"
+TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
+CALIBRATED_ON = ("text_loss", "multi_key")
+# Seed and prompts of each task. Development decides on dense layers and is not reported.
+STAGES = {"development": (1, 20), "report": (0, 50)}
+# Presets that say themselves which layers are dense.
+OWN_LAYERS = ("recommended", "released")
+_VARIANT = "dense_layers="
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what the file lacks, or compares two policies."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files or folders")
+    parser.add_argument("--stage", choices=STAGES, default="report")
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, help="default: all")
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, help="default: all")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.1, 0.2])
+    parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--prompts", type=int, help="of each task; default: by the stage")
+    parser.add_argument("--tries", type=int, default=6, help="times as many are drawn at most")
+    parser.add_argument(
+        "--dense-layers",
+        type=int,
+        nargs="+",
+        help="numbers to try in development; in the report one for all, by default those chosen",
+    )
+    parser.add_argument("--batch", type=int, help="prompts at a time; default: by the memory")
+    parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
+    parser.add_argument("--text", type=Path, help="default: Python's help topics")
+    parser.add_argument("--text-tail", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, help="stop after so long; another call goes on")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--compare", nargs=2, metavar="POLICY", help="only compare two policies")
+    options = parser.parse_args(arguments)
+    if options.compare:
+        print(comparison(read_results(options.out).rows, *options.compare))
+        return
+    if not options.model:
+        parser.error("--model must name at least one model")
+    keep_compiled_programs()
+    end = None if options.seconds is None else time.monotonic() + options.seconds
+    text = read_text(options.text, tail=options.text_tail)
+    for path in options.model:
+        left = None if end is None else end - time.monotonic()
+        if (left is not None and left <= 0) or not run_model(path, text, options, left):
+            print("time is up; call again to go on")
+            return
+    print(f"{options.out}: finished")
+
+
+def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
+    """Runs what the file lacks of one model; returns whether it is finished."""
+    start = time.monotonic()
+    name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
+    seed, prompts = STAGES[options.stage]
+    stage = {"seed": seed, "prompts": options.prompts or prompts}
+    base = EvaluationConfig(
+        policies=("dense",),
+        tokens=options.tokens,
+        tasks=options.task,
+        phases=options.phase,
+        batch=options.batch,
+        probe_prompts=0,
+        wording="chat",
+        answerable=True,
+        tries=options.tries,
+        density_over="all_layers",
+        calibrated_on=CALIBRATED_ON,
+        **stage,
+    )
+    tokenizer = load_tokenizer(path)
+    params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
+    model["dtype"] = params["embed"]["embedding"].dtype.name
+    model["context"] = model_config.context_length
+    meta = common.describe_machine(
+        models={name: model},
+        stages={options.stage: stage},
+        **describe_texts(text, EvaluationConfig(tasks=TASKS)),
+        wording=base.wording,
+        tries=base.tries,
+        density_over=base.density_over,
+    )
+    # What is told of each model, stage and policy grows with the file.
+    growing = ("models", "stages", "dense_layers")
+    file = ResultsFile(
+        options.out,
+        joined_meta(options.out, meta, growing),
+        common={"model": name, "stage": options.stage},
+        may_differ=growing,
+    )
+    rules = make_rules(file, name, options)
+    config = EvaluationConfig(**{**vars(base), "variants": rules})
+    left = None if seconds is None else max(1.0, seconds - (time.monotonic() - start))
+    return continue_evaluation(
+        file,
+        params,
+        model_config,
+        tokenizer,
+        text=text,
+        config=config,
+        lengths=check_lengths(config, model_config),
+        seconds=left,
+        progress=True,
+    )
+
+
+def default_dtype() -> str | None:
+    """float32 on CPUs, which compute the narrow types slowly; elsewhere the checkpoint's."""
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else None
+
+
+def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dict[str, Any]:
+    """`meta` with what a file says of other models and stages.
+
+    Raises:
+      ValueError: If the file says otherwise of this model or stage.
+    """
+    if not path.exists():
+        return meta
+    old = read_results(path).meta
+    for kind in growing:
+        for name, value in old.get(kind, {}).items():
+            new = meta.setdefault(kind, {}).setdefault(name, value)
+            if new != value:
+                raise ValueError(
+                    f"{path} must hold the same {kind}: {name} is {value} there, {new} now"
+                )
+    return meta
+
+
+def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tuple[Rule, ...]:
+    """The rules of a stage: in development every number of dense layers, then the best one."""
+    found: list[Rule] = []
+    for policy in options.policy or POLICIES:
+        if policy == "dense":
+            continue
+        for preset in (options.preset or PRESETS) if policy == "sketchwalk" else (None,):
+            made = by_name(policy, preset=preset)
+            is_set = takes_density(made) or has_knob(made)
+            for density in options.density if is_set else (None,):
+                rule = Rule(policy, preset, density)
+                if preset in OWN_LAYERS or not is_set:
+                    found += [] if options.stage == "development" else [rule]
+                elif options.stage == "development":
+                    for count in options.dense_layers or (0, 1, 2):
+                        fields = (("dense_layers", count),)
+                        found.append(Rule(policy, preset, density, fields, f"{_VARIANT}{count}"))
+                else:
+                    found += _chosen(file, model, rule, options)
+    return tuple(found)
+
+
+def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespace) -> list[Rule]:
+    """The rule with the dense layers that served best in development, phase by phase."""
+    by_count: dict[int, list[str]] = {}
+    for phase in options.phase:
+        if phase != "both" and phase not in rule.make().phases:
+            continue
+        if phase == "both" and len(rule.make().phases) < 2:
+            continue
+        count = chosen_layers(file, model, rule, phase, options.dense_layers)
+        if count is not None:
+            by_count.setdefault(count, []).append(phase)
+    return [
+        Rule(rule.policy, rule.preset, rule.density, (("dense_layers", count),), phases=tuple(some))
+        for count, some in by_count.items()
+    ]
+
+
+def chosen_layers(
+    file: ResultsFile, model: str, rule: Rule, phase: str, given: Sequence[int] | None
+) -> int | None:
+    """Dense layers for the report: those given, those chosen before, or the best of development.
+
+    Once chosen, a number stays in `meta`: all rows of a policy have the same.
+
+    Raises:
+      SystemExit: If none was given and there is no development to choose from.
+    """
+    key = f"{model}: {rule} {phase}"
+    known = file.meta.setdefault("dense_layers", {})
+    if key not in known:
+        if given is not None and len(given) == 1:
+            known[key] = given[0]
+        else:
+            known[key] = best_layers(file.rows, model, rule, phase)
+    return known[key]
+
+
+def best_layers(rows: Sequence[Row], model: str, rule: Rule, phase: str) -> int | None:
+    """The number of dense layers with the most right answers; of equal ones the least loss.
+
+    Args:
+      rows: Rows with those of the development.
+      model: The model.
+      rule: The policy.
+      phase: Where it selects.
+
+    Returns:
+      The number; None if no number was within the density.
+
+    Raises:
+      SystemExit: If the policy was not run in development.
+    """
+    own = [
+        row
+        for row in rows_with(rows, model=model, phase=phase, density=rule.density)
+        if row["stage"] == "development"
+        and (row["policy"], row["preset"]) == (rule.policy, rule.preset)
+    ]
+    best: dict[int, tuple[float, float]] = {}
+    for variant in {row["variant"] for row in own}:
+        some = [row for row in own if row["variant"] == variant]
+        right, loss = pool(counted(some)), pool(rows_with(some, task="text_loss"))
+        shares = 0.0 if right is None or right.exact is None else right.exact
+        losses = 0.0 if loss is None or loss.text_loss is None else loss.text_loss
+        best[int(variant.removeprefix(_VARIANT))] = (-shares, losses)
+    if not best and not any(row.get("stage") == "development" for row in rows):
+        raise SystemExit("--dense-layers must be one number where there was no --stage development")
+    return min(best, key=lambda count: (*best[count], count)) if best else None
+
+
+def comparison(rows: Sequence[Row], first: str, second: str) -> str:
+    """Paired differences of two policies on the same prompts, as markdown.
+
+    Args:
+      rows: Rows of the file.
+      first: Label of a policy, such as `"paper"`.
+      second: Label of another, or `"dense"`.
+
+    Returns:
+      For every model, length, density and phase the difference of right answers in each task and in
+      all that count, and of losses, with 95 % intervals.
+    """
+    rows = [row for row in rows if row["stage"] == "report"]
+    body = []
+    for model in values_of(rows, "model"):
+        for tokens in values_of(rows_with(rows, model=model), "tokens"):
+            for phase in measured_phases(rows):
+                for density in values_of(rows_with(rows, label=first), "density"):
+                    where = {"model": model, "tokens": tokens, "phase": phase, "density": density}
+                    a, b = (rows_with(rows, label=label, **where) for label in (first, second))
+                    names = [model, f"{tokens:,}", phase, f"{density:g}"]
+                    body += [[*names, *cells] for cells in _differences(a, b)]
+    header = ("Model", "Tokens", "Sparse in", "Density", "Task", f"`{first}` minus `{second}`")
+    return markdown_table((*header, "95 % interval", "Prompts"), body, num_names=5)
+
+
+def _differences(first: Sequence[Row], second: Sequence[Row]) -> list[list[str]]:
+    parts: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {
+        "all": (counted(first), counted(second))
+    }
+    for task in tasks_of(first, is_scored=False):
+        parts[task] = rows_with(first, task=task), rows_with(second, task=task)
+    found = []
+    for task, pair in parts.items():
+        one = paired_difference(*pair) or paired_loss_difference(*pair)
+        if one is not None:
+            digits = 2 if paired_difference(*pair) is not None else 3
+            ends = f"{signed(one.low, digits)} to {signed(one.high, digits)}"
+            found.append([task, signed(one.mean, digits), ends, str(one.prompts)])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The instruction models on the results page: a summary of one screen, and the data behind it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pages import Tables, if_measured  # which finds the package in any checkout
+
+from sketchwalk_jax.evaluation.report import describe_run
+from sketchwalk_jax.evaluation.results import Results, Row, read_results
+from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
+    TASK_TITLES,
+    counted,
+    densities,
+    mean_of,
+    measured_phases,
+    policy_labels,
+    pool,
+    rows_with,
+    tasks_of,
+    values_of,
+)
+from sketchwalk_jax.evaluation.tables import (
+    NOTHING,
+    accuracy_table,
+    density_title,
+    difference,
+    difference_table,
+    longest,
+    loss_difference,
+    loss_table,
+    markdown_table,
+    name_of,
+    task_title,
+)
+
+_COMMAND = "`python benchmarks/real_models.py --model FILE.gguf`"
+
+
+def reported(path: Path) -> Results:
+    """The results without what dense layers were chosen on."""
+    results = read_results(path)
+    rows = tuple(row for row in results.rows if row["stage"] == "report")
+    return Results(meta=results.meta, rows=rows)
+
+
+def summary(path: Path) -> str:
+    """All tasks that count, model by model at its longest length and the highest density."""
+    results = reported(path)
+    rows = results.rows
+    models = values_of(rows, "model")
+    density = max((one for one in densities(rows) if one < 1), default=None)
+    header = ["Right answers beyond dense", "Sparse in"]
+    ends = {model: longest(rows_with(rows, model=model)) for model in models}
+    header += [f"{model}, {ends[model]:,} tokens" for model in models]
+    body = []
+    for label in policy_labels(rows):
+        for phase in measured_phases(rows) if label != "dense" else ():
+            cells = []
+            for model in models:
+                own = rows_with(rows, model=model, tokens=ends[model])
+                chosen = rows_with(own, label=label, phase=phase, density=density)
+                cells.append(difference(counted(chosen), counted(rows_with(own, label="dense"))))
+            if set(cells) != {NOTHING}:
+                body.append([name_of(label), PHASE_TITLES[phase], *cells])
+    what = (
+        f"{density_title(density)} over all layers, dense ones included; of prompts that dense "
+        "attention answers, so that it has all of them right by choice; 95 % intervals of paired "
+        "differences"
+    )
+    return f"{markdown_table(header, body, num_names=2)}\n\n{what}. {describe_run(results.meta)}"
+
+
+def data(path: Path) -> str:
+    """Every model and length: prompts, right answers, differences, losses, long decoding."""
+    results = reported(path)
+    blocks = [describe_models(results), drawn_table(results.rows)]
+    for model in values_of(results.rows, "model"):
+        for tokens in values_of(rows_with(results.rows, model=model), "tokens"):
+            rows = rows_with(results.rows, model=model, tokens=tokens)
+            blocks += _of_length(rows, model, tokens)
+    left_out = [one for one in results.meta.get("not_run", ()) if one["stage"] == "report"]
+    blocks += [_not_run_text(left_out)] if left_out else []
+    return "\n\n".join(blocks)
+
+
+def describe_models(results: Results) -> str:
+    """Models, texts and settings in a paragraph."""
+    meta = results.meta
+    models = []
+    for name, one in meta["models"].items():
+        hashes = ", ".join(f"`{value[:16]}`" for value in one["sha256"].values())
+        models.append(f"`{name}` ({one['dtype']}; SHA-256 of its weights begins {hashes})")
+    texts = " and ".join(
+        f"{meta[kind]['name']} (SHA-256 `{meta[kind]['sha256'][:16]}`)" for kind in ("text", "code")
+    )
+    stages = ", ".join(f"{name} {one['seed']}" for name, one in meta["stages"].items())
+    return (
+        f"Models: {'; '.join(models)}. Texts: {texts}. Seeds: {stages}. "
+        f"At most {meta['tries']} times as many prompts are drawn as are wanted."
+    )
+
+
+def drawn_table(rows: Sequence[Row]) -> str:
+    """Prompts kept of those drawn, as `50 of 61`; in brackets where a task counts in no mean."""
+    rows = [row for row in rows_with(rows, label="dense") if row.get("drawn") is not None]
+    tasks = tasks_of(rows)
+    body = []
+    for model in values_of(rows, "model"):
+        for tokens in values_of(rows_with(rows, model=model), "tokens"):
+            cells = []
+            for task in tasks:
+                some = rows_with(rows, model=model, tokens=tokens, task=task)
+                some = [row for row in some if row["depth"] is None]
+                text = NOTHING
+                if some:
+                    kept = sum(row["prompts"] for row in some)
+                    text = f"{kept} of {some[0]['drawn']}"
+                cells.append(text if not some or some[0]["in_mean"] else f"({text})")
+            body.append([model, f"{tokens:,}", *cells])
+    header = ("Prompts that dense attention answers", "Tokens", *map(task_title, tasks))
+    return markdown_table(header, body, num_names=2)
+
+
+def _of_length(rows: Sequence[Row], model: str, tokens: int) -> list[str]:
+    blocks = []
+    nominal: list[float | None] = [*densities(rows)[::-1]] or [None]
+    for density in nominal:
+        for phase in measured_phases(rows):
+            where = {"phase": phase, "density": density, "tokens": tokens}
+            title = f"{model}, {tokens:,} tokens, {density_title(density).lower()}"
+            blocks.append(f"**{title}, sparse in {PHASE_TITLES[phase].lower()}**")
+            blocks.append(accuracy_table(rows, **where))
+            blocks.append(difference_table(rows, **where))
+    for task in ("text_loss", "code_loss"):
+        some = [{**row, "task": "text_loss"} for row in rows_with(rows, task=task)]
+        if some:
+            blocks.append(f"**{model}, {tokens:,} tokens, {TASK_TITLES[task].lower()}**")
+            blocks.append(loss_table(some, densities=nominal, tokens=tokens))
+    if rows_with(rows, task="long_decode"):
+        blocks.append(f"**{model}, {tokens:,} tokens, the last 512 decoded**")
+        blocks.append(long_decode_table(rows_with(rows, task="long_decode")))
+    return blocks
+
+
+def long_decode_table(rows: Sequence[Row]) -> str:
+    """Loss beyond dense attention's, and KL divergence from it, nats per token."""
+    dense = rows_with(rows, label="dense")
+    body = []
+    for label in policy_labels(rows):
+        for density in densities(rows) or [None]:
+            for phase in measured_phases(rows) if label != "dense" else ():
+                some = rows_with(rows, label=label, phase=phase, density=density)
+                found, kl = pool(some), mean_of(some, "kl")
+                if found is None or kl is None:
+                    continue
+                cells = [name_of(label), PHASE_TITLES[phase], density_title(density)]
+                cells += [loss_difference(some, dense), f"{kl:.4f}"]
+                body.append([*cells, f"{found.density_all_layers:.2f}"])
+    header = ("Policy", "Sparse in", "", "Loss beyond dense", "KL(dense ‖ policy)")
+    return markdown_table((*header, "Density, all layers"), body, num_names=3)
+
+
+def _not_run_text(entries: Sequence[dict]) -> str:
+    parts = [
+        f"`{one['preset'] or one['policy']}` at {one['density']:g} ({one['model']}, "
+        f"{one['tokens']:,} tokens: at least {one['least_density_all_layers']:.3f})"
+        for one in entries
+    ]
+    return f"Not run, because dense layers and floors alone take more: {'; '.join(parts)}."
+
+
+TABLES: Tables = {
+    "real-summary": ("real_models.json", if_measured(summary, _COMMAND)),
+    "real-data": ("real_models.json", if_measured(data, _COMMAND)),
+}

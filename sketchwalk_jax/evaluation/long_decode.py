@@ -1,0 +1,219 @@
+"""Long decoding: a text read, its last 512 tokens fed one by one, beside dense attention.
+
+Dense attention and a policy step side by side through the same tokens in one program, each with a
+cache of its own, so that their distributions are compared where they arise: 512 rows of the
+logits of a large vocabulary would be hundreds of megabytes for each prompt.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.cache import Cache, Density, num_dense_layers
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.evaluation.programs import Programs, Together, read_prompts
+from sketchwalk_jax.evaluation.results import Outcome
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.tasks import NUM_DECODED, Sample
+from sketchwalk_jax.inference import decode_token
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.dense import Dense
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What feeding `U` tokens gave.
+
+    Attributes:
+      losses: `-log p` of each token after the first, by the policy, float32 `[B, U - 1]`.
+      divergences: `KL(p_dense ‖ p_policy)` at each of these places, nats, float32 `[B, U - 1]`.
+      density: Pairs that the policy attended to.
+    """
+
+    losses: Float[Array, "B V"]
+    divergences: Float[Array, "B V"]
+    density: Density
+
+
+def read_program(
+    params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, settings: Settings
+) -> Cache:
+    """Reads texts into a new cache of `T` tokens."""
+    return read_prompts(params, tokens, lengths, settings=settings)[1]
+
+
+def compare_program(
+    params: PyTree,
+    dense: Cache,
+    cache: Cache,
+    tokens: Int[Array, "B U"],
+    *,
+    settings: Settings,
+) -> Compared:
+    """Feeds the same tokens to dense attention and to a policy, and compares what they predict.
+
+    After every token but the last, with the distributions `p` and `q` over the next one:
+    `KL(p ‖ q) = Σ_v p_v (log p_v - log q_v)`.
+
+    Args:
+      params: Parameter tree.
+      dense: Cache of dense attention.
+      cache: Cache of the policy.
+      tokens: The tokens, in order.
+      settings: Model and policy.
+
+    Returns:
+      Losses and divergences.
+    """
+    plain = Settings(model_config=settings.model_config, config=Dense())
+    active = jnp.ones(tokens.shape[:1], bool)
+
+    def step(carry: tuple[Cache, Cache], column: tuple[Array, Array]) -> Any:
+        token, target = column
+        exact, dense, _ = decode_token(params, token, carry[0], active=active, settings=plain)
+        logits, cache, _ = decode_token(params, token, carry[1], active=active, settings=settings)
+        wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
+        loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
+        divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+        return (dense, cache), (loss, divergence)
+
+    columns = jnp.swapaxes(tokens, 0, 1)
+    carry, (losses, divergences) = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
+    return Compared(jnp.swapaxes(losses, 0, 1), jnp.swapaxes(divergences, 0, 1), carry[1].density)
+
+
+class LongDecode:
+    """Programs for long decoding at one length, and what they find.
+
+    In phase `decode` the policy continues what dense attention has read; in phase `both` it has
+    read the text itself.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: PyTree,
+        model_config: ModelConfig,
+        wanted: Mapping[Rule, Sequence[str]],
+        *,
+        num_tokens: int,
+        batch: int,
+        policies: Mapping[Rule, Policy],
+    ) -> None:
+        """Starts to compile.
+
+        Args:
+          programs: Where programs are compiled.
+          params: Parameter tree.
+          model_config: The model.
+          wanted: Every rule, and its phases.
+          num_tokens: Tokens of a text, those that are decoded included.
+          batch: Texts at a time.
+          policies: Calibrated policies, of the rules that need it.
+        """
+        self._programs, self._params, self._model_config = programs, params, model_config
+        self.batch, self._num_tokens = batch, num_tokens
+        self._policies = {rule: rule.make() for rule in wanted} | dict(policies)
+        self._watched = [rule for rule in wanted if rule != DENSE and "decode" in wanted[rule]]
+        self._dense: Policy = Dense()
+        if self._watched:
+            self._dense = Together.of([self._policies[rule] for rule in self._watched])
+        if wanted:
+            self._read_program(self._dense, "decode")
+        for rule, phases in wanted.items():
+            if "both" in phases and rule != DENSE:
+                self._read_program(self._policies[rule], "both")
+            self._compare_program(self._policies[rule])
+
+    def num_dense_layers(self, rule: Rule) -> int:
+        """Leading layers in which a rule does not select; 0 for dense attention itself."""
+        return 0 if rule == DENSE else num_dense_layers(self._model_config, self._policies[rule])
+
+    def _settings(self, config: Policy, phase: str = "both") -> Settings:
+        is_watching = isinstance(config, Together)
+        return Settings(
+            model_config=self._model_config,
+            config=config,
+            phase="decode" if is_watching else phase,
+        )
+
+    def _read_program(self, config: Policy, phase: str) -> Future[Any]:
+        tokens = jax.ShapeDtypeStruct((self.batch, self._num_tokens), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        settings = self._settings(config, phase)
+        return self._programs.start(read_program, tokens, lengths, settings=settings)
+
+    def _compare_program(self, config: Policy) -> Future[Any]:
+        shape = {"batch": self.batch, "num_tokens": self._num_tokens}
+        settings, plain = self._settings(config), self._settings(Dense())
+        caches = (self._programs.cache(one, **shape) for one in (plain, settings))
+        tokens = jax.ShapeDtypeStruct((self.batch, NUM_DECODED), jnp.int32)
+        return self._programs.start(compare_program, *caches, tokens, settings=settings)
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        wanted: Mapping[Rule, Sequence[str]],
+        *,
+        after: Callable[[], None],
+    ) -> dict[tuple[Rule, str], Outcome]:
+        """Measures rules in their phases on one batch.
+
+        Args:
+          samples: At most `batch` samples of long_decode.
+          wanted: Phases of each rule.
+          after: Called whenever a rule is done.
+
+        Returns:
+          The outcome of every rule and phase.
+        """
+        rows = [*samples, *[samples[-1]] * (self.batch - len(samples))]
+        tokens = np.zeros((self.batch, self._num_tokens), np.int32)
+        for row, sample in zip(tokens, rows, strict=True):
+            row[: len(sample.tokens)] = sample.tokens
+        lengths = np.array([sample.answer_start for sample in rows], np.int32)
+        answers = np.stack([sample.answer for sample in rows])
+        read = partial(self._read, tokens, lengths)
+        dense = read(self._dense, "decode")
+        plain = dataclasses.replace(dense, statistics=None)
+        found: dict[tuple[Rule, str], Outcome] = {}
+        for rule, phases in wanted.items():
+            for phase in phases:
+                config = self._policies[rule]
+                if rule == DENSE:
+                    cache = plain
+                elif phase == "both":
+                    cache = read(config, phase)
+                else:
+                    assert isinstance(self._dense, Together)
+                    index = self._watched.index(rule)
+                    cache = self._dense.cache_of(dense, index, self._model_config)
+                compare = self._compare_program(config).result()
+                compared = jax.device_get(compare(self._params, plain, cache, answers))
+                found[rule, phase] = _outcome(compared, len(samples))
+            after()
+        return found
+
+    def _read(self, tokens: np.ndarray, lengths: np.ndarray, config: Policy, phase: str) -> Cache:
+        return self._read_program(config, phase).result()(self._params, tokens, lengths)
+
+
+def _outcome(compared: Compared, count: int) -> Outcome:
+    """Means over tokens, without the rows that only fill the batch."""
+    losses, divergences = (
+        np.asarray(x, np.float64).mean(axis=1)[:count]
+        for x in (compared.losses, compared.divergences)
+    )
+    density = jax.tree.map(lambda x: x[..., :count], compared.density)
+    return Outcome(None, losses, density, divergences)

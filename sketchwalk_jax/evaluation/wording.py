@@ -1,0 +1,265 @@
+"""How tasks are put into words: the sentences to hide, the questions, and the frame around them.
+
+`plain` is what the bundled model was trained on: statements in a text, and `Q: ... ? A:` behind or
+within it. `chat` is for instruction models: one user message of an instruction, the text with the
+statements in it, and the question; the assistant's turn begins with the words that lead up to the
+answer (as in RULER, arXiv:2404.06654), so that a small model answers in the expected form.
+
+Sentences begin with a space and none ends with one, so that they can follow one another and a
+tokenizer sees the same tokens wherever they stand.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from sketchwalk_jax.tokenizer import render_chat
+from sketchwalk_jax.validation import check_choice
+
+# Stands in a conversation for what is inserted later. No text has it, and no template escapes it.
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def code_statement(word: str, number: str) -> str:
+    """What a needle says."""
+    return f" The code of {word} is {number}."
+
+
+def code_question(word: str) -> str:
+    """Asks for the one code of a word."""
+    return f" Q: code of {word}? A:"
+
+
+def each_code_question(words: Sequence[str]) -> str:
+    """Asks for the codes of several words, in this order."""
+    return f" Q: code of each of {', '.join(words)}? A:"
+
+
+def all_codes_question(word: str) -> str:
+    """Asks for all the codes that a word has, in the order in which the text gives them."""
+    return f" Q: all codes of {word}? A:"
+
+
+def value_statement(name: str, value: str) -> str:
+    """Gives a variable its value: a number, or the name of another variable."""
+    return f" Let {name} be {value}."
+
+
+def value_question(name: str) -> str:
+    """Asks for the number at the end of a chain of variables."""
+    return f" Q: value of {name}? A:"
+
+
+def vote_statement(word: str) -> str:
+    """One of the votes to count."""
+    return f" One vote for {word}."
+
+
+def vote_question() -> str:
+    """Asks for the word with the most votes."""
+    return " Q: most votes? A:"
+
+
+def answer_text(values: Sequence[str]) -> str:
+    """The answer to a question, up to the full stop that ends it."""
+    return f" {', '.join(values)}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question and its answer.
+
+    Attributes:
+      question: The sentence that asks.
+      answer: What is right, up to the full stop that ends it; begins with a space.
+      prefix: What the assistant's turn begins with, just before the answer; empty where there are
+        no turns.
+    """
+
+    question: str
+    answer: str
+    prefix: str = ""
+
+
+class Wording:
+    """The sentences of the bundled model, without a frame: the wording `plain`."""
+
+    name = "plain"
+
+    def code(self, word: str, number: str) -> str:
+        """States the code of a word."""
+        return code_statement(word, number)
+
+    def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
+        """States codes in the order of the text, of which a word may have several."""
+        return [self.code(*pair) for pair in zip(words, numbers, strict=True)]
+
+    def ask_code(self, word: str, number: str) -> Asked:
+        """Asks for it."""
+        return Asked(code_question(word), answer_text([number]))
+
+    def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
+        """Asks for the codes of several words, in this order."""
+        return Asked(each_code_question(words), answer_text(numbers))
+
+    def ask_all_codes(self, word: str, numbers: Sequence[str]) -> Asked:
+        """Asks for all codes of a word, in the order of the text."""
+        return Asked(all_codes_question(word), answer_text(numbers))
+
+    def value(self, name: str, value: str) -> str:
+        """Gives a variable its value."""
+        return value_statement(name, value)
+
+    def ask_value(self, name: str, values: Sequence[str]) -> Asked:
+        """Asks for the variables that lead to its number, and the number."""
+        return Asked(value_question(name), answer_text(values))
+
+    def vote(self, word: str) -> str:
+        """One of the votes to count."""
+        return vote_statement(word)
+
+    def ask_votes(self, word: str) -> Asked:
+        """Asks for the word with the most votes."""
+        return Asked(vote_question(), answer_text([word]))
+
+    def opening(self, task: str, tokenizer: Any) -> str | None:
+        """What stands before the text; None for what the tokenizer itself begins with."""
+        return None
+
+    def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
+        """What stands between the text and the answer, and behind the answer."""
+        return Frame(asked.question)
+
+
+class ChatWording(Wording):
+    """Sentences for instruction models, in the turns of their chat template: `chat`."""
+
+    name = "chat"
+
+    def code(self, word: str, number: str) -> str:
+        """States the code of a word."""
+        return f" The secret code of {word} is {number}."
+
+    def ask_code(self, word: str, number: str) -> Asked:
+        """Asks for it."""
+        prefix = f"The secret code of {word} is"
+        return Asked(f"What is the secret code of {word}?", answer_text([number]), prefix)
+
+    def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
+        """States codes in the order of the text; those of a word with several are counted."""
+        found = []
+        for index, pair in enumerate(zip(words, numbers, strict=True)):
+            is_one_of_several = words.count(words[index]) > 1
+            nth = words[:index].count(words[index])
+            found.append(_nth_code(nth, *pair) if is_one_of_several else self.code(*pair))
+        return found
+
+    def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
+        """Asks for the codes of several words, line by line."""
+        lines = [self.code(*pair)[1:] for pair in zip(words, numbers, strict=True)]
+        return _lines_asked(lines, numbers)
+
+    def ask_all_codes(self, word: str, numbers: Sequence[str]) -> Asked:
+        """Asks for all codes of a word, line by line."""
+        lines = [_nth_code(nth, word, number)[1:] for nth, number in enumerate(numbers)]
+        return _lines_asked(lines, numbers)
+
+    def ask_value(self, name: str, values: Sequence[str]) -> Asked:
+        """Asks for the variables that lead to its number, and the number, step by step."""
+        steps = "".join(self.value(*link) for link in zip([name, *values], values, strict=False))
+        prefix = f"Let {name} be"
+        question = f"What is {name}? Answer step by step, down to the number."
+        return Asked(question, steps.removeprefix(f" {prefix}"), prefix)
+
+    def ask_votes(self, word: str) -> Asked:
+        """Asks for the word with the most votes."""
+        prefix = "The word with the most votes is"
+        return Asked("Which word has the most votes?", answer_text([word]), prefix)
+
+    def opening(self, task: str, tokenizer: Any) -> str | None:
+        """The chat template's beginning and the instruction."""
+        return self._parts(task, Asked("", ""), tokenizer)[0]
+
+    def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
+        """What stands between the text and the answer, and behind the answer.
+
+        Raises:
+          ValueError: If the tokenizer has no chat template, or one that changes what is said.
+        """
+        return Frame(*self._parts(task, asked, tokenizer)[1:])
+
+    def _parts(self, task: str, asked: Asked, tokenizer: Any) -> list[str]:
+        """What the tokenizer's chat template writes before, between and behind the texts."""
+        kind = {"variable_tracking": "variables", "aggregation": "votes"}.get(task, "secret codes")
+        # All pieces meet at a space, where no tokenizer joins what stands on both sides.
+        text = (
+            f"Some {kind} are hidden in the following text. Memorize them. I will ask about them "
+            f"afterwards.\n\nText:{_MARK} (End of the text.)\n\n{asked.question}"
+        )
+        messages = [{"role": "user", "content": text}]
+        if task == "mid_prompt":
+            messages += [
+                {"role": "assistant", "content": f"{asked.prefix}{_MARK}"},
+                {"role": "user", "content": f"Here is more text:{_MARK} (End of the text.)"},
+            ]
+            parts = render_chat(tokenizer, messages).split(_MARK)
+        else:
+            parts = (render_chat(tokenizer, messages) + asked.prefix).split(_MARK)
+        if len(parts) != 1 + sum(one["content"].count(_MARK) for one in messages):
+            raise ValueError(
+                "tokenizer must have a chat template that writes every message once and as it is, "
+                f"got {''.join(parts)[:200]!r}"
+            )
+        return parts
+
+
+_ORDINALS = ("first", "second", "third", "fourth")
+
+
+def _nth_code(nth: int, word: str, number: str) -> str:
+    return f" The {_ORDINALS[nth]} secret code of {word} is {number}."
+
+
+def _lines_asked(lines: Sequence[str], numbers: Sequence[str]) -> Asked:
+    """Asks for lines to be completed with numbers, the first one's beginning being given."""
+    blank = "\n".join(
+        line.replace(number, "___") for line, number in zip(lines, numbers, strict=True)
+    )
+    prefix = lines[0].removesuffix(f" {numbers[0]}.")
+    answer = "\n".join(lines).removeprefix(prefix)
+    return Asked(f"Complete these lines:\n{blank}", answer, prefix)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What stands around the answer. Words of the text go on with a space.
+
+    Attributes:
+      asking: From the end of the text to the answer.
+      after: From the answer to the rest of the text, where there is a rest.
+      closing: Behind that.
+    """
+
+    asking: str
+    after: str = ""
+    closing: str = ""
+
+
+_WORDINGS: dict[str, Wording] = {one.name: one for one in (Wording(), ChatWording())}
+
+WORDINGS = tuple(_WORDINGS)
+"""Names of wordings."""
+
+
+def wording_of(name: str) -> Wording:
+    """The wording called `name`.
+
+    Raises:
+      ValueError: If it is not one of `WORDINGS`.
+
+    Example:
+      >>> wording_of("chat").code("river", "12345")
+      ' The secret code of river is 12345.'
+    """
+    check_choice("wording", name, WORDINGS)
+    return _WORDINGS[name]
