@@ -4,6 +4,9 @@ The file has the vocabulary and the merges, the kind of every token, and a name 
 cut before anything is merged; of that name's rules it has none. They are here, as the original
 tokenizers have them, so that the tokens are those that the model was trained on. A name that is not
 known is refused: cut otherwise, the same text gives other tokens, and nothing says so.
+
+transformers has a loader as well, but it takes torch, which nothing here needs; it cuts by GPT-2's
+rules where it does not know the name, and does not compose characters as Qwen's tokenizer does.
 """
 
 import dataclasses
