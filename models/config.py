@@ -131,6 +131,7 @@ class ModelConfig:
 
         Raises:
           FileNotFoundError: If the directory or its `config.json` does not exist.
+          ImportError: If it is a GGUF file and the package `gguf` is missing.
           ValueError: If a file is not valid JSON or GGUF, or the contents are not a supported
             model.
           NotImplementedError: If the checkpoint uses a feature that is not implemented.

@@ -1,16 +1,16 @@
 """The header of a GGUF file, and the model that it describes.
 
 A GGUF file (llama.cpp's format) holds a whole checkpoint: metadata in place of `config.json` and of
-the tokenizer's files, then the tensors. Here the header is read, with plain Python, and translated
-into a Hugging Face config, so that `hf_config.translate` alone decides what is supported;
-`gguf_files.py` reads the tensors. No code of the file is run: there is none in it.
+the tokenizer's files, then the tensors. Here the header, as the package `gguf` reads it, becomes
+plain values and is translated into a Hugging Face config, so that `hf_config.translate` alone
+decides what is supported; `gguf_files.py` reads the tensors. No code of the file is run: there is
+none in it.
 """
 
 import dataclasses
-import math
-import mmap
+import functools
 import os
-import struct
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 ROPE_FREQS = "rope_freqs.weight"
 """The tensor in which Llama 3.1 and later keep the rescaling of their rotary frequencies."""
-
-_F32, _F16 = 0, 1
-"""Type numbers of the tensors that hold plain numbers."""
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
-_FLOAT32 = 6
 
 _CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -108,18 +90,20 @@ class GgufTensor:
 
     Attributes:
       shape: Its shape, rows first; the file has it the other way round.
-      type_id: Number of its type in ggml, such as 0 for F32.
+      dtype: Its type in ggml, such as "Q4_K".
       start: Where its bytes begin in the file.
+      num_bytes: How many there are.
     """
 
     shape: tuple[int, ...]
-    type_id: int
+    dtype: str
     start: int
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """The header of a GGUF file.
+    """The header of a GGUF file, without a hold on the file.
 
     Attributes:
       path: The file.
@@ -142,8 +126,22 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def import_gguf() -> types.ModuleType:
+    """Imports the package `gguf`, or raises an `ImportError` that says how to install it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(
+            'GGUF files must have the package gguf to be read: pip install "sketchwalk-jax[gguf]"'
+        ) from error
+    return gguf
+
+
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """Reads the header of a GGUF file; no tensor is touched.
+
+    Reading takes seconds where the file has a large vocabulary, so the headers of the last two
+    files are kept, for as long as these do not change: a model and its tokenizer share one.
 
     Args:
       path: The file.
@@ -152,6 +150,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
       Its metadata, and what it says about its tensors.
 
     Raises:
+      ImportError: If the package `gguf` is missing.
       ValueError: If it is not GGUF of version 2 or 3, is big-endian, is truncated or corrupt, or
         is one part of several.
 
@@ -162,24 +161,26 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """
     path = Path(path)
     with path.open("rb") as file:
-        begin = file.read(24)
-        if begin[:4] != MAGIC:
-            raise ValueError(
-                f"{path} must be a GGUF file, which begins with {MAGIC!r}, got {begin[:4]!r}; "
-                f"download it again"
-            )
-        if len(begin) < 24:
-            raise damaged(path, f"only {len(begin)} bytes")
-        version, num_tensors, num_keys = struct.unpack_from("<IQQ", begin, 4)
-        if version & 0xFFFF == 0:
-            raise ValueError(f"{path} must be little-endian, got a big-endian GGUF file")
-        if version not in VERSIONS:
-            raise ValueError(
-                f"{path} must be GGUF of version 2 or 3, got version {version}; convert the model "
-                f"again with a current llama.cpp"
-            )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            header = _read_tables(_Cursor(content), path, num_tensors, num_keys)
+        begin, status = file.read(8), os.fstat(file.fileno())
+    if begin[:4] != MAGIC:
+        raise ValueError(
+            f"{path} must be a GGUF file, which begins with {MAGIC!r}, got {begin[:4]!r}; "
+            f"download it again"
+        )
+    if len(begin) < 8:
+        raise _damaged(path, f"only {len(begin)} bytes")
+    # The package reads big-endian headers, but dequantises little-endian blocks alone.
+    version = int.from_bytes(begin[4:], "little")
+    if version & 0xFFFF == 0:
+        raise ValueError(f"{path} must be little-endian, got a big-endian GGUF file")
+    if version not in VERSIONS:
+        raise ValueError(
+            f"{path} must be GGUF of version 2 or 3, got version {version}; convert the model "
+            f"again with a current llama.cpp"
+        )
+    header = _read_with_gguf(
+        path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    )
     count = header.metadata.get("split.count", 1)
     if count > 1:
         raise ValueError(
@@ -189,78 +190,76 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     return header
 
 
-class _Cursor:
-    """Reads values one after the other; past the end of the file it raises `EOFError`."""
+@functools.lru_cache(maxsize=2)
+def _read_with_gguf(path: Path, state: tuple[int, ...]) -> GgufHeader:
+    """The header of a file in that state, which a file that was written again is not in."""
+    del state
+    gguf = import_gguf()
+    base: Any = gguf.GGUFReader
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content, self.position, self.size = content, 24, len(content)
+    class Reader(base):
+        """The package's reader, which cuts everything out of its attribute `data`."""
 
-    def skip(self, num_bytes: int) -> int:
-        start = self.position
-        self.position += num_bytes
-        if self.position > self.size:
-            raise EOFError
-        return start
+        @property
+        def data(self) -> np.ndarray:
+            return self._bytes
 
-    def scalar(self, layout: str) -> Any:
-        return struct.unpack_from(layout, self.content, self.skip(struct.calcsize(layout)))[0]
+        @data.setter
+        def data(self, content: np.ndarray) -> None:
+            self._bytes = content.view(_Bytes)
 
-    def string(self) -> str:
-        length = self.scalar("<Q")
-        start = self.skip(length)
-        return self.content[start : start + length].decode("utf-8")
-
-    def value(self, type_id: int) -> Any:
-        if type_id == _STRING:
-            return self.string()
-        if type_id == _ARRAY:
-            item, count = self.scalar("<I"), self.scalar("<Q")
-            if item not in _SCALARS:
-                return [self.value(item) for _ in range(count)]
-            layout = f"<{count}{_SCALARS[item][1]}"
-            start = self.skip(count * struct.calcsize(_SCALARS[item]))
-            return list(struct.unpack_from(layout, self.content, start))
-        if type_id == _FLOAT32:
-            # 1e-5 is stored as the float32 nearest to it; back to the number that was meant.
-            return float(str(np.float32(self.scalar("<f"))))
-        return self.scalar(_SCALARS[type_id])
-
-
-def _read_tables(cursor: _Cursor, path: Path, num_tensors: int, num_keys: int) -> GgufHeader:
-    metadata, tensors = {}, {}
     try:
-        for _ in range(num_keys):
-            key, type_id = cursor.string(), cursor.scalar("<I")
-            metadata[key] = cursor.value(type_id)
-        for _ in range(num_tensors):
-            name = cursor.string()
-            sizes = [cursor.scalar("<Q") for _ in range(cursor.scalar("<I"))]
-            tensors[name] = GgufTensor(
-                shape=tuple(reversed(sizes)),
-                type_id=cursor.scalar("<I"),
-                start=cursor.scalar("<Q"),
-            )
+        with np.errstate(over="raise"):  # an offset that wraps round would be inside the file
+            reader = Reader(path)
+        return GgufHeader(
+            path=path,
+            metadata={
+                name: _as_written(field.contents(), field.types == [gguf.GGUFValueType.FLOAT32])
+                for name, field in reader.fields.items()
+            },
+            tensors={
+                tensor.name: GgufTensor(
+                    shape=tuple(reversed(tensor.shape.tolist())),
+                    dtype=tensor.tensor_type.name,
+                    start=tensor.data_offset,
+                    num_bytes=tensor.n_bytes,
+                )
+                for tensor in reader.tensors
+            },
+        )
     except EOFError as error:
-        raise damaged(path, f"a header that goes on after its {cursor.size} bytes") from error
-    except (KeyError, UnicodeDecodeError, struct.error, RecursionError) as error:
-        raise damaged(path, f"a header that cannot be read ({error!r})") from error
-    # The tensors begin where the header, filled up to whole units, ends.
-    unit = metadata.get("general.alignment", 32)
-    if not isinstance(unit, int) or unit < 1:
-        raise damaged(path, f"general.alignment {unit!r}")
-    first = math.ceil(cursor.position / unit) * unit
-    placed = {
-        name: dataclasses.replace(tensor, start=first + tensor.start)
-        for name, tensor in tensors.items()
-    }
-    return GgufHeader(path=path, metadata=metadata, tensors=placed)
+        raise _damaged(path, f"one that goes on after its {path.stat().st_size} bytes") from error
+    except (ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise _damaged(
+            path,
+            f"{error!r} from gguf",
+            ", or newer than the installed package: pip install --upgrade gguf",
+        ) from error
 
 
-def damaged(path: Path, found: str) -> ValueError:
+class _Bytes(np.ndarray):
+    """The bytes of a file, of which a slice that goes past the end is an error.
+
+    The reader would take the shorter slice of a `np.memmap`, and never end where the length of an
+    array is wrong. Slices are plain arrays, too: those of a `np.memmap` take three times as long.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) and (key.stop or 0) > self.size:
+            raise EOFError
+        return self.view(np.ndarray)[key]
+
+
+def _as_written(value: Any, is_float32: bool) -> Any:
+    """1e-5 is stored as the float32 nearest to it; back to the number that was meant."""
+    return float(str(np.float32(value))) if is_float32 else value
+
+
+def _damaged(path: Path, found: str, more: str = "") -> ValueError:
     """The error for a file that is not what its header says."""
     return ValueError(
         f"{path} must be a complete GGUF file, got {found}; it is truncated or corrupt, download "
-        f"it again"
+        f"it again{more}"
     )
 
 
@@ -307,9 +306,8 @@ def model_fields(header: GgufHeader) -> dict[str, Any]:
         raise ValueError(f"{header.path} must have the keys {missing} in its metadata, got none")
     try:
         return translate(_hf_config(header, keys))
-    except NotImplementedError as error:
-        reasons = str(error).replace("config.json", str(header.path))
-        raise NotImplementedError(reasons) from error
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(str(error).replace("config.json", str(header.path))) from error
 
 
 def _same_in_all_layers(key: str, value: Any) -> Any:
@@ -326,7 +324,9 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the model; what has no place in one is refused."""
     metadata, tensors = header.metadata, header.tensors
     read = {name: keys[key] for key, name in _CONFIG_KEYS.items() if key in keys}
-    head_dim = read.setdefault("head_dim", read["hidden_size"] // read["num_attention_heads"])
+    # No heads at all is for `ModelConfig` to refuse.
+    usual_dim = read["hidden_size"] // max(1, read["num_attention_heads"])
+    head_dim = read.setdefault("head_dim", usual_dim)
     read.setdefault("num_key_value_heads", read["num_attention_heads"])
     harmless = _HARMLESS | {"attention.value_length": head_dim, "rope.dimension_count": head_dim}
     problems = [
@@ -388,14 +388,12 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """
     tensor = header.tensors[ROPE_FREQS]
     theta, head_dim = config.get("rope_theta", 10000.0), config["head_dim"]
-    if tensor.type_id != _F32 or tensor.shape != (head_dim // 2,):
+    if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
         raise ValueError(
-            f"{ROPE_FREQS} of {header.path} must be F32 of shape {(head_dim // 2,)}, got type "
-            f"{tensor.type_id} of shape {tensor.shape}"
+            f"{ROPE_FREQS} of {header.path} must be F32 of shape {(head_dim // 2,)}, got "
+            f"{tensor.dtype} of shape {tensor.shape}"
         )
     divisors = np.fromfile(header.path, "<f4", head_dim // 2, offset=tensor.start)
-    if len(divisors) < head_dim // 2:
-        raise damaged(header.path, f"less than all of {ROPE_FREQS}")
     if (divisors == 1).all():
         return None
     plain, _ = rope_frequencies(RopeConfig(theta=theta), head_dim)
@@ -411,7 +409,7 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _dtype(header: GgufHeader) -> str:
-    found = {tensor.type_id for tensor in header.tensors.values()}
-    if found <= {_F32}:
+    found = {tensor.dtype for tensor in header.tensors.values()}
+    if found <= {"F32"}:
         return "float32"
-    return "float16" if found <= {_F32, _F16} else "bfloat16"
+    return "float16" if found <= {"F32", "F16"} else "bfloat16"

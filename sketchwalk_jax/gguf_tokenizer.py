@@ -4,6 +4,9 @@ The file has the vocabulary and the merges, the kind of every token, and a name 
 cut before anything is merged; of that name's rules it has none. They are here, as the original
 tokenizers have them, so that the tokens are those that the model was trained on. A name that is not
 known is refused: cut otherwise, the same text gives other tokens, and nothing says so.
+
+transformers has a loader as well, but it takes torch, which nothing here needs; it cuts by GPT-2's
+rules where it does not know the name, and does not compose characters as Qwen's tokenizer does.
 """
 
 import dataclasses
@@ -103,7 +106,7 @@ def make_tokenizer(header: GgufHeader) -> Any:
                 f"tokenizer.ggml.pre of {header.path} must be one of {', '.join(_CUTS)}, got "
                 f"{name!r}; load the tokenizer of the original checkpoint"
             )
-        cut = _CUTS[name]
+        cut = _CUTS[str(name)]
         model, adds_bos = _byte_level(tokens, kinds, found.get("merges", ()), cut), cut.adds_bos
     else:
         has_prefix = found.get("add_space_prefix", True)

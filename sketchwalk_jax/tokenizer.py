@@ -43,6 +43,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
       that cuts and merges as the original of the GGUF file does.
 
     Raises:
+      ImportError: If it is a GGUF file and the package `gguf` is missing.
       ValueError: If there is no such folder or file, if no tokenizer is in it, or one that is not
         known, or if its tokenizer is defined by code of its own, which is never run.
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from sketchwalk_jax import Dense, forward, generate, load, save
 from sketchwalk_jax.cli import app
+from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.evaluation.results import hash_weights
 from sketchwalk_jax.models import ModelConfig, rope_frequencies
 from sketchwalk_jax.models.rope import RopeConfig
@@ -263,6 +264,24 @@ def test_a_file_may_have_any_name(tmp_path: Path):
     load(link)
 
 
+def test_a_header_is_read_once_until_the_file_changes(file: Path, monkeypatch: pytest.MonkeyPatch):
+    reads = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: Path) -> None:
+            reads.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    write_gguf(file, num_hidden_layers=1)
+    assert load(file)[1] == ModelConfig.from_pretrained(file)
+    load_tokenizer(file)
+    assert reads == [file]
+    write_gguf(file, num_hidden_layers=2)
+    assert ModelConfig.from_pretrained(file).num_layers == 2
+    assert reads == [file, file]
+
+
 # What is wrong, and what the message says.
 
 
@@ -327,6 +346,16 @@ def test_harmless_keys_are_passed_over(file: Path):
     load(file)
 
 
+def position_after(file: Path, text: bytes) -> int:
+    return file.read_bytes().index(text) + len(text)
+
+
+def overwrite(file: Path, position: int, value: bytes) -> None:
+    content = bytearray(file.read_bytes())
+    content[position : position + len(value)] = value
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize("kept", [0, 3, 20, 300, -1, -200])
 def test_a_truncated_file_is_named(file: Path, kept: int):
     write_gguf(file)
@@ -348,10 +377,33 @@ def test_a_truncated_file_is_named(file: Path, kept: int):
 )
 def test_other_files_are_refused(file: Path, position: int, value: bytes, message: str):
     write_gguf(file)
-    content = bytearray(file.read_bytes())
-    content[position : position + len(value)] = value
-    file.write_bytes(content)
+    overwrite(file, position, value)
     with pytest.raises(ValueError, match=message):
+        load(file)
+
+
+def test_an_array_without_end_is_refused(file: Path):
+    write_gguf(file)
+    key = b"tokenizer.ggml.token_type"  # then come the types of the value and of its items
+    overwrite(file, position_after(file, key) + 8, struct.pack("<Q", 2**62))
+    with pytest.raises(ValueError, match="must be a complete GGUF file, got one that goes on"):
+        load(file)
+
+
+def test_a_type_that_the_package_does_not_know_may_be_new(file: Path):
+    write_gguf(file)
+    name = b"output_norm.weight"  # then come the number of its axes, their one size and the type
+    overwrite(file, position_after(file, name) + 12, struct.pack("<I", 999))
+    with pytest.raises(ValueError, match=r"999.* is not .*: pip install --upgrade gguf"):
+        load(file)
+
+
+@pytest.mark.parametrize("offset", [2**40, 2**64 - 32])
+def test_a_tensor_outside_the_file_is_refused(file: Path, offset: int):
+    write_gguf(file)
+    position = position_after(file, b"output_norm.weight") + 16
+    overwrite(file, position, struct.pack("<Q", offset))
+    with pytest.raises(ValueError, match="must be a complete GGUF file"):
         load(file)
 
 
@@ -366,10 +418,12 @@ def test_without_the_package_the_advice_is_to_install_it(
 ):
     write_gguf(file)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r'pip install "sketchwalk-jax\[gguf\]"'):
-        load(file)
-    ModelConfig.from_pretrained(file)
-    load_tokenizer(file)
+    for read in (load, ModelConfig.from_pretrained, load_tokenizer):
+        with pytest.raises(ImportError, match=r'pip install "sketchwalk-jax\[gguf\]"'):
+            read(file)
+    done = CliRunner().invoke(app, ["info", "--model", str(file)])
+    assert isinstance(done.exception, UsageError)
+    assert 'pip install "sketchwalk-jax[gguf]"' in str(done.exception)
 
 
 def test_a_folder_of_gguf_files_says_to_name_one(file: Path):

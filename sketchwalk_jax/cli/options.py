@@ -15,6 +15,7 @@ from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, is_shown
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_checkpoint
+from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hf_config import DTYPES
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
@@ -178,15 +179,20 @@ def check_model(model: Path | None) -> Path:
     """The checkpoint: the one given, or that of the bundled model.
 
     Raises:
-      UsageError: If it does not exist.
+      UsageError: If it does not exist, or is a GGUF file and the package `gguf` is missing.
       FileNotFoundError: If none was given and the installation lacks the bundled model.
     """
     if model is None:
         return bundled_model()
     try:
-        return check_checkpoint(model)
+        found = check_checkpoint(model)
+        if found.is_file():
+            import_gguf()
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(f"--model {error}") from error
+    except ImportError as error:
+        raise UsageError(f"--model must be readable here: {error}") from error
+    return found
 
 
 def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
