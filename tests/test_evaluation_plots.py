@@ -142,3 +142,20 @@ def test_missing_matplotlib_names_the_extra(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"sketchwalk-jax\[plots\]"):
         draw()
+
+
+def test_points_stand_at_their_measured_density():
+    rows = make_rows(tasks=("multi_key",), lengths=(4096,), densities=(0.1, 0.2))
+    figure = plot_accuracy(rows, phase="prefill")
+    figure.canvas.draw()
+    (axis,) = [axis for axis in figure.axes if axis.get_visible()]
+    measured = {
+        row["measured_density_sparse_layers"]
+        for row in rows
+        if row["phase"] == "prefill" and row["policy"] != "dense"
+    }
+    drawn = [line for line in axis.lines if line.get_marker() not in ("None", "", "_", "|", None)]
+    assert drawn and all(line.get_transform() == axis.transData for line in drawn)
+    assert {round(x, 4) for line in drawn for x in line.get_xdata()} <= {
+        round(one, 4) for one in measured
+    }

@@ -256,7 +256,7 @@ def test_long_decoding_is_that_of_decode_steps():
         assert found[rule, phase].divergences[0] > 1e-3
         density = found[rule, phase].measured_density("decode", np.ones(1, bool), first_layer=2)
         assert density == pytest.approx(0.35, abs=0.08)
-    for key in ((DENSE, "both"), (rule, "both"), (rule, "decode")):
+    for key in ((rule, "both"), (rule, "decode")):
         losses = _stepped(params, model_config, tokens, *key)
         assert found[key].losses[0] == pytest.approx(losses.mean(), rel=1e-4)
 

@@ -1,5 +1,6 @@
 """`evaluate`: every policy on every task, at several lengths, densities and phases."""
 
+import itertools
 import math
 import os
 import time
@@ -47,6 +48,7 @@ Wanted = dict[Rule, tuple[str, ...]]
 
 _MAX_BATCH = {"cpu": 8}
 _MAX_BATCH_ELSEWHERE = 64
+_PORTION = 4
 
 
 def evaluate(
@@ -323,12 +325,13 @@ class _Run:
                     for task, wanted in tasks.items():
                         future: Future[list[Sample]] = samples.pop((num_tokens, task))
                         bar.set_postfix_str(f"{task}, {num_tokens} tokens")
-                        if task == "long_decode":
-                            self._long_group(long, future.result(), wanted, num_tokens, bar)
-                        elif self._config.is_filtered(task):
+                        if self._config.is_filtered(task):
                             self._filtered_group(short, future.result(), wanted, num_tokens, bar)
-                        else:
-                            self._group(short, future.result(), wanted, num_tokens, bar)
+                            continue
+                        for some in self._portions(wanted):
+                            group = self._long_group if task == "long_decode" else self._group
+                            measurement: Any = long if task == "long_decode" else short
+                            group(measurement, future.result(), some, num_tokens, bar)
         finally:
             programs.close()
             drawing.shutdown(wait=False, cancel_futures=True)
@@ -365,6 +368,14 @@ class _Run:
             wording=self._config.wording,
             first=first,
         )
+
+    def _portions(self, wanted: Wanted) -> list[Wanted]:
+        """Rules to measure and write at a time: all, or few where the time is limited.
+
+        What several share, such as a dense prefill, is then run for each portion.
+        """
+        size = len(wanted) if self._deadline == math.inf else _PORTION
+        return [dict(some) for some in itertools.batched(wanted.items(), max(1, size))]
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
@@ -495,7 +506,8 @@ class _Run:
         wanted = {rule: phases for rule, phases in wanted.items() if rule != DENSE}
         if kept and wanted:
             more = self._filtered_fields(task, answered)
-            self._group(measurement, kept, wanted, num_tokens, bar, more=more)
+            for some in self._portions(wanted):
+                self._group(measurement, kept, some, num_tokens, bar, more=more)
 
     def _filtered_fields(self, task: str, answered: str) -> dict[str, Any]:
         least = LEAST_KEPT * self._config.num_prompts(task)
