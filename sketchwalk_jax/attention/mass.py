@@ -168,15 +168,18 @@ def block_scores(
     block_size: int,
     layer: Int[Array, ""],
     kv_lengths: Int[Array, "B"],
+    exponent: int | None = None,
     channels: np.ndarray | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B I J"]:
-    """The largest share that any head of any representative query gives each block.
+    """What shares of attention heads and representative queries give each block, put together.
 
-        S[i, j] = max_{r, h} softmax_j( max_{s in block j} scale · q_{r, h} · k_s )
+        P_{r, h}[i, j] = softmax_j( max_{s in block j} scale · q_{r, h} · k_s )
+        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
 
-    over the blocks up to the row's own. The maximum stands for the log-sum-exp of a block, so that
-    one exponential is needed for each block and not for each key.
+    over the blocks up to the row's own; without an exponent `S` is the largest share. The maximum
+    within a block stands for its log-sum-exp, so that one exponential is needed for each block and
+    not for each key.
 
     Args:
       representatives: Queries that stand for those of each row.
@@ -185,6 +188,7 @@ def block_scores(
       block_size: Tokens per block.
       layer: Layer of the cache.
       kv_lengths: Keys present in each sequence.
+      exponent: Order of the norm over heads and queries; `None` for the largest.
       channels: Channels that enter, all by default.
       kernel_config: Tile sizes.
 
@@ -205,8 +209,9 @@ def block_scores(
         layer=layer,
         scale=None,
         sum_heads=True,
-        aggregate="max",
+        aggregate="max" if exponent is None else "sum",
         peaks=True,
+        exponent=exponent,
         channels=channels,
         row_tile=max(1, config.dense_rows // count),
         keys_per_step=config.dense_decode_keys if is_token else config.dense_keys,
@@ -268,12 +273,14 @@ def _mass(
     row_tile: int,
     keys_per_step: int,
     peaks: bool = False,
+    exponent: int | None = None,
     channels: np.ndarray | None = None,
 ) -> Float[Array, "B *N I J"]:
     """`M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
 
     `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`, with
-    `peaks` their maximum; `aggregate` says what stands in place of the sum.
+    `peaks` their maximum; `aggregate` says what stands in place of the sum, and with an `exponent`
+    it is a norm.
     """
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     kv_heads = key.shape[3]
@@ -312,12 +319,14 @@ def _mass(
         is_real = valid[:, None, None, :, None] & (lse > 0.5 * MASK_VALUE)
         weights = jnp.where(is_real, weights, 0.0)
         weights = weights.reshape(batch, num_heads, row_tile, tokens, num_blocks)
+        weights = weights if exponent is None else weights**exponent
         by_head = put_together(weights, axis=3)
         return put_together(by_head, axis=1, keepdims=True) if sum_heads else by_head
 
     mass = jax.lax.map(mass_of, (tiles(query), tiles(positions), tiles(valid)))
     mass = jnp.moveaxis(mass, 0, 2).reshape(batch, mass.shape[2], -1, num_blocks)[:, :, :num_rows]
-    return mass[:, 0] if sum_heads else mass
+    mass = mass[:, 0] if sum_heads else mass
+    return mass if exponent is None else mass ** (1.0 / exponent)
 
 
 def _block_lse(

@@ -8,7 +8,8 @@ list that all heads share. Its parts are replaced by what real models need:
 * A block of keys is seen key by key, in the rotary channels that turn slowly. These tell tokens
   apart by what they are and not by where they stand; a mean over a page hides a single key.
 * Scores are sharpened before they are put together: a softmax over blocks for each head and query,
-  then the largest share. A retrieval is one head of one query, outvoted in any sum.
+  then a norm with the paper's idea of an exponent. A retrieval is one head of one query, which a
+  sum would outvote; a maximum forgets what many heads look at a little.
 * The walk is memory of evidence: a block that a layer looked at stays likely in the next ones.
 """
 
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.mass import block_scores
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
 from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.validation import check_choice, check_integer, check_number
@@ -34,6 +36,8 @@ CHANNELS = ("slow", "all")
 
 # Largest share of a row's budget that it gives up for what earlier rows took beyond the density.
 _REPAID = Fraction(1, 5)
+# A layer to which a plan gives so much attends to everything.
+_AS_GOOD_AS_DENSE = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,8 @@ class RecommendedConfig(BudgetPolicy):
     With representative queries `q_{r, h}` of row `i` (`representative_queries`; in decode the
     token's own), the score of block `j` and the walk of layer `k` are
 
-        S[i, j] = max_{r, h} softmax_j( max_{s in block j} q_{r, h} · k_s / sqrt(H) )
+        P_{r, h}[i, j] = softmax_j( max_{s in block j} q_{r, h} · k_s / sqrt(H) )
+        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
     where the products run over `channels`. Row `i` keeps the best blocks of `R_k[i]`, the forced
@@ -57,14 +62,18 @@ class RecommendedConfig(BudgetPolicy):
       local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
       min_blocks: Blocks that every row keeps, where there are as many.
       representatives: Queries that stand for a row, its mean among them.
+      exponent: Order of the norm over heads and queries: 1 adds up shares, a large one takes the
+        largest, and `None` exactly that.
       channels: `"slow"`, the half of the rotary channels that turns slowest, or `"all"`.
       decay: What remains of a block's evidence from one layer to the next, in [0, 1); 0 for none.
       dense_layers: Layers that attend to everything; the others get so much less.
+      plan: How the layers of the model share the density; without one they share it equally.
       num_layers: Layers of the model, which `for_layer` sets; dense layers are not accounted for
         without.
 
     Raises:
-      ValueError: If a field is outside its range, or dense layers alone exceed the density.
+      ValueError: If a field is outside its range, dense layers alone exceed the density, or the
+        plan is of a model with another number of layers.
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
@@ -74,9 +83,11 @@ class RecommendedConfig(BudgetPolicy):
     local_blocks: int = 3
     min_blocks: int = 5
     representatives: int = 8
+    exponent: int | None = 4
     channels: str = "slow"
     decay: float = 0.7
     dense_layers: int | tuple[int, ...] = 0
+    plan: Plan | None = None
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,32 +100,52 @@ class RecommendedConfig(BudgetPolicy):
                 f"representatives must be at most the {self.block_size} queries of a block, got "
                 f"{self.representatives}"
             )
+        check_integer("exponent", self.exponent, is_optional=True)
         check_choice("channels", self.channels, CHANNELS)
         check_number("decay", self.decay, "[0, 1)")
         check_integer("num_layers", self.num_layers, is_optional=True)
-        if self.num_layers is not None and self._sparse_density <= 0:
+        if self.plan is not None and self.num_layers is None:
+            object.__setattr__(self, "num_layers", self.plan.num_layers)
+        if self.plan is not None and self.num_layers != self.plan.num_layers:
             raise ValueError(
-                f"density must exceed the share of dense layers, got {self.density} with "
-                f"dense_layers={self.dense_layers} of {self.num_layers}"
+                f"plan must be of a model with {self.num_layers} layers, got one of "
+                f"{self.plan.num_layers}"
             )
+        if self.num_layers is not None:
+            self.layer_densities  # which checks them
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """The policy that knows how many layers there are."""
         return dataclasses.replace(self, num_layers=num_layers)
 
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer attends to everything, by `dense_layers` or because the plan says so."""
+        return super().is_dense(layer) or (
+            self.plan is not None and self.layer_densities[layer] >= _AS_GOOD_AS_DENSE
+        )
+
     @property
-    def _sparse_density(self) -> Fraction:
-        """Density of the sparse layers with which all layers together have the nominal one."""
-        density = Fraction(repr(float(self.density)))
+    def layer_densities(self) -> tuple[float, ...]:
+        """The density of every layer, with the nominal one as their mean.
+
+        Of one layer alone where the number of layers is not known.
+        """
         if self.num_layers is None:
-            return density
-        dense = sum(self.is_dense(layer) for layer in range(self.num_layers))
-        return (density * self.num_layers - dense) / max(1, self.num_layers - dense)
+            return (self.density,)
+        is_dense = tuple(super(RecommendedConfig, self).is_dense(i) for i in range(self.num_layers))
+        return _share_density(self.density, is_dense, self.plan)
 
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
-        """Blocks that each of `num_units` rows keeps, int32 on the host."""
+        """Blocks that each of `num_units` rows keeps, in the layer that keeps most."""
+        return self.budgets(num_units).max(axis=0)
+
+    def budgets(self, num_units: int) -> Int[np.ndarray, "Ls J"]:
+        """Blocks that each row keeps in every sparse layer, int32 on the host."""
         least = max(self.min_blocks, self.sink_blocks + self.local_blocks)
-        return even_budget(num_units, density=self._sparse_density, least=least)
+        densities = self.layer_densities
+        if self.num_layers is not None:
+            densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
+        return np.stack([even_budget(num_units, density=one, least=least) for one in densities])
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """No evidence yet."""
@@ -155,21 +186,28 @@ class RecommendedConfig(BudgetPolicy):
             block_size=size,
             layer=layer,
             kv_lengths=span.end,
+            exponent=self.exponent,
             channels=None if self.channels == "all" else self._channels(query.shape[-1]),
         )
         evidence = jnp.maximum(scores, self.decay * walk.scores)
-        num_blocks = scores.shape[-1]
-        budget = self.budget(num_blocks)
-        lists = select_blocks(
+        return self.keep(evidence, rows, walk.layers), WalkState(evidence, walk.layers + 1)
+
+    def keep(
+        self, evidence: Float[Array, "B I J"], rows: Int[Array, "B I"], index: Int[Array, ""]
+    ) -> BlockSelection:
+        """The blocks with the most evidence, as many as the budget of a sparse layer says."""
+        num_blocks = evidence.shape[-1]
+        budgets = self.budgets(num_blocks)
+        own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
+        return select_blocks(
             evidence,
             rows,
-            jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)],
+            own[jnp.minimum(rows, num_blocks - 1)],
             sink_blocks=self.sink_blocks,
             local_blocks=self.local_blocks,
-            max_count=int(budget.max()),
-            block_size=size,
+            max_count=int(budgets.max()),
+            block_size=self.block_size,
         )
-        return lists, WalkState(evidence, walk.layers + 1)
 
 
 def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
@@ -233,7 +271,29 @@ def representative_queries(
 
 
 @functools.lru_cache(maxsize=64)
-def even_budget(num_blocks: int, *, density: Fraction, least: int) -> Int[np.ndarray, "J"]:
+def _share_density(
+    density: float, is_dense: tuple[bool, ...], plan: Plan | None
+) -> tuple[float, ...]:
+    """Densities of the layers, with the given mean; those that are to be dense have 1."""
+    count = len(is_dense) - sum(is_dense)
+    left = density * len(is_dense) - sum(is_dense)
+    if not count:
+        return (1.0,) * len(is_dense)
+    if left <= 0:
+        raise ValueError(
+            f"density must exceed the share of the dense layers, got {density} with "
+            f"{sum(is_dense)} dense layers of {len(is_dense)}"
+        )
+    if plan is None:
+        return tuple(1.0 if dense else left / count for dense in is_dense)
+    own = [i for i, dense in enumerate(is_dense) if not dense]
+    part = Plan(tuple(plan.densities[i] for i in own), tuple(plan.errors[i] for i in own))
+    found = dict(zip(own, part.allocate(left / count), strict=True))
+    return tuple(found.get(i, 1.0) for i in range(len(is_dense)))
+
+
+@functools.lru_cache(maxsize=1024)
+def even_budget(num_blocks: int, *, density: float, least: int) -> Int[np.ndarray, "J"]:
     """How many blocks each row keeps, so that all rows together keep the density.
 
     Half of a row's own block lies in the future: of `c` blocks in row `i`, `c - 1/2` count, and the
@@ -250,9 +310,10 @@ def even_budget(num_blocks: int, *, density: Fraction, least: int) -> Int[np.nda
       int32 `[num_blocks]` on the host, read-only.
 
     Example:
-      >>> even_budget(128, density=Fraction(1, 10), least=4)[[3, 20, 63, 127]].tolist()
+      >>> even_budget(128, density=0.1, least=4)[[3, 20, 63, 127]].tolist()
       [4, 4, 5, 13]
     """
+    density = Fraction(repr(float(density)))
     counts, excess, half = np.zeros(num_blocks, np.int32), Fraction(0), Fraction(1, 2)
     for row in range(num_blocks):
         wanted = density * (row + half) + half

@@ -1,0 +1,199 @@
+"""Plans: what each layer of a model loses at each density, measured on generated prompts.
+
+The model runs densely. At every layer the recommended policy selects at several densities from the
+same evidence, and its output is compared and thrown away: one pass tells about all layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax.evaluation.calibration import HELD_OUT
+from sketchwalk_jax.evaluation.tasks import draw_samples
+from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import embed, run_layers
+from sketchwalk_jax.plan import Plan
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.validation import check_integer
+
+PyTree = Any
+DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.22, 0.35, 0.6)
+TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
+# The end of a prompt asks, and is a hundredth of it: it counts as much as all the rest.
+_LAST_TOKENS = 64
+
+
+def make_plan(
+    params: PyTree,
+    prompts: Sequence[Int[np.ndarray, "T"]],
+    *,
+    model_config: ModelConfig,
+    config: RecommendedConfig | None = None,
+    densities: Sequence[float] = DENSITIES,
+    fingerprint: str = "",
+    after: Callable[[], object] = lambda: None,
+) -> Plan:
+    """Measures what each layer loses at each density.
+
+        loss_l(d) = mean_t ‖W_o (o_sparse,t - o_dense,t)‖² / ‖W_o o_dense,t‖²
+
+    with the mean over the last two thirds of a prompt's tokens, where budgets are above their
+    floor, and the mean over its last 64 tokens, half of each. `d` is what was measured.
+
+    Args:
+      params: Parameter tree.
+      prompts: Tokens of each prompt, all of one length where compiling is to be done once.
+      model_config: The model.
+      config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
+        have no effect.
+      densities: Nominal densities to try, ascending, in (0, 1).
+      fingerprint: Of the checkpoint.
+      after: Called after each prompt.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: If there are no prompts, or one has fewer tokens than ten blocks.
+
+    Example:
+      >>> plan = make_plan(params, prompts, model_config=model_config)  # doctest: +SKIP
+      >>> config = RecommendedConfig(density=0.1, plan=plan)  # doctest: +SKIP
+    """
+    config = dataclasses.replace(
+        config or RecommendedConfig(), plan=None, num_layers=None, dense_layers=0
+    )
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    least = 10 * config.block_size
+    shortest = min(len(one) for one in prompts)
+    if shortest < least:
+        raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
+    tried = tuple(dataclasses.replace(config, density=one) for one in densities)
+    shares, errors = [], []
+    for prompt in prompts:
+        padding = -len(prompt) % config.block_size
+        tokens = jnp.asarray(np.pad(prompt, (0, padding))[None], jnp.int32)
+        length = jnp.array([len(prompt)], jnp.int32)
+        pairs, lost = _losses(params, tokens, length, tried=tried, model_config=model_config)
+        shares.append(np.asarray(pairs, np.float64) / (len(prompt) * (len(prompt) + 1) / 2))
+        errors.append(np.asarray(lost, np.float64))
+        after()
+    mean_shares, mean_errors = np.mean(shares, axis=0), np.mean(errors, axis=0)  # [L, D]
+    curves = [_ascending(*curve) for curve in zip(mean_shares, mean_errors, strict=True)]
+    return Plan(tuple(x for x, _ in curves), tuple(y for _, y in curves), fingerprint)
+
+
+def _ascending(
+    shares: Float[np.ndarray, "D"], errors: Float[np.ndarray, "D"]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """A curve without densities that a floor makes equal, and with losses that only fall."""
+    x, y = [float(round(shares[0], 5))], [float(errors[0])]
+    for share, error in zip(shares[1:], errors[1:], strict=True):
+        if share > x[-1] + 1e-3:
+            x.append(float(round(share, 5)))
+            y.append(min(y[-1], float(error)))
+    return tuple(x), tuple(float(f"{one:.4g}") for one in y)
+
+
+@partial(jax.jit, static_argnames=("tried", "model_config"))
+def _losses(
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    length: Int[Array, "1"],
+    *,
+    tried: tuple[RecommendedConfig, ...],
+    model_config: ModelConfig,
+) -> tuple[Float[Array, "L D"], Float[Array, "L D"]]:
+    """Pairs attended to, and loss, of every layer with every policy, from the same evidence."""
+    config, num_tokens = tried[0], tokens.shape[1]
+    first = jnp.zeros((1,), jnp.int32)
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    span = Span(first, column < length[:, None], length, length)
+    rows = span.rows(config.block_size)
+    first_query, num_queries = span.queries_of_rows(config.block_size)
+    late = (column >= length[:, None] // 3) & span.valid
+    last = (column >= length[:, None] - _LAST_TOKENS) & span.valid
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, walk: PyTree) -> Any:
+        kernel = params["layers"]["out"]["kernel"]
+        kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+
+        def squares(x: Float[Array, "1 T N H"]) -> Float[Array, "1 T"]:
+            x = jnp.einsum("btnh,nhd->btd", x, kernel, preferred_element_type=jnp.float32)
+            return jnp.sum(x * x, axis=-1)
+
+        dense = dense_attention(query, key, value, kv_lengths=span.end)
+        _, walk = config.select(
+            query, key[None], None, walk, layer=jnp.zeros((), jnp.int32), span=span
+        )
+        pairs, losses = [], []
+        for policy in tried:
+            lists = policy.keep(walk.scores, rows, jnp.zeros((), jnp.int32))
+            sparse, _ = attend_rows(
+                query,
+                key,
+                value,
+                lists,
+                first_block=first,
+                layer=None,
+                kv_lengths=span.end,
+                return_lse=False,
+            )
+            share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
+            halves = [jnp.sum(jnp.where(one, share, 0.0)) / jnp.sum(one) for one in (late, last)]
+            losses.append(0.5 * (halves[0] + halves[1]))
+            pairs.append(lists.attended_pairs(first_query, num_queries)[0])
+        return dense, walk, (jnp.stack(pairs), jnp.stack(losses))
+
+    walk = config.init_walk(batch=1, num_rows=rows.shape[1], num_blocks=rows.shape[1])
+    _, _, found = run_layers(
+        params,
+        embed(params, tokens),
+        column,
+        walk,
+        model_config=model_config,
+        layers=[(range(model_config.num_layers), attend)],
+    )
+    return found[0]
+
+
+def planning_prompts(
+    tokenizer: Any, *, num_tokens: int, count: int, text: Text | None = None
+) -> list[Int[np.ndarray, "T"]]:
+    """Prompts to plan on: facts hidden in text, and text alone, that no evaluation scores.
+
+    Instruction models read them through their chat template.
+
+    Args:
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Most tokens of a prompt.
+      count: Prompts, of several tasks in turn.
+      text: Text to hide facts in; Python's help topics by default.
+    """
+    check_integer("count", count)
+    wording = "chat" if tokenizer.chat_template else "plain"
+    text = read_text() if text is None else text
+    found = []
+    for index in range(count):
+        nth, place = divmod(index, len(TASKS))
+        samples = draw_samples(
+            TASKS[place],
+            text,
+            tokenizer,
+            num_tokens=num_tokens,
+            count=nth + 1,
+            seed=HELD_OUT,
+            wording=wording,
+        )
+        found.append(samples[-1].tokens)
+    return found
