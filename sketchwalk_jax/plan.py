@@ -22,8 +22,8 @@ class Plan:
 
     Attributes:
       densities: For every layer ascending measured densities in (0, 1), at which it was tried.
-      errors: For every layer the loss at each of them, `‖o_sparse - o_dense‖² / ‖o_dense‖²` of
-        the layer's output, mean over tokens; at density 1 it is 0.
+      errors: For every layer the loss at each of them, in nats: what is said of the next token
+        with that layer alone sparse, `KL(dense ‖ sparse)`; at density 1 it is 0.
       fingerprint: Of the checkpoint that it was measured on, from `models.weights.fingerprint`;
         empty where it is not known.
 

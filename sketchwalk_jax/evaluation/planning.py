@@ -1,7 +1,9 @@
 """Plans: what each layer of a model loses at each density, measured on generated prompts.
 
-The model runs densely. At every layer the recommended policy selects at several densities from the
-same evidence, and its output is compared and thrown away: one pass tells about all layers.
+Two measurements make a curve. While the model runs densely, the recommended policy selects at every
+layer at several densities from the same evidence, and its output is compared and thrown away: one
+pass gives the shape of all curves. How much an error of a layer matters is another question: each
+layer in turn is made sparse at one density, alone, and what comes out of the model is compared.
 """
 
 import dataclasses
@@ -16,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, dense_attention
 from sketchwalk_jax.evaluation.calibration import HELD_OUT
+from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import embed, run_layers
+from sketchwalk_jax.models.transformer import embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -44,14 +47,17 @@ def make_plan(
 ) -> Plan:
     """Measures what each layer loses at each density.
 
-        loss_l(d) = mean_t ‖W_o (o_sparse,t - o_dense,t)‖² / ‖W_o o_dense,t‖²
+        loss_l(d) = KL_l · error_l(d) / error_l(d_0)
+        error_l(d) = mean_t ‖W_o (o_sparse,t - o_dense,t)‖² / ‖W_o o_dense,t‖²
+        KL_l = mean_t KL(p_dense,t ‖ p_l,t), with layer l alone sparse, at the density d_0
 
-    with the mean over the last two thirds of a prompt's tokens, where budgets are above their
-    floor, and the mean over its last 64 tokens, half of each. `d` is what was measured.
+    in nats, where `p` is what the model says of the next token. Both means are half that of the
+    last 64 tokens and half that of tokens of the last two thirds of a prompt, where budgets are
+    above their floor; `d` is what was measured.
 
     Args:
       params: Parameter tree.
-      prompts: Tokens of each prompt, all of one length where compiling is to be done once.
+      prompts: Tokens of each prompt.
       model_config: The model.
       config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
         have no effect.
@@ -79,18 +85,91 @@ def make_plan(
     if shortest < least:
         raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
     tried = tuple(dataclasses.replace(config, density=one) for one in densities)
-    shares, errors = [], []
+    middle = len(tried) // 3  # what damage is measured at: layers differ there
+    shares, errors, damages = [], [], []
+    room = -(-max(map(len, prompts)) // config.block_size) * config.block_size
     for prompt in prompts:
-        padding = -len(prompt) % config.block_size
-        tokens = jnp.asarray(np.pad(prompt, (0, padding))[None], jnp.int32)
+        tokens = jnp.asarray(np.pad(prompt, (0, room - len(prompt)))[None], jnp.int32)
         length = jnp.array([len(prompt)], jnp.int32)
-        pairs, lost = _losses(params, tokens, length, tried=tried, model_config=model_config)
+        columns = jnp.asarray(_watched_columns(len(prompt)), jnp.int32)
+        static: dict[str, Any] = {"model_config": model_config}
+        pairs, lost = _losses(params, tokens, length, tried=tried, **static)
         shares.append(np.asarray(pairs, np.float64) / (len(prompt) * (len(prompt) + 1) / 2))
         errors.append(np.asarray(lost, np.float64))
+        damage = partial(_outcome, params, tokens, length, columns, config=tried[middle], **static)
+        dense = damage(jnp.asarray(-1))
+        layers = range(model_config.num_layers)
+        damages.append([float(_divergence(dense, damage(jnp.asarray(i)))) for i in layers])
         after()
     mean_shares, mean_errors = np.mean(shares, axis=0), np.mean(errors, axis=0)  # [L, D]
-    curves = [_ascending(*curve) for curve in zip(mean_shares, mean_errors, strict=True)]
+    weights = np.mean(damages, axis=0) / np.maximum(mean_errors[:, middle], 1e-12)
+    found = zip(mean_shares, mean_errors * weights[:, None], strict=True)
+    curves = [_ascending(*curve) for curve in found]
     return Plan(tuple(x for x, _ in curves), tuple(y for _, y in curves), fingerprint)
+
+
+def _watched_columns(length: int) -> Int[np.ndarray, "C"]:
+    """The last tokens of a prompt, and as many spread over its last two thirds."""
+    last = np.arange(length - _LAST_TOKENS, length)
+    return np.concatenate([np.linspace(length // 3, last[0] - 1, _LAST_TOKENS).astype(int), last])
+
+
+@partial(jax.jit, static_argnames=("config", "model_config"))
+def _outcome(
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    length: Int[Array, "1"],
+    columns: Int[Array, "C"],
+    sparse_layer: Int[Array, ""],
+    *,
+    config: RecommendedConfig,
+    model_config: ModelConfig,
+) -> Float[Array, "C V"]:
+    """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
+    num_tokens = tokens.shape[1]
+    first, nothing = jnp.zeros((1,), jnp.int32), jnp.zeros((), jnp.int32)
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    span = Span(first, column < length[:, None], length, length)
+    rows = span.rows(config.block_size)
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, walk: PyTree) -> Any:
+        # The evidence is gathered in all layers, as it is where all are sparse.
+        lists, walk = config.select(query, key[None], None, walk, layer=nothing, span=span)
+
+        def sparse() -> Array:
+            return attend_rows(
+                query,
+                key,
+                value,
+                lists,
+                first_block=first,
+                layer=None,
+                kv_lengths=span.end,
+                return_lse=False,
+            )[0]
+
+        def dense() -> Array:
+            return dense_attention(query, key, value, kv_lengths=span.end)
+
+        walk = dataclasses.replace(walk, layers=nothing)
+        return jax.lax.cond(layer == sparse_layer, sparse, dense), walk, None
+
+    hidden, _, _ = run_layers(
+        params,
+        embed(params, tokens),
+        column,
+        config.init_walk(batch=1, num_rows=rows.shape[1], num_blocks=rows.shape[1]),
+        model_config=model_config,
+        layers=[(range(model_config.num_layers), attend)],
+    )
+    logits = unembed(params, hidden[0, columns], model_config=model_config)
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+@jax.jit
+def _divergence(dense: Float[Array, "C V"], sparse: Float[Array, "C V"]) -> Float[Array, ""]:
+    """`KL(dense ‖ sparse)` in nats, mean over columns."""
+    return jnp.mean(jnp.sum(jnp.exp(dense) * (dense - sparse), axis=-1))
 
 
 def _ascending(
@@ -138,7 +217,7 @@ def _losses(
         )
         pairs, losses = [], []
         for policy in tried:
-            lists = policy.keep(walk.scores, rows, jnp.zeros((), jnp.int32))
+            lists = policy.keep(walk.scores, rows, jnp.zeros((), jnp.int32), policy.local_blocks)
             sparse, _ = attend_rows(
                 query,
                 key,
@@ -190,10 +269,13 @@ def planning_prompts(
             TASKS[place],
             text,
             tokenizer,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens - ANSWER_ROOM,
             count=nth + 1,
             seed=HELD_OUT,
             wording=wording,
         )
-        found.append(samples[-1].tokens)
+        sample = samples[-1]
+        is_asked = sample.answer_start == len(sample.tokens)
+        answer = sample.answer if is_asked else sample.answer[:0]
+        found.append(np.concatenate([sample.tokens, answer]))
     return found

@@ -74,7 +74,9 @@ class OracleConfig(BudgetPolicy):
         how = "sum" if self.aggregation == "mass" else "max"
         if span.is_token:
             end = jnp.minimum(span.end, key.shape[2])
-            return token_mass(query, key, block_size=size, layer=layer, kv_lengths=end, aggregate=how)
+            return token_mass(
+                query, key, block_size=size, layer=layer, kv_lengths=end, aggregate=how
+            )
         return block_mass(
             query,
             key,

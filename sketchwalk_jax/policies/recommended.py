@@ -59,7 +59,8 @@ class RecommendedConfig(BudgetPolicy):
       block_size: Tokens per block (a power of two, at least 16).
       density: Share of all causal blocks to keep, over all layers, dense ones included, in (0, 1].
       sink_blocks: First blocks that every row keeps, inside its budget.
-      local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
+      local_blocks: Last blocks up to the diagonal that every row of a prompt keeps, inside its
+        budget; a decoded token keeps its own.
       min_blocks: Blocks that every row keeps, where there are as many.
       representatives: Queries that stand for a row, its mean among them.
       exponent: Order of the norm over heads and queries: 1 adds up shares, a large one takes the
@@ -190,10 +191,17 @@ class RecommendedConfig(BudgetPolicy):
             channels=None if self.channels == "all" else self._channels(query.shape[-1]),
         )
         evidence = jnp.maximum(scores, self.decay * walk.scores)
-        return self.keep(evidence, rows, walk.layers), WalkState(evidence, walk.layers + 1)
+        # A token's own query has seen every key; what stands for a row may miss its neighbours.
+        local_blocks = 1 if span.is_token else self.local_blocks
+        lists = self.keep(evidence, rows, walk.layers, local_blocks)
+        return lists, WalkState(evidence, walk.layers + 1)
 
     def keep(
-        self, evidence: Float[Array, "B I J"], rows: Int[Array, "B I"], index: Int[Array, ""]
+        self,
+        evidence: Float[Array, "B I J"],
+        rows: Int[Array, "B I"],
+        index: Int[Array, ""],
+        local_blocks: int,
     ) -> BlockSelection:
         """The blocks with the most evidence, as many as the budget of a sparse layer says."""
         num_blocks = evidence.shape[-1]
@@ -204,7 +212,7 @@ class RecommendedConfig(BudgetPolicy):
             rows,
             own[jnp.minimum(rows, num_blocks - 1)],
             sink_blocks=self.sink_blocks,
-            local_blocks=self.local_blocks,
+            local_blocks=local_blocks,
             max_count=int(budgets.max()),
             block_size=self.block_size,
         )
