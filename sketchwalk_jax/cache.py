@@ -92,11 +92,6 @@ def sparse_layers(model_config: ModelConfig, config: Policy) -> tuple[int, ...]:
     return tuple(layer for layer in layers if not config.is_dense(layer))
 
 
-def num_dense_layers(model_config: ModelConfig, config: Policy) -> int:
-    """Layers that stay dense; all of them if the policy never selects."""
-    return model_config.num_layers - len(sparse_layers(model_config, config))
-
-
 def init_cache(
     model_config: ModelConfig,
     config: Policy,

@@ -1,7 +1,7 @@
 """How the layers of a model share a density: some need most blocks, others next to none.
 
-A plan is measured once for a model (`sketchwalk calibrate`, `evaluation.planning.make_plan`) and kept
-beside its checkpoint. It has no labels of layers, only what each one loses at each density.
+A plan is measured once for a model (`sketchwalk calibrate`, `evaluation.planning.make_plan`) and
+kept beside its checkpoint. It has no labels of layers, only what each one loses at each density.
 """
 
 import dataclasses

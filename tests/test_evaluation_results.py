@@ -40,7 +40,7 @@ def test_row_has_every_field_and_densities_of_its_phase():
         Rule("sketchwalk", "damped", 0.2),
         phase="both",
         tokens=512,
-        num_dense_layers=2,
+        dense_layers=(0, 1),
         probe=Probed([0.5, 0.7], [0.2, 0.4], (3000.0, 3000.0, 100.5)),
     )
     assert tuple(row) == ROW_FIELDS
@@ -69,7 +69,7 @@ def test_densities_count_the_sparse_phase_alone():
             Rule("streaming", None, 0.2),
             phase=phase,
             tokens=512,
-            num_dense_layers=3,
+            dense_layers=(0, 1, 2),
         )
         densities[phase] = row["measured_density_sparse_layers"]
         assert (row["exact"], row["text_loss"]) == (None, 3.0)
@@ -84,7 +84,7 @@ def test_dense_rows_have_density_one():
     ones = np.broadcast_to(causal, (LAYERS, 3))
     outcome = Outcome(outcome.is_right, None, Density(ones, causal, 0 * ones, 0 * causal))
     (row,) = make_rows(
-        outcome, samples("multi_key"), DENSE, phase="both", tokens=512, num_dense_layers=0
+        outcome, samples("multi_key"), DENSE, phase="both", tokens=512, dense_layers=()
     )
     assert row["density"] == row["measured_density_sparse_layers"] == 1
     assert row["measured_density_all_layers"] == 1 and row["mass_recall_by_layer"] is None
@@ -97,7 +97,7 @@ def test_needles_have_rows_by_depth_and_variables_by_hops():
         for one, depth in zip(samples("single_needle", 4), (0.1, 0.9, 0.1, 0.9), strict=True)
     ]
     outcome = _outcome(4, is_right=np.array([True, False, True, True]))
-    options = {"phase": "both", "tokens": 512, "num_dense_layers": 2, "probe": Probed([1.0], [0.0])}
+    options = {"phase": "both", "tokens": 512, "dense_layers": (0, 1), "probe": Probed([1.0], [0.0])}
     rows = make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
     assert [(row["depth"], row["exact"], row["prompts"]) for row in rows] == [
         (None, 0.75, 4),

@@ -168,7 +168,7 @@ def block_scores(
     block_size: int,
     layer: Int[Array, ""],
     kv_lengths: Int[Array, "B"],
-    exponent: int | None = None,
+    exponent: int,
     channels: np.ndarray | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B I J"]:
@@ -177,9 +177,8 @@ def block_scores(
         P_{r, h}[i, j] = softmax_j( max_{s in block j} scale · q_{r, h} · k_s )
         S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
 
-    over the blocks up to the row's own; without an exponent `S` is the largest share. The maximum
-    within a block stands for its log-sum-exp, so that one exponential is needed for each block and
-    not for each key.
+    over the blocks up to the row's own. The maximum within a block stands for its log-sum-exp, so
+    that one exponential is needed for each block and not for each key.
 
     Args:
       representatives: Queries that stand for those of each row.
@@ -188,7 +187,7 @@ def block_scores(
       block_size: Tokens per block.
       layer: Layer of the cache.
       kv_lengths: Keys present in each sequence.
-      exponent: Order of the norm over heads and queries; `None` for the largest.
+      exponent: Order of the norm over heads and queries.
       channels: Channels that enter, all by default.
       kernel_config: Tile sizes.
 
@@ -209,7 +208,7 @@ def block_scores(
         layer=layer,
         scale=None,
         sum_heads=True,
-        aggregate="max" if exponent is None else "sum",
+        aggregate="sum",
         peaks=True,
         exponent=exponent,
         channels=channels,

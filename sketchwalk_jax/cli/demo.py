@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import typer
 
-from sketchwalk_jax.cache import num_dense_layers
+from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.compiled import Stopwatch, keep_compiled_programs
@@ -133,7 +133,12 @@ def demo(
         table.line("Its answers were written densely; --phase both makes them sparse as well.")
 
     is_drawn = not no_plot and _draw(
-        out, text, dense, sparse, first_layer=num_dense_layers(model_config, config), name=name
+        out,
+        text,
+        dense,
+        sparse,
+        first_layer=min(sparse_layers(model_config, config), default=0),
+        name=name,
     )
     total_s = time.perf_counter() - started
     if as_json:

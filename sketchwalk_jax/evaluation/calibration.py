@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Density, num_dense_layers
+from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.programs import Programs, read_prompts
 from sketchwalk_jax.evaluation.settings import OVER, Rule
@@ -173,7 +173,9 @@ def calibrate(
             *prompts,
             value,
             policy.floor_value,
-            first=num_dense_layers(model_config, policy) if over == "sparse_layers" else 0,
+            layers=sparse_layers(model_config, policy)
+            if over == "sparse_layers"
+            else range(model_config.num_layers),
             batch=size,
         )
 
@@ -224,10 +226,10 @@ def _measure(
     value: float,
     floor: int,
     *,
-    first: int,
+    layers: Sequence[int],
     batch: int,
 ) -> float:
-    """The measured density at one value of knob and floor, in the layers from `first` on."""
+    """The measured density at one value of knob and floor, in some layers."""
     attended, causal, count = 0.0, 0.0, tokens.shape[0]
     for start in range(0, count, batch):
         # The last batch reaches back; what it repeats is not counted.
@@ -241,7 +243,7 @@ def _measure(
             jnp.asarray(floor, jnp.int32),
         )
         new = slice(start - begin, None)
-        pairs = np.asarray(found.prefill_pairs, np.float64)[first:, new]
+        pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
         attended += pairs.sum()
         causal += np.asarray(found.prefill_causal, np.float64)[new].sum() * len(pairs)
     return float(attended / causal)
@@ -332,28 +334,28 @@ def fit_thresholds(
       >>> found.policy.thresholds  # doctest: +SKIP
       (-1.1680, 0.0094, 1.1765)
     """
-    first = num_dense_layers(model_config, policy)
-    if first == model_config.num_layers:
+    layers = sparse_layers(model_config, policy)
+    if not layers:
         return FittedThresholds(policy)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     if program is None:
-        program = functools.partial(quartiles_of_keys, first=first, model_config=model_config)
+        program = functools.partial(quartiles_of_keys, layers=layers, model_config=model_config)
     quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
     low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
     return FittedThresholds(dataclasses.replace(policy, thresholds=(low, middle, high)))
 
 
-@functools.partial(jax.jit, static_argnames=("first", "model_config"))
+@functools.partial(jax.jit, static_argnames=("layers", "model_config"))
 def quartiles_of_keys(
     params: PyTree,
     tokens: Int[Array, "P T"],
     lengths: Int[Array, "P"],
     *,
-    first: int,
+    layers: tuple[int, ...],
     model_config: ModelConfig,
 ) -> Float[Array, "3"]:
-    """Quartiles over layers from `first` on, heads, channels and tokens evenly spread."""
+    """Quartiles over some layers, heads, channels and tokens evenly spread."""
     settings = Settings(model_config=model_config, config=Dense())
     _, cache = read_prompts(params, tokens, lengths, settings=settings)
     num_tokens = tokens.shape[1]
@@ -362,7 +364,7 @@ def quartiles_of_keys(
     places = jnp.arange(count, dtype=jnp.int32)[None, :] * stride
     is_real = (places < lengths[:, None])[None, :, :, None, None]
     places = jnp.minimum(places, num_tokens - 1)[None, :, :, None, None]
-    keys = jnp.take_along_axis(cache.key[first:], places, axis=2)
+    keys = jnp.take_along_axis(cache.key[np.array(layers, int)], places, axis=2)
     return key_quartiles(jnp.where(is_real, keys, jnp.nan))
 
 
@@ -476,7 +478,8 @@ def layers_density(
     kept = budget(int(units[-1]) + 1)[units].astype(np.int64)
     pairs = (kept - 1) * unit_size + positions % unit_size + 1
     sparse = float(pairs.sum() / (positions + 1).sum())
-    count, num_layers = num_dense_layers(model_config, policy), model_config.num_layers
+    num_layers = model_config.num_layers
+    count = num_layers - len(sparse_layers(model_config, policy))
     return (count + (num_layers - count) * sparse) / num_layers
 
 
@@ -603,7 +606,7 @@ class RuleCalibration:
         prompts = integers(self._batch, self._num_tokens), integers(self._batch)
         static: dict[str, Any] = {"model_config": self._model_config}
         if isinstance(policy, AdamasConfig):
-            static["first"] = num_dense_layers(self._model_config, policy)
+            static["layers"] = sparse_layers(self._model_config, policy)
             return self._programs.start(quartiles_of_keys, *prompts, **static)
         assert isinstance(policy, PrefillPolicy)
         value, floor = jax.ShapeDtypeStruct((), jnp.float32), integers()
@@ -695,7 +698,8 @@ class RuleCalibration:
             return dataclasses.replace(found, before=settings)
         assert isinstance(policy, PrefillPolicy) and rule.density is not None
         is_whole = rule.over == "all_layers"
-        dense_share = num_dense_layers(self._model_config, policy) / self._model_config.num_layers
+        num_sparse = len(sparse_layers(self._model_config, policy))
+        dense_share = 1 - num_sparse / self._model_config.num_layers
         if is_whole and dense_share >= rule.density:
             return OutOfReach(dense_share)  # no knob can mend that: nothing is tried
         calibration = calibrate(

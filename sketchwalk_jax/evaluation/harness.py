@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from sketchwalk_jax.cache import Density, num_dense_layers
+from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.calibration import fit_policy
 from sketchwalk_jax.evaluation.programs import read_prompts
@@ -207,11 +207,11 @@ class SketchWalkLM(TemplateLM):
 
     def measured_density(self) -> dict[str, dict[str, float]]:
         """Attended over causal pairs since `reset_density`, by phase, in sparse and all layers."""
-        first = num_dense_layers(self.model_config, self.config)
+        sparse = list(sparse_layers(self.model_config, self.config))
         found = {}
         for phase, (attended, causal) in self._pairs.items():
             if causal:
-                parts = {"sparse_layers": attended[first:], "all_layers": attended}
+                parts = {"sparse_layers": attended[sparse], "all_layers": attended}
                 found[phase] = {
                     name: float(x.mean() / causal) for name, x in parts.items() if len(x)
                 }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, num_dense_layers
+from sketchwalk_jax.cache import Cache, Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.programs import Programs, Together, read_prompts
 from sketchwalk_jax.evaluation.results import Outcome
@@ -136,9 +136,12 @@ class LongDecode:
                 self._read_program(self._policies[rule], "both")
             self._compare_program(self._policies[rule])
 
-    def num_dense_layers(self, rule: Rule) -> int:
-        """Leading layers in which a rule does not select; 0 for dense attention itself."""
-        return 0 if rule == DENSE else num_dense_layers(self._model_config, self._policies[rule])
+    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
+        """Layers in which a rule does not select; none for dense attention itself."""
+        if rule == DENSE:
+            return ()
+        sparse = sparse_layers(self._model_config, self._policies[rule])
+        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
     def _settings(self, config: Policy, phase: str = "both") -> Settings:
         is_watching = isinstance(config, Together)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.cache import Cache, num_dense_layers
+from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.probe import ProbeSums, decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
@@ -103,9 +103,9 @@ class Measurement:
         self._dense: Policy = Dense()
         if self._watched:
             self._dense = Together.of([self._policies[rule] for rule in self._watched])
-        by_layers: dict[int, list[Rule]] = {}
+        by_layers: dict[tuple[int, ...], list[Rule]] = {}
         for rule in sparse if probe_batch else ():
-            by_layers.setdefault(self.num_dense_layers(rule), []).append(rule)
+            by_layers.setdefault(self.dense_layers(rule), []).append(rule)
         self._probes = [
             some for rules in by_layers.values() for some in itertools.batched(rules, _MAX_PROBED)
         ]
@@ -119,9 +119,12 @@ class Measurement:
         for rules in self._probes:
             self._probe_programs(rules)
 
-    def num_dense_layers(self, rule: Rule) -> int:
-        """Leading layers in which a rule does not select; 0 for dense attention itself."""
-        return 0 if rule == DENSE else num_dense_layers(self._model_config, self._policies[rule])
+    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
+        """Layers in which a rule does not select; none for dense attention itself."""
+        if rule == DENSE:
+            return ()
+        sparse = sparse_layers(self._model_config, self._policies[rule])
+        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
     def _prefill_program(self, config: Policy) -> Future[Any]:
         return self._programs.prefill(_settings(self._model_config, config), **self._shape)
@@ -256,7 +259,7 @@ class Measurement:
             for index, rule in enumerate(rules):
                 read = sums["decode"].bytes_per_token(index)
                 if read is not None:
-                    keys, values, metadata = _times(by_layer, self.num_dense_layers(rule))
+                    keys, values, metadata = _times(by_layer, len(self.dense_layers(rule)))
                     read = read[0] + keys, read[1] + values, read[2] + metadata
                 for phase, some in sums.items():
                     own = None if phase == "prefill" else read

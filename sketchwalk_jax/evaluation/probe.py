@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.cache import Cache, init_cache, num_dense_layers, write_layer
+from sketchwalk_jax.cache import Cache, init_cache, sparse_layers, write_layer
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, join_layers, observe_layer
 from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.models.config import ModelConfig
@@ -331,7 +331,7 @@ def probe_prefill(
       tokens: Prompts, right-padded; `T` is a multiple of every policy's block size.
       lengths: Tokens of each prompt.
       model_config: The model.
-      together: The policies, all with the same number of dense layers.
+      together: The policies, all with the same dense layers.
 
     Returns:
       The sums over prompt tokens, and the dense cache with every policy's statistics.
@@ -358,7 +358,7 @@ def probe_decode(
 ) -> ProbeSums:
     """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
     settings = Settings(model_config=model_config, config=together)
-    num_sparse = model_config.num_layers - num_dense_layers(model_config, together)
+    num_sparse = len(sparse_layers(model_config, together))
 
     def one_token(step: Array, carry: tuple[Cache, ProbeSums]) -> tuple[Cache, ProbeSums]:
         cache, sums = carry

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, init_cache, num_dense_layers
+from sketchwalk_jax.cache import Cache, Density, init_cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
@@ -78,12 +79,13 @@ class Together(Policy):
 
     @classmethod
     def of(cls, policies: Sequence[Policy]) -> "Together":
-        """With blocks and dense layers that suit all of them."""
-        return cls(
-            policies=tuple(policies),
-            block_size=max(policy.block_size for policy in policies),
-            dense_layers=min(policy.dense_layers for policy in policies),
-        )
+        """With blocks that suit all of them."""
+        size = max(policy.block_size for policy in policies)
+        return cls(policies=tuple(policies), block_size=size)
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether none of the policies selects in a layer."""
+        return all(policy.is_dense(layer) for policy in self.policies)
 
     def for_layer(self, layer: int, num_layers: int) -> "Together":
         """Every policy as it selects in a layer."""
@@ -127,11 +129,12 @@ class Together(Policy):
 
     def cache_of(self, cache: Cache, index: int, model_config: ModelConfig) -> Cache:
         """The cache as if one of the policies alone had watched."""
-        own = num_dense_layers(model_config, self.policies[index])
-        skipped = own - num_dense_layers(model_config, self)
+        watched = sparse_layers(model_config, self)
+        own = sparse_layers(model_config, self.policies[index])
         statistics = cache.statistics[index]
-        if skipped:
-            statistics = jax.tree.map(lambda x: x[skipped:], statistics)
+        if own != watched:
+            places = np.array([watched.index(layer) for layer in own], int)
+            statistics = jax.tree.map(lambda x: x[places], statistics)
         return dataclasses.replace(cache, statistics=statistics)
 
 

@@ -62,8 +62,8 @@ ROW_FIELDS = (
 
 * `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
   nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
-* `settings`: fields of the policy that calibration chose. `dense_layers`: leading layers in which a
-  sparse policy attends to everything.
+* `settings`: fields of the policy that calibration chose. `dense_layers`: layers in which a sparse
+  policy attends to everything: how many leading ones, or which.
 * `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
 * `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
   `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
@@ -137,21 +137,21 @@ class Outcome:
         return type(self)(*parts, density, choose(self.divergences))
 
     def measured_density(
-        self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, first_layer: int
+        self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
     ) -> float | None:
-        """Attended over causal pairs of the sparse phase, from `first_layer` on.
+        """Attended over causal pairs of the sparse phase, in some layers.
 
         Args:
           phase: `"prefill"`, `"decode"` or `"both"`: these together.
           is_chosen: Prompts to count.
-          first_layer: First layer to count.
+          layers: Layers to count.
 
         Returns:
-          The density; None if there is no such layer.
+          The density; None if there are none.
         """
         density, attended, causal = self.density, 0.0, 0.0
         for name in ("prefill", "decode") if phase == "both" else (phase,):
-            pairs = np.asarray(getattr(density, f"{name}_pairs"), np.float64)[first_layer:]
+            pairs = np.asarray(getattr(density, f"{name}_pairs"), np.float64)[list(layers)]
             attended += pairs[:, is_chosen].sum()
             every = np.asarray(getattr(density, f"{name}_causal"), np.float64)[is_chosen].sum()
             causal += every * len(pairs)
@@ -181,7 +181,7 @@ def make_rows(
     *,
     phase: str,
     tokens: int,
-    num_dense_layers: int,
+    dense_layers: tuple[int, ...],
     probe: Probed = Probed(),
     settings: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
@@ -194,7 +194,7 @@ def make_rows(
       rule: What answered.
       phase: Where its selection was sparse.
       tokens: Nominal length.
-      num_dense_layers: Leading dense layers; 0 for dense attention itself.
+      dense_layers: Layers in which the rule does not select; none for dense attention itself.
       probe: Mass recall and output error of each sparse layer, and bytes read in decode.
       settings: Fields of the policy that calibration chose, None without it.
       more: Further fields of all rows, such as those of `FILTERED_FIELDS`.
@@ -205,7 +205,14 @@ def make_rows(
       that all rules share; rows by depth leave `is_right` to the row of all depths.
     """
     recall, error = probe.mass_recall, probe.output_error
-    by_layer: list[None] = [None] * num_dense_layers
+    num_layers = len(outcome.density.prefill_pairs)
+    sparse = [layer for layer in range(num_layers) if layer not in dense_layers]
+    is_leading = dense_layers == tuple(range(len(dense_layers)))
+
+    def by_layer(values: Sequence[float]) -> list[float | None] | None:
+        found = dict(zip(sparse, map(_round, values), strict=True)) if values else {}
+        return [found.get(layer) for layer in range(num_layers)] if found else None
+
     common = {
         "policy": rule.policy,
         "preset": rule.preset,
@@ -215,13 +222,17 @@ def make_rows(
         "tokens": tokens,
         "density": rule.density,
         "settings": None if settings is None else dict(settings),
-        "dense_layers": None if rule.policy == "dense" else num_dense_layers,
+        "dense_layers": None
+        if rule.policy == "dense"
+        else len(dense_layers)
+        if is_leading
+        else list(dense_layers),
     }
     common |= dict(more or {})
     probed = {
         "mass_recall": _round(np.mean(recall)) if recall else None,
-        "mass_recall_by_layer": [*by_layer, *map(_round, recall)] if recall else None,
-        "output_error_by_layer": [*by_layer, *map(_round, error)] if error else None,
+        "mass_recall_by_layer": by_layer(recall),
+        "output_error_by_layer": by_layer(error),
     }
     names = ("keys", "values", "metadata")
     for name, count in zip(names, probe.decode_bytes or (None,) * 3, strict=True):
@@ -230,8 +241,8 @@ def make_rows(
     def row(is_chosen: Bool[np.ndarray, "n"], **where: float | int) -> dict[str, Any]:
         made = dict.fromkeys(ROW_FIELDS) | common | probed | where
         made["prompts"] = int(is_chosen.sum())
-        for name, first in (("sparse", num_dense_layers), ("all", 0)):
-            density = outcome.measured_density(phase, is_chosen, first_layer=first)
+        for name, layers in (("sparse", sparse), ("all", range(num_layers))):
+            density = outcome.measured_density(phase, is_chosen, layers=layers)
             made[f"measured_density_{name}_layers"] = _round(density)
         if outcome.is_right is not None:
             made |= exact_match(outcome.is_right[is_chosen])

@@ -616,7 +616,7 @@ class _Run:
                 rule,
                 phase=phase,
                 tokens=num_tokens,
-                num_dense_layers=measurement.num_dense_layers(rule),
+                dense_layers=measurement.dense_layers(rule),
                 probe=probed.get((rule, phase), Probed()),
                 settings=_settings_of(calibrated),
                 more=more,

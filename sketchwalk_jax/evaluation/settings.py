@@ -54,8 +54,9 @@ class Rule:
     @property
     def is_fitted(self) -> bool:
         """Whether its field `density` is set for the mean over all layers to be the nominal one."""
-        has_target = self.over == "all_layers" and self.density is not None and self != DENSE
-        return has_target and not self.is_calibrated
+        if self.over != "all_layers" or self.density is None or self == DENSE:
+            return False
+        return not self.is_calibrated and not self.make().counts_dense_layers
 
     @property
     def is_calibrated(self) -> bool:

@@ -134,6 +134,9 @@ class Policy(abc.ABC):
         indices of any.
     """
 
+    counts_dense_layers: ClassVar[bool] = False
+    """Whether a density means all layers of the model, dense ones included."""
+
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0
 

@@ -1,10 +1,10 @@
 """Sketch-and-Walk that loses almost nothing: sharp scores of single keys, remembered across layers.
 
-The framework is the paper's: summarise, score blocks, combine across layers, attend exactly over one
-list that all heads share. Its parts are replaced by what real models need:
+The framework is the paper's: summarise, score blocks, combine across layers, attend exactly over
+one list that all heads share. Its parts are replaced by what real models need:
 
-* A row of queries is summarised by its mean and by the queries least like it and each other, not
-  by the mean alone: one token of 64 may be the one that asks.
+* A row of queries is summarised by its mean and by the queries farthest from it and from each
+  other, not by the mean alone: one token of 64 may be the one that asks.
 * A block of keys is seen key by key, in the rotary channels that turn slowly. These tell tokens
   apart by what they are and not by where they stand; a mean over a page hides a single key.
 * Scores are sharpened before they are put together: a softmax over blocks for each head and query,
@@ -16,9 +16,8 @@ list that all heads share. Its parts are replaced by what real models need:
 import dataclasses
 import functools
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -36,6 +35,8 @@ CHANNELS = ("slow", "all")
 
 # Largest share of a row's budget that it gives up for what earlier rows took beyond the density.
 _REPAID = Fraction(1, 5)
+# Powers of shares below 1e-38 vanish: of 1e-5 with this one.
+_MAX_EXPONENT = 8
 # A layer to which a plan gives so much attends to everything.
 _AS_GOOD_AS_DENSE = 0.9
 
@@ -63,8 +64,8 @@ class RecommendedConfig(BudgetPolicy):
         budget; a decoded token keeps its own.
       min_blocks: Blocks that every row keeps, where there are as many.
       representatives: Queries that stand for a row, its mean among them.
-      exponent: Order of the norm over heads and queries: 1 adds up shares, a large one takes the
-        largest, and `None` exactly that.
+      exponent: Order of the norm over heads and queries, at most 8: 1 adds up their shares, a
+        large one takes the largest.
       channels: `"slow"`, the half of the rotary channels that turns slowest, or `"all"`.
       decay: What remains of a block's evidence from one layer to the next, in [0, 1); 0 for none.
       dense_layers: Layers that attend to everything; the others get so much less.
@@ -81,10 +82,12 @@ class RecommendedConfig(BudgetPolicy):
       array([ 1,  4,  5, 26], dtype=int32)
     """
 
-    local_blocks: int = 3
-    min_blocks: int = 5
-    representatives: int = 8
-    exponent: int | None = 4
+    counts_dense_layers: ClassVar[bool] = True
+
+    local_blocks: int = 2
+    min_blocks: int = 4
+    representatives: int = 16
+    exponent: int = 4
     channels: str = "slow"
     decay: float = 0.7
     dense_layers: int | tuple[int, ...] = 0
@@ -101,7 +104,9 @@ class RecommendedConfig(BudgetPolicy):
                 f"representatives must be at most the {self.block_size} queries of a block, got "
                 f"{self.representatives}"
             )
-        check_integer("exponent", self.exponent, is_optional=True)
+        check_integer("exponent", self.exponent)
+        if self.exponent > _MAX_EXPONENT:
+            raise ValueError(f"exponent must be at most {_MAX_EXPONENT}, got {self.exponent}")
         check_choice("channels", self.channels, CHANNELS)
         check_number("decay", self.decay, "[0, 1)")
         check_integer("num_layers", self.num_layers, is_optional=True)
@@ -113,7 +118,7 @@ class RecommendedConfig(BudgetPolicy):
                 f"{self.plan.num_layers}"
             )
         if self.num_layers is not None:
-            self.layer_densities  # which checks them
+            _ = self.layer_densities  # which checks them
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """The policy that knows how many layers there are."""
@@ -237,9 +242,9 @@ def representative_queries(
 ) -> Float[Array, "B I R N H"]:
     """Queries that stand for those of each row, for every head: its mean, and the farthest ones.
 
-    Farthest-point traversal (Gonzalez 1985) by the cosine: after the mean, the query whose largest
-    cosine with those taken is least, `count - 1` times. Queries that are not valid or not finite
-    are never taken; where there are no more, the mean is taken again.
+    Farthest-point traversal (Gonzalez 1985): after the mean, the query whose distance to the
+    nearest one taken is largest, `count - 1` times. Queries that are not valid or not finite are
+    never taken; where there are no more, the mean is taken again.
 
     Args:
       query: Queries; column 0 begins a row.
@@ -256,25 +261,17 @@ def representative_queries(
     usable = valid.reshape(batch, -1, 1, block_size) & jnp.all(jnp.isfinite(rows), axis=-1)
     rows = jnp.where(usable[..., None], rows, 0.0)
     number = jnp.sum(usable, axis=-1, keepdims=True, dtype=jnp.float32)
-    mean = jnp.sum(rows, axis=-2) / jnp.maximum(number, 1.0)
-
-    def unit(x: Array) -> Array:
-        return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-30))
-
-    directions = unit(rows)
-    taken, nearest = [mean], jnp.full(usable.shape, -jnp.inf, jnp.float32)
-    newest = unit(mean)
+    newest = mean = jnp.sum(rows, axis=-2) / jnp.maximum(number, 1.0)
+    taken, distance = [mean], jnp.where(usable, jnp.inf, -1.0)
     for _ in range(count - 1):
-        cosine = jnp.einsum(
-            "binqh,binh->binq", directions, newest, precision=jax.lax.Precision.HIGHEST
-        )
-        nearest = jnp.where(usable, jnp.maximum(nearest, cosine), jnp.inf)
-        place = jnp.argmin(nearest, axis=-1)[..., None, None]
-        found = jnp.take_along_axis(rows, place, axis=-2)[..., 0, :]
-        newest = jnp.take_along_axis(directions, place, axis=-2)[..., 0, :]
-        is_left = jnp.take_along_axis(nearest, place[..., 0], axis=-1) < jnp.inf
-        usable = usable & (jnp.arange(block_size) != place[..., 0])
-        taken.append(jnp.where(is_left, found, mean))
+        away = jnp.sum((rows - newest[..., None, :]) ** 2, axis=-1)
+        distance = jnp.where(usable, jnp.minimum(distance, away), -1.0)
+        place = jnp.argmax(distance, axis=-1)[..., None]
+        found = jnp.take_along_axis(rows, place[..., None], axis=-2)[..., 0, :]
+        is_left = jnp.take_along_axis(usable, place, axis=-1)
+        newest = jnp.where(is_left, found, mean)
+        usable = usable & (jnp.arange(block_size) != place)
+        taken.append(newest)
     return jnp.stack(taken, axis=2).astype(query.dtype)  # [B I R N H]
 
 
@@ -306,8 +303,9 @@ def even_budget(num_blocks: int, *, density: float, least: int) -> Int[np.ndarra
 
     Half of a row's own block lies in the future: of `c` blocks in row `i`, `c - 1/2` count, and the
     causal ones are `i + 1/2`. So a row keeps `density · (i + 1/2) + 1/2` blocks, rounded, and
-    `least` at least, where there are as many. What earlier rows kept beyond the density is given back by later ones, each a fifth of its
-    own at most. A row's budget depends on its place alone, never on the length of the prompt.
+    `least` at least, where there are as many. What earlier rows kept beyond the density is given
+    back by later ones, each a fifth of its own at most. A row's budget depends on its place alone,
+    never on the length of the prompt.
 
     Args:
       num_blocks: Rows.
