@@ -97,7 +97,12 @@ def test_needles_have_rows_by_depth_and_variables_by_hops():
         for one, depth in zip(samples("single_needle", 4), (0.1, 0.9, 0.1, 0.9), strict=True)
     ]
     outcome = _outcome(4, is_right=np.array([True, False, True, True]))
-    options = {"phase": "both", "tokens": 512, "dense_layers": (0, 1), "probe": Probed([1.0], [0.0])}
+    options = {
+        "phase": "both",
+        "tokens": 512,
+        "dense_layers": (0, 1),
+        "probe": Probed([1.0], [0.0]),
+    }
     rows = make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
     assert [(row["depth"], row["exact"], row["prompts"]) for row in rows] == [
         (None, 0.75, 4),

@@ -254,7 +254,9 @@ def test_long_decoding_is_that_of_decode_steps():
         np.testing.assert_allclose(found[full, phase].losses, dense.losses, rtol=1e-4)
         np.testing.assert_allclose(found[full, phase].divergences, 0, atol=1e-4)
         assert found[rule, phase].divergences[0] > 1e-3
-        density = found[rule, phase].measured_density("decode", np.ones(1, bool), first_layer=2)
+        density = found[rule, phase].measured_density(
+            "decode", np.ones(1, bool), layers=range(2, model_config.num_layers)
+        )
         assert density == pytest.approx(0.35, abs=0.08)
     for key in ((rule, "both"), (rule, "decode")):
         losses = _stepped(params, model_config, tokens, *key)

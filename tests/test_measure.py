@@ -195,7 +195,12 @@ def test_full_density_equals_dense(programs, weights, answers, task):
     dense = scored[DENSE, "both"]
     for phase in PHASES:
         found = scored[FULL, phase]
-        assert outcomes[FULL, phase].measured_density(phase, np.ones(3, bool), first_layer=2) == 1
+        assert (
+            outcomes[FULL, phase].measured_density(
+                phase, np.ones(3, bool), layers=range(2, MODEL.num_layers)
+            )
+            == 1
+        )
         for row in range(3):
             # Where dense reads the answer, decoding may differ after its first token.
             is_read = task in WITHIN and task != "text_loss"
@@ -228,13 +233,15 @@ def test_attention_is_sparse_only_in_the_phase_named(programs, weights, answers,
     for phase in PHASES:
         outcome = outcomes[SPARSE, phase]
         for part in ("prefill", "decode"):
-            density = outcome.measured_density(part, everything, first_layer=2)
+            density = outcome.measured_density(part, everything, layers=range(2, MODEL.num_layers))
             if density is None:
                 assert task in WITHIN and part == "decode" and phase == "prefill"
             elif phase in ("both", part):
                 assert 0.1 < density < 0.8
             else:
                 assert density == 1
-        every_layer = outcome.measured_density("both", everything, first_layer=0)
-        sparse_layers = outcome.measured_density("both", everything, first_layer=2)
+        every_layer = outcome.measured_density("both", everything, layers=range(MODEL.num_layers))
+        sparse_layers = outcome.measured_density(
+            "both", everything, layers=range(2, MODEL.num_layers)
+        )
         assert every_layer == pytest.approx((1 + sparse_layers) / 2)

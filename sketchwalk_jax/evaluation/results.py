@@ -210,7 +210,7 @@ def make_rows(
     is_leading = dense_layers == tuple(range(len(dense_layers)))
 
     def by_layer(values: Sequence[float]) -> list[float | None] | None:
-        found = dict(zip(sparse, map(_round, values), strict=True)) if values else {}
+        found = dict(zip(sparse, map(_round, values), strict=False)) if values else {}
         return [found.get(layer) for layer in range(num_layers)] if found else None
 
     common = {

@@ -270,7 +270,7 @@ def representative_queries(
         found = jnp.take_along_axis(rows, place[..., None], axis=-2)[..., 0, :]
         is_left = jnp.take_along_axis(usable, place, axis=-1)
         newest = jnp.where(is_left, found, mean)
-        usable = usable & (jnp.arange(block_size) != place)
+        usable = usable & (jnp.arange(block_size)[None, None, None] != place)
         taken.append(newest)
     return jnp.stack(taken, axis=2).astype(query.dtype)  # [B I R N H]
 
