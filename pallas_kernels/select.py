@@ -44,10 +44,15 @@ class _Bracket(NamedTuple):
 
 
 def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Integers in the order of the scores; both zeros are one number."""
+    """Integers in the order of the scores; both zeros are one number.
+
+    Scores that are not finite have the key of what lies above the diagonal, below every finite one.
+    """
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
     keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return replace(keys, (bits & 0x7FFFFFFF) == 0, 0)
+    keys = replace(keys, magnitude == 0, 0)
+    return replace(keys, magnitude >= _FORCED, _BEYOND)
 
 
 def row_keys(
@@ -197,7 +202,8 @@ def select_blocks_kernel(
     """`selection.select_blocks` as one Hopper kernel: the same lists for the same scores.
 
     Args:
-      scores: Block scores of each row, float32 without NaN; only their order within a row matters.
+      scores: Block scores of each row, float32; only their order within a row matters, and those
+        that are not finite rank last.
       rows: Absolute block index of each row; blocks above it are not eligible.
       counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
       sink_blocks: Number of first blocks that are always kept.

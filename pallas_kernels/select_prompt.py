@@ -33,6 +33,7 @@ from sketchwalk_jax.scaled import (
 from sketchwalk_jax.selection import BlockSelection
 
 _LEAST_EXPONENT = -126  # of a normal float
+_LARGEST_EXPONENT = 127  # of a finite one
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 
@@ -70,6 +71,7 @@ def _make_operands(
         # The largest entry comes to the height whose power is about 2^WEIGHT_EXPONENT.
         root = mantissa * power_of_two(exponent - own + WEIGHT_EXPONENT // power)
         is_none = is_zero | (columns > index) | ((score < 0.0) if rectify else is_zero)
+        is_none = is_none | (exponent > _LARGEST_EXPONENT)  # NaN or an infinity
         weights = integer_power(jnp.where(is_none, 0.0, root), power)
         warp_ops.write_row(weights, columns, weights_ref.at[sequence, index], **where)
 
@@ -100,7 +102,7 @@ def walk_operands_kernel(
     """The transition, and the state scaled for the product with it, rows at any power of two.
 
     Args:
-      scores: Block scores.
+      scores: Block scores; those that are not finite count as zero.
       largest: The largest magnitude of each of their rows, of entries that exist and count.
       state: Rows of the walk so far.
       power: Exponent of the transition.

@@ -115,7 +115,9 @@ def select_blocks(
 ) -> BlockSelection:
     """The `counts[i]` best causal blocks of every row, forced blocks included.
 
-    Ties go to the lower block index. Lists come out in ascending order, the diagonal last.
+    Ties go to the lower block index. Lists come out in ascending order, the diagonal last. A score
+    that is not finite (NaN or an infinity of either sign) ranks below every finite one, so that the
+    forced blocks are in the list whatever the scores are.
 
     Args:
       scores: Block scores of each row, float32; only their order within a row matters.
@@ -135,6 +137,8 @@ def select_blocks(
     row = rows[..., None]
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     scores = jnp.where(scores == 0.0, 0.0, scores)  # top_k would rank 0.0 above -0.0
+    # As what lies above the diagonal, which a tie loses to: it has the higher index.
+    scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
     ranked = jnp.where(forced, jnp.inf, scores)
     ranked = jnp.where(columns > row, -jnp.inf, ranked)
     _, ids = jax.lax.top_k(ranked, max_count)
@@ -156,7 +160,7 @@ def select_blocks_per_head(
     """`select_blocks` for scores that differ by head: one list for each of `M` heads.
 
     Args:
-      scores: Block scores of each head and row, float32.
+      scores: Block scores of each head and row, float32; those that are not finite rank last.
       rows: Absolute block index of each row.
       counts: Blocks that every head keeps.
       sink_blocks: Number of first blocks that are always kept.

@@ -9,6 +9,10 @@ their own power of two, whose exponent re-enters when the row is multiplied; row
 rescaled by powers of two, which no selection can see. Nothing overflows, however many layers there
 are, and both use the upper end of float32's range, so that small entries survive as long as they
 can: an entry that underflows may be large again a few layers later.
+
+A score that is not finite is no entry: transitions count it as zero. So a token whose key or query
+is NaN or infinite, or whose score overflows, never reaches the rows before its block, where it
+would stand in the product as zero times NaN.
 """
 
 import dataclasses
@@ -72,12 +76,14 @@ def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
 def _counting(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, rectify: bool
 ) -> Float[Array, "B J J"]:
+    """Scores that enter a power transition; zero above the diagonal and where not finite."""
+    counts = causal[None] & jnp.isfinite(scores)
     scores = jnp.maximum(scores, 0.0) if rectify else scores
-    return jnp.where(causal[None], scores, 0.0)
+    return jnp.where(counts, scores, 0.0)
 
 
 def row_maxima(scores: Float[Array, "B J J"], *, rectify: bool) -> Float[Array, "B J"]:
-    """Largest magnitudes of the scores that a power transition counts."""
+    """Largest magnitudes of the scores that a power transition counts, which are finite."""
     causal = causal_mask(scores.shape[-1])
     return jnp.max(jnp.abs(_counting(scores, causal, rectify=rectify)), axis=-1)
 
@@ -88,7 +94,7 @@ def power_transition(
     """`W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
 
     Args:
-      scores: Block scores `A`.
+      scores: Block scores `A`; those that are not finite count as zero.
       causal: Mask of the entries that exist.
       exponent: The power `s`.
       rectify: Whether negative scores count as zero (`relu_power`).
@@ -108,8 +114,13 @@ def power_transition(
 def softmax_transition(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"]
 ) -> Float[Array, "B J J"]:
-    """`P`, the causal row softmax of `A`; rows sum to one."""
-    return jax.nn.softmax(jnp.where(causal[None], scores, -jnp.inf), axis=-1)
+    """`P`, the causal row softmax of `A` over its finite scores.
+
+    Rows sum to one, or are zero where no score is finite.
+    """
+    counts = causal[None] & jnp.isfinite(scores)
+    shares = jax.nn.softmax(jnp.where(counts, scores, -jnp.inf), axis=-1)
+    return jnp.where(counts, shares, 0.0)
 
 
 def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
@@ -225,7 +236,8 @@ def walk_step(
 
     Args:
       walk: State after the previous sparse layer.
-      scores: This layer's block scores `A`, all rows that the rows in hand can reach.
+      scores: This layer's block scores `A`, all rows that the rows in hand can reach; those that
+        are not finite count as none.
       rows: Absolute block index of each row in hand.
       transition: `"power"`, `"relu_power"` or `"softmax"`.
       exponent: The power of the power transitions.
@@ -235,7 +247,7 @@ def walk_step(
 
     Returns:
       The scores that select (rows of `R_k`; where such a row has no positive entry, the row of
-      `A`), and the state for the next layer.
+      `A`), and the state for the next layer, which is finite.
     """
     causal = causal_mask(scores.shape[-1])
     first = walk.layers == 0

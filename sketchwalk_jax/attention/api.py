@@ -327,7 +327,8 @@ def dense_attention(
     The reference for accuracy and the denominator of every speed figure. On an NVIDIA GPU, queries
     in bfloat16 or float16 that start at position 0 go through cuDNN's flash attention where it
     takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for; all else,
-    decoding included, runs on XLA.
+    decoding included, runs on XLA. There a key or value that is not finite makes NaN of the queries
+    that see it and of no others; cuDNN may make NaN of earlier queries nearby as well.
 
     Args:
       query: Queries at positions `query_offset + 0 .. T - 1`.

@@ -329,7 +329,7 @@ def _mass(
 
 
 def _block_lse(
-    query: Float[Array, "B T K G H"],
+    query: Float[Array, "B T K G C"],
     key: Float[Array, "L B S K H"],
     positions: Int[Array, "B T"],
     reach: Int[Array, ""],

@@ -244,7 +244,8 @@ def attend_dense(
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
     """Attention of each row over all keys up to its positions, `keys_per_step` at a time.
 
-    Returns the output and its log-sum-exp.
+    Returns the output and its log-sum-exp. A key or value that is not finite reaches the queries
+    that see it and no others.
     """
     shape = query.shape
     batch, _, _, num_heads, head_dim = shape
@@ -271,9 +272,16 @@ def attend_dense(
             position = (start + jnp.arange(width, dtype=jnp.int32))[None, :]
             is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
             position = jnp.where(is_real, position, _NOWHERE)
-            values = jnp.where(is_real[:, None, :, None], slice_heads(value), 0)
+            keys, values = slice_heads(key), slice_heads(value)
+            values = jnp.where(is_real[:, None, :, None], values, 0)
+            if positions.shape[-1] > 1:
+                # Queries before a token have weight 0 for it, which would not erase NaN. So the
+                # score of a value that is not finite is NaN instead, for those alone that see it.
+                is_lost = ~jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+                keys = jnp.where(is_lost, jnp.nan, keys)
+                values = jnp.where(is_lost, 0, values)
             visible = _sees(positions, position[:, None, None, :], kv_heads, group)
-            return slice_heads(key).reshape(products), values.reshape(products), visible
+            return keys.reshape(products), values.reshape(products), visible
 
         reach = jnp.minimum(jnp.max(positions) + 1, jnp.max(kv_lengths))
         num_steps = (reach + width - 1) // width

@@ -48,6 +48,9 @@ class ReleasedConfig(Policy):
     keep everything. Decode keeps no state across layers: its row pools the last `decode_queries`
     queries.
 
+    A logit that is not finite counts as none. Since the softmax looks at later blocks, a token that
+    is NaN changes the lists of rows before it, as every token does here; it never makes them NaN.
+
     Attributes:
       logit_scale: Factor of the logits.
       walk_steps: Walk steps per layer.
@@ -138,7 +141,10 @@ class ReleasedConfig(Policy):
         key_sums: Float[Array, "B J K H"],
         exists: Bool[Array, "B J"],
     ) -> Float[Array, "B I J"]:
-        """`P`: the mean over heads of the block softmax; heads one at a time, to bound memory."""
+        """`P`: the mean over heads of the block softmax; heads one at a time, to bound memory.
+
+        A logit that is not finite counts as none, so that a head without any adds nothing.
+        """
         num_heads, head_dim = query.shape[2:]
         group = num_heads // key_sums.shape[2]
         keys = key_sums / float(self.block_size)
@@ -148,7 +154,9 @@ class ReleasedConfig(Policy):
             one_query = jax.lax.dynamic_index_in_dim(query, head, axis=2, keepdims=False)
             one_key = jax.lax.dynamic_index_in_dim(keys, head // group, axis=2, keepdims=False)
             logits = jnp.einsum("bih,bjh->bij", one_query, one_key, precision=HIGHEST) * scale
-            return total + jax.nn.softmax(jnp.where(exists[:, None], logits, -jnp.inf)), None
+            counts = exists[:, None] & jnp.isfinite(logits)
+            shares = jax.nn.softmax(jnp.where(counts, logits, -jnp.inf))
+            return total + jnp.where(counts, shares, 0.0), None
 
         shape = (query.shape[0], query.shape[1], key_sums.shape[1])
         heads = jnp.arange(num_heads, dtype=jnp.int32)

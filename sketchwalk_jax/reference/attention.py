@@ -27,7 +27,8 @@ def masked_attention(
 
     Returns:
       The output in float32, and the log-sum-exp of the scaled logits. A query that may attend
-      to nothing gives 0 and `-inf`.
+      to nothing gives 0 and `-inf`; one that may attend to a key or value that is not finite gives
+      NaN, and no other does.
 
     Example:
       >>> x = jnp.ones((2, 1, 4))
@@ -48,5 +49,10 @@ def masked_attention(
     weights = jnp.where(mask, jnp.exp(logits - largest), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    output = jnp.einsum("nts,snh->tnh", weights, value, precision=highest)
+    is_lost = ~jnp.isfinite(value).all(axis=-1)
+    output = jnp.einsum(
+        "nts,snh->tnh", weights, jnp.where(is_lost[..., None], 0.0, value), precision=highest
+    )
+    sees_lost = (mask & is_lost.T[:, None, :]).any(axis=-1)
+    output = jnp.where(sees_lost.T[..., None], jnp.nan, output)
     return output, (jnp.log(total) + largest)[..., 0].T

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sketchwalk_jax.reference.sketch import AnyArray
+from sketchwalk_jax.reference.walk import softmax_over
 
 if TYPE_CHECKING:
     from sketchwalk_jax.policies.released import ReleasedConfig
@@ -26,6 +27,8 @@ def released_transition(
 ) -> np.ndarray:
     """Averages over heads the softmax of `logit_scale · q̄ k̄ᵀ / sqrt(H)` over all blocks.
 
+    A logit that is not finite counts as none, and a head without any adds nothing.
+
     Block means divide by the block size even where the last block is partly filled. In decode
     the last row's query is the mean of the last `decode_queries` tokens instead.
 
@@ -36,7 +39,7 @@ def released_transition(
       is_decode: Whether the last row stands for the last token.
 
     Returns:
-      `P`, `[J, J]` float64; rows sum to one.
+      `P`, `[J, J]` float64; rows sum to one, or to 0 where no logit is finite.
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
@@ -57,9 +60,7 @@ def released_transition(
     key_means = key_means.repeat(num_heads // key.shape[1], axis=1)
     logits = np.einsum("inh,jnh->nij", query_means, key_means)
     logits = np.asarray(logits, np.float64) * config.logit_scale / math.sqrt(head_dim)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    total = (weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0)
-    return total / total.sum(axis=1, keepdims=True)
+    return softmax_over(logits, np.isfinite(logits)).mean(axis=0)
 
 
 def released_walk(

@@ -45,7 +45,7 @@ def select(
 
     The first `sink_blocks` and the last `local_blocks` up to the diagonal come first, then the
     others by their walk entry, the lower index winning ties. A row of the walk without a
-    positive entry is ranked by its direct scores.
+    positive entry is ranked by its direct scores, those that are not finite last.
 
     Args:
       walk_row: `R_k[i, :i + 1]`.
@@ -65,7 +65,8 @@ def select(
 
     def order(block: int) -> tuple[bool, float, int]:
         is_forced = block < config.sink_blocks or block > last - config.local_blocks
-        return (not is_forced, -float(ranking[block]), block)
+        value = float(ranking[block])
+        return (not is_forced, -value if math.isfinite(value) else math.inf, block)
 
     return sorted(sorted(range(last + 1), key=order)[:count])
 

@@ -16,7 +16,8 @@ def transition(scores: np.ndarray, config: SketchWalkConfig) -> np.ndarray:
     """Turns block scores into the lower-triangular transition of one layer.
 
     `"power"` is `W = A ** s`, `"relu_power"` is `W = max(A, 0) ** s`, and `"softmax"` is `P`,
-    the softmax of row `i` over `j <= i`.
+    the softmax of row `i` over `j <= i`. A score that is not finite is no entry: it counts as 0, and
+    in a softmax not at all.
 
     Args:
       scores: `A`, `[J, J]`.
@@ -30,14 +31,36 @@ def transition(scores: np.ndarray, config: SketchWalkConfig) -> np.ndarray:
       [[1.0, 0.0], [0.5, 0.5]]
     """
     scores = np.asarray(scores, np.float64)
-    causal = np.tril(np.ones_like(scores, dtype=bool))
+    counts = np.tril(np.ones_like(scores, dtype=bool)) & np.isfinite(scores)
+    known = np.where(counts, scores, 0.0)
     if config.transition == "power":
-        return np.where(causal, scores**config.exponent, 0.0)
+        return known**config.exponent
     if config.transition == "relu_power":
-        return np.where(causal, np.maximum(scores, 0.0) ** config.exponent, 0.0)
-    logits = np.where(causal, scores, -np.inf)
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+        return np.maximum(known, 0.0) ** config.exponent
+    return softmax_over(scores, counts)
+
+
+def softmax_over(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Softmax of each row over the entries that count; a row without any is zero.
+
+    Args:
+      logits: `[..., J]`, finite where they count.
+      counts: Which entries count, shaped alike.
+
+    Returns:
+      Shaped alike; rows sum to one or are zero.
+
+    Example:
+      >>> softmax_over(np.array([1.0, 1.0, np.nan]), np.array([True, True, False])).tolist()
+      [0.5, 0.5, 0.0]
+    """
+    if not counts.any():
+        return np.zeros(logits.shape)
+    largest = np.max(logits, axis=-1, keepdims=True, initial=-np.inf, where=counts)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    weights = np.where(counts, np.exp(np.where(counts, logits - largest, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1.0)
 
 
 def walk_step(

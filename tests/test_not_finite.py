@@ -1,0 +1,249 @@
+"""Tokens that are NaN or infinite: what they reach, and what every list holds all the same."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import policy_runs
+import pytest
+import tiny
+from variants import slow_unless
+
+from sketchwalk_jax import Dense, SketchWalkConfig, forward, generate, reference
+from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.oracle import OracleConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.selection import select_blocks
+
+SIZE, LENGTH, NUM_LAYERS, HEADS, HEAD_DIM = 16, 160, 3, (4, 2), 16
+BAD = 85  # the token; rows of blocks before its own are to stay as they are
+BAD_ROW = BAD // SIZE
+SPARSE = {"block_size": SIZE, "dense_layers": 0, "density": 0.4}
+POLICIES = {
+    "paper": SketchWalkConfig.paper(**SPARSE),
+    "relu": SketchWalkConfig.paper(transition="relu_power", head_combination="sum", **SPARSE),
+    "damped": SketchWalkConfig.damped(**SPARSE),
+    "one_hop": SketchWalkConfig.one_hop(**SPARSE),
+    "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
+    "recommended": SketchWalkConfig.recommended(**SPARSE, representatives=4),
+    "largest": SketchWalkConfig.recommended(**SPARSE, exponent=None, local_blocks=1, min_blocks=2),
+    "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
+    "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
+}
+# What is put into the first of two sequences, at one token of every layer.
+BAD_TOKENS = {
+    "key nan": ("key", np.nan),
+    "key inf": ("key", np.inf),
+    "key -inf": ("key", -np.inf),
+    "key huge": ("key", 3e38),  # whose scores overflow
+    "query nan": ("query", np.nan),
+    "query inf": ("query", np.inf),
+    "value nan": ("value", np.nan),
+}
+KEPT = ("paper", "damped", "recommended", "oracle")
+
+
+def draw():
+    """Queries, keys and values `[L, 2, T, heads, H]`."""
+    shape = {"num_layers": NUM_LAYERS, "num_tokens": LENGTH, "spread": 0.7}
+    drawn = [cases.draw_layers(seed, heads=HEADS, head_dim=HEAD_DIM, **shape) for seed in (0, 1)]
+    names = ("queries", "keys", "values")
+    return [np.stack([np.stack(getattr(x, name)) for x in drawn], axis=1) for name in names]
+
+
+def spoiled(where, what):
+    """The arrays with one bad token."""
+    arrays = dict(zip(("query", "key", "value"), draw(), strict=True))
+    arrays[where][:, 0, BAD] = what
+    return list(arrays.values())
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def run(query, key, value, *, config):
+    """Lists, walk states and outputs of every layer."""
+    batch, num_blocks = query.shape[1], LENGTH // SIZE
+    lengths = jnp.full((batch,), LENGTH, jnp.int32)
+    first = jnp.zeros_like(lengths)
+    span = Span(first, jnp.ones((batch, LENGTH), bool), lengths, lengths)
+    walk = config.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
+    statistics = policy_runs.empty_statistics(config, query, key, num_blocks)
+    found = []
+    for layer in range(NUM_LAYERS):
+        one = jax.tree.map(lambda x, layer=layer: x[layer], statistics)
+        one = config.observe(query[layer], key[layer], one, span=span)
+        index = jnp.asarray(layer, jnp.int32)
+        lists, walk = config.select(query[layer], key, one, walk, layer=index, span=span)
+        out, _ = attend_rows(
+            query[layer], key[layer], value[layer], lists, first_block=first, layer=None,
+            kv_lengths=lengths, implementation="xla",
+        )  # fmt: skip
+        state = None if walk is None else walk.scores
+        found.append((lists.ids[:, 0], lists.counts[:, 0], out, state))
+    return found
+
+
+@functools.cache
+def clean(name):
+    return run(*draw(), config=POLICIES[name])
+
+
+def assert_forced(config, ids, counts):
+    """Every row has its first blocks and its last ones, each block once, in ascending order."""
+    sink, local = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
+    num_blocks = LENGTH // SIZE
+    for row in range(num_blocks):
+        kept = np.asarray(ids)[row, : int(counts[row])].tolist()
+        assert kept == sorted(set(kept)) and max(kept) == row
+        assert {*range(min(sink, row + 1)), *range(max(0, row + 1 - local), row + 1)} <= set(kept)
+
+
+@pytest.mark.parametrize("bad", BAD_TOKENS)
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
+def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad):
+    config, wanted = POLICIES[name], clean(name)
+    found = run(*spoiled(*BAD_TOKENS[bad]), config=config)
+    # Rows of the published code look at later blocks.
+    rows = 0 if name == "released" and "value" not in bad else BAD_ROW
+    for (ids, counts, out, state), expected in zip(found, wanted, strict=True):
+        plain_ids, plain_counts, plain_out, plain_state = expected
+        for sequence, upto in ((0, rows), (1, LENGTH // SIZE)):
+            np.testing.assert_array_equal(ids[sequence, :upto], plain_ids[sequence, :upto])
+            np.testing.assert_array_equal(counts[sequence, :upto], plain_counts[sequence, :upto])
+            tokens = slice(0, upto * SIZE)
+            np.testing.assert_array_equal(out[sequence, tokens], plain_out[sequence, tokens])
+            if state is not None:
+                np.testing.assert_array_equal(state[sequence, :upto], plain_state[sequence, :upto])
+            assert_forced(config, ids[sequence], counts[sequence])
+        assert np.isfinite(out[0, : BAD_ROW * SIZE]).all()
+        assert state is None or np.isfinite(state).all()
+
+
+@pytest.mark.parametrize("bad", ["key nan", "query inf"])
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
+def test_decoded_tokens_keep_their_forced_blocks(name, bad):
+    """After a bad token, and as one themselves; the other sequence is as without."""
+    config, results = POLICIES[name], []
+    sink, local = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
+    local = 1 if isinstance(config, RecommendedConfig) else local  # in decode the token's own
+    for arrays in (draw(), spoiled(*BAD_TOKENS[bad])):
+        query, key, _ = arrays
+        for position in (BAD, BAD + 20):
+            _, statistics = policy_runs.prefill_rows(config, query, key, [position] * 2)
+            new = (x[:, :, [position]] for x in (query, key))
+            rows, _ = policy_runs.decode_rows(config, *new, statistics, [position] * 2, key)
+            results.append(rows)
+            own = position // SIZE
+            for layer in rows:
+                assert {*range(sink), *range(own + 1 - local, own + 1)} <= set(layer[0])
+                assert len(set(layer[0])) == len(layer[0]) and max(layer[0]) == own
+    half = len(results) // 2
+    for one, other in zip(results[:half], results[half:], strict=True):
+        assert [layer[1] for layer in one] == [layer[1] for layer in other]
+        if name != "released":
+            assert [len(layer[0]) for layer in one] == [len(layer[0]) for layer in other]
+
+
+REFERENCE = {name: POLICIES[name] for name in ("paper", "relu", "damped", "one_hop")}
+
+
+@pytest.mark.parametrize("bad", ["key nan", "key inf", "query nan"])
+@pytest.mark.parametrize("name", slow_unless(("paper", "damped").__contains__, REFERENCE))
+def test_the_reference_leaves_the_same_rows_alone(name, bad):
+    config, upto = POLICIES[name], slice(0, BAD_ROW)
+    layers = []
+    with np.errstate(invalid="ignore"):
+        for arrays in (draw(), spoiled(*BAD_TOKENS[bad])):
+            one = [list(x[:, 0]) for x in arrays]
+            layers.append(reference.sketchwalk_prefill(*one, config))
+    for plain, other in zip(*layers, strict=True):
+        assert other.rows[upto] == plain.rows[upto]
+        np.testing.assert_array_equal(other.walk[upto], plain.walk[upto])
+        tokens = slice(0, BAD_ROW * SIZE)
+        np.testing.assert_array_equal(other.output[tokens], plain.output[tokens])
+        for row, kept in enumerate(other.rows):
+            assert {0, row} <= set(kept)
+
+
+SCORES = {
+    "nan": [np.nan] * 6,
+    "inf": [np.inf] * 6,
+    "-inf": [-np.inf] * 6,
+    "equal": [2.0] * 6,
+    "mixed": [np.nan, np.inf, -3e38, -np.inf, np.nan, np.nan],
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_forced_blocks_outrank_every_score_and_finite_scores_the_others(kind):
+    scores = np.array(SCORES[kind], np.float32)
+    for count in range(3, 7):
+        lists = select_blocks(
+            jnp.asarray(scores)[None, None],
+            jnp.array([[5]], jnp.int32),
+            jnp.array([[count]], jnp.int32),
+            sink_blocks=1,
+            local_blocks=2,
+            max_count=6,
+            block_size=SIZE,
+        )
+        # The lower block wins ties, of scores that are not finite as of others.
+        free = sorted((1, 2, 3), key=lambda j: (not np.isfinite(scores[j]), j))
+        kept = lists.ids[0, 0, 0, :count].tolist()
+        assert kept == sorted([0, 4, 5, *free[: count - 3]])
+        config = SketchWalkConfig.paper(local_blocks=2)
+        assert reference.select(np.zeros(6), scores, count, config) == kept
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+@pytest.mark.parametrize("where", [1, 2])
+def test_dense_attention_before_a_bad_token_is_bit_equal(where, what):
+    """Token by token, within one tile of queries and one step of keys."""
+    arrays = [jnp.asarray(x[0]) for x in draw()]
+    plain = dense_attention(*arrays, implementation="xla")
+    arrays[where] = arrays[where].at[0, BAD].set(what)
+    out = dense_attention(*arrays, implementation="xla")
+    np.testing.assert_array_equal(out[0, :BAD], plain[0, :BAD])
+    np.testing.assert_array_equal(out[1], plain[1])
+    if what is np.nan or where == 2:
+        assert np.isnan(out[0, BAD:]).all()
+
+
+MODELS = {
+    "dense": Dense(block_size=SIZE),
+    "paper": SketchWalkConfig.paper(**SPARSE | {"dense_layers": 1}),
+    "damped": SketchWalkConfig.damped(**SPARSE | {"dense_layers": (0, 2)}),
+    "one_hop": SketchWalkConfig.one_hop(**SPARSE),
+    "recommended": SketchWalkConfig.recommended(**SPARSE | {"dense_layers": (1,), "density": 0.5}),
+    "oracle": OracleConfig(**SPARSE),
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(("dense", "paper", "recommended").__contains__, MODELS)
+)
+def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name):
+    weights = tiny.params()
+    weights["embed"]["embedding"] = weights["embed"]["embedding"].at[62].set(jnp.nan)
+    tokens, lengths = tiny.prompts(LENGTH - 20, LENGTH - 20)
+    tokens = np.where(tokens == 62, 61, tokens)
+    spoiled_tokens = tokens.copy()
+    spoiled_tokens[0, BAD] = 62
+    options = {"model_config": tiny.MODEL, "config": MODELS[name], "lengths": lengths}
+    plain, other = (
+        forward(weights, x, implementation="xla", **options) for x in (tokens, spoiled_tokens)
+    )
+    upto = BAD if name == "dense" else BAD_ROW * SIZE
+    np.testing.assert_array_equal(other[0, :upto], plain[0, :upto])
+    np.testing.assert_array_equal(other[1], plain[1])
+    assert np.isfinite(plain).all() and np.isnan(other[0, BAD]).all()
+    runs = [
+        generate(weights, x, max_new_tokens=3, return_selection=True, **options)
+        for x in (tokens, spoiled_tokens)
+    ]
+    np.testing.assert_array_equal(runs[1].tokens[1], runs[0].tokens[1])
+    if name != "dense":
+        ids, plain_ids = (np.asarray(x.selection.ids)[:, 0, :, :BAD_ROW] for x in runs)
+        np.testing.assert_array_equal(ids, plain_ids)
