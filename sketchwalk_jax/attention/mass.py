@@ -331,7 +331,7 @@ def _mass(
 
 def _block_lse(
     query: Float[Array, "B T K G H"],
-    key: Float[Array, "L B S K H"],
+    key: Float[Array, "L B S K _"],
     positions: Int[Array, "B T"],
     reach: Int[Array, ""],
     kv_lengths: Int[Array, "B"],

@@ -17,8 +17,12 @@ from sketchwalk_jax.cache import init_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
-from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.config import (
+    PARAMS_FOLDER,
+    SAVED_CONFIG_FILE,
+    ModelConfig,
+    read_json,
+)
 from sketchwalk_jax.models.gguf_files import GgufFiles
 from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.params import param_shapes

@@ -265,7 +265,7 @@ def representative_queries(
         found = jnp.take_along_axis(rows, place, axis=-2)[..., 0, :]
         newest = jnp.take_along_axis(directions, place, axis=-2)[..., 0, :]
         is_left = jnp.take_along_axis(nearest, place[..., 0], axis=-1) < jnp.inf
-        usable = usable & (jnp.arange(block_size) != place[..., 0])
+        usable = usable & (jnp.arange(block_size)[None, None, None] != place[..., 0])
         taken.append(jnp.where(is_left, found, mean))
     return jnp.stack(taken, axis=2).astype(query.dtype)  # [B I R N H]
 
