@@ -1,8 +1,9 @@
 """`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
 
+import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -72,13 +73,11 @@ def calibrate(
     model_config = ModelConfig.from_pretrained(directory)
     num_tokens = _check_tokens(tokens, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
-    try:
+    with _usage_errors():
         source = read_text(text)
-    except ValueError as error:
-        raise UsageError(f"--text {str(error).partition(' ')[2]}") from error
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
-    with elapsed("writing prompts"):
+    with _usage_errors(), elapsed("writing prompts"):
         drawn = planning_prompts(tokenizer, num_tokens=num_tokens, count=prompts, text=source)
     for one in drawn:
         prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
@@ -113,6 +112,17 @@ def calibrate(
     print(f"{path}: plan {plan.short_hash} of {plan.num_layers} layers", file=sys.stderr)
     if path.resolve() != plan_path(directory).resolve():
         print(f"to use it, put it where it is looked for: {plan_path(directory)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """As `usage_errors`, with the names of this command's options."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        flag = {"path": "text", "num_tokens": "tokens"}.get(name, name)
+        raise UsageError(f"--{flag} {rest}") from error
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:

@@ -18,8 +18,8 @@ from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_c
 from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hf_config import DTYPES
 from sketchwalk_jax.models.params import Params
-from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,

@@ -63,8 +63,8 @@ ROW_FIELDS = (
 
 * `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
   nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
-* `settings`: fields of the policy that calibration chose, and the short hash of its `plan`. `dense_layers`: leading layers in which a
-  sparse policy attends to everything.
+* `settings`: fields of the policy that calibration chose, and the short hash of its `plan`.
+* `dense_layers`: leading layers in which a sparse policy attends to everything.
 * `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
 * `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
   `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
