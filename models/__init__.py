@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sketchwalk_jax.models.config import ModelConfig as ModelConfig
     from sketchwalk_jax.models.params import init_params as init_params
     from sketchwalk_jax.models.params import param_shapes as param_shapes
+    from sketchwalk_jax.models.plans import fingerprint as fingerprint
     from sketchwalk_jax.models.rope import RopeConfig as RopeConfig
     from sketchwalk_jax.models.rope import apply_rope as apply_rope
     from sketchwalk_jax.models.rope import rope_frequencies as rope_frequencies
@@ -22,6 +23,7 @@ _MODULES = {
     "RopeConfig": "rope",
     "apply_rope": "rope",
     "bundled_model": "bundled",
+    "fingerprint": "plans",
     "init_params": "params",
     "load": "weights",
     "param_shapes": "params",

@@ -1,7 +1,8 @@
 """Saving and loading of the stacked parameter tree with Orbax.
 
-A saved directory holds `model_config.json` and `params/`, an Orbax checkpoint. Loading it
-needs no transposition or stacking, and reads only what each device holds.
+A saved directory holds `model_config.json` and `params/`, an Orbax checkpoint, and the model's plan
+where it has one. Loading it needs no transposition or stacking, and reads only what each device
+holds.
 """
 
 import contextlib
@@ -16,7 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.config import (
+    PARAMS_FOLDER,
+    SAVED_CONFIG_FILE,
+    ModelConfig,
+    read_json,
+)
 from sketchwalk_jax.models.params import (
     Params,
     ParamsSharding,
@@ -26,8 +32,9 @@ from sketchwalk_jax.models.params import (
     shardings_by_path,
     unflatten_params,
 )
+from sketchwalk_jax.models.plans import fingerprint
+from sketchwalk_jax.plan import plan_path
 
-PARAMS_FOLDER = "params"
 FORMAT_VERSION = 1
 
 
@@ -42,7 +49,7 @@ def save(
     Args:
       directory: Where to write; parents are created.
       params: The parameter tree, in any of float32, float16 and bfloat16, with any sharding.
-      model_config: The model's configuration.
+      model_config: The model's configuration. Its plan is written as that of the new directory.
       overwrite: Whether to replace a directory that is not empty.
 
     Raises:
@@ -71,12 +78,18 @@ def save(
             checkpointer.save(partial / PARAMS_FOLDER, params)
             checkpointer.wait_until_finished()
         if jax.process_index() == 0:
+            # The plan has a file of its own, whose fingerprint says that it fits.
+            plan, fields = model_config.plan, dataclasses.asdict(model_config)
+            del fields["plan"]
             saved = {
                 "format_version": FORMAT_VERSION,
-                "model_config": dataclasses.asdict(model_config),
+                "model_config": fields,
                 "dtypes": dtypes,
             }
             (partial / SAVED_CONFIG_FILE).write_text(json.dumps(saved, indent=2) + "\n")
+            if plan is not None:
+                own = dataclasses.replace(plan, fingerprint=fingerprint(partial))
+                own.write(plan_path(partial), measured={"fingerprint": plan.fingerprint})
 
 
 def load_saved(

@@ -10,10 +10,14 @@ from typing import Any
 from sketchwalk_jax.models.gguf_header import is_gguf, model_fields, read_header
 from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.validation import check_choice, check_integer
 
 SAVED_CONFIG_FILE = "model_config.json"
 """The file that marks a directory written by `sketchwalk_jax.models.save`."""
+
+PARAMS_FOLDER = "params"
+"""The folder of such a directory that holds the weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +47,11 @@ class ModelConfig:
       bos_token_id: Token that starts a text, if there is one.
       eos_token_ids: Tokens that end a generation; may be several or none.
       dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
+      plan: How the layers share a density in the recommended policy, where it was measured; `load`
+        finds it beside the checkpoint.
 
     Raises:
-      ValueError: For a value outside its range.
+      ValueError: For a value outside its range, or a plan of another number of layers.
 
     Example:
       >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
@@ -74,6 +80,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         """Checks every field once."""
@@ -101,6 +108,12 @@ class ModelConfig:
         check_choice("dtype", self.dtype, DTYPES)
         if not isinstance(self.eos_token_ids, tuple):
             raise ValueError(f"eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise ValueError(f"plan must be a Plan or None, got {self.plan!r}")
+        if self.plan is not None and self.plan.num_layers != self.num_layers:
+            raise ValueError(
+                f"plan must be of {self.num_layers} layers, got one of {self.plan.num_layers}"
+            )
 
     @property
     def group_size(self) -> int:
@@ -127,7 +140,7 @@ class ModelConfig:
             `sketchwalk_jax.models.save`, or a GGUF file (its metadata).
 
         Returns:
-          The configuration.
+          The configuration, without a plan: `load` adds that.
 
         Raises:
           FileNotFoundError: If the directory or its `config.json` does not exist.

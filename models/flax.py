@@ -135,7 +135,7 @@ class CausalLM(nnx.Module):
             self.params, tokens, cache, model_config=self.model_config, config=config, **options
         )
 
-    def generate(self, tokens: Any, *, config: Policy, **options: Any) -> Generation:
+    def generate(self, tokens: Any, *, config: Policy | None = None, **options: Any) -> Generation:
         """`sketchwalk_jax.generate` with this model's parameters."""
         return generate(
             self.params, tokens, model_config=self.model_config, config=config, **options
@@ -212,7 +212,7 @@ class LinenCausalLM(nn.Module):
             self._params(), tokens, cache, model_config=self.model_config, config=config, **options
         )
 
-    def generate(self, tokens: Any, *, config: Policy, **options: Any) -> Generation:
+    def generate(self, tokens: Any, *, config: Policy | None = None, **options: Any) -> Generation:
         """`sketchwalk_jax.generate` with this model's parameters."""
         return generate(
             self._params(), tokens, model_config=self.model_config, config=config, **options

@@ -45,6 +45,8 @@ from sketchwalk_jax.models.params import (
     shardings_by_path,
     unflatten_params,
 )
+from sketchwalk_jax.models.plans import find_plan
+from sketchwalk_jax.models.plans import fingerprint as fingerprint
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
 
 Files = TensorFiles | GgufFiles
@@ -88,6 +90,7 @@ def load(
     dtype: DTypeLike | None = None,
     sharding: ParamsSharding = None,
     progress: bool = True,
+    use_plan: bool = True,
 ) -> tuple[Params, ModelConfig]:
     """Loads a checkpoint: a directory of Hugging Face safetensors, one of `save`, or a GGUF file.
 
@@ -108,16 +111,18 @@ def load(
         Each process reads only what its devices hold.
       progress: Whether to show a progress bar on standard error when it takes longer than a
         second.
+      use_plan: Whether to take the plan that `sketchwalk calibrate` left beside the checkpoint,
+        if there is one. It is refused where it is of another checkpoint.
 
     Returns:
-      The parameters and the model's configuration.
+      The parameters and the model's configuration, its plan included.
 
     Raises:
       FileNotFoundError: If the directory, its config or files of its index are missing.
       ImportError: If the file is GGUF and the package `gguf` is missing.
       ValueError: If the weights are not safetensors or GGUF, a file is truncated or corrupt, or
         tensors are missing, unknown, of another shape or of a type that cannot be read (all
-        listed at once).
+        listed at once); or if the plan is damaged or of another checkpoint.
       NotImplementedError: If the config asks for what is not implemented.
 
     Example:
@@ -127,10 +132,20 @@ def load(
     """
     target = None if dtype is None else _param_dtype(dtype)
     directory = check_checkpoint(directory)
+    plan = find_plan(directory) if use_plan else None
     if directory.is_file():
-        return _load_gguf(directory, dtype=target, sharding=sharding, progress=progress)
-    if (directory / SAVED_CONFIG_FILE).exists():
-        return load_saved(directory, dtype=target, sharding=sharding)
+        found = _load_gguf(directory, dtype=target, sharding=sharding, progress=progress)
+    elif (directory / SAVED_CONFIG_FILE).exists():
+        found = load_saved(directory, dtype=target, sharding=sharding)
+    else:
+        found = _load_safetensors(directory, dtype=target, sharding=sharding, progress=progress)
+    params, model_config = found
+    return params, dataclasses.replace(model_config, plan=plan)
+
+
+def _load_safetensors(
+    directory: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
+) -> tuple[Params, ModelConfig]:
     model_config = ModelConfig.from_pretrained(directory)
     with TensorFiles(directory) as files:
         is_tied, embedding, ignored = resolve_tying(files, model_config)
@@ -138,7 +153,7 @@ def load(
             warnings.warn(
                 f"{directory} declares tied embeddings but holds a different lm_head.weight; the "
                 f"lm_head is used. Set tie_word_embeddings to false in config.json",
-                stacklevel=2,
+                stacklevel=3,
             )
             model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
         sources = find_sources(model_config, embedding=embedding)
@@ -147,7 +162,7 @@ def load(
             stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
             stored = stored if stored in DTYPES else "float32"
             model_config = dataclasses.replace(model_config, dtype=stored)
-        params = _read_params(files, sources, model_config, target, sharding, progress)
+        params = _read_params(files, sources, model_config, dtype, sharding, progress)
     return params, model_config
 
 

@@ -28,6 +28,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer
@@ -200,7 +201,7 @@ def generate(
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
-    config: Policy,
+    config: Policy | None = None,
     max_new_tokens: int,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     sampling: Sampling | None = None,
@@ -224,7 +225,8 @@ def generate(
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
       model_config: The model.
-      config: The policy, such as a `SketchWalkConfig`, or `Dense()`.
+      config: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
+        `SketchWalkConfig.recommended(plan=model_config.plan)`.
       max_new_tokens: Most tokens to generate for a sequence.
       lengths: Prompt tokens of each sequence; all `T` by default.
       sampling: How tokens are drawn; greedy by default. New values do not recompile.
@@ -274,6 +276,20 @@ def generate(
     return _generate(params, *call.arrays, **call.static)
 
 
+def recommended_policy(model_config: ModelConfig) -> Policy:
+    """What runs where no policy is given: the recommended one, with the model's plan if it has one.
+
+    Args:
+      model_config: The model.
+
+    Raises:
+      ValueError: If it is not a `ModelConfig`.
+    """
+    if not isinstance(model_config, ModelConfig):
+        raise ValueError(f"model_config must be a ModelConfig, got {model_config!r}")
+    return SketchWalkConfig.recommended(plan=model_config.plan)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The checked arguments of one generation, for `generate` and `stream`."""
@@ -286,7 +302,7 @@ def check_call(
     tokens: Any,
     *,
     model_config: ModelConfig,
-    config: Policy,
+    config: Policy | None = None,
     max_new_tokens: int,
     lengths: Any = None,
     sampling: Sampling | None = None,
@@ -302,6 +318,7 @@ def check_call(
     return_selection: bool = False,
 ) -> Call:
     """Checks the arguments of `generate` and fills in what was left out."""
+    config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
         config=config,
@@ -474,8 +491,9 @@ _STATIC_OPTIONS = (
 class Generate:
     """The callable that `make_generate` returns."""
 
-    def __init__(self, model_config: ModelConfig, config: Policy, **static: Any) -> None:
+    def __init__(self, model_config: ModelConfig, config: Policy | None, **static: Any) -> None:
         """Keeps the static options; see `make_generate`."""
+        config = recommended_policy(model_config) if config is None else config
         self.model_config, self.config, self.static = model_config, config, static
 
     def __call__(
@@ -539,7 +557,11 @@ def pad_to_bucket(
 
 
 def make_generate(
-    model_config: ModelConfig, config: Policy, *, max_new_tokens: int, **static: Any
+    model_config: ModelConfig,
+    config: Policy | None = None,
+    *,
+    max_new_tokens: int,
+    **static: Any,
 ) -> Generate:
     """The jitted `generate(params, tokens)` for one model and policy.
 
@@ -547,7 +569,7 @@ def make_generate(
 
     Args:
       model_config: The model.
-      config: The policy.
+      config: The policy; by default the recommended one with the model's plan, as in `generate`.
       max_new_tokens: Most tokens to generate for a sequence.
       **static: Any other option of `generate` that is not an array: `eos_token_ids`,
         `pad_token_id`, `phase`, `chunk_size`, `implementation`, `kernel_config`, `max_tokens`,
@@ -561,8 +583,7 @@ def make_generate(
       ValueError: If an option is unknown.
 
     Example:
-      >>> generate = make_generate(cfg, SketchWalkConfig.paper(), max_new_tokens=32)
-      ... # doctest: +SKIP
+      >>> generate = make_generate(cfg, max_new_tokens=32)  # doctest: +SKIP
       >>> generate(params, tokens).tokens  # doctest: +SKIP
     """
     unknown = sorted(set(static) - set(_STATIC_OPTIONS))

@@ -5,6 +5,7 @@ kept beside its checkpoint. It has no labels of layers, only what each one loses
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -64,6 +65,12 @@ class Plan:
         """Layers of the model."""
         return len(self.densities)
 
+    @property
+    def short_hash(self) -> str:
+        """A name for its numbers, 12 hexadecimal digits; whose they are does not count."""
+        numbers = json.dumps([self.densities, self.errors]).encode()
+        return hashlib.sha256(numbers).hexdigest()[:12]
+
     def allocate(self, density: float) -> tuple[float, ...]:
         """Densities of the layers with the least sum of losses among those of a given mean.
 
@@ -113,8 +120,11 @@ class Plan:
             "errors": self.errors,
         }
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
@@ -126,22 +136,21 @@ class Plan:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
-            densities, errors = (
-                tuple(tuple(map(float, row)) for row in content[name])
-                for name in ("densities", "errors")
-            )
-            fingerprint = str(content["fingerprint"])
+            if version == FORMAT_VERSION:
+                densities, errors = (
+                    tuple(tuple(map(float, row)) for row in content[name])
+                    for name in ("densities", "errors")
+                )
+                return cls(densities, errors, str(content["fingerprint"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} must be a plan that `sketchwalk calibrate` wrote, got {error!r}; delete "
                 f"it or run that again"
             ) from error
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version of {path} must be {FORMAT_VERSION}, got {version!r}; a newer "
-                f"sketchwalk_jax may read it"
-            )
-        return cls(densities, errors, fingerprint)
+        raise ValueError(
+            f"format_version of {path} must be {FORMAT_VERSION}, got {version!r}; a newer "
+            f"sketchwalk_jax may read it"
+        )
 
 
 def plan_path(checkpoint: Path) -> Path:

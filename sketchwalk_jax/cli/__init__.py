@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.cli import demo, evaluate, generate, info, report
+from sketchwalk_jax.cli import calibrate, demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "calibrate": calibrate.calibrate,
     "demo": demo.demo,
     "eval": evaluate.evaluate,
     "generate": generate.generate,

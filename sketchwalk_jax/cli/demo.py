@@ -34,6 +34,7 @@ from sketchwalk_jax.cli.demo_reader import (
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.plots import ORANGE, block_map, draw_map
 from sketchwalk_jax.policies import PRESETS, Policy
 from sketchwalk_jax.policies.dense import Dense
@@ -104,6 +105,7 @@ def demo(
     directory = options.check_model(model)
     config = options.make_policy("sketchwalk", preset, density)
     model_config = ModelConfig.from_pretrained(directory)
+    config = options.take_plan(config, (), find_plan(directory))
     with usage_errors():
         Settings(model_config=model_config, config=config, phase=phase)
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)

@@ -20,6 +20,7 @@ from sketchwalk_jax.cli.progress import elapsed, token_bar
 from sketchwalk_jax.generation import Stream, StreamChunk, check_call, pad_to_bucket, stream
 from sketchwalk_jax.models.config import ModelConfig, read_json
 from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.policies import Policy, changed_fields
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.sampling import Sampling
@@ -192,6 +193,7 @@ def generate(
     }
     _make_sampling(given, {})
     model_config = ModelConfig.from_pretrained(directory)
+    config = options.take_plan(config, fields, find_plan(directory))
     with usage_errors():
         Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
     chosen = options.choose_dtype(dtype, model_config)

@@ -17,13 +17,21 @@ from sketchwalk_jax.cache import init_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
-from sketchwalk_jax.models.checkpoint import PARAMS_FOLDER
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.config import (
+    PARAMS_FOLDER,
+    SAVED_CONFIG_FILE,
+    ModelConfig,
+    read_json,
+)
 from sketchwalk_jax.models.gguf_files import GgufFiles
 from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
+
+_SHOWN_DENSITIES = (0.1, 0.2)
 
 
 def info(
@@ -44,13 +52,15 @@ def info(
     dtype: options.DTypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Describe a checkpoint, and what would run here.
+    """Describe a checkpoint, its plan, and what would run here.
 
-    Reads the headers of the weight files only.
+    Reads the headers of the weight files only, and where there is a plan some pieces of them.
     """
     config = options.make_policy(policy, preset, density, fields)
     directory = options.check_model(model)
     model_config = ModelConfig.from_pretrained(directory)
+    plan, about_plan = _describe_plan(directory)
+    config = options.take_plan(config, fields, plan)
     chosen = options.choose_dtype(dtype, model_config)
     longest = model_config.context_length
     if context is not None and context > longest:
@@ -65,6 +75,7 @@ def info(
             dtype=chosen,
         ),
         "model": _describe_checkpoint(directory, model_config, dtype=chosen),
+        "plan": about_plan,
         "cache": _describe_cache(model_config, config, max_tokens=context or longest, dtype=chosen),
     }
     print(json.dumps(found) if as_json else _to_text(found), flush=True)
@@ -97,6 +108,7 @@ def _describe_checkpoint(
     """
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(model_config)))
     fields = dataclasses.asdict(model_config)
+    del fields["plan"]  # told apart
     rope = {name: value for name, value in fields["rope"].items() if value is not None}
     return {
         "directory": str(directory),
@@ -125,6 +137,22 @@ def _stored(directory: Path, *, head_dim: int) -> dict[str, Any]:
         files = [folder / name for name in sorted({header.file for header in headers})]
     total = sum(path.stat().st_size for path in files)
     return {"stored_dtypes": sorted(found), "stored_files": len(files), "stored_bytes": total}
+
+
+def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
+    """The plan if it fits, and what is to be said of it: its densities, or what to run."""
+    path = plan_path(directory)
+    about: dict[str, Any] = {"file": str(path), "short_hash": None, "problem": None}
+    about |= {"densities": None, "advice": None}
+    try:
+        plan = find_plan(directory)
+    except ValueError as error:  # which says what to run
+        return None, about | {"problem": str(error)}
+    if plan is None:
+        advice = f"sketchwalk calibrate --model {directory}"
+        return None, about | {"file": None, "advice": advice}
+    densities = {f"{one:g}": list(plan.allocate(one)) for one in _SHOWN_DENSITIES}
+    return plan, about | {"short_hash": plan.short_hash, "densities": densities}
 
 
 def _describe_cache(
@@ -165,6 +193,8 @@ def _to_text(found: dict[str, Any]) -> str:
         ("", ""),
         *_model_rows(found["model"]),
         ("", ""),
+        *_plan_rows(found["plan"]),
+        ("", ""),
         *_cache_rows(found["cache"]),
     ]
     return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
@@ -198,6 +228,20 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
             "stored",
             f"{_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "
             f"{model['stored_files']} file{'s' if model['stored_files'] != 1 else ''}",
+        ),
+    ]
+
+
+def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    if plan["advice"] is not None:
+        return [("plan", f"none, layers share a density equally; {plan['advice']} measures one")]
+    if plan["problem"] is not None:
+        return [("plan", f"refused: {plan['problem']}")]
+    return [
+        ("plan", f"{plan['short_hash']}, of this checkpoint, for --preset recommended"),
+        *(
+            (f"  density {density}", " ".join(f"{one:.2f}" for one in layers))
+            for density, layers in plan["densities"].items()
         ),
     ]
 

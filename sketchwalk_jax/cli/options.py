@@ -19,6 +19,7 @@ from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hf_config import DTYPES
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -26,6 +27,7 @@ from sketchwalk_jax.policies import (
     by_name,
     has_knob,
     takes_density,
+    with_plan,
 )
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.validation import check_choice
@@ -56,7 +58,8 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         metavar="NAME",
-        help=f"Variant of the sketchwalk policy: {', '.join(PRESETS)}.",
+        help=f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan "
+        "of the model that `sketchwalk calibrate` measured, if there is one.",
         show_default="paper",
         rich_help_panel=METHOD,
     ),
@@ -148,6 +151,14 @@ def make_policy(
         raise UsageError(f"--set {error}") from error
 
 
+def take_plan(config: Policy, fields: Sequence[str] | None, plan: Plan | None) -> Policy:
+    """The policy with the model's plan, where it is the recommended one.
+
+    `--set plan=None` leaves it without.
+    """
+    return config if "plan" in parse_fields(fields or ()) else with_plan(config, plan)
+
+
 def _fields(policy: Policy, name: str, given: Sequence[str]) -> dict[str, Any]:
     """Values of fields that the policy has."""
     known, chosen = [field.name for field in dataclasses.fields(policy)], parse_fields(given)
@@ -161,7 +172,7 @@ def parse_fields(given: Sequence[str]) -> dict[str, Any]:
     """Values of fields from `FIELD=VALUE`: Python's literals; anything else is a string.
 
     Raises:
-      UsageError: If there is no `=`.
+      UsageError: If there is no `=`, or a plan is given, which has a file of its own.
     """
     chosen = dict[str, Any]()
     for one in given:
@@ -172,6 +183,11 @@ def parse_fields(given: Sequence[str]) -> dict[str, Any]:
             chosen[field] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             chosen[field] = text
+    if chosen.get("plan") is not None:
+        raise UsageError(
+            f"--set plan must be None, for no plan, got {chosen['plan']!r}: it is taken from the "
+            f"file that `sketchwalk calibrate` writes beside the checkpoint"
+        )
     return chosen
 
 
@@ -208,10 +224,11 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype
 
 
-def load_model(directory: Path, dtype: str) -> tuple[Params, ModelConfig]:
+def load_model(directory: Path, dtype: str, *, use_plan: bool = True) -> tuple[Params, ModelConfig]:
     """The weights, on the device, with a sign of life."""
+    given: dict[str, Any] = {"dtype": dtype, "use_plan": use_plan}
     if not (directory / SAVED_CONFIG_FILE).exists():
-        return jax.block_until_ready(load(directory, dtype=dtype, progress=is_shown()))
+        return jax.block_until_ready(load(directory, progress=is_shown(), **given))
     # Orbax reads everything in one call, without steps for a bar.
     with elapsed("loading"):
-        return jax.block_until_ready(load(directory, dtype=dtype, progress=False))
+        return jax.block_until_ready(load(directory, progress=False, **given))

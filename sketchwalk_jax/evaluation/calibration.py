@@ -454,8 +454,9 @@ def layers_density(
 ) -> float:
     """The density that a budget gives, mean over all layers, whatever the prompt says.
 
-    Row `i` keeps `budget[i]` units, its own among them. With `n` dense layers of `L`, and density
-    `s` of the others, it is `(n + (L - n) s) / L`.
+    Row `i` keeps `budget[i]` units, its own among them. With `n` dense layers of `L`, and mean
+    density `s` of the others, it is `(n + (L - n) s) / L`. A policy with a plan has a budget for
+    each of these.
 
     Args:
       policy: The policy.
@@ -475,9 +476,10 @@ def layers_density(
     unit_size = getattr(policy, "unit_size", policy.block_size)
     positions = np.arange(num_tokens)[0 if phase == "prefill" else -_DECODED :]
     units = positions // unit_size
-    kept = budget(int(units[-1]) + 1)[units].astype(np.int64)
+    budgets = getattr(policy, "budgets", budget)  # of the sparse layers, or of all alike
+    kept = np.atleast_2d(budgets(int(units[-1]) + 1))[:, units].astype(np.int64)
     pairs = (kept - 1) * unit_size + positions % unit_size + 1
-    sparse = float(pairs.sum() / (positions + 1).sum())
+    sparse = float(pairs.mean(axis=0).sum() / (positions + 1).sum())
     num_layers = model_config.num_layers
     count = num_layers - len(sparse_layers(model_config, policy))
     return (count + (num_layers - count) * sparse) / num_layers

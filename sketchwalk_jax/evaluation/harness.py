@@ -27,7 +27,7 @@ from sketchwalk_jax.evaluation.programs import read_prompts
 from sketchwalk_jax.generation import bucket_length, make_generate, pad_to_bucket
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.policies import by_name, changed_fields, has_knob
+from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
 from sketchwalk_jax.validation import check_choice
@@ -96,7 +96,7 @@ class SketchWalkLM(TemplateLM):
           pretrained: Checkpoint directory or GGUF file.
           tokenizer: Directory or GGUF file of another tokenizer.
           policy: One of `sketchwalk_jax.policies.POLICIES`.
-          preset: Preset of the `sketchwalk` policy.
+          preset: Preset of the `sketchwalk` policy; `recommended` takes the checkpoint's plan.
           density: Density to select at. MInference and FlexPrefill, which have none of their own,
             are calibrated to it on held-out prompts, never on a task's; without it they run as
             published.
@@ -130,6 +130,8 @@ class SketchWalkLM(TemplateLM):
             dtype = "float32"  # CPUs compute the narrow types slowly
         self.tokenizer = load_tokenizer(tokenizer or pretrained)
         self.params, self.model_config = load(pretrained, dtype=dtype)
+        if "plan" not in fields:
+            config = with_plan(config, self.model_config.plan)
         context = self.model_config.context_length
         self.max_length = max_length or context
         if not 1 < self.max_length <= context:

@@ -229,7 +229,7 @@ def _losses(
                 return_lse=False,
             )
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
-            halves = [jnp.sum(jnp.where(one, share, 0.0)) / jnp.sum(one) for one in (late, last)]
+            halves = [jnp.mean(share, where=one) for one in (late, last)]
             losses.append(0.5 * (halves[0] + halves[1]))
             pairs.append(lists.attended_pairs(first_query, num_queries)[0])
         return dense, walk, (jnp.stack(pairs), jnp.stack(losses))

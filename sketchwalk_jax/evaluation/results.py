@@ -27,6 +27,7 @@ from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import Sample
+from sketchwalk_jax.plan import PLAN_FILE
 
 Row = Mapping[str, Any]
 
@@ -62,8 +63,9 @@ ROW_FIELDS = (
 
 * `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
   nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
-* `settings`: fields of the policy that calibration chose. `dense_layers`: layers in which a sparse
-  policy attends to everything: how many leading ones, or which.
+* `settings`: fields of the policy that calibration chose, and the short hash of its `plan`.
+* `dense_layers`: layers in which a sparse policy attends to everything: how many leading ones, or
+  which.
 * `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
 * `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
   `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
@@ -196,7 +198,7 @@ def make_rows(
       tokens: Nominal length.
       dense_layers: Layers in which the rule does not select; none for dense attention itself.
       probe: Mass recall and output error of each sparse layer, and bytes read in decode.
-      settings: Fields of the policy that calibration chose, None without it.
+      settings: Fields of the policy that calibration chose, None without it; a plan is added.
       more: Further fields of all rows, such as those of `FILTERED_FIELDS`.
 
     Returns:
@@ -221,7 +223,7 @@ def make_rows(
         "task": samples[0].task,
         "tokens": tokens,
         "density": rule.density,
-        "settings": None if settings is None else dict(settings),
+        "settings": _with_plan(settings, rule),
         "dense_layers": None
         if rule.policy == "dense"
         else len(dense_layers)
@@ -264,6 +266,12 @@ def make_rows(
         nothing = dict.fromkeys((*probed, "is_right"))
         rows += [row(depth == some, depth=float(some)) | nothing for some in np.unique(depth)]
     return rows
+
+
+def _with_plan(settings: Mapping[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
+    if rule.plan is None:
+        return None if settings is None else dict(settings)
+    return {**(settings or {}), "plan": rule.plan.short_hash}
 
 
 def empty_row(rule: Rule, *, task: str, tokens: int, drawn: int) -> dict[str, Any]:
@@ -420,14 +428,38 @@ class ResultsFile:
         return None
 
     def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
-        """What calibration set in a rule at a length, as finished rows say; None without any."""
+        """What calibration set in a rule at a length, as finished rows say; None without any.
+
+        The plan is the rule's own and not among it.
+        """
         wanted = self._common | {"policy": rule.policy, "preset": rule.preset, "tokens": tokens}
         wanted |= {"variant": rule.variant, "density": rule.density}
         for row in self.rows:
             is_same = all(row.get(name) == value for name, value in wanted.items())
-            if is_same and row.get("settings") and row["phase"] in (rule.phases or (row["phase"],)):
-                return row["settings"]
+            if is_same and row["phase"] in (rule.phases or (row["phase"],)):
+                settings = dict(row.get("settings") or {})
+                settings.pop("plan", None)
+                if settings:
+                    return settings
         return None
+
+    def check_plan(self, rule: Rule) -> None:
+        """Refuses to continue the rows of a rule that were measured with another plan.
+
+        Raises:
+          ValueError: If there are such rows.
+        """
+        now = None if rule.plan is None else rule.plan.short_hash
+        wanted = {"policy": rule.policy, "preset": rule.preset, "variant": rule.variant}
+        for row in filter(self._is_own, self.rows):
+            if all(row.get(name) == value for name, value in wanted.items()):
+                there = (row.get("settings") or {}).get("plan")
+                if there != now:
+                    raise ValueError(
+                        f"{self.path} must hold rows of {rule} with the model's plan of now, "
+                        f"{now}, got rows with {there}; pass --overwrite to start afresh, or "
+                        f"another --out"
+                    )
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
@@ -530,15 +562,16 @@ def _relative(word: str, root: Path | None) -> str:
 def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:
     """SHA-256 of every file of weights in a checkpoint, by its path in the directory.
 
-    These are the safetensors files, or every file below a directory that `save` wrote, or the one
-    GGUF file.
+    These are the safetensors files, or every file below a directory that `save` wrote but its plan,
+    or the one GGUF file.
     """
     directory = Path(directory)
     if directory.is_file():
         directory, files = directory.parent, [directory]
     else:
         files = sorted(directory.glob("*.safetensors"))
-        files = files or sorted(path for path in directory.rglob("*") if path.is_file())
+        others = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = files or [path for path in others if path.name != PLAN_FILE]
     hashes = {}
     for path in files:
         with path.open("rb") as file:

@@ -127,7 +127,7 @@ def evaluate_model(
 
     Args:
       params: Parameter tree, on one device.
-      model_config: The model.
+      model_config: The model. Its plan, if it has one, is that of the preset `recommended`.
       tokenizer: A tokenizer of transformers.
       text: Text to hide facts in.
       model: What tells which model it is, for `meta`; compared when results are continued.
@@ -204,7 +204,8 @@ def continue_evaluation(
       Whether everything is there now: False if time was up before.
 
     Raises:
-      ValueError: If a task or a policy does not suit the model or the text.
+      ValueError: If a task or a policy does not suit the model or the text, or the file has rows
+        of the preset `recommended` with another plan.
     """
     if seconds is not None:
         check_number("seconds", seconds, "(0, inf)")
@@ -287,6 +288,9 @@ class _Run:
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
         self._calibrations: dict[tuple[Rule, int], Found] = {}
+        self._rules = [rule.with_plan(model_config.plan) for rule in config.rules()]
+        for rule in self._rules:
+            file.check_plan(rule)
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""
@@ -342,7 +346,7 @@ class _Run:
         for task in self._config.tasks:
             answered = self._file.drawn(task, num_tokens)
             is_hopeless = answered is not None and "1" not in answered
-            for rule in self._config.rules():
+            for rule in self._rules:
                 phases = tuple(
                     phase
                     for phase in self._config.phases_of_rule(rule)

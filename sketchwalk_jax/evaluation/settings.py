@@ -7,6 +7,7 @@ from typing import Any, Self
 from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
 from sketchwalk_jax.evaluation.wording import WORDINGS
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
     POLICIES,
     PRESETS,
@@ -62,6 +63,20 @@ class Rule:
     def is_calibrated(self) -> bool:
         """Whether the density is reached by calibrating the policy on held-out prompts."""
         return self.density is not None and has_knob(by_name(self.policy, preset=self.preset))
+
+    def with_plan(self, plan: Plan | None) -> "Rule":
+        """The rule with a model's plan, where it is the recommended policy and says nothing of one.
+
+        The field `("plan", None)` leaves a rule without.
+        """
+        if plan is None or self.preset != "recommended" or "plan" in dict(self.fields):
+            return self
+        return dataclasses.replace(self, fields=(*self.fields, ("plan", plan)))
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that it has, if any."""
+        return dict(self.fields).get("plan")
 
     def __str__(self) -> str:
         """What progress calls it, such as `paper 0.2`."""

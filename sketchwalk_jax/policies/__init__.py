@@ -6,6 +6,7 @@ A new policy is one file and one line here.
 import dataclasses
 from typing import Any
 
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.dense import Dense
@@ -14,6 +15,7 @@ from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.random_blocks import RandomConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 
@@ -81,6 +83,23 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
         raise ValueError(f"{policy} must be given fields that it has: {error}") from error
 
 
+def with_plan(policy: Policy, plan: Plan | None) -> Policy:
+    """The policy with a model's plan, where it is the recommended one and has none.
+
+    Args:
+      policy: Any policy.
+      plan: That of the model, `model_config.plan`; None where it has none.
+
+    Example:
+      >>> plan = Plan(densities=((0.1,), (0.1,)), errors=((0.5,), (0.02,)))
+      >>> with_plan(by_name("sketchwalk", preset="recommended"), plan).layer_densities
+      (0.375, 0.025)
+    """
+    if plan is None or not isinstance(policy, RecommendedConfig) or policy.plan is not None:
+        return policy
+    return dataclasses.replace(policy, plan=plan)
+
+
 def takes_density(policy: Policy) -> bool:
     """Whether the policy's density can be set: it is a field of the configuration.
 
@@ -95,7 +114,7 @@ def has_knob(policy: Policy) -> bool:
 
 
 def changed_fields(policy: Policy) -> dict[str, Any]:
-    """The fields of a policy that are not at their defaults.
+    """The fields of a policy that are not at their defaults, as JSON has them; a plan's short hash.
 
     Example:
       >>> changed_fields(by_name("streaming", density=0.1))
@@ -103,7 +122,11 @@ def changed_fields(policy: Policy) -> dict[str, Any]:
     """
     fields = dataclasses.fields(policy)
     found = {field.name: getattr(policy, field.name) for field in fields}
-    return {field.name: found[field.name] for field in fields if found[field.name] != field.default}
+    changed = {one.name: found[one.name] for one in fields if found[one.name] != one.default}
+    return {
+        name: value.short_hash if isinstance(value, Plan) else value
+        for name, value in changed.items()
+    }
 
 
 __all__ = [
@@ -116,4 +139,5 @@ __all__ = [
     "changed_fields",
     "has_knob",
     "takes_density",
+    "with_plan",
 ]

@@ -1,0 +1,185 @@
+"""`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from sketchwalk_jax.cli import options, prompt
+from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.progress import DELAY, elapsed, is_shown
+from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
+from sketchwalk_jax.evaluation.results import describe_machine
+from sketchwalk_jax.evaluation.text import read_text
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.plans import fingerprint
+from sketchwalk_jax.plan import Plan, plan_path
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+
+MOST_TOKENS = 8192
+PROMPTS = 2 * len(TASKS)
+# Densities that the table shows what the plan makes of.
+_SHOWN = (0.1, 0.2)
+
+
+def calibrate(
+    model: options.ModelOption = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of a prompt; short ones say little about low densities.",
+            show_default=f"{MOST_TOKENS}, or the model's context if that is shorter",
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts.")] = PROMPTS,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to hide facts in: UTF-8, plain or .xz.",
+            show_default="Python's help topics",
+        ),
+    ] = None,
+    dtype: options.DTypeOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The plan's file.",
+            show_default="where `load` finds it, in the checkpoint's folder",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file if it exists.")
+    ] = False,
+) -> None:
+    """Measure how the layers of a model should share a density.
+
+    On generated prompts that no evaluation scores, it is measured what each layer loses where the
+    recommended policy selects at several densities. The plan takes effect wherever that policy runs
+    without one: `generate`, `sketchwalk generate --preset recommended`, `sketchwalk eval`. A table
+    goes to standard output, the plan to a file.
+    """
+    directory = options.check_model(model)
+    path = plan_path(directory) if out is None else out
+    _check_file(path, overwrite=overwrite)
+    model_config = ModelConfig.from_pretrained(directory)
+    num_tokens = _check_tokens(tokens, model_config.context_length)
+    chosen = options.choose_dtype(dtype, model_config)
+    with _usage_errors():
+        source = read_text(text)
+    with elapsed("opening the tokenizer"):
+        tokenizer = prompt.open_tokenizer(directory)
+    with _usage_errors(), elapsed("writing prompts"):
+        drawn = planning_prompts(tokenizer, num_tokens=num_tokens, count=prompts, text=source)
+    for one in drawn:
+        prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
+    own = fingerprint(directory)
+    keep_compiled_programs()
+    # A plan that is there already may be of another checkpoint: it is to be replaced.
+    params, model_config = options.load_model(directory, chosen, use_plan=False)
+
+    bar = tqdm(
+        total=prompts,
+        desc="measuring",
+        unit=" prompts",
+        delay=DELAY,
+        leave=False,
+        disable=not is_shown(),
+        file=sys.stderr,
+    )
+    with bar:
+        plan = make_plan(
+            params, drawn, model_config=model_config, fingerprint=own, after=lambda: bar.update()
+        )
+    measured = describe_machine(
+        model=directory.resolve().name,
+        prompts=prompts,
+        tokens=num_tokens,
+        tasks=list(TASKS[:prompts]),
+        text={"name": source.name, "sha256": source.sha256},
+        dtype=chosen,
+    )
+    plan.write(path, measured=measured)
+    print(_table(plan), flush=True)
+    print(f"{path}: plan {plan.short_hash} of {plan.num_layers} layers", file=sys.stderr)
+    if path.resolve() != plan_path(directory).resolve():
+        print(f"to use it, put it where it is looked for: {plan_path(directory)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """As `usage_errors`, with the names of this command's options."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        flag = {"path": "text", "num_tokens": "tokens"}.get(name, name)
+        raise UsageError(f"--{flag} {rest}") from error
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    """Raises a `UsageError` unless the plan can be written there, before hours are spent on it."""
+    if path.is_dir():
+        raise UsageError(f"--out must be a file, got the folder {str(path)!r}")
+    if path.exists() and not overwrite:
+        raise UsageError(
+            f"--overwrite must be given to replace the plan {str(path)!r}, or --out with another "
+            f"file"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a file in a folder that can be written to, got {str(path)!r} "
+            f"({error.strerror}); give --out FILE"
+        ) from error
+
+
+def _check_tokens(tokens: int | None, context: int) -> int:
+    least = 10 * RecommendedConfig().block_size
+    found = min(MOST_TOKENS, context) if tokens is None else tokens
+    if found > context:
+        raise UsageError(
+            f"--tokens must not exceed the model's context of {context} tokens, got {found}"
+        )
+    if found < least:
+        raise UsageError(
+            f"--tokens must be at least {least}, for blocks to choose from, got {found}"
+            + ("" if tokens is not None else ", the model's context")
+        )
+    return found
+
+
+def _table(plan: Plan) -> str:
+    """What each layer loses at the densities tried, and what densities it is given.
+
+    Layers whose prompts were read together were tried at the same densities; where one was not, its
+    cell names its own.
+    """
+    tried = plan.densities[0]
+    header = ["layer", *(f"loss at {one:.3f}" for one in tried)]
+    header += [f"density at {one:g}" for one in _SHOWN]
+    given = [plan.allocate(one) for one in _SHOWN]
+    rows = []
+    for layer, (densities, errors) in enumerate(zip(plan.densities, plan.errors, strict=True)):
+        losses = [f"{one:.2e}" for one in errors]
+        if densities != tried:
+            pairs = zip(losses, densities, strict=True)
+            losses = [f"{loss} at {one:.3f}" for loss, one in pairs]
+            losses += [""] * (len(tried) - len(losses))
+        rows.append([str(layer), *losses, *(f"{one[layer]:.3f}" for one in given)])
+    return _aligned([header, *rows])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)

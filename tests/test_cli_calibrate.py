@@ -1,0 +1,187 @@
+"""`sketchwalk calibrate`, and what the other commands make of a plan."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import checkpoints
+import pytest
+
+from sketchwalk_jax import cli
+from sketchwalk_jax.models.weights import fingerprint, load
+from sketchwalk_jax.plan import Plan, plan_path
+
+NUM_LAYERS = 3
+MEASURE = ("--tokens", "2048", "--prompts", "2")
+
+
+def write_model(directory: Path) -> Path:
+    checkpoints.write_checkpoint(
+        directory, tokenizer=True, num_hidden_layers=NUM_LAYERS, max_position_embeddings=4096
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model without a plan."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Path:
+    """A model whose plan the command measured."""
+    directory = write_model(tmp_path_factory.mktemp("planned"))
+    assert cli.main(["calibrate", "--model", str(directory), *MEASURE]) == 0
+    return directory
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command that must end with a status; returns what it printed."""
+
+    def run(*arguments: object, status: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        found = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert found == status, err
+        return out, err
+
+    return run
+
+
+@pytest.mark.unchecked
+def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
+    plan = load(planned)[1].plan
+    assert plan is not None and plan.num_layers == NUM_LAYERS
+    assert plan.fingerprint == fingerprint(planned)
+    content = json.loads(plan_path(planned).read_text())
+    measured = content["measured"]
+    assert (measured["prompts"], measured["tokens"], len(measured["tasks"])) == (2, 2048, 2)
+    assert set(measured["text"]) == {"name", "sha256"}
+    assert {"device", "versions", "date", "command"} <= set(measured)
+    assert str(planned.parent) not in plan_path(planned).read_text()
+    assert not [path for path in planned.iterdir() if path.name.endswith(".partial")]
+
+
+@pytest.mark.unchecked
+def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
+    out = tmp_path / "plan.json"
+    printed, err = run("calibrate", "--model", model, *MEASURE, "--out", out)
+    header, *lines = printed.splitlines()
+    assert len(lines) == NUM_LAYERS and len({len(line) for line in lines}) == 1
+    plan = Plan.read(out)
+    tried = [f"loss at {one:.3f}" for one in plan.densities[0]]
+    titles = ["layer", *tried, "density at 0.1", "density at 0.2"]
+    assert header.split() == " ".join(titles).split()
+    cells = [line.split() for line in lines]
+    assert [line[0] for line in cells] == ["0", "1", "2"]
+    for place, density in ((-2, 0.1), (-1, 0.2)):
+        given = [float(line[place]) for line in cells]
+        assert given == pytest.approx(plan.allocate(density), abs=1e-3)
+    assert f"{out}: plan {plan.short_hash} of 3 layers" in err
+    assert f"put it where it is looked for: {plan_path(model)}" in err
+    assert load(model)[1].plan is None
+
+
+@pytest.mark.unchecked
+def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, run):
+    before = plan_path(planned).read_bytes()
+    _, err = run("calibrate", "--model", planned, *MEASURE, status=2)
+    assert "--overwrite must be given to replace the plan" in err
+    assert plan_path(planned).read_bytes() == before
+    other = write_model(tmp_path / "other")
+    foreign = Plan(((0.1, 0.2),), ((1.0, 0.5),))
+    foreign.write(plan_path(other), measured={})
+    run("calibrate", "--model", other, *MEASURE, "--overwrite")
+    assert load(other)[1].plan == load(planned)[1].plan
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "8192"], "--tokens must not exceed the model's context of 4096 tokens"),
+        (["--tokens", "639"], "--tokens must be at least 640"),
+        (["--tokens", "768"], "--tokens must leave room for 32 statements of multi_key"),
+        (["--prompts", "0"], "Invalid value for '--prompts'"),
+        (["--text", "none.txt"], "--text must be a readable UTF-8 file"),
+        (["--dtype", "int8"], "--dtype must be one of"),
+        (["--out", "nowhere/plan.json"], "--out must be a file in a folder that can be written"),
+        (["--out", "."], "--out must be a file, got the folder"),
+    ],
+)
+def test_usage_errors(model, run, options, message):
+    _, err = run("calibrate", "--model", model, *options, status=2)
+    assert err.startswith(f"error: {message}")
+    assert not plan_path(model).exists()
+
+
+@pytest.mark.unchecked
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(model, run, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(cli.calibrate.prompt, "open_tokenizer", None)
+    _, err = run("calibrate", "--model", model, status=2)
+    assert "Permission denied" in err and "give --out FILE" in err
+
+
+@pytest.mark.unchecked
+def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
+    found = json.loads(run("info", "--model", planned, "--json")[0])
+    plan = load(planned)[1].plan
+    assert found["plan"]["short_hash"] == plan.short_hash
+    assert found["plan"]["densities"]["0.2"] == list(plan.allocate(0.2))
+    assert "plan" not in found["model"]
+    text, _ = run("info", "--model", planned)
+    assert f"{plan.short_hash}, of this checkpoint" in text and "  density 0.1 " in text
+    assert f"sketchwalk calibrate --model {model}" in run("info", "--model", model)[0]
+    other = write_model(tmp_path / "other")
+    dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})
+    text, _ = run("info", "--model", other)
+    assert "refused:" in text and f"sketchwalk calibrate --model {other} --overwrite" in text
+
+
+@pytest.mark.unchecked
+def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, run):
+    command = ["generate", "--model", planned, "--prompt", "walk " * 60, "--json"]
+    command += ["--max-new-tokens", "2", "--preset", "recommended"]
+    plan = load(planned)[1].plan
+    assert json.loads(run(*command)[0])["settings"]["plan"] == plan.short_hash
+    assert "plan" not in json.loads(run(*command, "--set", "plan=None")[0])["settings"]
+    _, err = run(*command, "--set", "plan=x.json", status=2)
+    assert "--set plan must be None" in err
+    other = write_model(tmp_path / "other")
+    dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})
+    _, err = run("generate", "--model", other, "--prompt", "walk", status=1)
+    assert f"{plan_path(other)} must be the plan of this checkpoint" in err
+
+
+@pytest.mark.slow
+@pytest.mark.unchecked
+def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, run):
+    out = tmp_path / "quality.json"
+    command = ["eval", "--model", planned, "--policy", "sketchwalk", "--tokens", "1024"]
+    command += ["--preset", "recommended", "--preset", "paper", "--prompts", "2"]
+    command += ["--task", "text_loss", "--task", "single_needle", "--density", "0.3"]
+    command += ["--probe-prompts", "1", "--out", out]
+    plan = load(planned)[1].plan
+    for over in ("sparse_layers", "all_layers"):
+        run(*command, "--density-over", over, "--overwrite")
+        rows = json.loads(out.read_text())["rows"]
+        settings = {row["preset"]: row["settings"] for row in rows}
+        assert settings["recommended"]["plan"] == plan.short_hash
+        assert "plan" not in (settings["paper"] or {})
+        run(*command, "--density-over", over)  # goes on with what is there
+        assert json.loads(out.read_text())["rows"] == rows
+    content = plan_path(planned).read_bytes()
+    try:
+        plan_path(planned).unlink()
+        _, err = run(*command, "--density-over", over, status=1)
+        assert f"None, got rows with {plan.short_hash}" in err
+        assert json.loads(out.read_text())["rows"] == rows
+    finally:
+        plan_path(planned).write_bytes(content)

@@ -1,0 +1,295 @@
+"""Plans: how layers share a density, their file, and whose they are."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import checkpoints
+import chex
+import jax
+import numpy as np
+import pytest
+import tiny
+from gguf_checkpoints import write_gguf
+
+from sketchwalk_jax import SketchWalkConfig, generate, make_generate, stream
+from sketchwalk_jax.models import ModelConfig, load, save
+from sketchwalk_jax.models.plans import find_plan
+from sketchwalk_jax.models.weights import fingerprint
+from sketchwalk_jax.plan import Plan, plan_path
+from sketchwalk_jax.policies import by_name, changed_fields, with_plan
+
+# The first layer needs most, the second nothing, the third is not convex.
+PLAN = Plan(
+    densities=((0.1, 0.3, 0.6), (0.1, 0.3, 0.6), (0.1, 0.3, 0.6)),
+    errors=((0.8, 0.3, 0.1), (0.01, 0.005, 0.001), (0.4, 0.39, 0.02)),
+)
+TWO_LAYERS = Plan(((0.1, 0.5), (0.1, 0.5)), ((0.5, 0.1), (0.02, 0.01)))
+MEASURED = {"prompts": 2}
+
+
+# Densities.
+
+
+@pytest.mark.parametrize("density", [0.01, 0.025, 0.05, 0.1, 0.2, 0.37, 0.5, 0.9, 1.0])
+def test_the_mean_of_the_layers_is_the_density(density):
+    given = PLAN.allocate(density)
+    assert np.mean(given) == pytest.approx(density, abs=1e-4)
+    assert all(0 < one <= 1 for one in given)
+
+
+def test_no_layer_gets_less_where_the_density_is_more():
+    given = np.array([PLAN.allocate(density) for density in np.linspace(0.01, 1, 60)])
+    assert (np.diff(given, axis=0) >= -1.01e-4).all()
+
+
+def test_what_is_measured_between_the_hull_does_not_count():
+    without = Plan(
+        densities=((0.1, 0.3, 0.6), (0.1, 0.3, 0.6), (0.1, 0.6)),
+        errors=((0.8, 0.3, 0.1), (0.01, 0.005, 0.001), (0.4, 0.02)),
+    )
+    for density in (0.05, 0.15, 0.25, 0.4):
+        assert PLAN.allocate(density) == without.allocate(density)
+
+
+def test_no_other_densities_of_the_same_mean_lose_less():
+    rng = np.random.default_rng(0)
+
+    def loss(given):
+        hulls = [([0.1, 0.3, 0.6, 1], [0.8, 0.3, 0.1, 0])]
+        hulls += [([0.1, 0.3, 0.6, 1], [0.01, 0.005, 0.001, 0]), ([0.1, 0.6, 1], [0.4, 0.02, 0])]
+        return sum(np.interp(x, *hull) for x, hull in zip(given, hulls, strict=True))
+
+    best = loss(PLAN.allocate(0.4))
+    for _ in range(500):
+        other = rng.uniform(0.1, 1, 3)
+        other *= 1.2 / other.sum()
+        if other.min() >= 0.1 and other.max() <= 1:
+            assert loss(other) >= best - 1e-3
+
+
+@pytest.mark.parametrize(
+    ("densities", "errors", "message"),
+    [
+        ((), (), "must have a row for each layer"),
+        (((0.1,),), (), "must have a row for each layer"),
+        (((0.1, 0.1),), ((1.0, 1.0),), "must be ascending"),
+        (((0.1, 0.2),), ((1.0,),), "with one error each"),
+        (((),), ((),), "must be ascending"),
+        (((0.0, 0.2),), ((1.0, 0.5),), r"must be in \(0, 1\)"),
+        (((0.5, 1.0),), ((1.0, 0.5),), r"must be in \(0, 1\)"),
+        (((0.1,),), ((-1.0,),), "must be finite and not negative"),
+        (((0.1,),), ((float("nan"),),), "must be finite and not negative"),
+    ],
+)
+@pytest.mark.unchecked
+def test_numbers_that_are_no_plan_are_refused(densities, errors, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(densities, errors)
+
+
+# The file.
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = dataclasses.replace(PLAN, fingerprint="ab" * 32)
+    plan.write(path, measured=MEASURED)
+    assert Plan.read(path) == plan
+    assert json.loads(path.read_text())["measured"] == MEASURED
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_plans_of_the_same_numbers_have_one_short_hash():
+    other = dataclasses.replace(PLAN, fingerprint="ab" * 32)
+    assert PLAN.short_hash == other.short_hash != TWO_LAYERS.short_hash
+    assert len(PLAN.short_hash) == 12
+
+
+def damaged(**entries):
+    content = {"format_version": 1, "fingerprint": "", "densities": [[0.1]], "errors": [[1.0]]}
+    content |= entries
+    return json.dumps({name: value for name, value in content.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be a plan that `sketchwalk calibrate` wrote"),
+        ("[]", "must be a plan that"),
+        ("null", "must be a plan that"),
+        ('{"format_version": 1, "dens', "must be a plan that"),
+        (damaged(errors=...), "must be a plan that"),
+        (damaged(densities=[0.1]), "must be a plan that"),
+        (damaged(densities=[["a"]]), "must be a plan that"),
+        (damaged(format_version=2), "a newer sketchwalk_jax may read it"),
+        (damaged(densities=[[2.0]]), r"must be in \(0, 1\)"),
+    ],
+)
+@pytest.mark.unchecked
+def test_damaged_files_are_named(tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        Plan.read(path)
+    assert str(path) in str(raised.value)
+
+
+# Whose it is.
+
+
+def make_checkpoint(kind: str, folder: Path) -> Path:
+    """A tiny checkpoint of two layers."""
+    if kind == "gguf":
+        write_gguf(folder / "model.gguf")
+        return folder / "model.gguf"
+    checkpoints.write_checkpoint(folder / "hf", num_shards=2 if kind == "sharded" else 1)
+    if kind != "saved":
+        return folder / "hf"
+    save(folder / "saved", *load(folder / "hf"))
+    return folder / "saved"
+
+
+KINDS = ("single", "sharded", "saved", "gguf")
+
+
+def change_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_byte_of_the_weights_changes_the_fingerprint(tmp_path, kind):
+    checkpoint = make_checkpoint(kind, tmp_path)
+    before = fingerprint(checkpoint)
+    assert len(before) == 64 and fingerprint(str(checkpoint)) == before
+    found = [checkpoint, *checkpoint.rglob("*")]
+    largest = max((path for path in found if path.is_file()), key=lambda path: path.stat().st_size)
+    change_byte(largest, -3)
+    assert fingerprint(checkpoint) != before
+    change_byte(largest, -3)
+    assert fingerprint(checkpoint) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_takes_the_plan_that_fits_and_refuses_others(tmp_path, kind):
+    checkpoint = make_checkpoint(kind, tmp_path)
+    assert load(checkpoint)[1].plan is None
+    own = fingerprint(checkpoint)
+    plan = dataclasses.replace(TWO_LAYERS, fingerprint=own)
+    plan.write(plan_path(checkpoint), measured=MEASURED)
+    assert fingerprint(checkpoint) == own  # a plan changes nothing
+    assert find_plan(checkpoint) == plan
+    assert load(checkpoint)[1].plan == plan
+    assert load(checkpoint, use_plan=False)[1].plan is None
+    assert ModelConfig.from_pretrained(checkpoint).plan is None
+    others = [
+        dataclasses.replace(plan, fingerprint="0" * 64),
+        dataclasses.replace(plan, fingerprint=""),
+        dataclasses.replace(PLAN, fingerprint=own),
+    ]
+    for other in others:
+        other.write(plan_path(checkpoint), measured=MEASURED)
+        with pytest.raises(ValueError, match="sketchwalk calibrate --model") as raised:
+            load(checkpoint)
+        assert str(plan_path(checkpoint)) in str(raised.value)
+        assert load(checkpoint, use_plan=False)[1].plan is None
+
+
+def test_the_configuration_changes_the_fingerprint_and_names_do_not(tmp_path):
+    checkpoint = make_checkpoint("single", tmp_path)
+    before = fingerprint(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, is_same in (
+        ({"rope_theta": 10001.0}, False),
+        ({"rms_norm_eps": 1e-6}, False),
+        ({"eos_token_id": 2, "transformers_version": "9"}, True),
+    ):
+        (checkpoint / "config.json").write_text(json.dumps(config | change))
+        assert (fingerprint(checkpoint) == before) == is_same
+    renamed = checkpoint.rename(tmp_path / "other name")
+    (renamed / "tokenizer.json").write_text("{}")
+    assert fingerprint(renamed) == before
+
+
+def test_of_a_large_file_pieces_are_read(tmp_path):
+    """Half a gigabyte that takes no room on disk, after a header of one tensor."""
+    checkpoint = make_checkpoint("gguf", tmp_path)
+    with checkpoint.open("r+b") as file:
+        file.truncate(2**29)
+    before, start = fingerprint(checkpoint), time.perf_counter()
+    assert fingerprint(checkpoint) == before and time.perf_counter() - start < 1
+    for place, is_sampled in ((2**29 - 1, True), (2**29 * 5 // 63 - 100_000, False)):
+        with checkpoint.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\1")
+        assert (fingerprint(checkpoint) != before) == is_sampled
+        with checkpoint.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\0")
+
+
+def test_a_saved_model_has_its_plan(tmp_path):
+    params, model_config = load(make_checkpoint("single", tmp_path))
+    planned = dataclasses.replace(
+        model_config, plan=dataclasses.replace(TWO_LAYERS, fingerprint="1" * 64)
+    )
+    save(tmp_path / "saved", params, planned)
+    found = load(tmp_path / "saved")[1]
+    assert found.plan == dataclasses.replace(
+        planned.plan, fingerprint=fingerprint(tmp_path / "saved")
+    )
+    assert dataclasses.replace(found, plan=None) == model_config
+    assert "plan" not in (tmp_path / "saved" / "model_config.json").read_text()
+    save(tmp_path / "saved", params, model_config, overwrite=True)
+    assert load(tmp_path / "saved")[1].plan is None
+    assert not plan_path(tmp_path / "saved").exists()
+
+
+@pytest.mark.unchecked
+def test_a_plan_of_other_layers_or_no_plan_is_refused_in_a_configuration(tmp_path):
+    model_config = ModelConfig.from_dict(checkpoints.tiny_config())
+    with pytest.raises(ValueError, match="plan must be of 2 layers, got one of 3"):
+        dataclasses.replace(model_config, plan=PLAN)
+    with pytest.raises(ValueError, match="plan must be a Plan or None"):
+        dataclasses.replace(model_config, plan={"densities": []})
+    planned = dataclasses.replace(model_config, plan=TWO_LAYERS)
+    assert hash(planned) != hash(model_config) and planned != model_config
+
+
+# What runs with it.
+
+
+def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
+    plan = Plan(((0.1, 0.5),) * 4, ((0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01)))
+    model = dataclasses.replace(tiny.MODEL, plan=plan)
+    recommended = SketchWalkConfig.recommended(plan=plan)
+    assert make_generate(tiny.MODEL, max_new_tokens=3).config == SketchWalkConfig.recommended()
+    assert make_generate(model, max_new_tokens=3).config == recommended
+    paper = tiny.POLICIES["paper"]
+    assert make_generate(model, paper, max_new_tokens=3).config == paper
+    call = {"model_config": model, "max_new_tokens": 3}
+    params, tokens = tiny.params(), tiny.prompts(300)[0]
+    found = generate(params, tokens, **call)
+    chex.assert_trees_all_equal(found, generate(params, tokens, config=recommended, **call))
+    *_, last = stream(params, tokens, **call)
+    chex.assert_trees_all_equal(last.measured_density, jax.device_get(found.measured_density))
+
+
+@pytest.mark.unchecked
+def test_what_is_no_model_is_named():
+    with pytest.raises(ValueError, match="model_config must be a ModelConfig, got 'llama'"):
+        make_generate("llama", max_new_tokens=3)
+
+
+def test_policies_take_the_plan_of_a_model_where_they_have_none():
+    recommended = by_name("sketchwalk", preset="recommended")
+    assert with_plan(recommended, None) == recommended
+    planned = with_plan(recommended, TWO_LAYERS)
+    assert planned == SketchWalkConfig.recommended(plan=TWO_LAYERS)
+    assert with_plan(planned, PLAN) == planned
+    paper = by_name("sketchwalk")
+    assert with_plan(paper, PLAN) == paper
+    assert changed_fields(planned)["plan"] == TWO_LAYERS.short_hash
