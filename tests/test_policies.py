@@ -106,18 +106,29 @@ def test_random_favours_no_block(forced):
     assert np.abs(hits - 2000 * share).max() < 4 * np.sqrt(2000 * share * (1 - share))
 
 
+@pytest.mark.parametrize("aggregation", ["mass", "max"])
 @pytest.mark.parametrize("forced", FORCED)
-def test_oracle_keeps_the_heaviest_blocks(forced):
-    config = OracleConfig(**OPTIONS, **FORCED[forced])
+def test_oracle_keeps_the_heaviest_blocks(forced, aggregation):
+    config = OracleConfig(**OPTIONS, **FORCED[forced], aggregation=aggregation)
     lengths = (311, 64, 1)
     forced_blocks = {"sink": config.sink_blocks, "local": config.local_blocks}
+
+    def by_block(queries, keys):
+        if aggregation == "mass":
+            return float64_mass.block_mass(queries, keys, SIZE).sum(0)
+        shares = np.zeros((-(-len(queries) // SIZE),) * 2)
+        for token in range(len(queries)):
+            one = float64_mass.block_mass(queries[[token]], keys[: token + 1], SIZE, first=token)
+            row = token // SIZE
+            shares[row, : row + 1] = np.maximum(shares[row, : row + 1], one[:, 0].max(0))
+        return shares
 
     def with_lists(seed):
         drawn, query, key = draw(*lengths, seed=10 * seed)
         found = [
             [
                 float64_mass.best_rows(
-                    float64_mass.block_mass(x.queries[layer], x.keys[layer], SIZE).sum(0),
+                    by_block(x.queries[layer], x.keys[layer]),
                     config.budget(-(-length // SIZE)),
                     **forced_blocks,
                 )
