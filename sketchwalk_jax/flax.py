@@ -365,7 +365,7 @@ def _walk_layer(
     implementation: str | None,
     kernel_config: KernelConfig | None,
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "B I J"]]:
-    """One layer of the model, dense while `layer < config.dense_layers`."""
+    """One layer of the model, dense where `config.dense_layers` says so."""
     batch, num_tokens = call.query.shape[:2]
     num_blocks = -(-num_tokens // config.block_size)
     if scores.shape != (batch, num_blocks, num_blocks):
@@ -373,6 +373,8 @@ def _walk_layer(
             f"the walk must be that of {batch} sequences of {num_tokens} tokens, got scores of "
             f"shape {scores.shape}; {remedy}"
         )
+
+    is_dense, walked = _place(layer, config.dense_layers)
 
     def dense() -> tuple[Array, Array]:
         out = dense_attention(
@@ -387,7 +389,7 @@ def _walk_layer(
             call.query,
             call.key,
             call.value,
-            WalkState(scores, layer - config.dense_layers),
+            WalkState(scores, walked),
             config=config,
             lengths=call.lengths,
             implementation=implementation,
@@ -395,11 +397,21 @@ def _walk_layer(
         )
         return out, walk.scores
 
-    if config.dense_layers == 0:
+    if not config.dense_layers:
         out, scores = sparse()
     else:
-        out, scores = jax.lax.cond(layer < config.dense_layers, dense, sparse)
+        out, scores = jax.lax.cond(is_dense, dense, sparse)
     return call.finish(out), scores
+
+
+def _place(
+    layer: Int[Array, ""], dense_layers: int | tuple[int, ...]
+) -> tuple[Bool[Array, ""], Int[Array, ""]]:
+    """Whether a layer is dense, and how many sparse ones come before it if it is not."""
+    if not isinstance(dense_layers, tuple):
+        return layer < dense_layers, layer - dense_layers
+    indices = jnp.array(dense_layers, jnp.int32)
+    return jnp.any(indices == layer), layer - jnp.sum(indices < layer, dtype=jnp.int32)
 
 
 class Walk(nnx.Variable):
@@ -410,8 +422,8 @@ class WalkAttention(nnx.Module, pytree=False):
     """Sketch-and-Walk for the layers of an nnx model, which share this one module.
 
     Call `reset` at the start of every forward pass, then let each layer call this as its
-    `attention_fn`: the first `config.dense_layers` calls are dense, the others walk,
-    `R_k = R_{k-1} W_k`.
+    `attention_fn`: the calls of `config.dense_layers` (the first ones, or those of a set) are dense,
+    the others walk, `R_k = R_{k-1} W_k`.
 
     Transform the model by `nnx.jit`, or by `nnx.split` and `nnx.merge` around `jax.jit`. A plain
     `jax.jit` over the model raises a TypeError: it would give every layer a walk of its own.
@@ -497,8 +509,8 @@ class WalkAttention(nnx.Module, pytree=False):
 class LinenWalkAttention(nn.Module):
     """Sketch-and-Walk for the layers of a Linen model, which share this one module.
 
-    Each layer calls it as its `attention_fn`: the first `config.dense_layers` calls are dense, the
-    others walk, `R_k = R_{k-1} W_k`. The walk is the collection `"walk"`; `apply` needs
+    Each layer calls it as its `attention_fn`: the calls of `config.dense_layers` (the first ones, or
+    those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection `"walk"`; `apply` needs
     `mutable=["walk"]`. Every `apply` that is given no such collection starts afresh; one that is
     given it goes on from there. `init` makes none, and computes every layer as the first.
 

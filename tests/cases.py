@@ -120,7 +120,7 @@ def separated_layers(config, *, num_tokens: int, num_layers: int, **shape) -> La
     """Draws layers without near-ties: rounding cannot change what any row of them selects."""
 
     def is_usable(layers: Layers) -> bool:
-        sparse = range(config.dense_layers, num_layers)
+        sparse = [layer for layer in range(num_layers) if not config.is_dense(layer)]
         scores = [reference.block_scores(layers.queries[k], layers.keys[k], config) for k in sparse]
         return not oracle.has_near_ties(scores, config, reference.budget(config, len(scores[0])))
 

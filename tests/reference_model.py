@@ -72,10 +72,10 @@ class ReferenceModel:
             self.history[index] = [
                 np.concatenate(pair) for pair in zip(self.history[index], new, strict=True)
             ]
-            is_dense = index < config.dense_layers or self.phase not in ("both", phase)
+            is_dense = config.is_dense(index) or self.phase not in ("both", phase)
             run = reference.prefill_layer if phase == "prefill" else reference.decode_layer
             layer = run(*self.history[index], state, config, is_dense=is_dense)
-            state = layer.walk
+            state = state if is_dense else layer.walk
             first = start if phase == "prefill" else 0
             layers.append(dataclasses.replace(layer, mask=layer.mask[first:]))
             output = np.asarray(layer.output)[first:]

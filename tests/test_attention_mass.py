@@ -20,7 +20,7 @@ TILES = {
     "steps that overlap": KernelConfig(dense_rows=48, dense_keys=48, dense_decode_keys=48),
     "all at once": KernelConfig(dense_rows=4096, dense_keys=4096, dense_decode_keys=4096),
 }
-STATIC = ("block_size", "sum_heads", "kernel_config")
+STATIC = ("block_size", "sum_heads", "aggregate", "kernel_config")
 mass_of = jax.jit(block_mass, static_argnames=STATIC)
 mass_of_token = jax.jit(token_mass, static_argnames=STATIC)
 
@@ -63,6 +63,38 @@ def test_mass_equals_a_softmax_in_float64(tiles, dtype):
     np.testing.assert_allclose(summed, wanted.sum(1), **tolerance("scores"))
     in_row = np.clip(np.array(lengths)[:, None] - SIZE * np.arange(7), 0, SIZE)
     np.testing.assert_allclose(np.sum(summed, -1), in_row * HEADS[0], **tolerance("scores"))
+
+
+def largest_shares(query, key, positions):
+    """The largest share that one of the tokens gives each block, of every head `[N, J]`."""
+    shares = np.zeros((HEADS[0], CAPACITY // SIZE))
+    for token, position in zip(query, positions, strict=True):
+        one = float64_mass.block_mass(token[None], key[: position + 1], SIZE, first=position)
+        shares[:, : one.shape[-1]] = np.maximum(shares[:, : one.shape[-1]], one[:, 0])
+    return shares
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_the_largest_share_of_queries_and_heads(tiles):
+    lengths = (107, 64, 1)
+    query, key = draw(lengths, 107, num_layers=2)
+    options = {"block_size": SIZE, "kernel_config": TILES[tiles], "aggregate": "max", "layer": 1}
+    found, by_head = (
+        mass_of(query, key, kv_lengths=np.array(lengths), sum_heads=x, **options)
+        for x in (True, False)
+    )
+    wanted = np.zeros(by_head.shape)
+    for row, length in enumerate(lengths):
+        for first in range(0, length, SIZE):
+            own = range(first, min(first + SIZE, length))
+            wanted[row, :, first // SIZE] = largest_shares(query[row, own], key[1, row], own)
+    np.testing.assert_allclose(by_head, wanted, **tolerance("scores"))
+    np.testing.assert_allclose(found, wanted.max(1), **tolerance("scores"))
+    last = np.stack([query[row, [length - 1]] for row, length in enumerate(lengths)])
+    of_token = mass_of_token(last, key, kv_lengths=np.array(lengths), **options)
+    for row, length in enumerate(lengths):
+        one = largest_shares(last[row], key[1, row], [length - 1])
+        np.testing.assert_allclose(of_token[row, 0], one.max(0), **tolerance("scores"))
 
 
 @settings(max_examples=6)

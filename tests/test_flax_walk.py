@@ -1,6 +1,7 @@
 """The walk over the layers of a Flax model: shared modules equal the explicit carry."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -21,12 +22,14 @@ CONFIGS = {
     "damped": SketchWalkConfig.damped(dense_layers=1, **OPTIONS),
     "released": SketchWalkConfig.released(dense_layers=1, block_size=16),
     "all_dense": SketchWalkConfig.paper(dense_layers=9, **OPTIONS),
+    "set": SketchWalkConfig.paper(dense_layers=(1, 7), **OPTIONS),
+    "empty_set": SketchWalkConfig.damped(dense_layers=(), **OPTIONS),
 }
 PAPER = CONFIGS["paper"]
 slow = pytest.mark.slow
 configs = pytest.mark.parametrize(
     "config",
-    [pytest.param(CONFIGS[x], id=x, marks=[] if x == "paper" else slow) for x in CONFIGS],
+    [pytest.param(CONFIGS[x], id=x, marks=[] if x in ("paper", "set") else slow) for x in CONFIGS],
 )
 
 
@@ -59,7 +62,7 @@ def _layer_weights(index):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _scan(x, *, config):
-    """The layers as two scans: dense ones, then sparse ones with the walk in the carry."""
+    """The layers as a scan for each run of dense or sparse ones, with the walk in the carry."""
 
     def project(weights, x):
         names = ("query", "key", "value")
@@ -68,19 +71,21 @@ def _scan(x, *, config):
     def merge(weights, out):
         return jnp.einsum("btnh,nhd->btd", out, weights["out"]["kernel"])
 
-    def dense_step(x, weights):
+    def dense_step(carry, weights):
+        x, walk = carry
         out = nnx.dot_product_attention(*project(weights, x), is_causal=True)
-        return x + merge(weights, out), None
+        return (x + merge(weights, out), walk), None
 
     def sparse_step(carry, weights):
         x, walk = carry
         out, walk = sketchwalk_attention(*project(weights, x), walk, config=config)
         return (x + merge(weights, out), walk), None
 
-    first = min(config.dense_layers, LAYERS)
-    x, _ = jax.lax.scan(dense_step, x, jax.tree.map(lambda w: w[:first], _weights()))
     carry = (x, init_walk(*x.shape[:2], config=config))
-    return jax.lax.scan(sparse_step, carry, jax.tree.map(lambda w: w[first:], _weights()))[0]
+    for is_dense, layers in itertools.groupby(range(LAYERS), config.is_dense):
+        weights = jax.tree.map(lambda w, own=np.array([*layers]): w[own], _weights())
+        carry, _ = jax.lax.scan(dense_step if is_dense else sparse_step, carry, weights)
+    return carry
 
 
 class _Nnx(nnx.Module):

@@ -28,6 +28,7 @@ from sketchwalk_jax.walk import WalkState
 pytestmark = pytest.mark.interpreted
 
 SIZE, BLOCKS = 16, 7
+BAD = 3 * SIZE + 5  # a token
 CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),
     "damped": SketchWalkConfig.damped(block_size=SIZE, density=0.4),
@@ -60,8 +61,11 @@ def select_token(query, key, span, sums, walk, layer, *, config, kernels):
     return config.select(query, key[None], sums, walk, **options)
 
 
-def run(config, lengths, kernels):
-    """Lists, sums and walk of two layers of a prompt, and of two layers for its last token."""
+def run(config, lengths, kernels, bad=None):
+    """Lists, sums and walk of two layers of a prompt, and of two layers for its last token.
+
+    A token of the first sequence has a `bad` key.
+    """
     rng = np.random.default_rng(3)
     lengths = jnp.asarray(lengths, jnp.int32)
     batch, tokens = len(lengths), BLOCKS * SIZE
@@ -79,6 +83,8 @@ def run(config, lengths, kernels):
         query, key = (
             jnp.asarray(x.reshape(batch, tokens, -1, 128), jnp.bfloat16) for x in (query, key)
         )
+        if bad is not None:
+            key = key.at[0, BAD].set(bad)
         index, options = jnp.asarray(layer, jnp.int32), {"config": config, "kernels": kernels}
         lists, prompt, sums = select_layer(query, key, span, prompt, index, **options)
         last = query[jnp.arange(batch), lengths - 1][:, None]
@@ -105,6 +111,28 @@ def test_lists_sums_and_walk_are_the_same(name):
             # Powers of scores: relative errors grow with the exponent.
             close = tolerance("scores")["atol"] * 2 * config.exponent
             np.testing.assert_allclose(actual / scale, wanted / scale, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
+def test_a_bad_key_reaches_no_earlier_row_and_lists_keep_their_forced_blocks(name):
+    """In prompts as on XLA; a decoded token keeps its forced blocks, and ranks others as it may."""
+    config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
+    plain = run(config, lengths, KERNELS)
+    found, wanted = (run(config, lengths, x, bad=np.nan) for x in (KERNELS, None))
+    for (lists, one, _, state, _), (xla_lists, *_), (clean_lists, clean_one, _, clean, _) in zip(
+        found, wanted, plain, strict=True
+    ):
+        np.testing.assert_array_equal(lists.ids, xla_lists.ids)
+        upto = BAD // SIZE
+        np.testing.assert_array_equal(state[0, :upto], clean[0, :upto])
+        np.testing.assert_array_equal(lists.ids[0, 0, :upto], clean_lists.ids[0, 0, :upto])
+        np.testing.assert_array_equal(lists.ids[1], clean_lists.ids[1])
+        np.testing.assert_array_equal(one.ids[1], clean_one.ids[1])
+        np.testing.assert_array_equal(one.counts, clean_one.counts)
+        assert np.isfinite(state).all()
+        kept = one.ids[0, 0, 0, : int(one.counts[0, 0, 0])].tolist()
+        assert kept == sorted(set(kept)) and {0, BLOCKS - 1} <= set(kept)
+        assert kept[-1] == BLOCKS - 1
 
 
 @pytest.mark.parametrize(

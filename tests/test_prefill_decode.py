@@ -36,6 +36,13 @@ PRESETS = {
     "damped": SketchWalkConfig.damped(**SPARSE),
     "sum": SketchWalkConfig.damped(head_combination="sum", **SPARSE),
     "tail": SketchWalkConfig.paper(dense_tail=20, **SPARSE),
+    "set": SketchWalkConfig.paper(**SPARSE | {"dense_layers": (0, 2)}),
+}
+# Without a reference of its own for a whole model.
+OTHERS = {
+    "recommended": SketchWalkConfig.recommended(
+        block_size=SIZE, dense_layers=(1,), density=0.5, min_blocks=2, local_blocks=1
+    ),
 }
 
 
@@ -116,7 +123,7 @@ def expected_rows(layers, first: int = 0):
     return [layer.rows[first:] for layer in layers if layer.rows is not None]
 
 
-@pytest.mark.parametrize("name", slow_unless(("paper", "damped").__contains__, PRESETS))
+@pytest.mark.parametrize("name", slow_unless(("paper", "damped", "set").__contains__, PRESETS))
 def test_prefill_and_decode_equal_the_reference(name):
     config, num_new = PRESETS[name], NUM_NEW
     runs = [reference_run(name, length, num_new) for length in LENGTHS]
@@ -189,6 +196,7 @@ def test_a_prompt_may_be_continued_anywhere(cut):
         ("damped", 48),
         pytest.param("sum", 16, marks=pytest.mark.slow),
         pytest.param("tail", 48, marks=pytest.mark.slow),
+        ("set", 48),
     ],
 )
 def test_chunks_select_exactly_as_one_shot(name, chunk_size):
@@ -204,10 +212,12 @@ def test_chunks_select_exactly_as_one_shot(name, chunk_size):
         )
 
 
-@pytest.mark.parametrize("name", slow_unless("sum".__ne__, ["paper", "damped", "sum"]))
+@pytest.mark.parametrize(
+    "name", slow_unless("sum".__ne__, ["paper", "damped", "sum", "set", "recommended"])
+)
 @pytest.mark.parametrize("start", [16, 64])
 def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
-    config = PRESETS[name]
+    config = (PRESETS | OTHERS)[name]
     tokens = batch([draw_tokens(seed, n) for seed, n in enumerate(LENGTHS)], 120)
     plain, _, selection = run_prefill(config, tokens, LENGTHS)
     changed = np.array(tokens)
@@ -222,7 +232,9 @@ def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
         np.testing.assert_array_equal(other[row, :end], plain[row, :end])
 
 
-def test_full_density_equals_dense_in_both_phases():
+@pytest.mark.parametrize("make", [SketchWalkConfig.paper, SketchWalkConfig.recommended])
+@pytest.mark.parametrize("dense_layers", [1, pytest.param((0, 2), marks=pytest.mark.slow)])
+def test_full_density_equals_dense_in_both_phases(make, dense_layers):
     num_heads, num_kv_heads = cases.HEADS[3]
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 64}
     model = ModelConfig(
@@ -234,7 +246,7 @@ def test_full_density_equals_dense_in_both_phases():
         max_position_embeddings=512,
         **sizes,
     )
-    config = SketchWalkConfig.paper(density=1.0, dense_layers=1)
+    config = make(density=1.0, dense_layers=dense_layers)
     lengths = jnp.array([1, 63, 64, 65, 129], jnp.int32)
     tokens = jnp.stack([draw_tokens(seed, 140) for seed in range(5)])
     params = init_params(jax.random.key(1), model)

@@ -39,7 +39,8 @@ def test_reference_imports_only_the_configuration():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sketchwalk_jax")
     }
-    allowed = {"sketchwalk_jax.policies.sketchwalk", "sketchwalk_jax.policies.released"}
+    presets = ("sketchwalk", "released", "recommended")
+    allowed = {f"sketchwalk_jax.policies.{name}" for name in presets}
     assert {name for name in imported if not name.startswith("sketchwalk_jax.reference")} <= allowed
 
 

@@ -30,6 +30,10 @@ def _scores(kind: str, shape: tuple[int, ...]) -> np.ndarray:
             return (1.0 + rng.integers(0, 8, shape) * 2.0**-23).astype(np.float32)
         case "extreme":
             return rng.choice(np.float32([3.4028235e38, -3.4028235e38, 1.2e-38, -1.2e-38]), shape)
+        case "not finite":  # and few that are; NaN of both signs
+            return rng.choice(np.float32([np.nan, -np.nan, np.inf, -np.inf, -3.0, 2.0]), shape)
+        case "nan":
+            return np.full(shape, np.nan, np.float32)
     raise AssertionError(kind)
 
 
@@ -59,7 +63,9 @@ def _some_rows(num_blocks: int, *, density: float, sinks: int, local: int) -> tu
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 128, 157, 512])
-@pytest.mark.parametrize("kind", ["normal", "wide", "few", "equal", "adjacent", "extreme"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "wide", "few", "equal", "adjacent", "extreme", "not finite", "nan"]
+)
 def test_lists_equal_the_reference(kind: str, num_blocks: int) -> None:
     rows, counts = _some_rows(num_blocks, density=0.2, sinks=1, local=1)
     _assert_equal(_scores(kind, (*rows.shape, num_blocks)), rows, counts)
@@ -91,10 +97,12 @@ def test_every_count_of_a_row_with_ties() -> None:
 
 
 def test_keys_have_the_order_of_the_scores() -> None:
-    scores = np.float32([-np.inf, -3.0, -1e-38, -0.0, 0.0, 1e-38, 2.0, np.inf])
+    scores = np.float32([-np.inf, -3.4e38, -1e-38, -0.0, 0.0, 1e-38, 3.4e38])
     keys = np.asarray(ordered_keys(jnp.asarray(scores)))
     np.testing.assert_array_equal(np.diff(keys) > 0, np.diff(scores) > 0)
     assert keys[3] == keys[4] == 0
+    others = np.float32([np.inf, np.nan, -np.nan])
+    assert set(np.asarray(ordered_keys(jnp.asarray(others))).tolist()) == {int(keys[0])}
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

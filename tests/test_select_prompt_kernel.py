@@ -38,6 +38,7 @@ def test_operands_equal_the_reference(
     scores = rng.normal(size=shape) * np.exp2(rng.uniform(-30, 30, (batch, num_blocks, 1)))
     scores[0, 2, :] = 0.0
     scores[-1, 3, :] = -1.0
+    scores[0, 4, [0, 2, 3]] = np.nan, np.inf, -np.inf
     causal = np.tril(np.ones(shape[1:], bool))
     scores[:, ~causal] = np.nan  # what lies above the diagonal never matters
     scores = jnp.asarray(scores, jnp.float32)

@@ -235,3 +235,20 @@ def test_cases_are_free_of_near_ties():
             assert reference.select(state[row, upto], *args) == reference.select(
                 exact[row, upto], *args
             )
+
+
+@pytest.mark.parametrize("config", WALKS.values(), ids=WALKS.keys())
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_not_finite_are_no_entries(config, what):
+    scores = softer(draw_scores(11, 6, decades=0.5), config)
+    plain = run_walk(scores, config)[1]
+    scores[2:, 15:, 15] = what  # a key from the third layer on
+    scores[4, 20, :] = what  # a query of one layer
+    selecting, states = run_walk(scores, config)
+    assert np.isfinite(states).all()
+    np.testing.assert_array_equal(states[:, :15], plain[:, :15])
+    for state, expected in zip(states, reference.walk_layers(list(scores), config), strict=True):
+        scale = 1.0
+        if config.transition != "softmax":
+            scale = np.maximum(state, 0).max(1, keepdims=True) + 1e-30
+        np.testing.assert_allclose(state / scale, expected, **tolerance("scores"))

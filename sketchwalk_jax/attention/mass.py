@@ -10,7 +10,8 @@ those is the mass of each query, and no array of size tokens × tokens exists. I
 the largest share that any query and head gives a block can be asked for; and in place of a row's
 queries, a few that represent them (`block_scores`).
 
-A query or a key that is not finite makes no score: what it would give counts as no attention.
+A query or a key that is not finite makes no score: what it would give counts as no attention. So
+does a score below -5e29.
 """
 
 from typing import Any

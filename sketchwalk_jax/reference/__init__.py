@@ -7,7 +7,7 @@ at a time, of any length.
 
 The files follow the paper: `sketch` (section 2.2), `walk` (2.3), `selection` and `attention`
 (Algorithm 1, steps 7 and 8), `layers` (Algorithms 1 and 2), `released` (the rule of the authors'
-published code).
+published code), `recommended` (the recommended policy).
 """
 
 from sketchwalk_jax.reference.attention import masked_attention
@@ -19,6 +19,14 @@ from sketchwalk_jax.reference.layers import (
     select_prefill,
     sketchwalk_decode,
     sketchwalk_prefill,
+)
+from sketchwalk_jax.reference.recommended import (
+    recommended_budget,
+    recommended_scores,
+    recommended_select,
+    recommended_select_decode,
+    recommended_select_prefill,
+    representatives,
 )
 from sketchwalk_jax.reference.released import (
     released_select,
@@ -53,11 +61,17 @@ __all__ = [
     "masked_attention",
     "measured_density",
     "prefill_layer",
+    "recommended_budget",
+    "recommended_scores",
+    "recommended_select",
+    "recommended_select_decode",
+    "recommended_select_prefill",
     "released_select",
     "released_select_decode",
     "released_select_prefill",
     "released_transition",
     "released_walk",
+    "representatives",
     "select",
     "select_decode",
     "select_prefill",

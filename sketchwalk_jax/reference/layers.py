@@ -228,5 +228,5 @@ def _stack(layer_fn, queries, keys, values, config) -> list[ReferenceLayer]:
     for index, (query, key, value) in enumerate(zip(queries, keys, values, strict=True)):
         is_dense = config.is_dense(index)
         layers.append(layer_fn(query, key, value, state, config, is_dense=is_dense))
-        state = layers[-1].walk
+        state = state if is_dense else layers[-1].walk
     return layers

@@ -16,8 +16,8 @@ def transition(scores: np.ndarray, config: SketchWalkConfig) -> np.ndarray:
     """Turns block scores into the lower-triangular transition of one layer.
 
     `"power"` is `W = A ** s`, `"relu_power"` is `W = max(A, 0) ** s`, and `"softmax"` is `P`,
-    the softmax of row `i` over `j <= i`. A score that is not finite is no entry: it counts as 0, and
-    in a softmax not at all.
+    the softmax of row `i` over `j <= i`. A score that is not finite is no entry: it counts as 0,
+    and in a softmax not at all.
 
     Args:
       scores: `A`, `[J, J]`.

@@ -1,0 +1,198 @@
+"""The recommended policy against its reference, its budgets, and the density that it measures."""
+
+import functools
+
+import cases
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from variants import slow_unless
+
+from sketchwalk_jax import SketchWalkConfig, generate, reference
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.recommended import even_budget
+
+SIZE, NUM_LAYERS = 16, 3
+OPTIONS = {"block_size": SIZE, "density": 0.3}
+CONFIGS = {
+    "default": SketchWalkConfig.recommended(**OPTIONS),
+    "largest": SketchWalkConfig.recommended(
+        **OPTIONS, exponent=None, channels="all", sink_blocks=2, local_blocks=1, min_blocks=2
+    ),
+    "forgetful": SketchWalkConfig.recommended(**OPTIONS, decay=0.0, exponent=1, representatives=1),
+    "all queries": SketchWalkConfig.recommended(**OPTIONS, representatives=SIZE, min_blocks=1),
+}
+# Heads, head dimension and tokens of each sequence.
+SHAPES = {
+    "ragged": ((4, 2), 16, (320, 1, 203)),
+    "wide heads": ((6, 2), 64, (160, 17)),
+    "one block": ((4, 4), 16, (16, 5)),
+}
+CASES = [(name, shape) for name in CONFIGS for shape in SHAPES]
+KEPT = [("default", "ragged"), ("largest", "wide heads"), ("default", "one block")]
+HOSTILE = ("random", "equal", "equal keys", "nan", "inf", "huge")
+
+
+def draw(shape, kind):
+    """Queries and keys of every sequence, one pair of lists over the layers each."""
+    heads, head_dim, lengths = SHAPES[shape]
+    drawn = []
+    for seed, length in enumerate(lengths):
+        layers = cases.draw_layers(
+            seed, num_layers=NUM_LAYERS, num_tokens=length, heads=heads, head_dim=head_dim,
+            spread=0.7,
+        )  # fmt: skip
+        queries, keys = (np.stack(x) for x in (layers.queries, layers.keys))
+        place = length // 2
+        if kind in ("equal", "equal keys"):
+            keys[:] = keys[:, :1]
+        if kind == "equal":
+            queries[:] = queries[:, :1]
+        if kind in ("nan", "inf"):
+            keys[:, place] = queries[:, min(place + 1, length - 1)] = float(kind)
+            keys[1, place // 2, 0, 3] = np.nan
+        if kind == "huge":
+            keys[:, place] *= np.float32(1e20)
+        drawn.append((queries, keys))
+    return drawn
+
+
+@functools.partial(jax.jit, static_argnames=("config", "is_token"))
+def run(query, key, lengths, *, config, is_token):
+    """Lists and states of every layer, of a prompt or of its last token."""
+    batch, tokens = query.shape[1:3]
+    num_blocks = key.shape[2] // SIZE
+    if is_token:
+        span = Span.of_tokens(lengths - 1, SIZE)
+    else:
+        valid = jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None]
+        span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    num_rows = 1 if is_token else num_blocks
+    walk = config.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
+
+    def step(walk, layer):
+        query, index = layer
+        lists, walk = config.select(query, key, None, walk, layer=index, span=span)
+        return walk, (lists.ids[:, 0], lists.counts[:, 0], walk.scores)
+
+    return jax.lax.scan(step, walk, (query, jnp.arange(len(query), dtype=jnp.int32)))[1]
+
+
+def batch(drawn, lengths):
+    """The sequences in one array, NaN where they have no token."""
+    capacity = -(-max(lengths) // SIZE) * SIZE
+
+    def stack(which):
+        room = [((0, 0), (0, capacity - x[which].shape[1]), (0, 0), (0, 0)) for x in drawn]
+        padded = [
+            np.pad(x[which], r, constant_values=np.nan) for x, r in zip(drawn, room, strict=True)
+        ]
+        return np.stack(padded, axis=1)
+
+    return stack(0), stack(1)
+
+
+def assert_kept(ids, wanted, evidence):
+    """The same blocks, but for some whose evidence is the same but for rounding."""
+    assert len(ids) == len(wanted) and sorted(set(ids)) == ids
+    differing = sorted(set(ids) ^ set(wanted))
+    if differing:
+        values = evidence[differing]
+        assert values.max() - values.min() <= 2e-5 * max(values.max(), 1e-12), (ids, wanted)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("case", slow_unless(KEPT.__contains__, CASES), ids=":".join)
+def test_prompts_and_tokens_select_as_the_reference(case, kind):
+    name, shape = case
+    config, lengths, drawn = CONFIGS[name], SHAPES[shape][2], draw(shape, kind)
+    query, key = batch(drawn, lengths)
+    places = jnp.asarray(lengths, jnp.int32)
+    prompt = run(query, key, places, config=config, is_token=False)
+    last = np.stack([x[0][:, [n - 1]] for x, n in zip(drawn, lengths, strict=True)], axis=1)
+    token = run(last, key, places, config=config, is_token=True)
+    for place, (queries, keys) in enumerate(drawn):
+        state = token_state = None
+        for layer in range(NUM_LAYERS):
+            with np.errstate(invalid="ignore", over="ignore"):
+                rows, state = reference.recommended_select_prefill(
+                    queries[layer], keys[layer], state, config
+                )
+                own, token_state = reference.recommended_select_decode(
+                    queries[layer], keys[layer], token_state, config
+                )
+            num_blocks = len(rows)
+            ids, counts, walk = (np.asarray(x)[layer, place] for x in prompt)
+            np.testing.assert_allclose(walk[:num_blocks, :num_blocks], state, rtol=2e-5, atol=1e-7)
+            for row, wanted in enumerate(rows):
+                assert_kept(ids[row, : counts[row]].tolist(), wanted, state[row])
+            ids, counts, walk = (np.asarray(x)[layer, place, 0] for x in token)
+            np.testing.assert_allclose(walk[:num_blocks], token_state, rtol=2e-5, atol=1e-7)
+            assert_kept(ids[:counts].tolist(), own, token_state)
+            assert num_blocks - 1 in ids[:counts].tolist()
+
+
+@given(density=st.floats(0.01, 1.0), least=st.integers(1, 9), num_blocks=st.integers(1, 300))
+def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
+    density, least, num_blocks
+):
+    counts = even_budget(num_blocks, density=density, least=least)
+    np.testing.assert_array_equal(counts, reference.recommended_budget(num_blocks, density, least))
+    np.testing.assert_array_equal(
+        counts, even_budget(300, density=density, least=least)[:num_blocks]
+    )
+    assert (counts >= np.minimum(least, np.arange(1, num_blocks + 1))).all()
+
+
+def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
+    # Every representative is the token's query: evidence differs by a factor alone.
+    config = SketchWalkConfig.recommended(**OPTIONS, local_blocks=1)
+    length = 160
+    layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
+    queries, keys = (np.stack(x)[:, None] for x in (layers.queries, layers.keys))
+    queries[:, :, -SIZE:] = queries[:, :, -1:]
+    lengths = jnp.array([length], jnp.int32)
+    ids, counts, _ = run(queries, keys, lengths, config=config, is_token=False)
+    own, number, _ = run(queries[:, :, -1:], keys, lengths, config=config, is_token=True)
+    np.testing.assert_array_equal(counts[:, 0, -1], number[:, 0, 0])
+    np.testing.assert_array_equal(ids[:, 0, -1], own[:, 0, 0])
+
+
+def test_it_keeps_no_statistics():
+    shape = LayerShape(4, 2, 16)
+    assert CONFIGS["default"].init_statistics(shape, batch=2, num_blocks=4) is None
+
+
+@pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["both", "prefill", "decode"]))
+@pytest.mark.parametrize("dense_layers", [1, (1, 3), pytest.param(0, marks=pytest.mark.slow)])
+def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
+    density, length, new = 0.6, 480, 24
+    config = SketchWalkConfig.recommended(
+        block_size=SIZE, density=density, dense_layers=dense_layers, min_blocks=2, local_blocks=1
+    )
+    tokens, _ = tiny.prompts(length)
+    out = generate(
+        tiny.params(),
+        tokens,
+        config=config,
+        model_config=tiny.MODEL,
+        max_new_tokens=new,
+        phase=phase,
+    )
+    measured = out.measured_density
+    dense = dense_layers if isinstance(dense_layers, tuple) else range(dense_layers)
+    for name in ("prefill", "decode"):
+        by_layer = np.asarray(getattr(measured, name))
+        for layer in range(tiny.MODEL.num_layers):
+            is_dense = layer in dense or phase not in ("both", name)
+            assert (by_layer[layer] == 1.0) == is_dense
+        if phase in ("both", name):
+            # A decoded token has parts of one block, of 30.
+            slack = 0.01 if name == "prefill" else 0.5 / 30
+            assert abs(by_layer.mean() - density) < slack
+    if phase == "both":
+        assert abs(float(measured.overall) - density) < 0.01
