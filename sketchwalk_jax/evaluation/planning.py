@@ -37,7 +37,7 @@ _LAST_TOKENS = 64
 
 def make_plan(
     params: PyTree,
-    prompts: Sequence[Int[np.ndarray, "T"]],
+    prompts: Sequence[Int[np.ndarray, "_"]],
     *,
     model_config: ModelConfig,
     config: RecommendedConfig | None = None,
@@ -248,7 +248,7 @@ def _losses(
 
 def planning_prompts(
     tokenizer: Any, *, num_tokens: int, count: int, text: Text | None = None
-) -> list[Int[np.ndarray, "T"]]:
+) -> list[Int[np.ndarray, "_"]]:
     """Prompts to plan on: facts hidden in text, and text alone, that no evaluation scores.
 
     Instruction models read them through their chat template.

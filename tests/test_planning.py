@@ -1,0 +1,87 @@
+"""Plans as they are measured, and what the policy makes of them."""
+
+import dataclasses
+
+import checkpoints
+import numpy as np
+import pytest
+import tiny
+
+from sketchwalk_jax import SketchWalkConfig, generate
+from sketchwalk_jax.evaluation.calibration import fit_density, layers_density
+from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
+from sketchwalk_jax.plan import Plan
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.tokenizer import load_tokenizer
+
+MODEL = dataclasses.replace(tiny.MODEL, max_position_embeddings=8192)
+SMALL = RecommendedConfig(block_size=16)  # so that few tokens are many blocks
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Of two random prompts of different lengths."""
+    rows, lengths = tiny.prompts(768, 700)
+    prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    calls = []
+    found = make_plan(
+        tiny.params(model=MODEL),
+        prompts,
+        model_config=MODEL,
+        config=SMALL,
+        fingerprint="a" * 64,
+        after=lambda: calls.append(1),
+    )
+    assert len(calls) == 2
+    return found
+
+
+def test_every_layer_is_measured_at_several_densities(plan):
+    assert plan.num_layers == MODEL.num_layers and plan.fingerprint == "a" * 64
+    for densities, errors in zip(plan.densities, plan.errors, strict=True):
+        assert len(densities) >= 4 and densities[-1] == pytest.approx(0.6, abs=0.05)
+        assert (np.diff(densities) > 0).all()
+        assert (np.diff(errors) <= 0).all() and errors[0] > 2 * errors[-1] > 0
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("density", [0.1, 0.2])
+def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, density):
+    policy = dataclasses.replace(SMALL, density=density, plan=plan)
+    tokens = tiny.prompts(4096)[0]
+    call = {"model_config": dataclasses.replace(MODEL, plan=plan), "max_new_tokens": 2}
+    found = generate(tiny.params(model=MODEL), tokens, config=policy, **call).measured_density
+    by_layer = np.asarray(found.prefill)
+    assert by_layer.mean() == pytest.approx(density, abs=0.01)
+    assert by_layer == pytest.approx(policy.layer_densities, abs=0.03)
+    # What is said of a policy without reading a prompt is what is measured.
+    expected = layers_density(policy, MODEL, num_tokens=4096, phase="prefill")
+    assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_density_is_fitted_with_the_plan():
+    uneven = Plan(((0.05, 0.5),) * 4, ((0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01)))
+    policy = SketchWalkConfig.recommended(plan=uneven)
+    call = {"density": 0.15, "num_tokens": 4096, "phase": "prefill"}
+    found = fit_density(policy, MODEL, **call)
+    assert found.density == pytest.approx(0.15, abs=5e-3)
+    assert found.policy.plan == uneven and found.policy.density < 0.15  # floors take the rest
+
+
+@pytest.mark.unchecked
+def test_prompts_that_tell_nothing_are_refused():
+    call = {"model_config": MODEL, "config": SMALL}
+    with pytest.raises(ValueError, match="prompts must hold at least one prompt"):
+        make_plan(tiny.params(model=MODEL), [], **call)
+    with pytest.raises(ValueError, match="must have at least 160 tokens, got one of 159"):
+        make_plan(tiny.params(model=MODEL), [np.zeros(159, np.int32)], **call)
+
+
+def test_prompts_are_of_several_tasks_and_never_twice_the_same(tmp_path):
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True)
+    tokenizer = load_tokenizer(tmp_path)
+    drawn = planning_prompts(tokenizer, num_tokens=2048, count=len(TASKS) + 2)
+    assert all(1024 < len(one) <= 2048 for one in drawn)
+    assert len({one.tobytes() for one in drawn}) == len(drawn)
+    again = planning_prompts(tokenizer, num_tokens=2048, count=2)
+    assert all((a == b).all() for a, b in zip(again, drawn, strict=False))
