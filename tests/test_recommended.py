@@ -21,7 +21,7 @@ OPTIONS = {"block_size": SIZE, "density": 0.3}
 CONFIGS = {
     "default": SketchWalkConfig.recommended(**OPTIONS),
     "largest": SketchWalkConfig.recommended(
-        **OPTIONS, exponent=None, channels="all", sink_blocks=2, local_blocks=1, min_blocks=2
+        **OPTIONS, exponent=8, channels="all", sink_blocks=2, local_blocks=1, min_blocks=2
     ),
     "forgetful": SketchWalkConfig.recommended(**OPTIONS, decay=0.0, exponent=1, representatives=1),
     "all queries": SketchWalkConfig.recommended(**OPTIONS, representatives=SIZE, min_blocks=1),

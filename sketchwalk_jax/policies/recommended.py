@@ -319,10 +319,10 @@ def even_budget(num_blocks: int, *, density: float, least: int) -> Int[np.ndarra
       >>> even_budget(128, density=0.1, least=4)[[3, 20, 63, 127]].tolist()
       [4, 4, 5, 13]
     """
-    density = Fraction(repr(float(density)))
+    share = Fraction(repr(float(density)))
     counts, excess, half = np.zeros(num_blocks, np.int32), Fraction(0), Fraction(1, 2)
     for row in range(num_blocks):
-        wanted = density * (row + half) + half
+        wanted = share * (row + half) + half
         given_back = min(max(excess, Fraction(0)), wanted * _REPAID)
         counts[row] = min(row + 1, max(least, round(wanted - given_back)))
         excess += int(counts[row]) - wanted

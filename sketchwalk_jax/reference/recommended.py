@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def representatives(queries: Float[np.ndarray, "Q H"], count: int) -> Float[np.ndarray, "R H"]:
     """Takes the mean of one head's queries, then those farthest from all that were taken.
 
-    Farthest by the cosine: the query whose largest cosine with what was taken is least, the first
-    of several. Each is taken once, and the mean again where there are no more. Queries that are not
-    finite do not count.
+    Farthest: the query whose distance to the nearest one taken is largest, the first of several.
+    Each is taken once, and the mean again where there are no more. Queries that are not finite do
+    not count.
 
     Args:
       queries: Queries of one row and head.
@@ -39,14 +39,9 @@ def representatives(queries: Float[np.ndarray, "Q H"], count: int) -> Float[np.n
     mean = np.mean(left, axis=0) if left else np.zeros(queries.shape[-1])
     taken = [mean]
     while left and len(taken) < count:
-        nearest = [max(_cosine(query, one) for one in taken) for query in left]
-        taken.append(left.pop(int(np.argmin(nearest))))
+        distances = [min(math.dist(query, one) for one in taken) for query in left]
+        taken.append(left.pop(int(np.argmax(distances))))
     return np.array(taken + [mean] * (count - len(taken)))
-
-
-def _cosine(one: np.ndarray, other: np.ndarray) -> float:
-    lengths = math.sqrt(float(one @ one) * float(other @ other))
-    return float(one @ other) / lengths if lengths > 0 else 0.0
 
 
 def recommended_scores(
@@ -57,8 +52,7 @@ def recommended_scores(
     """Scores every block of keys for one row: `(Σ_{r, h} P_{r, h}[j]^exponent)^(1 / exponent)`.
 
     `P_{r, h}` is the softmax over blocks of the largest `q_{r, h} · k_s / sqrt(H)` in the block,
-    over the channels that count; without an exponent the score is the largest share. A product
-    that is not finite counts as none.
+    over the channels that count. A product that is not finite counts as none.
 
     Args:
       queries: Representatives of the row, of every head.
@@ -89,8 +83,6 @@ def recommended_scores(
             products = np.where(np.isfinite(products), products, -np.inf)
             peaks = np.array([products[start : start + size].max() for start in starts])
             shares.append(softmax_over(peaks, np.isfinite(peaks)))
-    if config.exponent is None:
-        return np.max(shares, axis=0)
     return (np.array(shares) ** config.exponent).sum(axis=0) ** (1.0 / config.exponent)
 
 
