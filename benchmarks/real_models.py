@@ -8,8 +8,8 @@ Every call goes on where the last one stopped, and may be limited to some length
 or phases, or to a time. Prompts that dense attention does not answer are left out for every policy,
 and counted. The density is the mean over all layers of the phase that is sparse; how many layers a
 policy leaves dense is chosen on prompts of another seed (`--stage development`), and stays for
-those that are reported. `recommended` runs with the plan beside a model, if `sketchwalk calibrate` has
-measured one; its rows say so, and are not continued with another.
+those that are reported. `recommended` runs with the plan beside a model, if `sketchwalk calibrate`
+has measured one; its rows say so, and are not continued with another.
 """
 
 import argparse
