@@ -49,7 +49,7 @@ MISTAKES = {
     "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
     "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
     "unknown policy": (["--policy", "kascade"], "--policy must be one of ('dense', 'streaming'"),
-    "unknown preset": (["--preset", "best"], "--preset must be one of ('paper',"),
+    "unknown preset": (["--preset", "best"], "--preset must be one of ('recommended',"),
     "density of dense": (["--policy", "dense", "--density", 2], "--density must be in (0, 1]"),
     "density nan": (["--density", "nan"], "--density must be in (0, 1], got nan"),
     "density infinite": (["--density", "inf"], "--density must be in (0, 1], got inf"),

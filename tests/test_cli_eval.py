@@ -40,7 +40,7 @@ def test_table_has_a_line_for_every_policy_density_and_phase():
     ("options", "message"),
     [
         (["--policy", "kascade"], "--policy must be one of ('dense',"),
-        (["--preset", "a"], "--preset must be one of ('paper',"),
+        (["--preset", "a"], "--preset must be one of ('recommended',"),
         (["--phase", "middle"], "--phase must be one of"),
         (["--task", "needle"], "--task must be one of ('single_needle',"),
         (["--density", "0"], "--density must be in (0, 1], got 0.0"),

@@ -303,7 +303,7 @@ MISTAKES = {
     "too few tokens": (["--tokens", 319], "--tokens must be at least 320 for 2 facts, got 319"),
     "no fact": (["--facts", 0], "'--facts'"),
     "too many facts": (["--facts", 17], "'--facts'"),
-    "unknown preset": (["--preset", "best"], "--preset must be one of ('paper',"),
+    "unknown preset": (["--preset", "best"], "--preset must be one of ('recommended',"),
     "density 0": (["--density", 0], "--density must be in (0, 1], got 0.0"),
     "unknown phase": (["--phase", "all"], "--phase must be one of ('both',"),
     "unknown dtype": (["--dtype", "int8"], "--dtype must be one of"),
