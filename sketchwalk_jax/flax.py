@@ -511,8 +511,9 @@ class LinenWalkAttention(nn.Module):
 
     Each layer calls it as its `attention_fn`: the calls of `config.dense_layers` (the first ones,
     or those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection
-    `"walk"`; `apply` needs `mutable=["walk"]`. Every `apply` that is given no such collection starts afresh; one that is
-    given it goes on from there. `init` makes none, and computes every layer as the first.
+    `"walk"`; `apply` needs `mutable=["walk"]`. Every `apply` that is given no such collection
+    starts afresh; one that is given it goes on from there. `init` makes none, and computes every
+    layer as the first.
 
     Attributes:
       config: The `SketchWalkConfig`.
