@@ -26,8 +26,8 @@ from sketchwalk_jax.cli.demo_reader import (
     hide_facts,
     prose,
 )
-from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.evaluation.text import is_held_out
+from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
