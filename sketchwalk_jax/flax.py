@@ -422,8 +422,8 @@ class WalkAttention(nnx.Module, pytree=False):
     """Sketch-and-Walk for the layers of an nnx model, which share this one module.
 
     Call `reset` at the start of every forward pass, then let each layer call this as its
-    `attention_fn`: the calls of `config.dense_layers` (the first ones, or those of a set) are dense,
-    the others walk, `R_k = R_{k-1} W_k`.
+    `attention_fn`: the calls of `config.dense_layers` (the first ones, or those of a set) are
+    dense, the others walk, `R_k = R_{k-1} W_k`.
 
     Transform the model by `nnx.jit`, or by `nnx.split` and `nnx.merge` around `jax.jit`. A plain
     `jax.jit` over the model raises a TypeError: it would give every layer a walk of its own.
@@ -509,10 +509,11 @@ class WalkAttention(nnx.Module, pytree=False):
 class LinenWalkAttention(nn.Module):
     """Sketch-and-Walk for the layers of a Linen model, which share this one module.
 
-    Each layer calls it as its `attention_fn`: the calls of `config.dense_layers` (the first ones, or
-    those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection `"walk"`; `apply` needs
-    `mutable=["walk"]`. Every `apply` that is given no such collection starts afresh; one that is
-    given it goes on from there. `init` makes none, and computes every layer as the first.
+    Each layer calls it as its `attention_fn`: the calls of `config.dense_layers` (the first ones,
+    or those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection
+    `"walk"`; `apply` needs `mutable=["walk"]`. Every `apply` that is given no such collection
+    starts afresh; one that is given it goes on from there. `init` makes none, and computes every
+    layer as the first.
 
     Attributes:
       config: The `SketchWalkConfig`.

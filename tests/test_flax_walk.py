@@ -83,7 +83,8 @@ def _scan(x, *, config):
 
     carry = (x, init_walk(*x.shape[:2], config=config))
     for is_dense, layers in itertools.groupby(range(LAYERS), config.is_dense):
-        weights = jax.tree.map(lambda w, own=np.array([*layers]): w[own], _weights())
+        own = np.array([*layers])
+        weights = jax.tree.map(lambda w, own=own: w[own], _weights())
         carry, _ = jax.lax.scan(dense_step if is_dense else sparse_step, carry, weights)
     return carry
 
