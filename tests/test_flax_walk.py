@@ -84,7 +84,7 @@ def _scan(x, *, config):
     carry = (x, init_walk(*x.shape[:2], config=config))
     for is_dense, layers in itertools.groupby(range(LAYERS), config.is_dense):
         own = np.array([*layers])
-        weights = jax.tree.map(lambda w: w[own], _weights())  # noqa: B023
+        weights = jax.tree.map(lambda w, own=own: w[own], _weights())
         carry, _ = jax.lax.scan(dense_step if is_dense else sparse_step, carry, weights)
     return carry
 
