@@ -83,7 +83,7 @@ def plot_block_map(
     sequence: int = 0,
     num_tokens: int | None = None,
     first_block: int = 0,
-    dense_layers: int = 0,
+    dense_layers: int | tuple[int, ...] = 0,
     title: str | None = None,
 ) -> "Figure":
     """Draws the key blocks (columns) that each query block (row) attended to.
@@ -97,8 +97,8 @@ def plot_block_map(
       sequence: Which sequence of the batch.
       num_tokens: Tokens of that sequence, to leave out the padding; everything by default.
       first_block: Block of the selection's first row, if the prompt continued a cache.
-      dense_layers: Leading layers that are not in the selection, as in the configuration; only for
-        the numbering of layers.
+      dense_layers: Layers that are not in the selection, as in the configuration: how many leading
+        ones, or which; only for the numbering of layers.
       title: Title of the figure.
 
     Returns:
@@ -113,9 +113,11 @@ def plot_block_map(
       >>> plot_block_map(out.selection, dense_layers=2, num_tokens=2700)  # doctest: +SKIP
     """
     shares = block_map(selection, sequence=sequence, first_block=first_block)
-    last = dense_layers + len(shares) - 1
-    if layer is not None and not dense_layers <= layer <= last:
-        raise ValueError(f"layer must be in {dense_layers}..{last}, got {layer}")
+    dense = range(dense_layers) if isinstance(dense_layers, int) else dense_layers
+    drawn = [i for i in range(len(shares) + len(dense)) if i not in dense][: len(shares)]
+    if layer is not None and layer not in drawn:
+        where = f"{drawn[0]}..{drawn[-1]}" if drawn[-1] - drawn[0] < len(drawn) else f"{drawn}"
+        raise ValueError(f"layer must be in {where}, got {layer}")
     size = selection.block_size
     num_rows = shares.shape[1]
     if num_tokens is not None:
@@ -124,7 +126,7 @@ def plot_block_map(
             low, high = first_block * size + 1, (first_block + shares.shape[1]) * size
             raise ValueError(f"num_tokens must be in {low}..{high}, got {num_tokens}")
     shares = shares[:, :num_rows, : first_block + num_rows]
-    layers = [layer] if layer is not None else list(range(dense_layers, last + 1))
+    layers = [layer] if layer is not None else drawn
 
     pyplot = import_pyplot()
     columns = min(_MAX_COLUMNS, len(layers))
@@ -143,7 +145,7 @@ def plot_block_map(
         if index >= len(layers):
             axis.set_visible(False)
             continue
-        kept = shares[layers[index] - dense_layers]
+        kept = shares[drawn.index(layers[index])]
         draw_map(axis, kept, first_block)
         axis.set_title(f"layer {layers[index]}: {np.nanmean(kept):.0%} of blocks", fontsize=9)
     _explain_colours(axes[0, 0], has_shares=bool(np.any((shares > 0) & (shares < 1))))

@@ -29,7 +29,7 @@ POLICIES = {
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
     "recommended": SketchWalkConfig.recommended(**SPARSE, representatives=4),
-    "largest": SketchWalkConfig.recommended(**SPARSE, exponent=None, local_blocks=1, min_blocks=2),
+    "largest": SketchWalkConfig.recommended(**SPARSE, exponent=8, local_blocks=1, min_blocks=2),
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }

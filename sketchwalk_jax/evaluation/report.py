@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
 from sketchwalk_jax.evaluation.plots import (
     plot_accuracy,
@@ -394,7 +395,8 @@ def plot_needle_map(
     )
     generate = make_generate(model_config, config, max_new_tokens=1, return_selection=True)
     generation = jax.device_get(generate(params, sample.tokens[None]))
-    measured = float(np.mean(generation.measured_density.prefill[config.dense_layers :]))
+    sparse = list(sparse_layers(model_config, config))
+    measured = float(np.mean(generation.measured_density.prefill[sparse]))
     figure = plot_block_map(
         generation.selection,
         num_tokens=len(sample.tokens),
