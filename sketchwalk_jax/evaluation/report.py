@@ -396,7 +396,7 @@ def plot_needle_map(
     generate = make_generate(model_config, config, max_new_tokens=1, return_selection=True)
     generation = jax.device_get(generate(params, sample.tokens[None]))
     sparse = list(sparse_layers(model_config, config))
-    measured = float(np.mean(generation.measured_density.prefill[sparse]))
+    measured = float(np.mean(np.asarray(generation.measured_density.prefill)[sparse]))
     figure = plot_block_map(
         generation.selection,
         num_tokens=len(sample.tokens),
