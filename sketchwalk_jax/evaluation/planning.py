@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.evaluation.calibration import HELD_OUT
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import embed, run_layers, unembed
+from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -126,44 +126,48 @@ def _outcome(
     model_config: ModelConfig,
 ) -> Float[Array, "C V"]:
     """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
-    num_tokens = tokens.shape[1]
-    first, nothing = jnp.zeros((1,), jnp.int32), jnp.zeros((), jnp.int32)
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-    span = Span(first, column < length[:, None], length, length)
-    rows = span.rows(config.block_size)
+    span, only_layer = _whole_prompt(tokens, length), jnp.zeros((), jnp.int32)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walk: PyTree) -> Any:
         # The evidence is gathered in all layers, as it is where all are sparse.
-        lists, walk = config.select(query, key[None], None, walk, layer=nothing, span=span)
+        lists, walk = config.select(query, key[None], None, walk, layer=only_layer, span=span)
+        out = jax.lax.cond(
+            layer == sparse_layer,
+            lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
+            lambda: dense_attention(query, key, value, kv_lengths=length),
+        )
+        return out, walk, None
 
-        def sparse() -> Array:
-            return attend_rows(
-                query,
-                key,
-                value,
-                lists,
-                first_block=first,
-                layer=None,
-                kv_lengths=span.end,
-                return_lse=False,
-            )[0]
+    hidden, _ = _run(params, tokens, attend, config=config, model_config=model_config)
+    logits = unembed(params, hidden[0, columns], model_config=model_config)
+    return jax.nn.log_softmax(logits, axis=-1)
 
-        def dense() -> Array:
-            return dense_attention(query, key, value, kv_lengths=span.end)
 
-        walk = dataclasses.replace(walk, layers=nothing)
-        return jax.lax.cond(layer == sparse_layer, sparse, dense), walk, None
+def _whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
+    """The span of one prompt, read at once."""
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    return Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
 
-    hidden, _, _ = run_layers(
+
+def _run(
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    attend: Attend,
+    *,
+    config: RecommendedConfig,
+    model_config: ModelConfig,
+) -> tuple[Float[Array, "1 T D"], PyTree]:
+    """All layers over one prompt, with the walk as their state; the output, and what each told."""
+    num_blocks = tokens.shape[1] // config.block_size
+    hidden, _, found = run_layers(
         params,
         embed(params, tokens),
-        column,
-        config.init_walk(batch=1, num_rows=rows.shape[1], num_blocks=rows.shape[1]),
+        jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :],
+        config.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks),
         model_config=model_config,
         layers=[(range(model_config.num_layers), attend)],
     )
-    logits = unembed(params, hidden[0, columns], model_config=model_config)
-    return jax.nn.log_softmax(logits, axis=-1)
+    return hidden, found[0]
 
 
 @jax.jit
@@ -194,11 +198,10 @@ def _losses(
     model_config: ModelConfig,
 ) -> tuple[Float[Array, "L D"], Float[Array, "L D"]]:
     """Pairs attended to, and loss, of every layer with every policy, from the same evidence."""
-    config, num_tokens = tried[0], tokens.shape[1]
-    first = jnp.zeros((1,), jnp.int32)
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-    span = Span(first, column < length[:, None], length, length)
+    config, span = tried[0], _whole_prompt(tokens, length)
+    only_layer = jnp.zeros((), jnp.int32)
     rows = span.rows(config.block_size)
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     first_query, num_queries = span.queries_of_rows(config.block_size)
     late = (column >= length[:, None] // 3) & span.valid
     last = (column >= length[:, None] - _LAST_TOKENS) & span.valid
@@ -211,39 +214,19 @@ def _losses(
             x = jnp.einsum("btnh,nhd->btd", x, kernel, preferred_element_type=jnp.float32)
             return jnp.sum(x * x, axis=-1)
 
-        dense = dense_attention(query, key, value, kv_lengths=span.end)
-        _, walk = config.select(
-            query, key[None], None, walk, layer=jnp.zeros((), jnp.int32), span=span
-        )
+        dense = dense_attention(query, key, value, kv_lengths=length)
+        _, walk = config.select(query, key[None], None, walk, layer=only_layer, span=span)
         pairs, losses = [], []
         for policy in tried:
-            lists = policy.keep(walk.scores, rows, jnp.zeros((), jnp.int32), policy.local_blocks)
-            sparse, _ = attend_rows(
-                query,
-                key,
-                value,
-                lists,
-                first_block=first,
-                layer=None,
-                kv_lengths=span.end,
-                return_lse=False,
-            )
+            lists = policy.keep(walk.scores, rows, walk.layers, policy.local_blocks)
+            sparse = block_sparse_attention(query, key, value, lists, kv_lengths=length)
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
             halves = [jnp.mean(share, where=one) for one in (late, last)]
             losses.append(0.5 * (halves[0] + halves[1]))
             pairs.append(lists.attended_pairs(first_query, num_queries)[0])
         return dense, walk, (jnp.stack(pairs), jnp.stack(losses))
 
-    walk = config.init_walk(batch=1, num_rows=rows.shape[1], num_blocks=rows.shape[1])
-    _, _, found = run_layers(
-        params,
-        embed(params, tokens),
-        column,
-        walk,
-        model_config=model_config,
-        layers=[(range(model_config.num_layers), attend)],
-    )
-    return found[0]
+    return _run(params, tokens, attend, config=config, model_config=model_config)[1]
 
 
 def planning_prompts(
@@ -265,16 +248,16 @@ def planning_prompts(
     found = []
     for index in range(count):
         nth, place = divmod(index, len(TASKS))
-        samples = draw_samples(
+        (sample,) = draw_samples(
             TASKS[place],
             text,
             tokenizer,
             num_tokens=num_tokens - ANSWER_ROOM,
-            count=nth + 1,
+            count=1,
+            first=nth,
             seed=HELD_OUT,
             wording=wording,
         )
-        sample = samples[-1]
         is_asked = sample.answer_start == len(sample.tokens)
         answer = sample.answer if is_asked else sample.answer[:0]
         found.append(np.concatenate([sample.tokens, answer]))
