@@ -9,12 +9,15 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 PLAN_FILE = "sketchwalk_plan.json"
 FORMAT_VERSION = 1
+_NUMBERS = ("densities", "errors", "weights", "representatives", "factors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +26,12 @@ class Plan:
 
     Attributes:
       densities: For every layer ascending measured densities in (0, 1), at which it was tried.
-      errors: For every layer the loss at each of them, in nats: what is said of the next token
-        with that layer alone sparse, `KL(dense ‖ sparse)`; at density 1 it is 0.
+      errors: For every layer the relative squared error of its output at each of them; 0 at
+        density 1.
+      weights: For every layer nats per unit of this error: how much another error of the layer
+        changes what the model says of the next token. Its loss is the product of both.
+      representatives: Numbers of queries for a row that were tried, ascending.
+      factors: For every layer the factor of its errors with each of these numbers.
       fingerprint: Of the checkpoint that it was measured on, from `models.weights.fingerprint`;
         empty where it is not known.
 
@@ -32,33 +39,51 @@ class Plan:
       ValueError: If the numbers do not fit together or are out of their range.
 
     Example:
-      >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)))
-      >>> plan.allocate(0.3)
+      >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
+      ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
+      >>> plan.share_density(0.3)
       (0.5, 0.1)
+      >>> plan.share_representatives(10, densities=(0.5, 0.1))
+      (16, 4)
     """
 
     densities: tuple[tuple[float, ...], ...]
     errors: tuple[tuple[float, ...], ...]
+    weights: tuple[float, ...]
+    representatives: tuple[int, ...]
+    factors: tuple[tuple[float, ...], ...]
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
         """Checks every number."""
-        if not self.densities or len(self.densities) != len(self.errors):
+        by_layer = {name: len(getattr(self, name)) for name in ("errors", "weights", "factors")}
+        if not self.densities or set(by_layer.values()) != {len(self.densities)}:
             raise ValueError(
-                f"densities and errors must have a row for each layer, got {len(self.densities)} "
-                f"and {len(self.errors)}"
+                f"densities, errors, weights and factors must have an entry for each layer, got "
+                f"{len(self.densities)} and {by_layer}"
             )
         for densities, errors in zip(self.densities, self.errors, strict=True):
-            ascending = all(a < b for a, b in zip(densities, densities[1:], strict=False))
-            if not densities or len(densities) != len(errors) or not ascending:
+            if not _ascends(densities) or len(densities) != len(errors):
                 raise ValueError(
                     f"densities of a layer must be ascending, with one error each, got "
                     f"{densities} and {errors}"
                 )
             if not (0 < densities[0] and densities[-1] < 1):
                 raise ValueError(f"densities must be in (0, 1), got {densities}")
-            if not all(math.isfinite(one) and one >= 0 for one in errors):
+            if not _are_amounts(errors):
                 raise ValueError(f"errors must be finite and not negative, got {errors}")
+        if not _are_amounts(self.weights):
+            raise ValueError(f"weights must be finite and not negative, got {self.weights}")
+        if not _ascends(self.representatives) or self.representatives[0] < 1:
+            raise ValueError(
+                f"representatives must be ascending and positive, got {self.representatives}"
+            )
+        for factors in self.factors:
+            if len(factors) != len(self.representatives) or not _are_amounts(factors):
+                raise ValueError(
+                    f"factors must be finite and not negative, one for each of "
+                    f"{self.representatives} representatives, got {factors}"
+                )
 
     @property
     def num_layers(self) -> int:
@@ -68,10 +93,22 @@ class Plan:
     @property
     def short_hash(self) -> str:
         """A name for its numbers, 12 hexadecimal digits; whose they are does not count."""
-        numbers = json.dumps([self.densities, self.errors]).encode()
-        return hashlib.sha256(numbers).hexdigest()[:12]
+        numbers = dataclasses.astuple(dataclasses.replace(self, fingerprint=""))
+        return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
-    def allocate(self, density: float) -> tuple[float, ...]:
+    @property
+    def losses(self) -> tuple[tuple[float, ...], ...]:
+        """Nats that each layer loses at each of its densities, `weights · errors`."""
+        pairs = zip(self.weights, self.errors, strict=True)
+        return tuple(tuple(weight * one for one in errors) for weight, errors in pairs)
+
+    def of_layers(self, layers: Sequence[int]) -> "Plan":
+        """The plan of some layers alone."""
+        names = ("densities", "errors", "weights", "factors")
+        some = {name: tuple(getattr(self, name)[i] for i in layers) for name in names}
+        return dataclasses.replace(self, **some)
+
+    def share_density(self, density: float) -> tuple[float, ...]:
         """Densities of the layers with the least sum of losses among those of a given mean.
 
             min Σ_l loss_l(d_l)   where   Σ_l d_l = num_layers · density
@@ -87,14 +124,13 @@ class Plan:
           A density for each layer; the same for all where it is below what was measured.
         """
         least, pieces = [], []
-        for layer, curve in enumerate(zip(self.densities, self.errors, strict=True)):
+        for layer, curve in enumerate(zip(self.densities, self.losses, strict=True)):
             hull = _lower_hull([*zip(*curve, strict=True), (1.0, 0.0)])
-            slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in itertools.pairwise(hull)]
+            found = _pieces(hull)
             begin = hull[0][0]
             least.append(begin / 4)
-            pieces.append((slopes[0], layer, begin - begin / 4))
-            widths = [x1 - x0 for (x0, _), (x1, _) in itertools.pairwise(hull)]
-            pieces += [(slope, layer, w) for slope, w in zip(slopes, widths, strict=True)]
+            pieces.append((found[0][0], layer, begin - begin / 4))
+            pieces += [(slope, layer, width) for slope, width in found]
         left = density * self.num_layers - sum(least)
         if left <= 0:
             scale = density * self.num_layers / sum(least)
@@ -104,6 +140,37 @@ class Plan:
             least[layer] += taken
             left -= taken
         return tuple(min(1.0, round(one, 4)) for one in least)
+
+    def share_representatives(self, mean: int, *, densities: Sequence[float]) -> tuple[int, ...]:
+        """Numbers of representative queries with the least sum of losses at given densities.
+
+        As `share_density` does, but numbers that were not tried are not given: the next piece of a
+        layer is taken if it can be paid for as a whole.
+
+        Args:
+          mean: Most of them, as a mean over the layers.
+          densities: What each layer has.
+
+        Returns:
+          A number for each layer; `mean` for all where that is beyond what was tried.
+        """
+        if not self.representatives[0] <= mean <= self.representatives[-1]:
+            return (mean,) * self.num_layers
+        found, pieces = [self.representatives[0]] * self.num_layers, []
+        for layer, losses in enumerate(self.losses):
+            curve = ([*self.densities[layer], 1.0], [*losses, 0.0])
+            loss = float(np.interp(densities[layer], *curve))
+            falling = itertools.accumulate((loss * one for one in self.factors[layer]), min)
+            hull = _lower_hull([*zip(map(float, self.representatives), falling, strict=True)])
+            pieces += [(slope, layer, int(width)) for slope, width in _pieces(hull) if slope < 0]
+        left, is_done = mean * self.num_layers - sum(found), set[int]()
+        for _, layer, width in sorted(pieces):
+            if width > left or layer in is_done:
+                is_done.add(layer)
+                continue
+            found[layer] += width
+            left -= width
+        return tuple(found)
 
     def write(self, path: Path, *, measured: Mapping[str, Any]) -> None:
         """Writes the plan as JSON, complete or not at all.
@@ -116,8 +183,7 @@ class Plan:
             "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,
             "measured": dict(measured),
-            "densities": self.densities,
-            "errors": self.errors,
+            **{name: getattr(self, name) for name in _NUMBERS},
         }
         partial = path.with_name(f".{path.name}.partial")
         try:
@@ -137,11 +203,16 @@ class Plan:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
             if version == FORMAT_VERSION:
-                densities, errors = (
-                    tuple(tuple(map(float, row)) for row in content[name])
-                    for name in ("densities", "errors")
+                rows = {
+                    name: tuple(tuple(map(float, row)) for row in content[name])
+                    for name in ("densities", "errors", "factors")
+                }
+                return cls(
+                    weights=tuple(map(float, content["weights"])),
+                    representatives=tuple(map(int, content["representatives"])),
+                    fingerprint=str(content["fingerprint"]),
+                    **rows,
                 )
-                return cls(densities, errors, str(content["fingerprint"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} must be a plan that `sketchwalk calibrate` wrote, got {error!r}; delete "
@@ -176,3 +247,16 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
             hull.pop()
         hull.append((x, y))
     return hull
+
+
+def _pieces(hull: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Slope and width of each piece of a curve."""
+    return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in itertools.pairwise(hull)]
+
+
+def _ascends(values: Sequence[float] | Sequence[int]) -> bool:
+    return bool(values) and all(a < b for a, b in itertools.pairwise(values))
+
+
+def _are_amounts(values: Sequence[float]) -> bool:
+    return all(math.isfinite(one) and one >= 0 for one in values)

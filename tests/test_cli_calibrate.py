@@ -7,6 +7,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import tiny
 
 from sketchwalk_jax import cli
 from sketchwalk_jax.models.weights import fingerprint, load
@@ -73,13 +74,16 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
     assert len(lines) == NUM_LAYERS and len({len(line) for line in lines}) == 1
     plan = Plan.read(out)
     tried = [f"loss at {one:.3f}" for one in plan.densities[0]]
-    titles = ["layer", *tried, "density at 0.1", "density at 0.2"]
+    titles = ["layer", *tried]
+    titles += [f"{what} at {one}" for one in (0.1, 0.2) for what in ("density", "queries")]
     assert header.split() == " ".join(titles).split()
     cells = [line.split() for line in lines]
     assert [line[0] for line in cells] == ["0", "1", "2"]
-    for place, density in ((-2, 0.1), (-1, 0.2)):
+    for place, density in ((-4, 0.1), (-2, 0.2)):
         given = [float(line[place]) for line in cells]
-        assert given == pytest.approx(plan.allocate(density), abs=1e-3)
+        assert given == pytest.approx(plan.share_density(density), abs=1e-3)
+        queries = plan.share_representatives(8, densities=plan.share_density(density))
+        assert tuple(int(line[place + 1]) for line in cells) == queries
     assert f"{out}: plan {plan.short_hash} of 3 layers" in err
     assert f"put it where it is looked for: {plan_path(model)}" in err
     assert load(model)[1].plan is None
@@ -92,7 +96,7 @@ def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, r
     assert "--overwrite must be given to replace the plan" in err
     assert plan_path(planned).read_bytes() == before
     other = write_model(tmp_path / "other")
-    foreign = Plan(((0.1, 0.2),), ((1.0, 0.5),))
+    foreign = tiny.plan((0.1, 0.2), (1.0, 0.5))
     foreign.write(plan_path(other), measured={})
     run("calibrate", "--model", other, *MEASURE, "--overwrite")
     assert load(other)[1].plan == load(planned)[1].plan
@@ -134,10 +138,14 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
     found = json.loads(run("info", "--model", planned, "--json")[0])
     plan = load(planned)[1].plan
     assert found["plan"]["short_hash"] == plan.short_hash
-    assert found["plan"]["densities"]["0.2"] == list(plan.allocate(0.2))
+    densities = plan.share_density(0.2)
+    assert found["plan"]["densities"]["0.2"] == list(densities)
+    queries = plan.share_representatives(8, densities=densities)
+    assert found["plan"]["representatives"]["0.2"] == list(queries)
     assert "plan" not in found["model"]
     text, _ = run("info", "--model", planned)
     assert f"{plan.short_hash}, of this checkpoint" in text and "  density 0.1 " in text
+    assert "  queries 0.1 " in text
     assert f"sketchwalk calibrate --model {model}" in run("info", "--model", model)[0]
     other = write_model(tmp_path / "other")
     dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})

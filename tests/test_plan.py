@@ -1,17 +1,20 @@
 """Plans: how layers share a density, their file, and whose they are."""
 
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
 
 import checkpoints
 import chex
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
 import tiny
 from gguf_checkpoints import write_gguf
+from hypothesis import given
 
 from sketchwalk_jax import SketchWalkConfig, generate, make_generate, stream
 from sketchwalk_jax.models import ModelConfig, load, save
@@ -23,9 +26,12 @@ from sketchwalk_jax.policies import by_name, changed_fields, with_plan
 # The first layer needs most, the second nothing, the third is not convex.
 PLAN = Plan(
     densities=((0.1, 0.3, 0.6), (0.1, 0.3, 0.6), (0.1, 0.3, 0.6)),
-    errors=((0.8, 0.3, 0.1), (0.01, 0.005, 0.001), (0.4, 0.39, 0.02)),
+    errors=((0.4, 0.15, 0.05), (0.01, 0.005, 0.001), (0.8, 0.78, 0.04)),
+    weights=(2.0, 1.0, 0.5),
+    representatives=(4, 8, 16),
+    factors=((2.0, 1.0, 0.9), (1.0, 1.0, 1.0), (1.2, 1.3, 0.2)),
 )
-TWO_LAYERS = Plan(((0.1, 0.5), (0.1, 0.5)), ((0.5, 0.1), (0.02, 0.01)))
+TWO_LAYERS = tiny.plan((0.1, 0.5), (0.5, 0.1), (0.02, 0.01))
 MEASURED = {"prompts": 2}
 
 
@@ -34,23 +40,24 @@ MEASURED = {"prompts": 2}
 
 @pytest.mark.parametrize("density", [0.01, 0.025, 0.05, 0.1, 0.2, 0.37, 0.5, 0.9, 1.0])
 def test_the_mean_of_the_layers_is_the_density(density):
-    given = PLAN.allocate(density)
-    assert np.mean(given) == pytest.approx(density, abs=1e-4)
-    assert all(0 < one <= 1 for one in given)
+    shared = PLAN.share_density(density)
+    assert np.mean(shared) == pytest.approx(density, abs=1e-4)
+    assert all(0 < one <= 1 for one in shared)
 
 
 def test_no_layer_gets_less_where_the_density_is_more():
-    given = np.array([PLAN.allocate(density) for density in np.linspace(0.01, 1, 60)])
-    assert (np.diff(given, axis=0) >= -1.01e-4).all()
+    shared = np.array([PLAN.share_density(density) for density in np.linspace(0.01, 1, 60)])
+    assert (np.diff(shared, axis=0) >= -1.01e-4).all()
 
 
 def test_what_is_measured_between_the_hull_does_not_count():
-    without = Plan(
+    without = dataclasses.replace(
+        PLAN,
         densities=((0.1, 0.3, 0.6), (0.1, 0.3, 0.6), (0.1, 0.6)),
-        errors=((0.8, 0.3, 0.1), (0.01, 0.005, 0.001), (0.4, 0.02)),
+        errors=(*PLAN.errors[:2], (0.8, 0.04)),
     )
     for density in (0.05, 0.15, 0.25, 0.4):
-        assert PLAN.allocate(density) == without.allocate(density)
+        assert PLAN.share_density(density) == without.share_density(density)
 
 
 def test_no_other_densities_of_the_same_mean_lose_less():
@@ -61,7 +68,7 @@ def test_no_other_densities_of_the_same_mean_lose_less():
         hulls += [([0.1, 0.3, 0.6, 1], [0.01, 0.005, 0.001, 0]), ([0.1, 0.6, 1], [0.4, 0.02, 0])]
         return sum(np.interp(x, *hull) for x, hull in zip(given, hulls, strict=True))
 
-    best = loss(PLAN.allocate(0.4))
+    best = loss(PLAN.share_density(0.4))
     for _ in range(500):
         other = rng.uniform(0.1, 1, 3)
         other *= 1.2 / other.sum()
@@ -69,24 +76,68 @@ def test_no_other_densities_of_the_same_mean_lose_less():
             assert loss(other) >= best - 1e-3
 
 
+# Representatives.
+
+
+def test_representatives_go_where_they_lose_least():
+    share = functools.partial(PLAN.share_representatives, densities=(0.3, 0.3, 0.3))
+    assert share(4) == (4, 4, 4)
+    assert share(5) == (4, 4, 4)  # no piece can be paid for
+    assert share(6) == (8, 4, 4)  # 0.3 for 4, against 0.4 for 12
+    assert share(10) == (8, 4, 16)
+    assert share(16) == (16, 4, 16)  # where more gain nothing, none are given
+    assert share(3) == (3, 3, 3) and share(20) == (20, 20, 20)
+
+
+def test_a_layer_that_attends_to_everything_needs_no_representatives():
+    assert PLAN.share_representatives(10, densities=(1.0, 0.3, 0.3)) == (4, 4, 16)
+
+
+@given(
+    mean=st.integers(4, 16),
+    densities=st.tuples(*[st.floats(0.02, 1.0)] * 3),
+)
+def test_no_more_representatives_are_given_than_there_are(mean, densities):
+    found = PLAN.share_representatives(mean, densities=densities)
+    assert sum(found) <= 3 * mean and set(found) <= {4, 8, 16}
+
+
+def test_some_layers_of_a_plan():
+    part = PLAN.of_layers([2, 0])
+    assert part.num_layers == 2 and part.densities == (PLAN.densities[2], PLAN.densities[0])
+    assert part.losses == (PLAN.losses[2], PLAN.losses[0])
+    assert part.losses[1] == pytest.approx((0.8, 0.3, 0.1))
+    assert part.representatives == PLAN.representatives
+
+
 @pytest.mark.parametrize(
-    ("densities", "errors", "message"),
+    ("fields", "message"),
     [
-        ((), (), "must have a row for each layer"),
-        (((0.1,),), (), "must have a row for each layer"),
-        (((0.1, 0.1),), ((1.0, 1.0),), "must be ascending"),
-        (((0.1, 0.2),), ((1.0,),), "with one error each"),
-        (((),), ((),), "must be ascending"),
-        (((0.0, 0.2),), ((1.0, 0.5),), r"must be in \(0, 1\)"),
-        (((0.5, 1.0),), ((1.0, 0.5),), r"must be in \(0, 1\)"),
-        (((0.1,),), ((-1.0,),), "must be finite and not negative"),
-        (((0.1,),), ((float("nan"),),), "must be finite and not negative"),
+        ({"densities": ()}, "must have an entry for each layer"),
+        ({"errors": ()}, "must have an entry for each layer"),
+        ({"weights": ()}, "must have an entry for each layer"),
+        ({"factors": ()}, "must have an entry for each layer"),
+        ({"densities": ((0.1, 0.1),)}, "must be ascending"),
+        ({"errors": ((1.0,),)}, "with one error each"),
+        ({"densities": ((),), "errors": ((),)}, "must be ascending"),
+        ({"densities": ((0.0, 0.2),)}, r"must be in \(0, 1\)"),
+        ({"densities": ((0.5, 1.0),)}, r"must be in \(0, 1\)"),
+        ({"errors": ((-1.0, 0.5),)}, "errors must be finite and not negative"),
+        ({"errors": ((float("nan"), 0.5),)}, "errors must be finite and not negative"),
+        ({"weights": (-1.0,)}, "weights must be finite and not negative"),
+        ({"representatives": (8, 8)}, "representatives must be ascending"),
+        ({"representatives": (0, 8)}, "representatives must be ascending and positive"),
+        ({"factors": ((1.0,),)}, "one for each of"),
+        ({"factors": ((1.0, float("inf")),)}, "factors must be finite"),
     ],
 )
 @pytest.mark.unchecked
-def test_numbers_that_are_no_plan_are_refused(densities, errors, message):
+def test_numbers_that_are_no_plan_are_refused(fields, message):
+    one = {"densities": ((0.1, 0.2),), "errors": ((1.0, 0.5),), "weights": (1.0,)}
+    one |= {"representatives": (4, 8), "factors": ((1.0, 1.0),)}
+    Plan(**one)
     with pytest.raises(ValueError, match=message):
-        Plan(densities, errors)
+        Plan(**(one | fields))
 
 
 # The file.
@@ -109,6 +160,7 @@ def test_plans_of_the_same_numbers_have_one_short_hash():
 
 def damaged(**entries):
     content = {"format_version": 1, "fingerprint": "", "densities": [[0.1]], "errors": [[1.0]]}
+    content |= {"weights": [1.0], "representatives": [8], "factors": [[1.0]]}
     content |= entries
     return json.dumps({name: value for name, value in content.items() if value is not ...})
 
@@ -121,6 +173,7 @@ def damaged(**entries):
         ("null", "must be a plan that"),
         ('{"format_version": 1, "dens', "must be a plan that"),
         (damaged(errors=...), "must be a plan that"),
+        (damaged(weights=...), "must be a plan that"),
         (damaged(densities=[0.1]), "must be a plan that"),
         (damaged(densities=[["a"]]), "must be a plan that"),
         (damaged(format_version=2), "a newer sketchwalk_jax may read it"),
@@ -263,7 +316,7 @@ def test_a_plan_of_other_layers_or_no_plan_is_refused_in_a_configuration(tmp_pat
 
 
 def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
-    plan = Plan(((0.1, 0.5),) * 4, ((0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01)))
+    plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     model = dataclasses.replace(tiny.MODEL, plan=plan)
     recommended = SketchWalkConfig.recommended(plan=plan)
     assert make_generate(tiny.MODEL, max_new_tokens=3).config == SketchWalkConfig.recommended()

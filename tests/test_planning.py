@@ -42,6 +42,11 @@ def test_every_layer_is_measured_at_several_densities(plan):
         assert len(densities) >= 4 and densities[-1] == pytest.approx(0.6, abs=0.05)
         assert (np.diff(densities) > 0).all()
         assert (np.diff(errors) <= 0).all() and errors[0] > 2 * errors[-1] > 0
+    assert plan.representatives == (4, 8, 16)  # a row has no more
+    factors = np.array(plan.factors)
+    np.testing.assert_allclose(factors[:, 1], 1.0, rtol=1e-3)  # the policy's own number
+    assert (factors[:, 2] < factors[:, 0]).all()
+    assert all(weight > 0 for weight in plan.weights)
 
 
 @pytest.mark.optimized
@@ -60,7 +65,7 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
 
 
 def test_a_density_is_fitted_with_the_plan():
-    uneven = Plan(((0.05, 0.5),) * 4, ((0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01)))
+    uneven = tiny.plan((0.05, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     policy = SketchWalkConfig.recommended(plan=uneven)
     call = {"density": 0.15, "num_tokens": 4096, "phase": "prefill"}
     found = fit_density(policy, MODEL, **call)

@@ -13,6 +13,7 @@ from hypothesis import given
 from variants import slow_unless
 
 from sketchwalk_jax import SketchWalkConfig, generate, reference
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import even_budget
 
@@ -24,6 +25,16 @@ CONFIGS = {
         **OPTIONS, exponent=8, channels="all", sink_blocks=2, local_blocks=1, min_blocks=2
     ),
     "forgetful": SketchWalkConfig.recommended(**OPTIONS, decay=0.0, exponent=1, representatives=1),
+    "planned": SketchWalkConfig.recommended(
+        **OPTIONS,
+        plan=Plan(
+            densities=((0.1, 0.6),) * 3,
+            errors=((0.9, 0.1), (0.1, 0.05), (0.5, 0.2)),
+            weights=(1.0, 1.0, 1.0),
+            representatives=(4, 8, 16),
+            factors=((1.0, 1.0, 1.0), (1.5, 1.2, 1.0), (2.0, 1.0, 0.9)),
+        ),
+    ),
     "all queries": SketchWalkConfig.recommended(**OPTIONS, representatives=SIZE, min_blocks=1),
 }
 # Heads, head dimension and tokens of each sequence.
@@ -33,7 +44,12 @@ SHAPES = {
     "one block": ((4, 4), 16, (16, 5)),
 }
 CASES = [(name, shape) for name in CONFIGS for shape in SHAPES]
-KEPT = [("default", "ragged"), ("largest", "wide heads"), ("default", "one block")]
+KEPT = [
+    ("default", "ragged"),
+    ("planned", "ragged"),
+    ("largest", "wide heads"),
+    ("default", "one block"),
+]
 HOSTILE = ("random", "equal", "equal keys", "nan", "inf", "huge")
 
 
@@ -119,11 +135,18 @@ def test_prompts_and_tokens_select_as_the_reference(case, kind):
         state = token_state = None
         for layer in range(NUM_LAYERS):
             with np.errstate(invalid="ignore", over="ignore"):
+                density = config.for_layer(layer, NUM_LAYERS).layer_densities[layer]
+                counts = config.sparse_representatives
                 rows, state = reference.recommended_select_prefill(
-                    queries[layer], keys[layer], state, config
+                    queries[layer],
+                    keys[layer],
+                    state,
+                    config,
+                    density=density,
+                    count=counts[min(layer, len(counts) - 1)],
                 )
                 own, token_state = reference.recommended_select_decode(
-                    queries[layer], keys[layer], token_state, config
+                    queries[layer], keys[layer], token_state, config, density=density
                 )
             num_blocks = len(rows)
             ids, counts, walk = (np.asarray(x)[layer, place] for x in prompt)
@@ -134,6 +157,15 @@ def test_prompts_and_tokens_select_as_the_reference(case, kind):
             np.testing.assert_allclose(walk[:num_blocks], token_state, rtol=2e-5, atol=1e-7)
             assert_kept(ids[:counts].tolist(), own, token_state)
             assert num_blocks - 1 in ids[:counts].tolist()
+
+
+def test_layers_differ_by_the_plan():
+    config = CONFIGS["planned"]
+    assert config.sparse_representatives == (4, 8, 8)
+    assert len(set(config.layer_densities)) > 1
+    few = SketchWalkConfig.recommended(**OPTIONS, plan=config.plan, representatives=2)
+    assert few.sparse_representatives == (2, 2, 2)
+    assert CONFIGS["default"].sparse_representatives == (8,)
 
 
 @given(density=st.floats(0.01, 1.0), least=st.integers(1, 9), num_blocks=st.integers(1, 300))

@@ -12,6 +12,7 @@ from sketchwalk_jax.models.params import (
     param_shapes,
     unflatten_params,
 )
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
@@ -61,3 +62,9 @@ def prompts(*lengths: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     for row, length in enumerate(lengths):
         tokens[row, :length] = rng.integers(0, 63, length)
     return tokens, np.asarray(lengths, np.int32)
+
+
+def plan(densities: tuple[float, ...], *errors: tuple[float, ...]) -> Plan:
+    """A plan whose layers were tried at the same densities, and differ in nothing but errors."""
+    count = len(errors)
+    return Plan((densities,) * count, errors, (1.0,) * count, (4, 8), ((1.2, 1.0),) * count)

@@ -1,6 +1,7 @@
 """`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
 
 import contextlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
-from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)
@@ -160,23 +161,25 @@ def _check_tokens(tokens: int | None, context: int) -> int:
 
 
 def _table(plan: Plan) -> str:
-    """What each layer loses at the densities tried, and what densities it is given.
+    """What each layer loses in nats at the densities tried, and what it is given.
 
+    Of every density shown its own, and how many representative queries a row has.
     Layers whose prompts were read together were tried at the same densities; where one was not, its
     cell names its own.
     """
     tried = plan.densities[0]
     header = ["layer", *(f"loss at {one:.3f}" for one in tried)]
-    header += [f"density at {one:g}" for one in _SHOWN]
-    given = [plan.allocate(one) for one in _SHOWN]
+    header += [f"{what} at {one:g}" for one in _SHOWN for what in ("density", "queries")]
+    given = [planned_layers(plan, one) for one in _SHOWN]
     rows = []
-    for layer, (densities, errors) in enumerate(zip(plan.densities, plan.errors, strict=True)):
-        losses = [f"{one:.2e}" for one in errors]
+    for layer, (densities, own) in enumerate(zip(plan.densities, plan.losses, strict=True)):
+        losses = [f"{one:.2e}" for one in own]
         if densities != tried:
             pairs = zip(losses, densities, strict=True)
             losses = [f"{loss} at {one:.3f}" for loss, one in pairs]
             losses += [""] * (len(tried) - len(losses))
-        rows.append([str(layer), *losses, *(f"{one[layer]:.3f}" for one in given)])
+        ends = [f"{one[layer][0]:.3f}  {one[layer][1] or 'all'}".split() for one in given]
+        rows.append([str(layer), *losses, *itertools.chain(*ends)])
     return _aligned([header, *rows])
 
 

@@ -30,6 +30,7 @@ from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.recommended import planned_layers
 
 _SHOWN_DENSITIES = (0.1, 0.2)
 
@@ -143,7 +144,7 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     """The plan if it fits, and what is to be said of it: its densities, or what to run."""
     path = plan_path(directory)
     about: dict[str, Any] = {"file": str(path), "short_hash": None, "problem": None}
-    about |= {"densities": None, "advice": None}
+    about |= {"densities": None, "representatives": None, "advice": None}
     try:
         plan = find_plan(directory)
     except ValueError as error:  # which says what to run
@@ -151,8 +152,11 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     if plan is None:
         advice = f"sketchwalk calibrate --model {directory}"
         return None, about | {"file": None, "advice": advice}
-    densities = {f"{one:g}": list(plan.allocate(one)) for one in _SHOWN_DENSITIES}
-    return plan, about | {"short_hash": plan.short_hash, "densities": densities}
+    layers = {f"{one:g}": planned_layers(plan, one) for one in _SHOWN_DENSITIES}
+    densities = {name: [density for density, _ in some] for name, some in layers.items()}
+    queries = {name: [count for _, count in some] for name, some in layers.items()}
+    about |= {"densities": densities, "representatives": queries}
+    return plan, about | {"short_hash": plan.short_hash}
 
 
 def _describe_cache(
@@ -242,6 +246,10 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         *(
             (f"  density {density}", " ".join(f"{one:.2f}" for one in layers))
             for density, layers in plan["densities"].items()
+        ),
+        *(
+            (f"  queries {density}", " ".join(str(one or "all") for one in layers))
+            for density, layers in plan["representatives"].items()
         ),
     ]
 

@@ -27,9 +27,11 @@ from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.validation import check_integer
+from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
 DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.22, 0.35, 0.6)
+REPRESENTATIVES = (4, 8, 16, 32)
 TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
 # The end of a prompt asks, and is a hundredth of it: it counts as much as all the rest.
 _LAST_TOKENS = 64
@@ -42,14 +44,16 @@ def make_plan(
     model_config: ModelConfig,
     config: RecommendedConfig | None = None,
     densities: Sequence[float] = DENSITIES,
+    representatives: Sequence[int] = REPRESENTATIVES,
     fingerprint: str = "",
     after: Callable[[], object] = lambda: None,
 ) -> Plan:
     """Measures what each layer loses at each density.
 
-        loss_l(d) = KL_l · error_l(d) / error_l(d_0)
+        loss_l(d) = weight_l · error_l(d),   weight_l = KL_l / error_l(d_0)
         error_l(d) = mean_t ‖W_o (o_sparse,t - o_dense,t)‖² / ‖W_o o_dense,t‖²
         KL_l = mean_t KL(p_dense,t ‖ p_l,t), with layer l alone sparse, at the density d_0
+        factor_l(R) = error_l(d_0) with R representative queries / the same with the policy's own
 
     in nats, where `p` is what the model says of the next token. Both means are half that of the
     last 64 tokens and half that of tokens of the last two thirds of a prompt, where budgets are
@@ -62,6 +66,8 @@ def make_plan(
       config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
         have no effect.
       densities: Nominal densities to try, ascending, in (0, 1).
+      representatives: Numbers of representative queries to try, ascending; those beyond the block
+        size are left out.
       fingerprint: Of the checkpoint.
       after: Called after each prompt.
 
@@ -86,26 +92,41 @@ def make_plan(
         raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
     tried = tuple(dataclasses.replace(config, density=one) for one in densities)
     middle = len(tried) // 3  # what damage is measured at: layers differ there
-    shares, errors, damages = [], [], []
+    counts = tuple(one for one in representatives if one <= config.block_size)
+    shares, errors, damages, others = [], [], [], []
     room = -(-max(map(len, prompts)) // config.block_size) * config.block_size
     for prompt in prompts:
         tokens = jnp.asarray(np.pad(prompt, (0, room - len(prompt)))[None], jnp.int32)
         length = jnp.array([len(prompt)], jnp.int32)
         columns = jnp.asarray(_watched_columns(len(prompt)), jnp.int32)
         static: dict[str, Any] = {"model_config": model_config}
-        pairs, lost = _losses(params, tokens, length, tried=tried, **static)
-        shares.append(np.asarray(pairs, np.float64) / (len(prompt) * (len(prompt) + 1) / 2))
-        errors.append(np.asarray(lost, np.float64))
+        measured = _losses(
+            params, tokens, length, tried=tried, middle=middle, counts=counts, **static
+        )
+        pairs, lost, by_count = (np.asarray(one, np.float64) for one in measured)
+        shares.append(pairs / (len(prompt) * (len(prompt) + 1) / 2))
+        errors.append(lost)
+        others.append(by_count)
         damage = partial(_outcome, params, tokens, length, columns, config=tried[middle], **static)
         dense = damage(jnp.asarray(-1))
         layers = range(model_config.num_layers)
         damages.append([float(_divergence(dense, damage(jnp.asarray(i)))) for i in layers])
         after()
     mean_shares, mean_errors = np.mean(shares, axis=0), np.mean(errors, axis=0)  # [L, D]
-    weights = np.mean(damages, axis=0) / np.maximum(mean_errors[:, middle], 1e-12)
-    found = zip(mean_shares, mean_errors * weights[:, None], strict=True)
-    curves = [_ascending(*curve) for curve in found]
-    return Plan(tuple(x for x, _ in curves), tuple(y for _, y in curves), fingerprint)
+    reference = np.maximum(mean_errors[:, middle], 1e-12)
+    curves = [_ascending(*curve) for curve in zip(mean_shares, mean_errors, strict=True)]
+    return Plan(
+        densities=tuple(x for x, _ in curves),
+        errors=tuple(y for _, y in curves),
+        weights=_rounded(np.mean(damages, axis=0) / reference),
+        representatives=counts,
+        factors=tuple(map(_rounded, np.mean(others, axis=0) / reference[:, None])),
+        fingerprint=fingerprint,
+    )
+
+
+def _rounded(values: Float[np.ndarray, "D"]) -> tuple[float, ...]:
+    return tuple(float(f"{one:.4g}") for one in values)
 
 
 def _watched_columns(length: int) -> Int[np.ndarray, "C"]:
@@ -128,17 +149,17 @@ def _outcome(
     """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
     span, only_layer = _whole_prompt(tokens, length), jnp.zeros((), jnp.int32)
 
-    def attend(query: Array, key: Array, value: Array, layer: Array, walk: PyTree) -> Any:
+    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         # The evidence is gathered in all layers, as it is where all are sparse.
-        lists, walk = config.select(query, key[None], None, walk, layer=only_layer, span=span)
+        lists, walk = config.select(query, key[None], None, *walks, layer=only_layer, span=span)
         out = jax.lax.cond(
             layer == sparse_layer,
             lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
             lambda: dense_attention(query, key, value, kv_lengths=length),
         )
-        return out, walk, None
+        return out, [walk], None
 
-    hidden, _ = _run(params, tokens, attend, config=config, model_config=model_config)
+    hidden, _ = _run(params, tokens, attend, [config], model_config=model_config)
     logits = unembed(params, hidden[0, columns], model_config=model_config)
     return jax.nn.log_softmax(logits, axis=-1)
 
@@ -153,17 +174,17 @@ def _run(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     attend: Attend,
+    policies: Sequence[RecommendedConfig],
     *,
-    config: RecommendedConfig,
     model_config: ModelConfig,
 ) -> tuple[Float[Array, "1 T D"], PyTree]:
-    """All layers over one prompt, with the walk as their state; the output, and what each told."""
-    num_blocks = tokens.shape[1] // config.block_size
+    """All layers over one prompt, with walks of policies as state; the output, and what is told."""
+    num_blocks = tokens.shape[1] // policies[0].block_size
     hidden, _, found = run_layers(
         params,
         embed(params, tokens),
         jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :],
-        config.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks),
+        [one.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks) for one in policies],
         model_config=model_config,
         layers=[(range(model_config.num_layers), attend)],
     )
@@ -185,28 +206,35 @@ def _ascending(
         if share > x[-1] + 1e-3:
             x.append(float(round(share, 5)))
             y.append(min(y[-1], float(error)))
-    return tuple(x), tuple(float(f"{one:.4g}") for one in y)
+    return tuple(x), _rounded(np.array(y))
 
 
-@partial(jax.jit, static_argnames=("tried", "model_config"))
+@partial(jax.jit, static_argnames=("tried", "middle", "counts", "model_config"))
 def _losses(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     length: Int[Array, "1"],
     *,
     tried: tuple[RecommendedConfig, ...],
+    middle: int,
+    counts: tuple[int, ...],
     model_config: ModelConfig,
-) -> tuple[Float[Array, "L D"], Float[Array, "L D"]]:
-    """Pairs attended to, and loss, of every layer with every policy, from the same evidence."""
-    config, span = tried[0], _whole_prompt(tokens, length)
+) -> tuple[Float[Array, "L D"], Float[Array, "L D"], Float[Array, "L R"]]:
+    """Pairs attended to, and error, of every layer with every policy, from the same evidence.
+
+    Then the errors of the policy `middle` with other numbers of representatives.
+    """
+    span = _whole_prompt(tokens, length)
+    others = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
     only_layer = jnp.zeros((), jnp.int32)
-    rows = span.rows(config.block_size)
+    size = tried[0].block_size
+    rows = span.rows(size)
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    first_query, num_queries = span.queries_of_rows(config.block_size)
+    first_query, num_queries = span.queries_of_rows(size)
     late = (column >= length[:, None] // 3) & span.valid
     last = (column >= length[:, None] - _LAST_TOKENS) & span.valid
 
-    def attend(query: Array, key: Array, value: Array, layer: Array, walk: PyTree) -> Any:
+    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         kernel = params["layers"]["out"]["kernel"]
         kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
 
@@ -215,18 +243,25 @@ def _losses(
             return jnp.sum(x * x, axis=-1)
 
         dense = dense_attention(query, key, value, kv_lengths=length)
-        _, walk = config.select(query, key[None], None, walk, layer=only_layer, span=span)
-        pairs, losses = [], []
-        for policy in tried:
+
+        def measure(policy: RecommendedConfig, walk: WalkState) -> tuple[Array, Array]:
             lists = policy.keep(walk.scores, rows, walk.layers, policy.local_blocks)
             sparse = block_sparse_attention(query, key, value, lists, kv_lengths=length)
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
             halves = [jnp.mean(share, where=one) for one in (late, last)]
-            losses.append(0.5 * (halves[0] + halves[1]))
-            pairs.append(lists.attended_pairs(first_query, num_queries)[0])
-        return dense, walk, (jnp.stack(pairs), jnp.stack(losses))
+            pairs = lists.attended_pairs(first_query, num_queries)[0]
+            return pairs, 0.5 * (halves[0] + halves[1])
 
-    return _run(params, tokens, attend, config=config, model_config=model_config)[1]
+        policies = [tried[middle], *others]
+        walks = [
+            policy.select(query, key[None], None, walk, layer=only_layer, span=span)[1]
+            for policy, walk in zip(policies, walks, strict=True)
+        ]
+        pairs, errors = zip(*[measure(one, walks[0]) for one in tried], strict=True)
+        by_count = [measure(*one)[1] for one in zip(others, walks[1:], strict=True)]
+        return dense, walks, tuple(map(jnp.stack, (pairs, errors, by_count)))
+
+    return _run(params, tokens, attend, [tried[middle], *others], model_config=model_config)[1]
 
 
 def planning_prompts(

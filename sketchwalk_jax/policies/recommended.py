@@ -15,9 +15,11 @@ one list that all heads share. Its parts are replaced by what real models need:
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -63,13 +65,15 @@ class RecommendedConfig(BudgetPolicy):
       local_blocks: Last blocks up to the diagonal that every row of a prompt keeps, inside its
         budget; a decoded token keeps its own.
       min_blocks: Blocks that every row keeps, where there are as many.
-      representatives: Queries that stand for a row, its mean among them.
+      representatives: Queries that stand for a row, its mean among them: as a mean over the
+        layers where a plan gives some more and others fewer.
       exponent: Order of the norm over heads and queries, at most 8: 1 adds up their shares, a
         large one takes the largest.
       channels: `"slow"`, the half of the rotary channels that turns slowest, or `"all"`.
       decay: What remains of a block's evidence from one layer to the next, in [0, 1); 0 for none.
       dense_layers: Layers that attend to everything; the others get so much less.
-      plan: How the layers of the model share the density; without one they share it equally.
+      plan: How the layers of the model share density and representatives; without one they share
+        both equally.
       num_layers: Layers of the model, which `for_layer` sets; dense layers are not accounted for
         without.
 
@@ -86,7 +90,7 @@ class RecommendedConfig(BudgetPolicy):
 
     local_blocks: int = 2
     min_blocks: int = 4
-    representatives: int = 16
+    representatives: int = 8
     exponent: int = 4
     channels: str = "slow"
     decay: float = 0.7
@@ -141,6 +145,18 @@ class RecommendedConfig(BudgetPolicy):
         is_dense = tuple(super(RecommendedConfig, self).is_dense(i) for i in range(self.num_layers))
         return _share_density(self.density, is_dense, self.plan)
 
+    @property
+    def sparse_representatives(self) -> tuple[int, ...]:
+        """The representatives of a row in every sparse layer; of one where nothing tells layers."""
+        if self.plan is None or self.num_layers is None:
+            return (self.representatives,)
+        sparse = [i for i in range(self.num_layers) if not self.is_dense(i)]
+        densities = tuple(self.layer_densities[i] for i in sparse)
+        if not sparse:
+            return (self.representatives,)
+        found = _share_representatives(self.representatives, self.plan.of_layers(sparse), densities)
+        return tuple(min(one, self.block_size) for one in found)
+
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
         """Blocks that each of `num_units` rows keeps, in the layer that keeps most."""
         return self.budgets(num_units).max(axis=0)
@@ -177,29 +193,46 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token."""
-        size = self.block_size
-        rows = span.rows(size)
-        if span.is_token:
-            queries = query[:, None]
-        else:
-            queries = representative_queries(
-                query, span.valid, block_size=size, count=self.representatives
-            )
-        scores = block_scores(
-            queries,
-            key,
-            rows,
-            block_size=size,
+        rows = span.rows(self.block_size)
+        score = functools.partial(
+            block_scores,
+            key=key,
+            rows=rows,
+            block_size=self.block_size,
             layer=layer,
             kv_lengths=span.end,
             exponent=self.exponent,
             channels=None if self.channels == "all" else self._channels(query.shape[-1]),
         )
+        if span.is_token:
+            scores = score(query[:, None])
+        else:
+            scores = self._score_rows(query, span, walk.layers, score)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
         # A token's own query has seen every key; what stands for a row may miss its neighbours.
         local_blocks = 1 if span.is_token else self.local_blocks
         lists = self.keep(evidence, rows, walk.layers, local_blocks)
         return lists, WalkState(evidence, walk.layers + 1)
+
+    def _score_rows(
+        self,
+        query: Float[Array, "B T N H"],
+        span: Span,
+        index: Int[Array, ""],
+        score: Callable[[Float[Array, "B I R N H"]], Float[Array, "B I J"]],
+    ) -> Float[Array, "B I J"]:
+        """The scores of rows by as many representatives as a sparse layer has."""
+        counts = self.sparse_representatives
+        kinds = sorted(set(counts))
+        queries = representative_queries(
+            query, span.valid, block_size=self.block_size, count=kinds[-1]
+        )
+        # The traversal takes one after the other: the first of many are those of fewer.
+        ways = [functools.partial(lambda x, count: score(x[:, :, :count]), count=n) for n in kinds]
+        if len(ways) == 1:
+            return ways[0](queries)
+        own = jnp.asarray([kinds.index(one) for one in counts])[jnp.minimum(index, len(counts) - 1)]
+        return jax.lax.switch(own, ways, queries)
 
     def keep(
         self,
@@ -221,6 +254,29 @@ class RecommendedConfig(BudgetPolicy):
             max_count=int(budgets.max()),
             block_size=self.block_size,
         )
+
+
+def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]:
+    """Density and representatives of every layer by a plan, with the preset's other defaults.
+
+    Dense layers have density 1 and None.
+
+    Args:
+      plan: The plan.
+      density: Mean over the layers.
+
+    Example:
+      >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
+      ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
+      >>> planned_layers(plan, 0.3)
+      [(0.5, 4), (0.1, 4)]
+    """
+    policy = RecommendedConfig(density=density, plan=plan)
+    counts = iter(policy.sparse_representatives)
+    return [
+        (1.0, None) if policy.is_dense(layer) else (one, next(counts))
+        for layer, one in enumerate(policy.layer_densities)
+    ]
 
 
 def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
@@ -292,9 +348,13 @@ def _share_density(
     if plan is None:
         return tuple(1.0 if dense else left / count for dense in is_dense)
     own = [i for i, dense in enumerate(is_dense) if not dense]
-    part = Plan(tuple(plan.densities[i] for i in own), tuple(plan.errors[i] for i in own))
-    found = dict(zip(own, part.allocate(left / count), strict=True))
+    found = dict(zip(own, plan.of_layers(own).share_density(left / count), strict=True))
     return tuple(found.get(i, 1.0) for i in range(len(is_dense)))
+
+
+@functools.lru_cache(maxsize=64)
+def _share_representatives(mean: int, plan: Plan, densities: tuple[float, ...]) -> tuple[int, ...]:
+    return plan.share_representatives(mean, densities=densities)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -138,6 +138,7 @@ def recommended_select_prefill(
     config: "RecommendedConfig",
     *,
     density: float | None = None,
+    count: int | None = None,
 ) -> tuple[list[list[int]], np.ndarray]:
     """Selects for every row of a prompt by `R_k = max(S_k, decay · R_{k-1})`.
 
@@ -147,6 +148,7 @@ def recommended_select_prefill(
       previous: `R_{k-1}`, None at the first sparse layer.
       config: What is computed.
       density: This layer's, where the layers differ; the configuration's by default.
+      count: This layer's representatives, likewise.
 
     Returns:
       Block ids of each row, and `R_k`, `[J, J]` float64.
@@ -162,7 +164,8 @@ def recommended_select_prefill(
     scores = np.zeros((num_blocks, num_blocks))
     for row in range(num_blocks):
         own = np.asarray(query[row * size : (row + 1) * size])
-        chosen = [representatives(own[:, h], config.representatives) for h in range(num_heads)]
+        number = count or config.representatives
+        chosen = [representatives(own[:, h], number) for h in range(num_heads)]
         seen = key[: (row + 1) * size]
         scores[row, : row + 1] = recommended_scores(np.stack(chosen, axis=1), seen, config)
     state = scores if previous is None else np.maximum(scores, config.decay * previous)
