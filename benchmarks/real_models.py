@@ -14,7 +14,7 @@ has measured one; its rows say so, and are not continued with another.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,13 @@ from sketchwalk_jax.evaluation.summaries import (
 from sketchwalk_jax.evaluation.tables import markdown_table, signed
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
+# The results so far, a model's name, the options, the model.
+FindRules = Callable[[ResultsFile, str, argparse.Namespace, ModelConfig], tuple[Rule, ...]]
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
 CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
@@ -58,9 +61,22 @@ OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs what the file lacks, or compares two policies."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    find_rules: FindRules | None = None,
+    description: str = __doc__,
+    **defaults: Any,
+) -> None:
+    """Runs what the file lacks, or compares two policies.
+
+    Args:
+      arguments: Of the command line.
+      find_rules: What to run; by default all policies.
+      description: Of the command, in its first line.
+      **defaults: Of options.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files or folders")
     parser.add_argument("--stage", choices=STAGES, default="report")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, help="default: all")
@@ -84,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, help="stop after so long; another call goes on")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--compare", nargs=2, metavar="POLICY", help="only compare two policies")
+    parser.set_defaults(**defaults)
     options = parser.parse_args(arguments)
     if options.compare:
         print(comparison(read_results(options.out).rows, *options.compare))
@@ -95,17 +112,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = read_text(options.text, tail=options.text_tail)
     for path in options.model:
         left = None if end is None else end - time.monotonic()
-        if (left is not None and left <= 0) or not run_model(path, text, options, left):
+        if (left is not None and left <= 0) or not run_model(
+            path, text, options, left, find_rules or make_rules
+        ):
             print("time is up; call again to go on")
             return
     print(f"{options.out}: finished")
 
 
-def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
-    """Runs what the file lacks of one model; returns whether it is finished."""
+def run_model(
+    path: Path,
+    text: Text,
+    options: argparse.Namespace,
+    seconds: float | None,
+    find_rules: FindRules,
+) -> bool:
+    """Runs what the file lacks of one model; returns whether it is finished.
+
+    Instruction models read their chat template, others tasks as they stand.
+    """
     start = time.monotonic()
     name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
     seed, prompts = STAGES[options.stage]
+    tokenizer = load_tokenizer(path)
     stage = {"seed": seed, "prompts": options.prompts or prompts}
     base = EvaluationConfig(
         policies=("dense",),
@@ -114,22 +143,20 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
         phases=options.phase,
         batch=options.batch,
         probe_prompts=0,
-        wording="chat",
+        wording="chat" if tokenizer.chat_template else "plain",
         answerable=True,
         tries=options.tries,
         density_over="all_layers",
         calibrated_on=CALIBRATED_ON,
         **stage,
     )
-    tokenizer = load_tokenizer(path)
     params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
     model["dtype"] = params["embed"]["embedding"].dtype.name
-    model["context"] = model_config.context_length
+    model |= {"context": model_config.context_length, "wording": base.wording}
     meta = common.describe_machine(
         models={name: model},
         stages={options.stage: stage},
         **describe_texts(text, EvaluationConfig(tasks=TASKS)),
-        wording=base.wording,
         tries=base.tries,
         density_over=base.density_over,
     )
@@ -141,7 +168,7 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
         common={"model": name, "stage": options.stage},
         may_differ=growing,
     )
-    rules = make_rules(file, name, options)
+    rules = find_rules(file, name, options, model_config)
     config = EvaluationConfig(**{**vars(base), "variants": rules})
     left = None if seconds is None else max(1.0, seconds - (time.monotonic() - start))
     return continue_evaluation(
@@ -183,7 +210,9 @@ def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dic
     return meta
 
 
-def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tuple[Rule, ...]:
+def make_rules(
+    file: ResultsFile, model: str, options: argparse.Namespace, _: ModelConfig
+) -> tuple[Rule, ...]:
     """The rules of a stage: in development every number of dense layers, then the best one."""
     found: list[Rule] = []
     for policy in options.policy or POLICIES:

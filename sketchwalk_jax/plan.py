@@ -42,8 +42,8 @@ class Plan:
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
       ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
       >>> plan.share_density(0.3)
-      (0.5, 0.1)
-      >>> plan.share_representatives(10, densities=(0.5, 0.1))
+      (0.575, 0.025)
+      >>> plan.share_representatives(10, densities=(0.575, 0.025))
       (16, 4)
     """
 
@@ -105,7 +105,7 @@ class Plan:
     def of_layers(self, layers: Sequence[int]) -> "Plan":
         """The plan of some layers alone."""
         names = ("densities", "errors", "weights", "factors")
-        some = {name: tuple(getattr(self, name)[i] for i in layers) for name in names}
+        some: dict[str, Any] = {n: tuple(getattr(self, n)[i] for i in layers) for n in names}
         return dataclasses.replace(self, **some)
 
     def share_density(self, density: float) -> tuple[float, ...]:

@@ -198,7 +198,7 @@ def calibrate_thresholds(key: Float[Array, "*axes H"]) -> tuple[float, float, fl
     Example:
       >>> import jax
       >>> low, middle, high = calibrate_thresholds(jax.random.normal(jax.random.key(0), (999, 32)))
-      >>> round(low, 1), round(middle, 1), round(high, 1)
+      >>> round(low, 1), abs(round(middle, 1)), round(high, 1)
       (-0.7, 0.0, 0.7)
     """
     low, middle, high = key_quartiles(key).tolist()

@@ -194,16 +194,7 @@ class RecommendedConfig(BudgetPolicy):
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token."""
         rows = span.rows(self.block_size)
-        score = functools.partial(
-            block_scores,
-            key=key,
-            rows=rows,
-            block_size=self.block_size,
-            layer=layer,
-            kv_lengths=span.end,
-            exponent=self.exponent,
-            channels=None if self.channels == "all" else self._channels(query.shape[-1]),
-        )
+        score = functools.partial(self.score, key=key, rows=rows, layer=layer, kv_lengths=span.end)
         if span.is_token:
             scores = score(query[:, None])
         else:
@@ -213,6 +204,33 @@ class RecommendedConfig(BudgetPolicy):
         local_blocks = 1 if span.is_token else self.local_blocks
         lists = self.keep(evidence, rows, walk.layers, local_blocks)
         return lists, WalkState(evidence, walk.layers + 1)
+
+    def score(
+        self,
+        queries: Float[Array, "B I R N H"],
+        key: Float[Array, "Ls B S K H"],
+        rows: Int[Array, "B I"],
+        *,
+        layer: Int[Array, ""],
+        kv_lengths: Int[Array, "B"],
+    ) -> Float[Array, "B I J"]:
+        """`S[i, j]` of the class, from the queries that stand for each row."""
+        return block_scores(
+            queries,
+            key,
+            rows,
+            block_size=self.block_size,
+            layer=layer,
+            kv_lengths=kv_lengths,
+            exponent=self.exponent,
+            channels=None if self.channels == "all" else self._channels(queries.shape[-1]),
+        )
+
+    def represent(
+        self, query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], count: int
+    ) -> Float[Array, "B I R N H"]:
+        """`count` queries that stand for each row; the first of many are those of fewer."""
+        return representative_queries(query, valid, block_size=self.block_size, count=count)
 
     def _score_rows(
         self,
@@ -224,10 +242,7 @@ class RecommendedConfig(BudgetPolicy):
         """The scores of rows by as many representatives as a sparse layer has."""
         counts = self.sparse_representatives
         kinds = sorted(set(counts))
-        queries = representative_queries(
-            query, span.valid, block_size=self.block_size, count=kinds[-1]
-        )
-        # The traversal takes one after the other: the first of many are those of fewer.
+        queries = self.represent(query, span.valid, kinds[-1])
         ways = [functools.partial(lambda x, count: score(x[:, :, :count]), count=n) for n in kinds]
         if len(ways) == 1:
             return ways[0](queries)
@@ -269,7 +284,7 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
       ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
       >>> planned_layers(plan, 0.3)
-      [(0.5, 4), (0.1, 4)]
+      [(0.575, 4), (0.025, 4)]
     """
     policy = RecommendedConfig(density=density, plan=plan)
     counts = iter(policy.sparse_representatives)

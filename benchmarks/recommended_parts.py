@@ -1,0 +1,281 @@
+"""What each part of the recommended policy is worth: the policy with one part changed at a time.
+
+    python benchmarks/recommended_parts.py --model FILE.gguf [--seconds 500]
+    python benchmarks/report.py      # anywhere: the table
+
+On instruction models and on the bundled one, on prompts of which none is reported elsewhere, with
+each model's plan (`sketchwalk calibrate`). Its arguments are those of `real_models.py`. Some parts
+are no options of the package, because they are worth less than what stands in their place: pages of
+keys instead of single keys, means of neighbouring queries instead of the farthest ones.
+"""
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import real_models
+from jaxtyping import Array, Bool, Float, Int
+from pages import Tables, if_measured
+
+from sketchwalk_jax.attention.mass import block_scores
+from sketchwalk_jax.evaluation.report import describe_run
+from sketchwalk_jax.evaluation.results import ResultsFile, Row, read_results
+from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.evaluation.summaries import (
+    PHASE_TITLES,
+    counted,
+    densities,
+    policy_labels,
+    rows_with,
+    values_of,
+)
+from sketchwalk_jax.evaluation.tables import (
+    density_title,
+    difference,
+    loss_difference,
+    markdown_table,
+    name_of,
+    task_title,
+)
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies.base import BudgetPolicy
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+
+OUT = common.RESULTS / "recommended_parts.json"
+TASKS = ("single_needle", "multi_key", "mid_prompt", "text_loss")
+PHASES = ("prefill", "decode")
+# What changes nothing for a decoded token, whose own query stands for itself beside its own block.
+_OF_PROMPTS = ("representatives", "local_blocks")
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"representatives": 1},
+    {"representatives": 4},
+    {"representatives": 16},
+    {"representatives": 32},
+    {"representatives": 64, "channels": "all"},
+    {"channels": "all"},
+    {"exponent": 1},
+    {"exponent": 2},
+    {"exponent": 8},
+    {"decay": 0.0},
+    {"local_blocks": 1},
+    {"local_blocks": 1, "min_blocks": 2},
+)
+NO_PLAN = "no plan"
+NO_WEIGHTS = "a plan of output errors alone"
+SAME_QUERIES = "the same number of queries in all layers"
+MEANS = "means of neighbouring queries"
+
+
+def main() -> None:
+    """Runs what the file lacks."""
+    real_models.main(
+        find_rules=find_rules,
+        description=__doc__,
+        stage="development",
+        out=OUT,
+        task=TASKS,
+        phase=PHASES,
+        tokens=[8192],
+        prompts=32,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeansConfig(RecommendedConfig):
+    """Means of neighbouring queries stand for a row."""
+
+    def represent(
+        self, query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], count: int
+    ) -> Float[Array, "B I R N H"]:
+        """`count` means of as many neighbours each."""
+        parts = query.reshape(query.shape[0], -1, count, self.block_size // count, *query.shape[2:])
+        is_query = valid.reshape(parts.shape[:4])[..., None, None]
+        total = jnp.sum(jnp.where(is_query, parts, 0.0).astype(jnp.float32), axis=3)
+        return (total / jnp.maximum(jnp.sum(is_query, axis=3), 1)).astype(query.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagesConfig(RecommendedConfig):
+    """Pages of keys in place of single keys: the bound `q · centre + width · |q| · radius`.
+
+    Attributes:
+      page_size: Keys of a page.
+      shape: `"spread"`, mean and standard deviation, or `"box"`, middle and half the width.
+      width: Factor of the radius.
+    """
+
+    page_size: int = 8
+    shape: str = "spread"
+    width: float = 0.5
+
+    def score(
+        self,
+        queries: Float[Array, "B I R N H"],
+        key: Float[Array, "Ls B S K H"],
+        rows: Int[Array, "B I"],
+        *,
+        layer: Int[Array, ""],
+        kv_lengths: Int[Array, "B"],
+    ) -> Float[Array, "B I J"]:
+        """The scores of the best page of each block, made of products with twice the channels."""
+        keys = jax.lax.dynamic_index_in_dim(key, layer, keepdims=False).astype(jnp.float32)
+        keys = keys.reshape(keys.shape[0], -1, self.page_size, *keys.shape[2:])
+        places = jnp.arange(keys.shape[1] * self.page_size).reshape(1, -1, self.page_size, 1, 1)
+        is_key = places < kv_lengths[:, None, None, None, None]
+        if self.shape == "box":
+            low = jnp.min(jnp.where(is_key, keys, jnp.inf), axis=2)
+            high = jnp.max(jnp.where(is_key, keys, -jnp.inf), axis=2)
+            centre, radius = 0.5 * (low + high), 0.5 * (high - low)
+        else:
+            number = jnp.maximum(jnp.sum(is_key, axis=2), 1)
+            centre = jnp.sum(jnp.where(is_key, keys, 0.0), axis=2) / number
+            away = jnp.where(is_key, keys - centre[:, :, None], 0.0)
+            radius = jnp.sqrt(jnp.sum(away**2, axis=2) / number)
+        pages = jnp.concatenate([centre, radius], axis=-1).astype(key.dtype)
+        both = jnp.concatenate([queries, self.width * jnp.abs(queries)], axis=-1)
+        return block_scores(
+            (both * 2**0.5).astype(key.dtype),  # the scale is that of twice the channels
+            pages[None],
+            rows,
+            block_size=self.block_size // self.page_size,
+            layer=jnp.zeros((), jnp.int32),
+            kv_lengths=-(-kv_lengths // self.page_size),
+            exponent=self.exponent,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartRule(Rule):
+    """The policy of another class.
+
+    Attributes:
+      made: The class.
+    """
+
+    made: type[BudgetPolicy] = RecommendedConfig
+
+    def make(self) -> BudgetPolicy:
+        """The policy itself."""
+        return self.made(density=self.density, **dict(self.fields))
+
+
+def find_rules(
+    _: ResultsFile, model: str, options: Namespace, model_config: ModelConfig
+) -> tuple[Rule, ...]:
+    """The policy, each change of it, and the exact ranking, at every density.
+
+    Raises:
+      SystemExit: If the model has no plan.
+    """
+    plan = model_config.plan
+    if plan is None:
+        raise SystemExit(f"{model} must have a plan: sketchwalk calibrate --model")
+    found: list[Rule] = []
+    for density in options.density:
+        found.append(Rule("sketchwalk", "recommended", density))
+        for change in CHANGES:
+            found.append(
+                _rule(density, change, is_of_prompts=set(change) & {*_OF_PROMPTS} != set())
+            )
+        ones = (1.0,) * plan.num_layers
+        one_number = RecommendedConfig().representatives
+        others = {
+            NO_PLAN: None,
+            NO_WEIGHTS: dataclasses.replace(plan, weights=ones),
+            SAME_QUERIES: dataclasses.replace(
+                plan, representatives=(one_number,), factors=((1.0,),) * plan.num_layers
+            ),
+        }
+        for name, other in others.items():
+            is_of_prompts = name == SAME_QUERIES
+            found.append(_rule(density, {"plan": other}, name, is_of_prompts=is_of_prompts))
+        found.append(_rule(density, {}, MEANS, MeansConfig, is_of_prompts=True))
+        for page in (
+            {"page_size": 8},
+            {"page_size": 16},
+            {"page_size": 16, "shape": "box", "width": 1.0},
+        ):
+            name = f"pages of {page['page_size']} keys, {page.get('shape', 'spread')}"
+            found.append(_rule(density, page, name, PagesConfig))
+        fields = (("aggregation", "max"), ("dense_layers", 0), ("local_blocks", 2))
+        found.append(Rule("oracle", None, density, fields, "max"))
+    return tuple(found)
+
+
+def _rule(
+    density: float,
+    change: dict[str, Any],
+    name: str | None = None,
+    made: type[RecommendedConfig] = RecommendedConfig,
+    *,
+    is_of_prompts: bool = False,
+) -> Rule:
+    name = name or ", ".join(f"{field}={value}" for field, value in change.items())
+    phases = PHASES[:1] if is_of_prompts else None
+    fields = tuple(sorted(change.items(), key=lambda one: one[0]))
+    return PartRule("sketchwalk", "recommended", density, fields, name, phases=phases, made=made)
+
+
+def parts_table(path: Path) -> str:
+    """Right answers and text loss beyond the policy's own, model by model."""
+    results = read_results(path)
+    rows, blocks = results.rows, list[str]()
+    for model in values_of(rows, "model"):
+        for tokens in values_of(rows_with(rows, model=model), "tokens"):
+            own = rows_with(rows, model=model, tokens=tokens)
+            columns = [
+                (density, phase)
+                for density in densities(own)[::-1]
+                for phase in PHASES
+                if rows_with(own, density=density, phase=phase)
+            ]
+            labels = [label for label in policy_labels(own) if label != "dense"]
+            body = [_line(own, label, columns) for label in labels]
+            titles = [f"{density_title(one)}, {PHASE_TITLES[p].lower()}" for one, p in columns]
+            header = ["Changed", *titles, *(f"Text loss, {title.lower()}" for title in titles)]
+            answered = counted(rows_with(own, label="dense"))
+            tasks = ", ".join(
+                f"{task_title(row['task']).lower()} {row['prompts']}"
+                for row in answered
+                if row["depth"] is None
+            )
+            blocks.append(f"**{model}, {tokens:,} tokens** (prompts: {tasks})")
+            blocks.append(markdown_table(header, body))
+    text = (
+        "Right answers and text loss beyond those of the policy itself, whose own are beyond "
+        "dense attention's; 95 % intervals of paired differences"
+    )
+    return "\n\n".join([*blocks, f"{text}. {describe_run(results.meta)}"])
+
+
+def _line(rows: Sequence[Row], label: str, columns: Sequence[tuple[float, str]]) -> list[str]:
+    """A policy beside the recommended one, and that one beside dense attention."""
+    other = "dense" if label == "recommended" else "recommended"
+    answers, losses = [], []
+    for density, phase in columns:
+        first, second = (
+            rows_with(rows, label=one, density=density, phase=phase) for one in (label, other)
+        )
+        answers.append(difference(counted(first), counted(second)))
+        losses.append(
+            loss_difference(*(rows_with(some, task="text_loss") for some in (first, second)))
+        )
+    name = label.removeprefix("recommended, ")
+    return [name_of(label) if name == label else name, *answers, *losses]
+
+
+TABLES: Tables = {
+    "recommended-parts": (
+        "recommended_parts.json",
+        if_measured(parts_table, "`python benchmarks/recommended_parts.py --model FILE.gguf`"),
+    ),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Where the block of an answer ranks, in the layers whose dense attention looks at it.
+
+    python benchmarks/retrieval.py --model FILE.gguf [--tokens 8192] [--prompts 60]
+    python benchmarks/report.py      # anywhere: the table
+
+A model reads prompts that hide facts and ask for one, with the answer behind them, densely. Where
+some query of the last row and some head gives the block of the fact more than 0.3 of its attention,
+the pair of layer and block counts, and rankings of the row's blocks are asked for its place: that
+of the recommended policy with the model's plan, of others of its settings, and of exact attention,
+by the largest share that one query of one head gives a block and by the sum of all shares. What a
+policy lists in any case ranks first.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from pages import Tables, if_measured
+from recommended_parts import MeansConfig, PagesConfig
+from tqdm import tqdm
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.attention.api import dense_attention
+from sketchwalk_jax.attention.mass import block_mass
+from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.evaluation import read_text
+from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
+from sketchwalk_jax.evaluation.report import describe_run
+from sketchwalk_jax.evaluation.results import hash_weights, write_results
+from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table
+from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import embed, run_layers
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.walk import WalkState
+
+PyTree = Any
+OUT = common.RESULTS / "retrieval.json"
+TASKS = ("single_needle", "multi_key")
+SHARES = (0.05, 0.1, 0.2)
+LISTED = (0.1, 0.2)  # densities at which the lists themselves are asked
+LOOKED_AT = 0.3
+SEED = 0
+_LEAST_PAIRS = 20  # of a layer for its own recall
+EXACT = {"exact, largest share": "max", "exact, sum of shares": "sum"}
+
+
+def policies(model_config: ModelConfig) -> dict[str, RecommendedConfig]:
+    """What is asked, by its name on the page."""
+    plan = model_config.plan
+    found: dict[str, RecommendedConfig] = {"recommended": RecommendedConfig(plan=plan)}
+    for count in (4, 8, 16, 32):
+        found[f"{count} queries in every layer"] = RecommendedConfig(representatives=count)
+    found["64 queries in every layer, all channels"] = RecommendedConfig(
+        representatives=64, channels="all"
+    )
+    found["8 queries, no memory of layers before"] = RecommendedConfig(decay=0.0)
+    found["8 means of 8 queries"] = MeansConfig()
+    found["8 queries, pages of 8 keys"] = PagesConfig()
+    found["8 queries, boxes of 16 keys"] = PagesConfig(page_size=16, shape="box", width=1.0)
+    return found
+
+
+def main() -> None:
+    """Measures models that the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, nargs="+", required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--dtype", help="default: the checkpoint's")
+    parser.add_argument("--text", type=Path, help="default: Python's help topics")
+    parser.add_argument("--text-tail", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    keep_compiled_programs()
+    text = read_text(options.text, tail=options.text_tail)
+    found: dict[str, Any] = {"meta": {"models": {}}, "rows": []}
+    if options.out.exists():
+        found = json.loads(options.out.read_text(encoding="utf-8"))
+    for path in options.model:
+        name = path.stem if path.is_file() else path.name
+        tokenizer = load_tokenizer(path)
+        params, model_config = sw.load(path, dtype=options.dtype, progress=False)
+        samples = draw(tokenizer, text, num_tokens=options.tokens, count=options.prompts)
+        rows = [{"model": name} | row for row in measure(params, samples, model_config)]
+        others = [row for row in found["rows"] if row["model"] != name]
+        plan = model_config.plan
+        about = {
+            "sha256": hash_weights(path),
+            "tokens": options.tokens,
+            "prompts": len(samples),
+            "plan": None if plan is None else plan.short_hash,
+        }
+        meta = common.describe_machine(
+            models=found["meta"]["models"] | {name: about},
+            seed=SEED,
+            text={"name": text.name, "sha256": text.sha256, "tail": text.tail},
+        )
+        found = {"meta": meta, "rows": [*others, *rows]}
+        write_results(options.out, **found)
+
+
+def draw(tokenizer: Any, text: Any, *, num_tokens: int, count: int) -> list[Sample]:
+    """Prompts of the tasks in turn."""
+    wording = "chat" if tokenizer.chat_template else "plain"
+    found = []
+    for index in range(count):
+        nth, place = divmod(index, len(TASKS))
+        found += draw_samples(
+            TASKS[place],
+            text,
+            tokenizer,
+            num_tokens=num_tokens - ANSWER_ROOM,
+            count=1,
+            first=nth,
+            seed=SEED,
+            wording=wording,
+        )
+    return found
+
+
+def measure(
+    params: PyTree, samples: Sequence[Sample], model_config: ModelConfig
+) -> list[dict[str, Any]]:
+    """A row for every prompt and layer whose dense attention looks at the answer.
+
+    Args:
+      params: Parameter tree.
+      samples: Prompts whose answer stands in them, of about one length.
+      model_config: The model.
+
+    Returns:
+      Rows with the prompt's number, `layer`, `blocks` of the row, `share` of the attention, `ranks`
+      by name, and `listed` by density: whether the recommended policy lists the block.
+    """
+    chosen = policies(model_config)
+    size = chosen["recommended"].block_size
+    room = -(-max(len(one.tokens) + len(one.answer) for one in samples) // size) * size
+    budgets = {
+        one: layer_budgets(chosen["recommended"], one, model_config.num_layers, room // size)
+        for one in LISTED
+    }
+    rows = []
+    for number, sample in enumerate(tqdm(samples, desc="prompts")):
+        place = find(sample)
+        if place is None:
+            continue
+        tokens = np.concatenate([sample.tokens, sample.answer[:-1]])
+        length = jnp.array([len(tokens)], jnp.int32)
+        padded = jnp.asarray(np.pad(tokens, (0, room - len(tokens)))[None], jnp.int32)
+        seen = jax.device_get(
+            _look(params, padded, length, policies=tuple(chosen.items()), model_config=model_config)
+        )
+        num_blocks, block = -(-len(tokens) // size), place // size
+        for layer, share in enumerate(seen["exact, largest share"][:, block]):
+            if share <= LOOKED_AT or block in (0, num_blocks - 2, num_blocks - 1):
+                continue
+            ranks = {
+                name: _rank(seen[name][layer, :num_blocks], block) for name in (*EXACT, *chosen)
+            }
+            listed = {
+                f"{one:g}": bool(ranks["recommended"] <= budget[layer, num_blocks - 1])
+                for one, budget in budgets.items()
+            }
+            found = {"prompt": number, "layer": layer, "blocks": num_blocks}
+            rows.append(found | {"share": float(share), "ranks": ranks, "listed": listed})
+    return rows
+
+
+def layer_budgets(
+    policy: RecommendedConfig, density: float, num_layers: int, num_blocks: int
+) -> Int[np.ndarray, "L J"]:
+    """Blocks that each row keeps in every layer, dense ones included."""
+    own = dataclasses.replace(policy, density=density, num_layers=num_layers)
+    kept = iter(own.budgets(num_blocks))
+    everything = np.arange(1, num_blocks + 1, dtype=np.int32)
+    return np.stack([everything if own.is_dense(i) else next(kept) for i in range(num_layers)])
+
+
+def find(sample: Sample) -> int | None:
+    """The place of the answer among the tokens before the question; None if it is not one place.
+
+    Its full stop does not count.
+    """
+    answer = sample.answer[:-1]
+    windows = np.lib.stride_tricks.sliding_window_view(
+        sample.tokens[: sample.question_start], len(answer)
+    )
+    places = np.flatnonzero((windows == answer).all(axis=1))
+    return int(places[0]) if len(places) == 1 else None
+
+
+def _rank(scores: Float[np.ndarray, "J"], block: int) -> int:
+    """How many blocks come before, and one; the first and the two last come before all."""
+    scores = scores.copy()
+    scores[[0, -2, -1]] = np.inf
+    return 1 + int((scores > scores[block]).sum())
+
+
+@partial(jax.jit, static_argnames=("policies", "model_config"))
+def _look(
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    length: Int[Array, "1"],
+    *,
+    policies: tuple[tuple[str, RecommendedConfig], ...],
+    model_config: ModelConfig,
+) -> Mapping[str, Float[Array, "L J"]]:
+    """What every layer and ranking gives each block for the row of the last token."""
+    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    span = Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
+    size = policies[0][1].block_size
+    num_blocks, row = tokens.shape[1] // size, (length[0] - 1) // size
+    only_layer = jnp.zeros((), jnp.int32)
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
+        own = jax.lax.dynamic_slice_in_dim(query, row * size, size, axis=1)
+        found = {
+            name: block_mass(
+                own, key, block_size=size, first_block=row[None], kv_lengths=length, aggregate=how
+            )[0, 0]
+            for name, how in EXACT.items()
+        }
+        after = []
+        for (name, policy), walk in zip(policies, walks, strict=True):
+            # A policy counts the layers that are not dense.
+            is_dense = [policy.is_dense(i) for i in range(model_config.num_layers)]
+            place = jnp.asarray(np.cumsum(np.logical_not(is_dense)) - 1, jnp.int32)
+            walk = WalkState(walk.scores, jnp.maximum(place, 0)[layer])
+            _, walk = policy.select(query, key[None], None, walk, layer=only_layer, span=span)
+            found[name] = walk.scores[0, row]
+            after.append(walk)
+        return dense_attention(query, key, value, kv_lengths=length), after, found
+
+    start = [
+        one.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks) for _, one in policies
+    ]
+    _, _, found = run_layers(
+        params,
+        embed(params, tokens),
+        column,
+        start,
+        model_config=model_config,
+        layers=[(range(model_config.num_layers), attend)],
+    )
+    return found[0]
+
+
+def retrieval_table(path: Path) -> str:
+    """Shares of the pairs whose block is among the best 5, 10 and 20 % of its row."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    least = RecommendedConfig().min_blocks
+    header = ["Ranking", *(f"Best {share:.0%}" for share in SHARES)]
+    header += [f"Least of a layer of {_LEAST_PAIRS} pairs, best 10 %"]
+    header += [f"On the list, density {one:g}" for one in LISTED]
+    blocks = []
+    for model, about in results["meta"]["models"].items():
+        rows = [row for row in results["rows"] if row["model"] == model]
+        layers = sorted({row["layer"] for row in rows})
+        body = []
+        for name in rows[0]["ranks"] if rows else ():
+
+            def recall(some: Sequence[dict], share: float, name: str = name) -> float:
+                kept = [
+                    row["ranks"][name] <= max(least, round(share * row["blocks"])) for row in some
+                ]
+                return float(np.mean(kept))
+
+            by_layer = [[row for row in rows if row["layer"] == layer] for layer in layers]
+            worst = min(
+                (recall(some, 0.1) for some in by_layer if len(some) >= _LEAST_PAIRS), default=None
+            )
+            cells = [f"{recall(rows, share):.3f}" for share in SHARES]
+            cells.append(NOTHING if worst is None else f"{worst:.3f}")
+            for one in LISTED:
+                listed = [row["listed"][f"{one:g}"] for row in rows]
+                cells.append(f"{np.mean(listed):.3f}" if name == "recommended" else "")
+            body.append([f"`{name}`" if name == "recommended" else name, *cells])
+        blocks.append(
+            f"**{model}, {about['tokens']:,} tokens** ({len(rows)} pairs in {len(layers)} layers, "
+            f"of {about['prompts']} prompts)"
+        )
+        blocks.append(markdown_table(header, body))
+    return "\n\n".join([*blocks, describe_run(results["meta"])])
+
+
+TABLES: Tables = {
+    "retrieval": (
+        "retrieval.json",
+        if_measured(retrieval_table, "`python benchmarks/retrieval.py --model FILE.gguf`"),
+    ),
+}
+
+
+if __name__ == "__main__":
+    main()
