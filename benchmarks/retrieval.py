@@ -38,6 +38,7 @@ from sketchwalk_jax.evaluation.report import describe_run
 from sketchwalk_jax.evaluation.results import hash_weights, write_results
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.policies.base import Span
@@ -51,7 +52,6 @@ TASKS = ("single_needle", "multi_key")
 SHARES = (0.05, 0.1, 0.2)
 LISTED = (0.1, 0.2)  # densities at which the lists themselves are asked
 LOOKED_AT = 0.3
-SEED = 0
 _LEAST_PAIRS = 20  # of a layer for its own recall
 EXACT = {"exact, largest share": "max", "exact, sum of shares": "sum"}
 
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="default: the checkpoint's")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     parser.add_argument("--text-tail", type=float, default=1.0)
@@ -92,7 +93,9 @@ def main() -> None:
         name = path.stem if path.is_file() else path.name
         tokenizer = load_tokenizer(path)
         params, model_config = sw.load(path, dtype=options.dtype, progress=False)
-        samples = draw(tokenizer, text, num_tokens=options.tokens, count=options.prompts)
+        samples = draw(
+            tokenizer, text, num_tokens=options.tokens, count=options.prompts, seed=options.seed
+        )
         rows = [{"model": name} | row for row in measure(params, samples, model_config)]
         others = [row for row in found["rows"] if row["model"] != name]
         plan = model_config.plan
@@ -104,14 +107,14 @@ def main() -> None:
         }
         meta = common.describe_machine(
             models=found["meta"]["models"] | {name: about},
-            seed=SEED,
+            seed=options.seed,
             text={"name": text.name, "sha256": text.sha256, "tail": text.tail},
         )
         found = {"meta": meta, "rows": [*others, *rows]}
         write_results(options.out, **found)
 
 
-def draw(tokenizer: Any, text: Any, *, num_tokens: int, count: int) -> list[Sample]:
+def draw(tokenizer: Any, text: Text, *, num_tokens: int, count: int, seed: int) -> list[Sample]:
     """Prompts of the tasks in turn."""
     wording = "chat" if tokenizer.chat_template else "plain"
     found = []
@@ -124,7 +127,7 @@ def draw(tokenizer: Any, text: Any, *, num_tokens: int, count: int) -> list[Samp
             num_tokens=num_tokens - ANSWER_ROOM,
             count=1,
             first=nth,
-            seed=SEED,
+            seed=seed,
             wording=wording,
         )
     return found
