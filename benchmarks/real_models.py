@@ -135,7 +135,8 @@ def run_model(
     name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
     seed, prompts = STAGES[options.stage]
     tokenizer = load_tokenizer(path)
-    stage = {"seed": seed, "prompts": options.prompts or prompts}
+    amount: dict[str, Any] = {"seed": seed, "prompts": options.prompts or prompts}
+    stage = amount | describe_texts(text, EvaluationConfig(tasks=TASKS))
     base = EvaluationConfig(
         policies=("dense",),
         tokens=options.tokens,
@@ -148,7 +149,7 @@ def run_model(
         tries=options.tries,
         density_over="all_layers",
         calibrated_on=CALIBRATED_ON,
-        **stage,
+        **amount,
     )
     params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
     model["dtype"] = params["embed"]["embedding"].dtype.name
@@ -156,7 +157,6 @@ def run_model(
     meta = common.describe_machine(
         models={name: model},
         stages={options.stage: stage},
-        **describe_texts(text, EvaluationConfig(tasks=TASKS)),
         tries=base.tries,
         density_over=base.density_over,
     )

@@ -91,12 +91,16 @@ def describe_models(results: Results) -> str:
     for name, one in meta["models"].items():
         hashes = ", ".join(f"`{value[:16]}`" for value in one["sha256"].values())
         models.append(f"`{name}` ({one['dtype']}; SHA-256 of its weights begins {hashes})")
-    texts = " and ".join(
-        f"{meta[kind]['name']} (SHA-256 `{meta[kind]['sha256'][:16]}`)" for kind in ("text", "code")
-    )
-    stages = ", ".join(f"{name} {one['seed']}" for name, one in meta["stages"].items())
+    stages = []
+    for name, one in meta["stages"].items():
+        texts = " and ".join(
+            f"{one[kind]['name']} (SHA-256 `{one[kind]['sha256'][:16]}`, the last "
+            f"{one[kind]['tail']:.0%} of it)"
+            for kind in ("text", "code")
+        )
+        stages.append(f"{name}: seed {one['seed']}, {texts}")
     return (
-        f"Models: {'; '.join(models)}. Texts: {texts}. Seeds: {stages}. "
+        f"Models: {'; '.join(models)}. Prompts for {'; for '.join(stages)}. "
         f"At most {meta['tries']} times as many prompts are drawn as are wanted."
     )
 

@@ -96,7 +96,8 @@ class MeansConfig(RecommendedConfig):
         parts = query.reshape(query.shape[0], -1, count, self.block_size // count, *query.shape[2:])
         is_query = valid.reshape(parts.shape[:4])[..., None, None]
         total = jnp.sum(jnp.where(is_query, parts, 0.0).astype(jnp.float32), axis=3)
-        return (total / jnp.maximum(jnp.sum(is_query, axis=3), 1)).astype(query.dtype)
+        number = jnp.sum(is_query, axis=3, dtype=jnp.float32)
+        return (total / jnp.maximum(number, 1.0)).astype(query.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class PagesConfig(RecommendedConfig):
             high = jnp.max(jnp.where(is_key, keys, -jnp.inf), axis=2)
             centre, radius = 0.5 * (low + high), 0.5 * (high - low)
         else:
-            number = jnp.maximum(jnp.sum(is_key, axis=2), 1)
+            number = jnp.maximum(jnp.sum(is_key, axis=2, dtype=jnp.float32), 1.0)
             centre = jnp.sum(jnp.where(is_key, keys, 0.0), axis=2) / number
             away = jnp.where(is_key, keys - centre[:, :, None], 0.0)
             radius = jnp.sqrt(jnp.sum(away**2, axis=2) / number)
@@ -188,7 +189,7 @@ def find_rules(
             NO_PLAN: None,
             NO_WEIGHTS: dataclasses.replace(plan, weights=ones),
             SAME_QUERIES: dataclasses.replace(
-                plan, representatives=(one_number,), factors=((1.0,),) * plan.num_layers
+                plan, representatives=(one_number,), misses=((0.0,),) * plan.num_layers
             ),
         }
         for name, other in others.items():

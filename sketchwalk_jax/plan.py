@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 PLAN_FILE = "sketchwalk_plan.json"
 FORMAT_VERSION = 1
-_NUMBERS = ("densities", "errors", "weights", "representatives", "factors")
+_NUMBERS = ("densities", "errors", "weights", "representatives", "misses")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,8 @@ class Plan:
       weights: For every layer nats per unit of this error: how much another error of the layer
         changes what the model says of the next token. Its loss is the product of both.
       representatives: Numbers of queries for a row that were tried, ascending.
-      factors: For every layer the factor of its errors with each of these numbers.
+      misses: For every layer what its lists miss with each of these numbers: the largest share of
+        attention that some head of some query gives a block that is not on the list.
       fingerprint: Of the checkpoint that it was measured on, from `models.weights.fingerprint`;
         empty where it is not known.
 
@@ -40,10 +39,10 @@ class Plan:
 
     Example:
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
-      ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
+      ...             weights=(1.0, 1.0), representatives=(4, 16), misses=((0.5, 0.1), (0.1, 0.0)))
       >>> plan.share_density(0.3)
       (0.575, 0.025)
-      >>> plan.share_representatives(10, densities=(0.575, 0.025))
+      >>> plan.share_representatives(10)
       (16, 4)
     """
 
@@ -51,15 +50,15 @@ class Plan:
     errors: tuple[tuple[float, ...], ...]
     weights: tuple[float, ...]
     representatives: tuple[int, ...]
-    factors: tuple[tuple[float, ...], ...]
+    misses: tuple[tuple[float, ...], ...]
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
         """Checks every number."""
-        by_layer = {name: len(getattr(self, name)) for name in ("errors", "weights", "factors")}
+        by_layer = {name: len(getattr(self, name)) for name in ("errors", "weights", "misses")}
         if not self.densities or set(by_layer.values()) != {len(self.densities)}:
             raise ValueError(
-                f"densities, errors, weights and factors must have an entry for each layer, got "
+                f"densities, errors, weights and misses must have an entry for each layer, got "
                 f"{len(self.densities)} and {by_layer}"
             )
         for densities, errors in zip(self.densities, self.errors, strict=True):
@@ -78,11 +77,11 @@ class Plan:
             raise ValueError(
                 f"representatives must be ascending and positive, got {self.representatives}"
             )
-        for factors in self.factors:
-            if len(factors) != len(self.representatives) or not _are_amounts(factors):
+        for misses in self.misses:
+            if len(misses) != len(self.representatives) or not _are_amounts(misses):
                 raise ValueError(
-                    f"factors must be finite and not negative, one for each of "
-                    f"{self.representatives} representatives, got {factors}"
+                    f"misses must be finite and not negative, one for each of "
+                    f"{self.representatives} representatives, got {misses}"
                 )
 
     @property
@@ -104,7 +103,7 @@ class Plan:
 
     def of_layers(self, layers: Sequence[int]) -> "Plan":
         """The plan of some layers alone."""
-        names = ("densities", "errors", "weights", "factors")
+        names = ("densities", "errors", "weights", "misses")
         some: dict[str, Any] = {n: tuple(getattr(self, n)[i] for i in layers) for n in names}
         return dataclasses.replace(self, **some)
 
@@ -141,15 +140,14 @@ class Plan:
             left -= taken
         return tuple(min(1.0, round(one, 4)) for one in least)
 
-    def share_representatives(self, mean: int, *, densities: Sequence[float]) -> tuple[int, ...]:
-        """Numbers of representative queries with the least sum of losses at given densities.
+    def share_representatives(self, mean: int) -> tuple[int, ...]:
+        """Numbers of representative queries with the least sum of what layers miss.
 
         As `share_density` does, but numbers that were not tried are not given: the next piece of a
         layer is taken if it can be paid for as a whole.
 
         Args:
           mean: Most of them, as a mean over the layers.
-          densities: What each layer has.
 
         Returns:
           A number for each layer; `mean` for all where that is beyond what was tried.
@@ -157,10 +155,8 @@ class Plan:
         if not self.representatives[0] <= mean <= self.representatives[-1]:
             return (mean,) * self.num_layers
         found, pieces = [self.representatives[0]] * self.num_layers, []
-        for layer, losses in enumerate(self.losses):
-            curve = ([*self.densities[layer], 1.0], [*losses, 0.0])
-            loss = float(np.interp(densities[layer], *curve))
-            falling = itertools.accumulate((loss * one for one in self.factors[layer]), min)
+        for layer, misses in enumerate(self.misses):
+            falling = itertools.accumulate(misses, min)
             hull = _lower_hull([*zip(map(float, self.representatives), falling, strict=True)])
             pieces += [(slope, layer, int(width)) for slope, width in _pieces(hull) if slope < 0]
         left, is_done = mean * self.num_layers - sum(found), set[int]()
@@ -205,7 +201,7 @@ class Plan:
             if version == FORMAT_VERSION:
                 rows = {
                     name: tuple(tuple(map(float, row)) for row in content[name])
-                    for name in ("densities", "errors", "factors")
+                    for name in ("densities", "errors", "misses")
                 }
                 return cls(
                     weights=tuple(map(float, content["weights"])),

@@ -82,7 +82,7 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
     for place, density in ((-4, 0.1), (-2, 0.2)):
         given = [float(line[place]) for line in cells]
         assert given == pytest.approx(plan.share_density(density), abs=1e-3)
-        queries = plan.share_representatives(8, densities=plan.share_density(density))
+        queries = plan.share_representatives(8)
         assert tuple(int(line[place + 1]) for line in cells) == queries
     assert f"{out}: plan {plan.short_hash} of 3 layers" in err
     assert f"put it where it is looked for: {plan_path(model)}" in err
@@ -140,7 +140,7 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
     assert found["plan"]["short_hash"] == plan.short_hash
     densities = plan.share_density(0.2)
     assert found["plan"]["densities"]["0.2"] == list(densities)
-    queries = plan.share_representatives(8, densities=densities)
+    queries = plan.share_representatives(8)
     assert found["plan"]["representatives"]["0.2"] == list(queries)
     assert "plan" not in found["model"]
     text, _ = run("info", "--model", planned)

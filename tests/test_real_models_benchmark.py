@@ -137,8 +137,9 @@ def test_the_page_has_a_summary_and_the_data(tmp_path):
         rows.append(row(label, "long_decode", 0) | losses | own)
     rows.append(row("quest", "multi_key", 3, stage="development", variant="dense_layers=0"))
     models = {name: {"sha256": {"a": "00" * 32}, "dtype": "bfloat16"} for name in ("tiny", "other")}
-    meta = META | {"models": models, "code": META["text"], "tries": 6}
-    meta |= {"stages": {"report": {"seed": 0}, "development": {"seed": 1}}}
+    texts = {"text": META["text"] | {"tail": 0.03}, "code": META["text"]}
+    stages = {"report": texts | {"seed": 0}, "development": texts | {"seed": 1}}
+    meta = META | {"models": models, "tries": 6, "stages": stages}
     left_out = {"policy": "adamas", "preset": None, "density": 0.1, "tokens": 8192}
     left_out |= {"model": "tiny", "stage": "report", "least_density_all_layers": 0.12}
     meta |= {"not_run": [left_out, left_out | {"stage": "development", "policy": "oracle"}]}

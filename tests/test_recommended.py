@@ -32,7 +32,7 @@ CONFIGS = {
             errors=((0.9, 0.1), (0.1, 0.05), (0.5, 0.2)),
             weights=(1.0, 1.0, 1.0),
             representatives=(4, 8, 16),
-            factors=((1.0, 1.0, 1.0), (1.5, 1.2, 1.0), (2.0, 1.0, 0.9)),
+            misses=((0.1, 0.1, 0.1), (0.1, 0.05, 0.04), (0.5, 0.1, 0.09)),
         ),
     ),
     "all queries": SketchWalkConfig.recommended(**OPTIONS, representatives=SIZE, min_blocks=1),

@@ -67,4 +67,4 @@ def prompts(*lengths: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def plan(densities: tuple[float, ...], *errors: tuple[float, ...]) -> Plan:
     """A plan whose layers were tried at the same densities, and differ in nothing but errors."""
     count = len(errors)
-    return Plan((densities,) * count, errors, (1.0,) * count, (4, 8), ((1.2, 1.0),) * count)
+    return Plan((densities,) * count, errors, (1.0,) * count, (4, 8), ((0.2, 0.1),) * count)

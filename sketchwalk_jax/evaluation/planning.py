@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
+from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.calibration import HELD_OUT
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
@@ -26,6 +27,7 @@ from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
 
@@ -53,11 +55,13 @@ def make_plan(
         loss_l(d) = weight_l · error_l(d),   weight_l = KL_l / error_l(d_0)
         error_l(d) = mean_t ‖W_o (o_sparse,t - o_dense,t)‖² / ‖W_o o_dense,t‖²
         KL_l = mean_t KL(p_dense,t ‖ p_l,t), with layer l alone sparse, at the density d_0
-        factor_l(R) = error_l(d_0) with R representative queries / the same with the policy's own
+        miss_l(R) = mean_i max_{j not in list i} max_{t in row i, h} share_{t, h}[j]
 
     in nats, where `p` is what the model says of the next token. Both means are half that of the
     last 64 tokens and half that of tokens of the last two thirds of a prompt, where budgets are
-    above their floor; `d` is what was measured.
+    above their floor; `d` is what was measured. `share` is dense attention's, and the lists are
+    those of `R` representative queries at `d_0`: what error says little of, because a retrieval is
+    one head of one token, is what a layer must not miss.
 
     Args:
       params: Parameter tree.
@@ -120,7 +124,7 @@ def make_plan(
         errors=tuple(y for _, y in curves),
         weights=_rounded(np.mean(damages, axis=0) / reference),
         representatives=counts,
-        factors=tuple(map(_rounded, np.mean(others, axis=0) / reference[:, None])),
+        misses=tuple(map(_rounded, np.mean(others, axis=0))),
         fingerprint=fingerprint,
     )
 
@@ -222,7 +226,7 @@ def _losses(
 ) -> tuple[Float[Array, "L D"], Float[Array, "L D"], Float[Array, "L R"]]:
     """Pairs attended to, and error, of every layer with every policy, from the same evidence.
 
-    Then the errors of the policy `middle` with other numbers of representatives.
+    Then what the policy `middle` misses with other numbers of representatives.
     """
     span = _whole_prompt(tokens, length)
     others = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
@@ -258,10 +262,30 @@ def _losses(
             for policy, walk in zip(policies, walks, strict=True)
         ]
         pairs, errors = zip(*[measure(one, walks[0]) for one in tried], strict=True)
-        by_count = [measure(*one)[1] for one in zip(others, walks[1:], strict=True)]
-        return dense, walks, tuple(map(jnp.stack, (pairs, errors, by_count)))
+        shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
+        misses = [
+            _missed(
+                shares, policy.keep(walk.scores, rows, walk.layers, policy.local_blocks), length
+            )
+            for policy, walk in zip(others, walks[1:], strict=True)
+        ]
+        return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))
 
     return _run(params, tokens, attend, [tried[middle], *others], model_config=model_config)[1]
+
+
+def _missed(
+    shares: Float[Array, "1 I J"], lists: BlockSelection, length: Int[Array, "1"]
+) -> Float[Array, ""]:
+    """The largest share outside the list, a mean over rows: half of it that of the last two."""
+    place = jnp.arange(lists.ids.shape[-1], dtype=jnp.int32)
+    ids = jnp.where(place[None] < lists.counts[0, 0][:, None], lists.ids[0, 0], shares.shape[-1])
+    row = jnp.arange(shares.shape[1], dtype=jnp.int32)
+    kept = shares[0].at[row[:, None], ids].set(0.0, mode="drop")
+    missed = jnp.max(kept, axis=-1)
+    end = (length[0] - 1) // lists.block_size
+    halves = [(row >= end // 3) & (row <= end), (row >= end - 1) & (row <= end)]
+    return 0.5 * sum(jnp.mean(missed, where=one) for one in halves)
 
 
 def planning_prompts(

@@ -151,10 +151,9 @@ class RecommendedConfig(BudgetPolicy):
         if self.plan is None or self.num_layers is None:
             return (self.representatives,)
         sparse = [i for i in range(self.num_layers) if not self.is_dense(i)]
-        densities = tuple(self.layer_densities[i] for i in sparse)
         if not sparse:
             return (self.representatives,)
-        found = _share_representatives(self.representatives, self.plan.of_layers(sparse), densities)
+        found = self.plan.of_layers(sparse).share_representatives(self.representatives)
         return tuple(min(one, self.block_size) for one in found)
 
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
@@ -282,7 +281,7 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
 
     Example:
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
-      ...             weights=(1.0, 1.0), representatives=(4, 16), factors=((1.5, 1.0), (1.1, 1.0)))
+      ...             weights=(1.0, 1.0), representatives=(4, 16), misses=((0.5, 0.1), (0.1, 0.0)))
       >>> planned_layers(plan, 0.3)
       [(0.575, 4), (0.025, 4)]
     """
@@ -365,11 +364,6 @@ def _share_density(
     own = [i for i, dense in enumerate(is_dense) if not dense]
     found = dict(zip(own, plan.of_layers(own).share_density(left / count), strict=True))
     return tuple(found.get(i, 1.0) for i in range(len(is_dense)))
-
-
-@functools.lru_cache(maxsize=64)
-def _share_representatives(mean: int, plan: Plan, densities: tuple[float, ...]) -> tuple[int, ...]:
-    return plan.share_representatives(mean, densities=densities)
 
 
 @functools.lru_cache(maxsize=1024)
