@@ -47,6 +47,7 @@ from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
@@ -231,7 +232,15 @@ def make_rules(
                         found.append(Rule(policy, preset, density, fields, f"{_VARIANT}{count}"))
                 else:
                     found += _chosen(file, model, rule, options)
+                    found += [exact_ceiling(density)] if policy == "oracle" else []
     return tuple(found)
+
+
+def exact_ceiling(density: float | None) -> Rule:
+    """The exact ranking by largest shares, with the local blocks of the recommended policy."""
+    fields = {"aggregation": "max", "dense_layers": 0}
+    fields["local_blocks"] = RecommendedConfig().local_blocks
+    return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 
 def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespace) -> list[Rule]:
@@ -242,7 +251,9 @@ def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespa
             continue
         if phase == "both" and len(rule.make().phases) < 2:
             continue
-        count = chosen_layers(file, model, rule, phase, options.dense_layers)
+        # What is sparse in both phases loses most in prompts.
+        like = "prefill" if phase == "both" else phase
+        count = chosen_layers(file, model, rule, like, options.dense_layers)
         if count is not None:
             by_count.setdefault(count, []).append(phase)
     return [

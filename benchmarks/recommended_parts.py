@@ -203,8 +203,7 @@ def find_rules(
         ):
             name = f"pages of {page['page_size']} keys, {page.get('shape', 'spread')}"
             found.append(_rule(density, page, name, PagesConfig))
-        fields = (("aggregation", "max"), ("dense_layers", 0), ("local_blocks", 2))
-        found.append(Rule("oracle", None, density, fields, "max"))
+        found.append(real_models.exact_ceiling(density))
     return tuple(found)
 
 

@@ -111,7 +111,7 @@ class EvaluationConfig:
       tasks: Names of tasks.
       phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
       prompts: Prompts of each task and length; variable tracking has two fifths of them for every
-        number of hops.
+        number of hops, long decoding a fifth.
       probe_prompts: Prompts of each task and length on which mass recall and output error are
         measured; 0 leaves them out.
       batch: Prompts at a time, or None to choose by the memory of the device.
@@ -253,6 +253,8 @@ class EvaluationConfig:
 
     def num_prompts(self, task: str) -> int:
         """Prompts of a task at each length."""
+        if task == "long_decode":  # each is 512 tokens
+            return max(1, self.prompts // 5)
         if task != "variable_tracking":
             return self.prompts
         return len(HOPS) * max(1, 2 * self.prompts // len(HOPS))
