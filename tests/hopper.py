@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sass
+
 # All that the compiler asks about the chip: an H100 or H200, with its own (`a`) instructions.
 TARGET = """
 gpu_device_info {
@@ -32,6 +34,9 @@ _FACTS = {
     "spill_store_bytes": r"(\d+) bytes spill stores",
     "spill_load_bytes": r"(\d+) bytes spill loads",
 }
+# What is printed for a kernel: lines of `ptxas`, then its code from `nvdisasm`.
+_KERNEL = re.compile(r"^(ptxas .*?)^(\s*\.target\b.*?)(?=^ptxas |\Z)", re.M | re.S)
+_NAME = re.compile(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?'")
 
 
 def read_assembler(text: str) -> dict[str, Any]:
@@ -45,6 +50,17 @@ def read_assembler(text: str) -> dict[str, Any]:
     lines = text.splitlines()
     facts["complaints"] = [x for x in lines if re.search("warning|performance loss|error", x, re.I)]
     return facts
+
+
+def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
+    """What `read_assembler` says about each kernel, by name, and the hazards in its code."""
+    kernels = {}
+    for said, code in _KERNEL.findall(printed):
+        name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
+        kernels[name] = read_assembler(said) | {"hazards": sass.hazards(code)}
+    if len(kernels) != len(_NAME.findall(printed)):
+        raise ValueError(f"no code of some kernel in what was printed:\n{printed[-4000:]}")
+    return kernels
 
 
 class Compiler:
@@ -101,8 +117,7 @@ class Compiler:
 
 def _serve() -> None:
     """Answers names from standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever compilers print is not an answer
+    answers = os.fdopen(os.dup(1), "w")  # whatever compilers print is not an answer
     with _prepare() as compile_case:
         for line in sys.stdin:
             try:
@@ -114,15 +129,15 @@ def _serve() -> None:
 
 @contextmanager
 def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        # Read when JAX is imported; autotuning would run programs.
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        # Read when JAX is imported; autotuning would run programs. Into a folder the compiler would
+        # also write the module after each of its passes, 100 MB for a kernel, in half of the time.
         os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
-        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         import jax
         import kernel_cases
-        import sass
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -139,16 +154,11 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
             arguments = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
             )
+            printed.seek(0)
+            printed.truncate()
             jax.jit(function).lower(*arguments).compile()
-            kernels = {}
-            for path in sorted(Path(folder).iterdir()):
-                if path.suffix == ".ptxas":
-                    code = path.with_suffix(".sass_ctrl").read_text()  # by `nvdisasm`
-                    kernels[path.stem] = read_assembler(path.read_text())
-                    kernels[path.stem]["hazards"] = sass.hazards(code)
-            for path in Path(folder).iterdir():
-                path.unlink()
-            return kernels
+            printed.seek(0)
+            return read_kernels(printed.read())
 
         yield compile_case
 

@@ -113,7 +113,7 @@ def test_it_finds_the_needle_in_4096_tokens(bundled):
 @pytest.mark.slow
 def test_demo_without_options_shows_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--tokens", "4096", "--json"]) == 0
+    assert main(["demo", "--tokens", "2048", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == bundled_model().name
     assert found["dense"]["right"] >= 3

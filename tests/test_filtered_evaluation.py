@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.evaluation import EvaluationConfig, measure, read_text, runner
+from sketchwalk_jax.evaluation import EvaluationConfig, long_decode, measure, read_text, runner
 from sketchwalk_jax.evaluation.calibration import fit_density, layers_density
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement
@@ -130,8 +130,9 @@ def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
 
 
 def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
+    tokens = 1280  # the least, of multiples of 64, in which there is room for aggregation
     config = dataclasses.replace(
-        CONFIG, tasks=("single_needle", "aggregation"), prompts=4, tokens=(2048,)
+        CONFIG, tasks=("single_needle", "aggregation"), tokens=(tokens,), tries=2, batch=1
     )
     seen = []
 
@@ -141,17 +142,16 @@ def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
         return np.array([is_needle and len(seen) == 1 for _ in prompts.samples])
 
     monkeypatch.setattr(measure, "right_in_decode", right)
-    config = dataclasses.replace(config, batch=1)
     _, file = evaluate(model, tmp_path / "real.json", config)
     nothing = [row for row in file.rows if row["task"] == "aggregation"]
     assert len(nothing) == 1 and nothing[0]["policy"] == "dense"
-    assert (nothing[0]["prompts"], nothing[0]["drawn"]) == (0, 16)
+    assert (nothing[0]["prompts"], nothing[0]["drawn"]) == (0, 6)
     needles = [row for row in file.rows if row["task"] == "single_needle"]
-    assert {(row["prompts"], row["drawn"], row["in_mean"]) for row in needles} == {(1, 16, False)}
+    assert {(row["prompts"], row["drawn"], row["in_mean"]) for row in needles} == {(1, 6, False)}
     assert counted(file.rows) == [] and pool(counted(file.rows)) is None
     for table in (accuracy_table, summary_table):
         more = {"phase": "prefill"} if table is accuracy_table else {}
-        assert "`streaming`" in table(file.rows, density=0.6, tokens=2048, **more)
+        assert "`streaming`" in table(file.rows, density=0.6, tokens=tokens, **more)
     seen_before = len(seen)
     assert evaluate(model, tmp_path / "real.json", config)[0] and len(seen) == seen_before
 
@@ -237,15 +237,16 @@ def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path
     ) == pytest.approx(1)
 
 
-def test_long_decoding_is_that_of_decode_steps():
-    model_config = dataclasses.replace(tiny.MODEL, max_position_embeddings=1024)
+def test_long_decoding_is_that_of_decode_steps(monkeypatch):
+    monkeypatch.setattr(long_decode, "NUM_DECODED", 140)  # three blocks, begun or ended
+    model_config = dataclasses.replace(tiny.MODEL, max_position_embeddings=640)
     params = tiny.params(model=model_config)
-    tokens = np.random.default_rng(3).integers(2, 64, 1000).astype(np.int32)
+    tokens = np.random.default_rng(3).integers(2, 64, 628).astype(np.int32)
     sample = Sample("long_decode", tokens, 488, tokens[488:], 488, "")
     full, rule = Rule("sketchwalk", "paper", 1.0), Rule("sketchwalk", "damped", 0.3)
     wanted = {DENSE: ("both",), full: ("decode", "both"), rule: ("decode", "both")}
     long = LongDecode(
-        Programs(params), params, model_config, wanted, num_tokens=1024, batch=2, policies={}
+        Programs(params), params, model_config, wanted, num_tokens=640, batch=2, policies={}
     )
     found = long.run([sample], wanted, after=lambda: None)
     dense = found[DENSE, "both"]
@@ -268,7 +269,7 @@ def _stepped(params, model_config, tokens, rule, phase):
     config = rule.make()
     options = {"model_config": model_config, "config": config}
     options |= {} if rule == DENSE else {"phase": phase}
-    cache = sw.init_cache(model_config, config, batch=1, max_tokens=1024)
+    cache = sw.init_cache(model_config, config, batch=1, max_tokens=640)
     _, cache = sw.prefill(params, tokens[None, :488], cache, **options)
     losses = []
     for place in range(488, len(tokens) - 1):

@@ -245,8 +245,8 @@ def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
 
 
 def test_density_counts_dense_layers_and_both_phases(weights):
-    prompt, _ = prompts(200)
-    options = {"model_config": MODEL, "max_new_tokens": NEW}
+    prompt, lengths = prompts(LENGTHS[0])
+    options = {"lengths": lengths, **OPTIONS}
     density = generate(weights, prompt, config=POLICIES["paper"], **options).measured_density
     assert float(density.prefill[0]) == 1.0 and float(density.decode[0]) == 1.0
     assert (np.asarray(density.prefill[1:]) < 0.6).all()

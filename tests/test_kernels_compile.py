@@ -70,6 +70,17 @@ def test_a_spill_and_a_complaint_would_be_seen():
         hopper.read_assembler("")
 
 
+def test_what_is_printed_about_several_kernels_is_told_apart():
+    complaint = "ptxas info    : (C7510) Potential Performance Loss: wgmma is serialized"
+    code = f"\n\t.target\tsm_90a\n{LOOP % '   -:-:-:Y:01   /*0030*/   LDS.64 R182, [R5]'}"
+    printed = f"{SAID}{code}\n{complaint}\n{SAID.replace('one', 'other')}\n\t.target\tsm_90a\n"
+    one, other = (hopper.read_kernels(printed)[name] for name in ("one_0", "other_1"))
+    assert one["complaints"] == [] and len(one["hazards"]) == 1
+    assert other["complaints"] == [complaint] and other["hazards"] == []
+    with pytest.raises(ValueError, match="no code of some kernel"):
+        hopper.read_kernels(printed + SAID)
+
+
 @pytest.mark.parametrize(
     ("instruction", "is_hazard"),
     [

@@ -199,8 +199,16 @@ def test_it_keeps_no_statistics():
     assert CONFIGS["default"].init_statistics(shape, batch=2, num_blocks=4) is None
 
 
-@pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["both", "prefill", "decode"]))
-@pytest.mark.parametrize("dense_layers", [1, (1, 3), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dense_layers", "phase"),
+    [
+        (1, "both"),
+        ((1, 3), "both"),
+        pytest.param(0, "both", marks=pytest.mark.slow),
+        pytest.param((1, 3), "prefill", marks=pytest.mark.slow),
+        pytest.param(1, "decode", marks=pytest.mark.slow),
+    ],
+)
 def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
     density, length, new = 0.6, 480, 24
     config = SketchWalkConfig.recommended(
