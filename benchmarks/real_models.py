@@ -56,7 +56,7 @@ FindRules = Callable[[ResultsFile, str, argparse.Namespace, ModelConfig], tuple[
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
 CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
-STAGES = {"development": (1, 20), "report": (0, 50)}
+STAGES = {"development": (1, 20), "report": (0, 100)}
 # Presets that say themselves which layers are dense.
 OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
@@ -137,7 +137,7 @@ def run_model(
     seed, prompts = STAGES[options.stage]
     tokenizer = load_tokenizer(path)
     amount: dict[str, Any] = {"seed": seed, "prompts": options.prompts or prompts}
-    stage = amount | describe_texts(text, EvaluationConfig(tasks=TASKS))
+    run = amount | describe_texts(text, EvaluationConfig(tasks=TASKS))
     base = EvaluationConfig(
         policies=("dense",),
         tokens=options.tokens,
@@ -157,12 +157,12 @@ def run_model(
     model |= {"context": model_config.context_length, "wording": base.wording}
     meta = common.describe_machine(
         models={name: model},
-        stages={options.stage: stage},
+        runs={f"{name}, {options.stage}": run},
         tries=base.tries,
         density_over=base.density_over,
     )
     # What is told of each model, stage and policy grows with the file.
-    growing = ("models", "stages", "dense_layers")
+    growing = ("models", "runs", "dense_layers")
     file = ResultsFile(
         options.out,
         joined_meta(options.out, meta, growing),
@@ -193,7 +193,7 @@ def default_dtype() -> str | None:
 
 
 def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dict[str, Any]:
-    """`meta` with what a file says of other models and stages.
+    """`meta` with what a file says of other models and runs.
 
     Raises:
       ValueError: If the file says otherwise of this model or stage.

@@ -91,16 +91,16 @@ def describe_models(results: Results) -> str:
     for name, one in meta["models"].items():
         hashes = ", ".join(f"`{value[:16]}`" for value in one["sha256"].values())
         models.append(f"`{name}` ({one['dtype']}; SHA-256 of its weights begins {hashes})")
-    stages = []
-    for name, one in meta["stages"].items():
+    runs = []
+    for name, one in meta["runs"].items():
         texts = " and ".join(
             f"{one[kind]['name']} (SHA-256 `{one[kind]['sha256'][:16]}`, the last "
             f"{one[kind]['tail']:.0%} of it)"
             for kind in ("text", "code")
         )
-        stages.append(f"{name}: seed {one['seed']}, {texts}")
+        runs.append(f"{name}: seed {one['seed']}, {one['prompts']} of each task, {texts}")
     return (
-        f"Models: {'; '.join(models)}. Prompts for {'; for '.join(stages)}. "
+        f"Models: {'; '.join(models)}. Prompts for {'; for '.join(runs)}. "
         f"At most {meta['tries']} times as many prompts are drawn as are wanted."
     )
 

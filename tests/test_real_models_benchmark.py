@@ -106,11 +106,11 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
             assert len(row["kls"]) == 2 and row["kl"] >= -1e-5
     meta = found["meta"]
     assert set(meta["models"]) == {"model"} and len(meta["models"]["model"]["sha256"]) == 1
-    assert meta["stages"]["development"]["seed"] != meta["stages"]["report"]["seed"]
+    assert meta["runs"]["model, development"]["seed"] != meta["runs"]["model, report"]["seed"]
     assert {one["variant"] for one in meta["not_run"]} == {"dense_layers=3"}
     real_models.main([*common, "--seconds", "1000"])
     assert json.loads(out.read_text())["rows"] == found["rows"]
-    with pytest.raises(ValueError, match="must hold the same stages"):
+    with pytest.raises(ValueError, match="must hold the same runs"):
         real_models.main([*common, "--prompts", "3"])
 
 
@@ -138,8 +138,8 @@ def test_the_page_has_a_summary_and_the_data(tmp_path):
     rows.append(row("quest", "multi_key", 3, stage="development", variant="dense_layers=0"))
     models = {name: {"sha256": {"a": "00" * 32}, "dtype": "bfloat16"} for name in ("tiny", "other")}
     texts = {"text": META["text"] | {"tail": 0.03}, "code": META["text"]}
-    stages = {"report": texts | {"seed": 0}, "development": texts | {"seed": 1}}
-    meta = META | {"models": models, "tries": 6, "stages": stages}
+    runs = {"tiny, report": texts | {"seed": 0, "prompts": 40}}
+    meta = META | {"models": models, "tries": 6, "runs": runs}
     left_out = {"policy": "adamas", "preset": None, "density": 0.1, "tokens": 8192}
     left_out |= {"model": "tiny", "stage": "report", "least_density_all_layers": 0.12}
     meta |= {"not_run": [left_out, left_out | {"stage": "development", "policy": "oracle"}]}
