@@ -6,7 +6,8 @@
 On instruction models and on the bundled one, on prompts of which none is reported elsewhere, with
 each model's plan (`sketchwalk calibrate`). Its arguments are those of `real_models.py`. Some parts
 are no options of the package, because they are worth less than what stands in their place: pages of
-keys instead of single keys, means of neighbouring queries instead of the farthest ones.
+keys instead of single keys, means of neighbouring queries instead of the farthest ones; or more,
+but cost more: keys that are not rounded.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ from typing import Any
 import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 import real_models
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from pages import Tables, if_measured
 
-from sketchwalk_jax.attention.mass import block_scores
 from sketchwalk_jax.evaluation.report import describe_run
 from sketchwalk_jax.evaluation.results import ResultsFile, Row, read_results
 from sketchwalk_jax.evaluation.settings import Rule
@@ -43,7 +44,8 @@ from sketchwalk_jax.evaluation.tables import (
     task_title,
 )
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies.base import BudgetPolicy
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.block_codes import block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 OUT = common.RESULTS / "recommended_parts.json"
@@ -56,8 +58,6 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"representatives": 4},
     {"representatives": 16},
     {"representatives": 32},
-    {"representatives": 64, "channels": "all"},
-    {"channels": "all"},
     {"exponent": 1},
     {"exponent": 2},
     {"exponent": 8},
@@ -90,8 +90,8 @@ class MeansConfig(RecommendedConfig):
     """Means of neighbouring queries stand for a row."""
 
     def represent(
-        self, query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], count: int
-    ) -> Float[Array, "B I R N H"]:
+        self, query: Float[Array, "B T N C"], valid: Bool[Array, "B T"], count: int
+    ) -> Float[Array, "B I R N C"]:
         """`count` means of as many neighbours each."""
         parts = query.reshape(query.shape[0], -1, count, self.block_size // count, *query.shape[2:])
         is_query = valid.reshape(parts.shape[:4])[..., None, None]
@@ -100,8 +100,71 @@ class MeansConfig(RecommendedConfig):
         return (total / jnp.maximum(number, 1.0)).astype(query.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SingleKeys:
+    """Keys as they are, in the place of codes.
+
+    Attributes:
+      key: The keys, `[B, J, S, K, C]`.
+    """
+
+    key: Float[Array, "B J S K C"]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there is room for."""
+        return self.key.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+        return self.key.shape[2]
+
+    @property
+    def centre(self) -> Float[Array, "B J K C"]:
+        """Nothing is taken off."""
+        return jnp.zeros_like(self.key[:, :, 0])
+
+    def residual(
+        self, block: Int[Array, ""], count: int, dtype: DTypeLike
+    ) -> Float[Array, "B W K C"]:
+        """The keys of `count` blocks."""
+        keys = jax.lax.dynamic_slice_in_dim(self.key, block, count, axis=1)
+        return keys.reshape(keys.shape[0], -1, *keys.shape[3:]).astype(dtype)
+
+    def add(self, key: Float[Array, "B T K C"], span: Span) -> "SingleKeys":
+        """The keys with those of a span."""
+        flat = self.key.reshape(self.key.shape[0], -1, *self.key.shape[3:])
+        place = span.start(self.block_size)[:, None] + jnp.arange(key.shape[1])[None, :]
+        place = jnp.where(span.valid, place, flat.shape[1])  # or dropped
+        sequence = jnp.arange(key.shape[0])[:, None]
+        flat = flat.at[sequence, place].set(key.astype(flat.dtype), mode="drop")
+        return SingleKeys(flat.reshape(self.key.shape))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagesConfig(RecommendedConfig):
+class ExactConfig(RecommendedConfig):
+    """Keys that are not rounded.
+
+    Attributes:
+      channels_of: `"slow"` or `"all"`.
+    """
+
+    channels_of: str = "slow"
+
+    def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
+        """The channels that count."""
+        return super().channels(head_dim) if self.channels_of == "slow" else np.arange(head_dim)
+
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> Any:
+        """No keys."""
+        size = (batch, num_blocks, self.block_size, shape.num_kv_heads)
+        return SingleKeys(jnp.zeros((*size, len(self.channels(shape.head_dim))), shape.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagesConfig(ExactConfig):
     """Pages of keys in place of single keys: the bound `q · centre + width · |q| · radius`.
 
     Attributes:
@@ -110,42 +173,44 @@ class PagesConfig(RecommendedConfig):
       width: Factor of the radius.
     """
 
+    channels_of: str = "all"
     page_size: int = 8
     shape: str = "spread"
     width: float = 0.5
 
-    def score(
+    def evidence(
         self,
-        queries: Float[Array, "B I R N H"],
-        key: Float[Array, "Ls B S K H"],
+        queries: Float[Array, "B I R N C"],
+        codes: Any,
         rows: Int[Array, "B I"],
         *,
-        layer: Int[Array, ""],
         kv_lengths: Int[Array, "B"],
+        scale: float,
     ) -> Float[Array, "B I J"]:
         """The scores of the best page of each block, made of products with twice the channels."""
-        keys = jax.lax.dynamic_index_in_dim(key, layer, keepdims=False).astype(jnp.float32)
-        keys = keys.reshape(keys.shape[0], -1, self.page_size, *keys.shape[2:])
-        places = jnp.arange(keys.shape[1] * self.page_size).reshape(1, -1, self.page_size, 1, 1)
-        is_key = places < kv_lengths[:, None, None, None, None]
+        keys = codes.key.astype(jnp.float32)
+        pages = self.block_size // self.page_size
+        keys = keys.reshape(*keys.shape[:2], pages, self.page_size, *keys.shape[3:])
+        place = jnp.arange(keys.shape[1] * self.block_size).reshape(1, -1, pages, self.page_size)
+        is_key = (place < kv_lengths[:, None, None, None])[..., None, None]
         if self.shape == "box":
-            low = jnp.min(jnp.where(is_key, keys, jnp.inf), axis=2)
-            high = jnp.max(jnp.where(is_key, keys, -jnp.inf), axis=2)
+            low = jnp.min(jnp.where(is_key, keys, jnp.inf), axis=3)
+            high = jnp.max(jnp.where(is_key, keys, -jnp.inf), axis=3)
             centre, radius = 0.5 * (low + high), 0.5 * (high - low)
         else:
-            number = jnp.maximum(jnp.sum(is_key, axis=2, dtype=jnp.float32), 1.0)
-            centre = jnp.sum(jnp.where(is_key, keys, 0.0), axis=2) / number
-            away = jnp.where(is_key, keys - centre[:, :, None], 0.0)
-            radius = jnp.sqrt(jnp.sum(away**2, axis=2) / number)
-        pages = jnp.concatenate([centre, radius], axis=-1).astype(key.dtype)
+            number = jnp.maximum(jnp.sum(is_key, axis=3, dtype=jnp.float32), 1.0)
+            centre = jnp.sum(jnp.where(is_key, keys, 0.0), axis=3) / number
+            away = jnp.where(is_key, keys - centre[:, :, :, None], 0.0)
+            radius = jnp.sqrt(jnp.sum(away**2, axis=3) / number)
+        found = SingleKeys(jnp.concatenate([centre, radius], axis=-1).astype(codes.key.dtype))
         both = jnp.concatenate([queries, self.width * jnp.abs(queries)], axis=-1)
+        lengths = -(-kv_lengths // self.page_size)
         return block_scores(
-            (both * 2**0.5).astype(key.dtype),  # the scale is that of twice the channels
-            pages[None],
+            both.astype(queries.dtype),
+            found,
             rows,
-            block_size=self.block_size // self.page_size,
-            layer=jnp.zeros((), jnp.int32),
-            kv_lengths=-(-kv_lengths // self.page_size),
+            kv_lengths=lengths,
+            scale=scale,
             exponent=self.exponent,
         )
 
@@ -196,6 +261,13 @@ def find_rules(
             is_of_prompts = name == SAME_QUERIES
             found.append(_rule(density, {"plan": other}, name, is_of_prompts=is_of_prompts))
         found.append(_rule(density, {}, MEANS, MeansConfig, is_of_prompts=True))
+        found.append(_rule(density, {}, "keys that are not rounded", ExactConfig))
+        every = {"channels_of": "all"}
+        found.append(_rule(density, every, "keys that are not rounded, all channels", ExactConfig))
+        every = every | {"representatives": 64}
+        found.append(
+            _rule(density, every, "all queries, all of the keys", ExactConfig, is_of_prompts=True)
+        )
         for page in (
             {"page_size": 8},
             {"page_size": 16},

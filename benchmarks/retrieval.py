@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from pages import Tables, if_measured
-from recommended_parts import MeansConfig, PagesConfig
+from recommended_parts import ExactConfig, MeansConfig, PagesConfig
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
@@ -41,7 +41,7 @@ from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import embed, run_layers
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.walk import WalkState
@@ -62,9 +62,10 @@ def policies(model_config: ModelConfig) -> dict[str, RecommendedConfig]:
     found: dict[str, RecommendedConfig] = {"recommended": RecommendedConfig(plan=plan)}
     for count in (4, 8, 16, 32):
         found[f"{count} queries in every layer"] = RecommendedConfig(representatives=count)
-    found["64 queries in every layer, all channels"] = RecommendedConfig(
-        representatives=64, channels="all"
+    found["64 queries in every layer, exact keys"] = ExactConfig(
+        representatives=64, channels_of="all"
     )
+    found["8 queries, keys that are not rounded"] = ExactConfig()
     found["8 queries, no memory of layers before"] = RecommendedConfig(decay=0.0)
     found["8 means of 8 queries"] = MeansConfig()
     found["8 queries, pages of 8 keys"] = PagesConfig()
@@ -241,7 +242,10 @@ def _look(
             is_dense = [policy.is_dense(i) for i in range(model_config.num_layers)]
             place = jnp.asarray(np.cumsum(np.logical_not(is_dense)) - 1, jnp.int32)
             walk = WalkState(walk.scores, jnp.maximum(place, 0)[layer])
-            _, walk = policy.select(query, key[None], None, walk, layer=only_layer, span=span)
+            shape = LayerShape(query.shape[2], *key.shape[2:], key.dtype)
+            kept = policy.init_statistics(shape, batch=1, num_blocks=num_blocks)
+            kept = policy.observe(query, key, kept, span=span)
+            _, walk = policy.select(query, key[None], kept, walk, layer=only_layer, span=span)
             found[name] = walk.scores[0, row]
             after.append(walk)
         return dense_attention(query, key, value, kv_lengths=length), after, found

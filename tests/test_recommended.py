@@ -22,7 +22,7 @@ OPTIONS = {"block_size": SIZE, "density": 0.3}
 CONFIGS = {
     "default": SketchWalkConfig.recommended(**OPTIONS),
     "largest": SketchWalkConfig.recommended(
-        **OPTIONS, exponent=8, channels="all", sink_blocks=2, local_blocks=1, min_blocks=2
+        **OPTIONS, exponent=8, sink_blocks=2, local_blocks=1, min_blocks=2
     ),
     "forgetful": SketchWalkConfig.recommended(**OPTIONS, decay=0.0, exponent=1, representatives=1),
     "planned": SketchWalkConfig.recommended(
@@ -89,13 +89,20 @@ def run(query, key, lengths, *, config, is_token):
         span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     num_rows = 1 if is_token else num_blocks
     walk = config.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
+    valid = jnp.arange(key.shape[2], dtype=jnp.int32)[None] < lengths[:, None]
+    whole = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    empty = config.init_statistics(
+        LayerShape(query.shape[3], *key.shape[3:]), batch=batch, num_blocks=num_blocks
+    )
 
     def step(walk, layer):
-        query, index = layer
-        lists, walk = config.select(query, key, None, walk, layer=index, span=span)
+        query, own, index = layer
+        codes = config.observe(own, own, empty, span=whole)  # queries leave nothing
+        lists, walk = config.select(query, key, codes, walk, layer=index, span=span)
         return walk, (lists.ids[:, 0], lists.counts[:, 0], walk.scores)
 
-    return jax.lax.scan(step, walk, (query, jnp.arange(len(query), dtype=jnp.int32)))[1]
+    layers = jnp.arange(len(query), dtype=jnp.int32)
+    return jax.lax.scan(step, walk, (query, key, layers))[1]
 
 
 def batch(drawn, lengths):
@@ -168,15 +175,21 @@ def test_layers_differ_by_the_plan():
     assert CONFIGS["default"].sparse_representatives == (8,)
 
 
-@given(density=st.floats(0.01, 1.0), least=st.integers(1, 9), num_blocks=st.integers(1, 300))
+@given(
+    density=st.floats(0.01, 1.0),
+    least=st.integers(1, 9),
+    num_blocks=st.integers(1, 300),
+    is_token=st.booleans(),
+)
 def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
-    density, least, num_blocks
+    density, least, num_blocks, is_token
 ):
-    counts = even_budget(num_blocks, density=density, least=least)
-    np.testing.assert_array_equal(counts, reference.recommended_budget(num_blocks, density, least))
+    make = functools.partial(even_budget, density=density, least=least, repays=not is_token)
+    counts = make(num_blocks)
     np.testing.assert_array_equal(
-        counts, even_budget(300, density=density, least=least)[:num_blocks]
+        counts, reference.recommended_budget(num_blocks, density, least, is_token=is_token)
     )
+    np.testing.assert_array_equal(counts, make(300)[:num_blocks])
     assert (counts >= np.minimum(least, np.arange(1, num_blocks + 1))).all()
 
 
@@ -194,9 +207,12 @@ def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt
     np.testing.assert_array_equal(ids[:, 0, -1], own[:, 0, 0])
 
 
-def test_it_keeps_no_statistics():
-    shape = LayerShape(4, 2, 16)
-    assert CONFIGS["default"].init_statistics(shape, batch=2, num_blocks=4) is None
+def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
+    shape, blocks = LayerShape(32, 8, 128, jnp.bfloat16), 2048
+    policy = SketchWalkConfig.recommended()
+    make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
+    assert held / (blocks * 64 * 2 * 8 * 128 * 2) == pytest.approx(35 / 512, rel=2e-3)
 
 
 @pytest.mark.parametrize(

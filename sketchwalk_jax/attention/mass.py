@@ -7,8 +7,7 @@ queries on the block's keys:
 
 One pass over the keys finds the log-sum-exp of every (query, block); the softmax over blocks of
 those is the mass of each query, and no array of size tokens × tokens exists. In place of the sum,
-the largest share that any query and head gives a block can be asked for; and in place of a row's
-queries, a few that represent them (`block_scores`).
+the largest share that any query and head gives a block can be asked for.
 
 A query or a key that is not finite makes no score: what it would give counts as no attention. So
 does a score below -5e29.
@@ -18,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import per_sequence
@@ -161,63 +159,6 @@ def token_mass(
     )
 
 
-def block_scores(
-    representatives: Float[Array, "B I Q N H"],
-    key: Float[Array, "L B S K H"],
-    rows: Int[Array, "B I"],
-    *,
-    block_size: int,
-    layer: Int[Array, ""],
-    kv_lengths: Int[Array, "B"],
-    exponent: int,
-    channels: np.ndarray | None = None,
-    kernel_config: KernelConfig | None = None,
-) -> Float[Array, "B I J"]:
-    """What shares of attention heads and representative queries give each block, put together.
-
-        P_{r, h}[i, j] = softmax_j( max_{s in block j} scale · q_{r, h} · k_s )
-        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
-
-    over the blocks up to the row's own. The maximum within a block stands for its log-sum-exp, so
-    that one exponential is needed for each block and not for each key.
-
-    Args:
-      representatives: Queries that stand for those of each row.
-      key: A stacked cache.
-      rows: Block of each row.
-      block_size: Tokens per block.
-      layer: Layer of the cache.
-      kv_lengths: Keys present in each sequence.
-      exponent: Order of the norm over heads and queries.
-      channels: Channels that enter, all by default.
-      kernel_config: Tile sizes.
-
-    Returns:
-      Float32 `[B, I, J]`; 0 where nothing finite was seen.
-    """
-    batch, num_rows, count = representatives.shape[:3]
-    config = kernel_config or default_kernel_config()
-    is_token = num_rows * count == 1
-    ends = (rows + 1) * block_size - 1
-    return _mass(
-        representatives,
-        key,
-        jnp.broadcast_to(ends[:, :, None], (batch, num_rows, count)),
-        jnp.ones((batch, num_rows, count), bool),
-        kv_lengths,
-        block_size=block_size,
-        layer=layer,
-        scale=None,
-        sum_heads=True,
-        aggregate="sum",
-        peaks=True,
-        exponent=exponent,
-        channels=channels,
-        row_tile=max(1, config.dense_rows // count),
-        keys_per_step=config.dense_decode_keys if is_token else config.dense_keys,
-    )
-
-
 def mass_recall(
     mass: Float[Array, "B *N I J"], selection: BlockSelection
 ) -> Float[Array, "B *N I"]:
@@ -272,15 +213,11 @@ def _mass(
     aggregate: str,
     row_tile: int,
     keys_per_step: int,
-    peaks: bool = False,
-    exponent: int | None = None,
-    channels: np.ndarray | None = None,
 ) -> Float[Array, "B *N I J"]:
     """`M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
 
-    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`, with
-    `peaks` their maximum; `aggregate` says what stands in place of the sum, and with an `exponent`
-    it is a norm.
+    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`;
+    `aggregate` says what stands in place of the sum.
     """
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     kv_heads = key.shape[3]
@@ -290,8 +227,6 @@ def _mass(
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     scale = default_scale(head_dim) if scale is None else scale
     put_together = jnp.sum if aggregate == "sum" else jnp.max
-    if channels is not None:
-        query, head_dim = query[..., channels], len(channels)
     row_tile = min(row_tile, num_rows)
 
     def tiles(x: Array) -> Array:
@@ -312,21 +247,17 @@ def _mass(
             layer=layer,
             scale=scale,
             keys_per_step=keys_per_step,
-            peaks=peaks,
-            channels=channels,
         )
         weights = jax.nn.softmax(lse, axis=-1)
         is_real = valid[:, None, None, :, None] & (lse > 0.5 * MASK_VALUE)
         weights = jnp.where(is_real, weights, 0.0)
         weights = weights.reshape(batch, num_heads, row_tile, tokens, num_blocks)
-        weights = weights if exponent is None else weights**exponent
         by_head = put_together(weights, axis=3)
         return put_together(by_head, axis=1, keepdims=True) if sum_heads else by_head
 
     mass = jax.lax.map(mass_of, (tiles(query), tiles(positions), tiles(valid)))
     mass = jnp.moveaxis(mass, 0, 2).reshape(batch, mass.shape[2], -1, num_blocks)[:, :, :num_rows]
-    mass = mass[:, 0] if sum_heads else mass
-    return mass if exponent is None else mass ** (1.0 / exponent)
+    return mass[:, 0] if sum_heads else mass
 
 
 def _block_lse(
@@ -340,13 +271,10 @@ def _block_lse(
     layer: Int[Array, ""],
     scale: float,
     keys_per_step: int,
-    peaks: bool,
-    channels: np.ndarray | None,
 ) -> Float[Array, "B K G T J"]:
     """Log-sum-exp of every query's scores over each block's visible keys, of those before `reach`.
 
-    With `peaks` the largest score instead. Blocks without a visible key have about `MASK_VALUE`.
-    `keys_per_step` keys are taken at a time, and of them the given channels.
+    Blocks without a visible key have about `MASK_VALUE`. `keys_per_step` keys are taken at a time.
     """
     batch, tokens, kv_heads, group, head_dim = query.shape
     num_blocks = key.shape[2] // block_size
@@ -359,7 +287,6 @@ def _block_lse(
         block = jnp.minimum(index * step, num_blocks - step)
         place = (layer, 0, block * block_size, 0, 0)
         keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, key.shape[-1]))[0]
-        keys = keys if channels is None else keys[..., channels]
         keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
         scores = jax.lax.dot_general(
             merged,
@@ -373,7 +300,7 @@ def _block_lse(
         scores = scores.reshape(batch, kv_heads, group, tokens, width) * scale
         scores = jnp.where(visible[:, None, None] & jnp.isfinite(scores), scores, MASK_VALUE)
         scores = scores.reshape(*scores.shape[:-1], step, block_size)
-        lse = jnp.max(scores, axis=-1) if peaks else jax.nn.logsumexp(scores, axis=-1)
+        lse = jax.nn.logsumexp(scores, axis=-1)
         return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
 
     nothing = jnp.full((batch, kv_heads, group, tokens, num_blocks), MASK_VALUE, jnp.float32)

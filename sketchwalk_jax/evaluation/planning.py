@@ -25,7 +25,7 @@ from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer
@@ -155,7 +155,8 @@ def _outcome(
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         # The evidence is gathered in all layers, as it is where all are sparse.
-        lists, walk = config.select(query, key[None], None, *walks, layer=only_layer, span=span)
+        codes = _codes(config, query, key, span)
+        lists, walk = config.select(query, key[None], codes, *walks, layer=only_layer, span=span)
         out = jax.lax.cond(
             layer == sparse_layer,
             lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
@@ -172,6 +173,19 @@ def _whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
     """The span of one prompt, read at once."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
+
+
+def _codes(
+    config: RecommendedConfig,
+    query: Float[Array, "1 T N H"],
+    key: Float[Array, "1 T K H"],
+    span: Span,
+) -> PyTree:
+    """What the policy keeps of a prompt's keys."""
+    shape = LayerShape(query.shape[2], key.shape[2], key.shape[3], key.dtype)
+    num_blocks = key.shape[1] // config.block_size
+    empty = config.init_statistics(shape, batch=1, num_blocks=num_blocks)
+    return config.observe(query, key, empty, span=span)
 
 
 def _run(
@@ -249,24 +263,22 @@ def _losses(
         dense = dense_attention(query, key, value, kv_lengths=length)
 
         def measure(policy: RecommendedConfig, walk: WalkState) -> tuple[Array, Array]:
-            lists = policy.keep(walk.scores, rows, walk.layers, policy.local_blocks)
+            lists = policy.keep(walk.scores, rows, walk.layers, is_token=False)
             sparse = block_sparse_attention(query, key, value, lists, kv_lengths=length)
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
             halves = [jnp.mean(share, where=one) for one in (late, last)]
             pairs = lists.attended_pairs(first_query, num_queries)[0]
             return pairs, 0.5 * (halves[0] + halves[1])
 
-        policies = [tried[middle], *others]
+        policies, codes = [tried[middle], *others], _codes(tried[middle], query, key, span)
         walks = [
-            policy.select(query, key[None], None, walk, layer=only_layer, span=span)[1]
+            policy.select(query, key[None], codes, walk, layer=only_layer, span=span)[1]
             for policy, walk in zip(policies, walks, strict=True)
         ]
         pairs, errors = zip(*[measure(one, walks[0]) for one in tried], strict=True)
         shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
         misses = [
-            _missed(
-                shares, policy.keep(walk.scores, rows, walk.layers, policy.local_blocks), length
-            )
+            _missed(shares, policy.keep(walk.scores, rows, walk.layers, is_token=False), length)
             for policy, walk in zip(others, walks[1:], strict=True)
         ]
         return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))
@@ -284,8 +296,8 @@ def _missed(
     kept = shares[0].at[row[:, None], ids].set(0.0, mode="drop")
     missed = jnp.max(kept, axis=-1)
     end = (length[0] - 1) // lists.block_size
-    halves = [(row >= end // 3) & (row <= end), (row >= end - 1) & (row <= end)]
-    return 0.5 * sum(jnp.mean(missed, where=one) for one in halves)
+    late, last = (row >= end // 3) & (row <= end), (row >= end - 1) & (row <= end)
+    return 0.5 * (jnp.mean(missed, where=late) + jnp.mean(missed, where=last))
 
 
 def planning_prompts(

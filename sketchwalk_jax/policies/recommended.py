@@ -5,8 +5,9 @@ one list that all heads share. Its parts are replaced by what real models need:
 
 * A row of queries is summarised by its mean and by the queries farthest from it and from each
   other, not by the mean alone: one token of 64 may be the one that asks.
-* A block of keys is seen key by key, in the rotary channels that turn slowly. These tell tokens
-  apart by what they are and not by where they stand; a mean over a page hides a single key.
+* A block of keys is seen key by key, in the rotary channels that turn slowly, at four bits beside
+  the block's centre (`block_codes`). These channels tell tokens apart by what they are and not by
+  where they stand; a mean over a page hides a single key.
 * Scores are sharpened before they are put together: a softmax over blocks for each head and query,
   then a norm with the paper's idea of an exponent. A retrieval is one head of one query, which a
   sum would outvote; a maximum forgets what many heads look at a little.
@@ -24,17 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.attention.mass import block_scores
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, block_scores
+from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
-from sketchwalk_jax.validation import check_choice, check_integer, check_number
+from sketchwalk_jax.validation import check_integer, check_number
 from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
-CHANNELS = ("slow", "all")
-
 # Largest share of a row's budget that it gives up for what earlier rows took beyond the density.
 _REPAID = Fraction(1, 5)
 # Powers of shares below 1e-38 vanish: of 1e-5 with this one.
@@ -54,9 +54,10 @@ class RecommendedConfig(BudgetPolicy):
         S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
-    where the products run over `channels`. Row `i` keeps the best blocks of `R_k[i]`, the forced
-    ones among them, as many as `budget` says: the floor of early rows is made up for later, so that
-    prompts of more than a few thousand tokens measure the density that was asked for.
+    where the products run over `slow_channels`, with the keys as `BlockCodes` has them. Row `i`
+    keeps the best blocks of `R_k[i]`, the forced ones among them, as many as `budget` says: the
+    floor of early rows is made up for later, so that prompts of more than a few thousand tokens
+    measure the density that was asked for.
 
     Attributes:
       block_size: Tokens per block (a power of two, at least 16).
@@ -69,7 +70,6 @@ class RecommendedConfig(BudgetPolicy):
         layers where a plan gives some more and others fewer.
       exponent: Order of the norm over heads and queries, at most 8: 1 adds up their shares, a
         large one takes the largest.
-      channels: `"slow"`, the half of the rotary channels that turns slowest, or `"all"`.
       decay: What remains of a block's evidence from one layer to the next, in [0, 1); 0 for none.
       dense_layers: Layers that attend to everything; the others get so much less.
       plan: How the layers of the model share density and representatives; without one they share
@@ -92,7 +92,6 @@ class RecommendedConfig(BudgetPolicy):
     min_blocks: int = 4
     representatives: int = 8
     exponent: int = 4
-    channels: str = "slow"
     decay: float = 0.7
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
@@ -111,7 +110,6 @@ class RecommendedConfig(BudgetPolicy):
         check_integer("exponent", self.exponent)
         if self.exponent > _MAX_EXPONENT:
             raise ValueError(f"exponent must be at most {_MAX_EXPONENT}, got {self.exponent}")
-        check_choice("channels", self.channels, CHANNELS)
         check_number("decay", self.decay, "[0, 1)")
         check_integer("num_layers", self.num_layers, is_optional=True)
         if self.plan is not None and self.num_layers is None:
@@ -160,25 +158,50 @@ class RecommendedConfig(BudgetPolicy):
         """Blocks that each of `num_units` rows keeps, in the layer that keeps most."""
         return self.budgets(num_units).max(axis=0)
 
-    def budgets(self, num_units: int) -> Int[np.ndarray, "Ls J"]:
-        """Blocks that each row keeps in every sparse layer, int32 on the host."""
+    def budgets(self, num_units: int, *, is_token: bool = False) -> Int[np.ndarray, "Ls J"]:
+        """Blocks that each row keeps in every sparse layer, int32 on the host.
+
+        Args:
+          num_units: Rows.
+          is_token: Whether a row is a decoded token, which owes nothing for the rows before it.
+        """
         least = max(self.min_blocks, self.sink_blocks + self.local_blocks)
         densities = self.layer_densities
         if self.num_layers is not None:
             densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
-        return np.stack([even_budget(num_units, density=one, least=least) for one in densities])
+        make = functools.partial(even_budget, num_units, least=least, repays=not is_token)
+        return np.stack([make(density=one) for one in densities])
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """No evidence yet."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
-    def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
-        """It reads the channels of every key."""
-        size = len(self._channels(shape.head_dim)) * jnp.dtype(shape.dtype).itemsize
-        return (positions + 1).astype(jnp.float32) * float(shape.num_kv_heads * size)
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> BlockCodes:
+        """Codes of no keys."""
+        return BlockCodes.zeros(
+            batch=batch,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=shape.num_kv_heads,
+            num_channels=len(self.channels(shape.head_dim)),
+            dtype=shape.dtype,
+        )
 
-    def _channels(self, head_dim: int) -> np.ndarray:
-        return np.arange(head_dim) if self.channels == "all" else slow_channels(head_dim)
+    def observe(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> PyTree:
+        """Codes of the span's keys too."""
+        return statistics.add(key[..., self.channels(key.shape[-1])], span)
+
+    def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
+        """The channels that count."""
+        return slow_channels(head_dim)
 
     def select(
         self,
@@ -193,50 +216,48 @@ class RecommendedConfig(BudgetPolicy):
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token."""
         rows = span.rows(self.block_size)
-        score = functools.partial(self.score, key=key, rows=rows, layer=layer, kv_lengths=span.end)
+        score = functools.partial(
+            self.evidence,
+            codes=statistics,
+            rows=rows,
+            kv_lengths=span.end,
+            scale=default_scale(query.shape[-1]),
+        )
+        query = query[..., self.channels(query.shape[-1])]
         if span.is_token:
             scores = score(query[:, None])
         else:
             scores = self._score_rows(query, span, walk.layers, score)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
-        # A token's own query has seen every key; what stands for a row may miss its neighbours.
-        local_blocks = 1 if span.is_token else self.local_blocks
-        lists = self.keep(evidence, rows, walk.layers, local_blocks)
+        lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token)
         return lists, WalkState(evidence, walk.layers + 1)
 
-    def score(
+    def evidence(
         self,
-        queries: Float[Array, "B I R N H"],
-        key: Float[Array, "Ls B S K H"],
+        queries: Float[Array, "B I R N C"],
+        codes: BlockKeys,
         rows: Int[Array, "B I"],
         *,
-        layer: Int[Array, ""],
         kv_lengths: Int[Array, "B"],
+        scale: float,
     ) -> Float[Array, "B I J"]:
         """`S[i, j]` of the class, from the queries that stand for each row."""
         return block_scores(
-            queries,
-            key,
-            rows,
-            block_size=self.block_size,
-            layer=layer,
-            kv_lengths=kv_lengths,
-            exponent=self.exponent,
-            channels=None if self.channels == "all" else self._channels(queries.shape[-1]),
+            queries, codes, rows, kv_lengths=kv_lengths, scale=scale, exponent=self.exponent
         )
 
     def represent(
-        self, query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], count: int
-    ) -> Float[Array, "B I R N H"]:
+        self, query: Float[Array, "B T N C"], valid: Bool[Array, "B T"], count: int
+    ) -> Float[Array, "B I R N C"]:
         """`count` queries that stand for each row; the first of many are those of fewer."""
         return representative_queries(query, valid, block_size=self.block_size, count=count)
 
     def _score_rows(
         self,
-        query: Float[Array, "B T N H"],
+        query: Float[Array, "B T N C"],
         span: Span,
         index: Int[Array, ""],
-        score: Callable[[Float[Array, "B I R N H"]], Float[Array, "B I J"]],
+        score: Callable[[Float[Array, "B I R N C"]], Float[Array, "B I J"]],
     ) -> Float[Array, "B I J"]:
         """The scores of rows by as many representatives as a sparse layer has."""
         counts = self.sparse_representatives
@@ -253,18 +274,20 @@ class RecommendedConfig(BudgetPolicy):
         evidence: Float[Array, "B I J"],
         rows: Int[Array, "B I"],
         index: Int[Array, ""],
-        local_blocks: int,
+        *,
+        is_token: bool,
     ) -> BlockSelection:
         """The blocks with the most evidence, as many as the budget of a sparse layer says."""
         num_blocks = evidence.shape[-1]
-        budgets = self.budgets(num_blocks)
+        budgets = self.budgets(num_blocks, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
         return select_blocks(
             evidence,
             rows,
             own[jnp.minimum(rows, num_blocks - 1)],
             sink_blocks=self.sink_blocks,
-            local_blocks=local_blocks,
+            # A token's own query has seen every key; what stands for a row may miss its neighbours.
+            local_blocks=1 if is_token else self.local_blocks,
             max_count=int(budgets.max()),
             block_size=self.block_size,
         )
@@ -367,19 +390,22 @@ def _share_density(
 
 
 @functools.lru_cache(maxsize=1024)
-def even_budget(num_blocks: int, *, density: float, least: int) -> Int[np.ndarray, "J"]:
+def even_budget(
+    num_blocks: int, *, density: float, least: int, repays: bool = True
+) -> Int[np.ndarray, "J"]:
     """How many blocks each row keeps, so that all rows together keep the density.
 
     Half of a row's own block lies in the future: of `c` blocks in row `i`, `c - 1/2` count, and the
     causal ones are `i + 1/2`. So a row keeps `density · (i + 1/2) + 1/2` blocks, rounded, and
-    `least` at least, where there are as many. What earlier rows kept beyond the density is given
-    back by later ones, each a fifth of its own at most. A row's budget depends on its place alone,
-    never on the length of the prompt.
+    `least` at least, where there are as many. What earlier rows of a prompt kept beyond the density
+    is given back by later ones, each a fifth of its own at most. A row's budget depends on its
+    place alone, never on the length of the prompt.
 
     Args:
       num_blocks: Rows.
       density: Share of all causal blocks.
       least: Fewest blocks of a row.
+      repays: Whether rows give back what earlier ones took.
 
     Returns:
       int32 `[num_blocks]` on the host, read-only.
@@ -392,7 +418,7 @@ def even_budget(num_blocks: int, *, density: float, least: int) -> Int[np.ndarra
     counts, excess, half = np.zeros(num_blocks, np.int32), Fraction(0), Fraction(1, 2)
     for row in range(num_blocks):
         wanted = share * (row + half) + half
-        given_back = min(max(excess, Fraction(0)), wanted * _REPAID)
+        given_back = min(max(excess, Fraction(0)), wanted * _REPAID) if repays else 0
         counts[row] = min(row + 1, max(least, round(wanted - given_back)))
         excess += int(counts[row]) - wanted
     counts.setflags(write=False)

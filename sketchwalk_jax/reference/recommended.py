@@ -1,4 +1,4 @@
-"""The recommended policy: representative queries against single keys, a memory of evidence.
+"""The recommended policy: representative queries against coded keys, a memory of evidence.
 
 On the host in float64, one sequence, one row and one head at a time.
 """
@@ -7,6 +7,7 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
@@ -44,18 +45,78 @@ def representatives(queries: Float[np.ndarray, "Q H"], count: int) -> Float[np.n
     return np.array(taken + [mean] * (count - len(taken)))
 
 
+def slow_channels(head_dim: int) -> list[int]:
+    """Lists the half of the channels that rotary embedding turns slowest.
+
+    Example:
+      >>> slow_channels(8)
+      [2, 3, 6, 7]
+    """
+    half = head_dim // 2  # d and d + H/2 turn together, slower the larger d is
+    return [channel for channel in range(head_dim) if channel % half >= half // 2]
+
+
+def coded_block(
+    key: Float[np.ndarray, "S C"],
+) -> tuple[Float[np.ndarray, "C"], Float[np.ndarray, "S C"] | None]:
+    """Rounds a block's keys of one head to a centre and four bits beside it.
+
+    The centre is the middle of each channel's extremes, in bfloat16. What is left of a key is
+    rounded to a whole number of steps, 7 at most; a step is the least power of two with which no
+    key needs more, 2^-9 at least and 2^6 at most. A key that is not finite is taken for the centre.
+
+    Returns:
+      The centre, and what is beside it; None for that where no key is finite.
+
+    Example:
+      >>> coded_block(np.array([[0.0], [3.5], [14.0]], np.float32))[1].ravel().tolist()
+      [-7.0, -4.0, 7.0]
+    """
+    key = np.asarray(key, np.float32)
+    is_finite = np.isfinite(key).all(axis=1, keepdims=True)
+    if not is_finite.any():
+        return np.zeros(key.shape[1]), None
+    low = np.where(is_finite, key, np.inf).min(axis=0)
+    high = np.where(is_finite, key, -np.inf).max(axis=0)
+    half = np.float32(0.5)
+    centre = (half * low + half * high).astype(ml_dtypes.bfloat16).astype(np.float32)
+    away = np.where(is_finite, key - centre, np.float32(0))
+    largest = (np.abs(away).max(axis=0) / np.float32(7)).astype(np.float64)
+    exponent = [math.ceil(math.log2(one)) if one > 0 else -9 for one in largest]
+    step = 2.0 ** np.clip(exponent, -9, 6)
+    codes = np.clip(np.round(away / step), -7, 7)
+    return centre.astype(np.float64), codes * step
+
+
+def rounded_query(query: Float[np.ndarray, "C"]) -> Float[np.ndarray, "C"]:
+    """Rounds a query to eight bits, after the least power of two that brings it to 448 at most.
+
+    Example:
+      >>> rounded_query(np.array([1.0, 0.3])).tolist()
+      [1.0, 0.3125]
+    """
+    query = np.asarray(query, np.float32)
+    largest = float(np.abs(query).max() / np.float32(448))
+    if not (math.isfinite(largest) and largest > 0):
+        return query.astype(np.float64)
+    scale = 2.0 ** math.ceil(math.log2(largest))
+    rounded = (query / np.float32(scale)).astype(ml_dtypes.float8_e4m3fn)
+    return rounded.astype(np.float64) * scale
+
+
 def recommended_scores(
-    queries: Float[np.ndarray, "R N H"],
+    queries: Float[np.ndarray, "R N C"],
     key: Float[AnyArray, "S K H"],
     config: "RecommendedConfig",
 ) -> Float[np.ndarray, "J"]:
     """Scores every block of keys for one row: `(Σ_{r, h} P_{r, h}[j]^exponent)^(1 / exponent)`.
 
-    `P_{r, h}` is the softmax over blocks of the largest `q_{r, h} · k_s / sqrt(H)` in the block,
-    over the channels that count. A product that is not finite counts as none.
+    `P_{r, h}` is the softmax over blocks of `(q · centre_j + max_s q' · k'_s) / sqrt(H)`, with the
+    rounded query and what each key is beside the centre. A product that is not finite counts as
+    none.
 
     Args:
-      queries: Representatives of the row, of every head.
+      queries: Representatives of the row, of every head, in the slow channels.
       key: Keys that the row may see, after RoPE.
       config: What is computed.
 
@@ -65,38 +126,44 @@ def recommended_scores(
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> ones = np.ones((128, 1, 4))
-      >>> recommended_scores(ones[:1], ones, SketchWalkConfig.recommended()).tolist()
+      >>> recommended_scores(ones[:1, :, :2], ones, SketchWalkConfig.recommended()).tolist()
       [0.5, 0.5]
     """
-    num_heads, head_dim = queries.shape[1:]
-    channel = np.arange(head_dim)
-    if config.channels == "slow":  # d and d + H/2 turn together, slower the larger d is
-        half = head_dim // 2
-        channel = channel[channel % half >= half // 2]
+    num_heads, head_dim = queries.shape[1], key.shape[2]
     size, group = config.block_size, num_heads // key.shape[1]
-    starts = range(0, len(key), size)
+    keys = np.asarray(key)[:, :, slow_channels(head_dim)]
+    blocks = [
+        [coded_block(keys[start : start + size, head]) for start in range(0, len(keys), size)]
+        for head in range(key.shape[1])
+    ]
     shares = []
     for head in range(num_heads):
-        keys = np.asarray(key, np.float64)[:, head // group, channel]
-        for query in np.asarray(queries, np.float64)[:, head, channel]:
-            products = keys @ query / math.sqrt(head_dim)
-            products = np.where(np.isfinite(products), products, -np.inf)
-            peaks = np.array([products[start : start + size].max() for start in starts])
-            shares.append(softmax_over(peaks, np.isfinite(peaks)))
+        for query in np.asarray(queries, np.float64)[:, head]:
+            rounded, peaks = rounded_query(query), []
+            for centre, beside in blocks[head // group]:
+                products = np.array([-np.inf]) if beside is None else beside @ rounded
+                products = np.where(np.isfinite(products), products, -np.inf)
+                shared = centre @ query
+                peaks.append(products.max() + shared if math.isfinite(shared) else -np.inf)
+            scores = np.array(peaks) / math.sqrt(head_dim)
+            shares.append(softmax_over(scores, np.isfinite(scores)))
     return (np.array(shares) ** config.exponent).sum(axis=0) ** (1.0 / config.exponent)
 
 
-def recommended_budget(num_blocks: int, density: float, least: int) -> np.ndarray:
+def recommended_budget(
+    num_blocks: int, density: float, least: int, *, is_token: bool = False
+) -> np.ndarray:
     """Returns how many blocks each row keeps, counted exactly.
 
     Row `i` wants `density · (i + 1/2) + 1/2` blocks. What all rows before it kept beyond what they
-    wanted, it gives back, up to a fifth of what it wants; the rest is rounded, to the even one of
-    two, to `least` at least and to all of its blocks at most.
+    wanted, it gives back, up to a fifth of what it wants, unless it is a decoded token; the rest is
+    rounded, to the even one of two, to `least` at least and to all of its blocks at most.
 
     Args:
       num_blocks: Rows wanted.
       density: Share of all causal pairs.
       least: Fewest blocks of a row.
+      is_token: Whether rows are decoded tokens.
 
     Returns:
       `[num_blocks]` int32.
@@ -108,7 +175,7 @@ def recommended_budget(num_blocks: int, density: float, least: int) -> np.ndarra
     share, beyond, counts = Fraction(repr(density)), Fraction(0), []
     for row in range(num_blocks):
         wanted = share * Fraction(2 * row + 1, 2) + Fraction(1, 2)
-        given_back = min(wanted / 5, max(beyond, Fraction(0)))
+        given_back = Fraction(0) if is_token else min(wanted / 5, max(beyond, Fraction(0)))
         counts.append(min(row + 1, max(least, round(wanted - given_back))))
         beyond += counts[-1] - wanted
     return np.array(counts, np.int32)
@@ -163,7 +230,7 @@ def recommended_select_prefill(
     num_blocks = -(-len(query) // size)
     scores = np.zeros((num_blocks, num_blocks))
     for row in range(num_blocks):
-        own = np.asarray(query[row * size : (row + 1) * size])
+        own = np.asarray(query[row * size : (row + 1) * size])[..., slow_channels(query.shape[2])]
         number = count or config.representatives
         chosen = [representatives(own[:, h], number) for h in range(num_heads)]
         seen = key[: (row + 1) * size]
@@ -206,13 +273,17 @@ def recommended_select_decode(
       >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended())[0]
       [0, 1]
     """
-    state = recommended_scores(np.asarray(query[-1:]), key, config)
+    own = np.asarray(query[-1:])[..., slow_channels(query.shape[2])]
+    state = recommended_scores(own, key, config)
     if previous is not None:
         state = np.maximum(state, config.decay * previous)
-    count = int(_counts(config, len(state), density)[-1])
+    count = int(_counts(config, len(state), density, is_token=True)[-1])
     return recommended_select(state, count, sink_blocks=config.sink_blocks, local_blocks=1), state
 
 
-def _counts(config: "RecommendedConfig", num_blocks: int, density: float | None) -> np.ndarray:
+def _counts(
+    config: "RecommendedConfig", num_blocks: int, density: float | None, *, is_token: bool = False
+) -> np.ndarray:
     least = max(config.min_blocks, config.sink_blocks + config.local_blocks)
-    return recommended_budget(num_blocks, config.density if density is None else density, least)
+    density = config.density if density is None else density
+    return recommended_budget(num_blocks, density, least, is_token=is_token)

@@ -1,0 +1,317 @@
+"""Four bits of what every key is beside its block, and the scores of blocks that they give.
+
+A block of keys is kept as a centre and, for each key, small integers times a power of two:
+
+    k_s ≈ centre + step · code_s,   code_s in -7 .. 7
+
+channel by channel, in the channels that count. Half of the channels at four bits are a sixteenth of
+keys and values in bfloat16. The centre takes what all keys of a block share (in real models most of
+some channels), so that four bits suffice; the steps are powers of two, so that `step · code` is
+exact in eight-bit floating point, for tensor cores. Codes are made of a block's keys alone: those
+of a complete block never change, however the tokens came.
+"""
+
+import dataclasses
+from typing import Protocol, Self, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
+
+LARGEST_CODE = 7
+# So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
+MIN_STEP, MAX_STEP = -9, 6
+# In the place of a step: no key of the block is finite.
+NO_KEY = -128
+_LARGEST_FLOAT8 = 448.0
+
+
+@runtime_checkable
+class BlockKeys(Protocol):
+    """Keys by block, each as what it is beside the centre of its block."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks `J` that there is room for."""
+
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+
+    @property
+    def centre(self) -> Float[Array, "B J K C"]:
+        """The centres of all blocks."""
+
+    def residual(
+        self, block: Int[Array, ""], count: int, dtype: DTypeLike
+    ) -> Float[Array, "B W K C"]:
+        """What the keys of `count` blocks, from one on, are beside their centre."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockCodes:
+    """Codes of the keys of one layer.
+
+    Attributes:
+      code: Two codes in a byte, `[B, J, S, K, C/2]`: channel `c` in the low four bits, channel
+        `c + C/2` in the high ones, as two's complements.
+      centre: Middle between the extremes of each channel, bfloat16 `[B, J, K, C]`.
+      step: Exponents of two, int8 `[B, J, K, C]`; `NO_KEY` where a block has none that is finite.
+      unfinished: The keys of the block that the last token is in, `[B, S, K, C]`; what lies behind
+        that token may be anything.
+    """
+
+    code: UInt8[Array, "B J S K C2"]
+    centre: Float[Array, "B J K C"]
+    step: Int8[Array, "B J K C"]
+    unfinished: Float[Array, "B S K C"]
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        batch: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        num_channels: int,
+        dtype: DTypeLike,
+    ) -> Self:
+        """Codes of no keys."""
+        size = (batch, num_blocks, num_kv_heads, num_channels)
+        code = (batch, num_blocks, block_size, num_kv_heads, num_channels // 2)
+        unfinished = (batch, block_size, num_kv_heads, num_channels)
+        return cls(
+            jnp.zeros(code, jnp.uint8),
+            jnp.zeros(size, jnp.bfloat16),
+            jnp.full(size, NO_KEY, jnp.int8),
+            jnp.zeros(unfinished, dtype),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks `J` that there is room for."""
+        return self.code.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+        return self.code.shape[2]
+
+    def add(self, key: Float[Array, "B T K C"], span: Span) -> Self:
+        """The codes with those of a span's keys.
+
+        Args:
+          key: Keys of the span's tokens, in the channels that count.
+          span: The tokens; padding among them leaves no trace.
+        """
+        batch, size = self.unfinished.shape[:2]
+        sequence = jnp.arange(batch, dtype=jnp.int32)
+        key = key.astype(self.unfinished.dtype)
+        place = jnp.arange(size, dtype=jnp.int32)[None, :]
+        if span.is_token:
+            is_new = span.valid & (place == (span.positions % size)[:, None])
+            unfinished = jnp.where(is_new[..., None, None], key, self.unfinished)
+            rows = jnp.where(span.valid, span.rows(size), self.code.shape[1])  # or dropped
+            present = place <= (span.positions % size)[:, None]
+            found = encode(unfinished[:, None], present[:, None])
+        else:
+            rows = span.rows(size)
+            valid = span.valid.reshape(*rows.shape, size)
+            blocks = key.reshape(*rows.shape, size, *key.shape[2:])
+            # The first row may go on where the last call's tokens ended.
+            first = jnp.where(valid[:, 0, :, None, None], blocks[:, 0], self.unfinished)
+            blocks = blocks.at[:, 0].set(first)
+            position = rows[:, :, None] * size + place[:, None]
+            found = encode(blocks, position < span.end[:, None, None])
+            last = jnp.clip(span.end // size - span.first_block, 0, rows.shape[1] - 1)
+            unfinished = jnp.where(
+                jnp.any(span.valid, axis=1)[:, None, None, None],
+                blocks[sequence, last],
+                self.unfinished,
+            )
+            rows = jnp.where(jnp.any(valid, axis=-1), rows, self.code.shape[1])
+        where = (sequence[:, None], rows)
+        code, centre, step = (
+            old.at[where].set(new, mode="drop")
+            for old, new in zip((self.code, self.centre, self.step), found, strict=True)
+        )
+        return type(self)(code, centre, step, unfinished)
+
+    def residual(
+        self, block: Int[Array, ""], count: int, dtype: DTypeLike
+    ) -> Float[Array, "B W K C"]:
+        """`step · code` of the keys of `count` blocks, exact in bfloat16; NaN where there are none.
+
+        Args:
+          block: The first of the blocks.
+          count: Blocks `W / S`.
+          dtype: Type of the result.
+        """
+        code, step = (
+            jax.lax.dynamic_slice_in_dim(x, block, count, axis=1) for x in (self.code, self.step)
+        )
+        signed = jax.lax.bitcast_convert_type(code, jnp.int8)
+        low = jnp.right_shift(jnp.left_shift(signed, 4), 4)
+        codes = jnp.concatenate([low, jnp.right_shift(signed, 4)], axis=-1)
+        scale = jnp.where(step == NO_KEY, jnp.nan, jnp.exp2(step.astype(jnp.float32)))
+        found = codes.astype(dtype) * scale.astype(dtype)[:, :, None]
+        return found.reshape(found.shape[0], -1, *found.shape[3:])
+
+
+def encode(
+    key: Float[Array, "B I S K C"], present: Bool[Array, "B I S"]
+) -> tuple[UInt8[Array, "B I S K C2"], Float[Array, "B I K C"], Int8[Array, "B I K C"]]:
+    """Codes, centres and steps of blocks of keys.
+
+        centre = (max k + min k) / 2,   step = least power of two that is >= max |k - centre| / 7
+
+    over the keys of the block, the centre rounded to bfloat16 first. A key that is not finite in
+    every channel is taken for the centre.
+
+    Args:
+      key: Keys by block.
+      present: Which of them there are.
+    """
+    x = key.astype(jnp.float32)
+    counts = (present[..., None] & jnp.all(jnp.isfinite(x), axis=-1))[..., None]
+    low = jnp.min(jnp.where(counts, x, jnp.inf), axis=2)
+    high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=2)
+    has_key = jnp.any(counts, axis=2)
+    centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
+    away = jnp.where(counts, x - centre.astype(jnp.float32)[:, :, None], 0.0)
+    step = _ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
+    step = jnp.clip(step, MIN_STEP, MAX_STEP)
+    codes = jnp.round(away * jnp.exp2(-step.astype(jnp.float32))[:, :, None])
+    codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
+    low_part, high_part = jnp.split(codes, 2, axis=-1)
+    packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
+    step = jnp.where(has_key, step, NO_KEY).astype(jnp.int8)
+    return jax.lax.bitcast_convert_type(packed, jnp.uint8), centre, step
+
+
+def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
+    """Queries as tensor cores read them: eight bits times a power of two of each.
+
+    `float8_e4m3fn(q · 2^-a) · 2^a` with the least `2^a` that brings no channel above 448.
+    """
+    x = query.astype(jnp.float32)
+    shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST_FLOAT8)
+    shift = jnp.clip(shift, -100, 100).astype(jnp.float32)
+    rounded = (x * jnp.exp2(-shift)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return (rounded * jnp.exp2(shift)).astype(query.dtype)
+
+
+def _ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
+    """The least `n` with `x <= 2^n`, of numbers that are not negative; of 0 a small one."""
+    mantissa, exponent = jnp.frexp(x)
+    return jnp.where(x == 0.0, -126, jnp.where(mantissa == 0.5, exponent - 1, exponent))
+
+
+def block_scores(
+    queries: Float[Array, "B I R N C"],
+    codes: BlockKeys,
+    rows: Int[Array, "B I"],
+    *,
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    exponent: int,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B I J"]:
+    """What shares of attention heads and representative queries give each block, put together.
+
+        m_{r, h}[i, j] = scale · (q_{r, h} · centre_j + max_{s in j} q'_{r, h} · step_j code_s)
+        P_{r, h}[i, ·] = softmax(m_{r, h}[i, ·]) over the blocks up to the row's own
+        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
+
+    with `q'` the query in eight bits (`round_queries`). The maximum within a block stands for its
+    log-sum-exp, so that one exponential is needed for each block and not for each key. What is not
+    finite counts as no attention.
+
+    Args:
+      queries: Queries that stand for those of each row, in the channels that count.
+      codes: The keys.
+      rows: Block of each row.
+      kv_lengths: Keys present in each sequence.
+      scale: Factor of the products.
+      exponent: Order of the norm over heads and queries.
+      kernel_config: Tile sizes.
+
+    Returns:
+      Float32 `[B, I, J]`; 0 where nothing finite was seen.
+    """
+    batch, num_rows, count, num_heads, channels = queries.shape
+    num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
+    config = kernel_config or default_kernel_config()
+    is_token = num_rows * count == 1
+    tile = min(max(1, config.dense_rows // count), num_rows)
+    step = (config.dense_decode_keys if is_token else config.dense_keys) // size
+    step = min(max(1, step), num_blocks)
+
+    def tiles(x: Array) -> Array:
+        """`[tiles, B, rows of a tile, ...]` for `lax.map`, with padding rows at the end."""
+        x = jnp.pad(x, ((0, 0), (0, -num_rows % tile)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, -1, tile, *x.shape[2:]), 1, 0)
+
+    def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
+        queries, rows = part
+        grouped = queries.reshape(batch, tile * count, kv_heads, -1, channels)
+        grouped = jnp.moveaxis(grouped, 1, 3).reshape(batch, kv_heads, -1, channels)
+        peaks = _block_peaks(
+            round_queries(grouped), codes, jnp.max(rows) + 1, step=step, kv_lengths=kv_lengths
+        )
+        shared = jnp.einsum(
+            "bkmc,bjkc->bkmj",
+            grouped,
+            codes.centre.astype(grouped.dtype),
+            precision=matmul_precision(grouped),
+            preferred_element_type=jnp.float32,
+        )
+        logits = jnp.where(peaks > 0.5 * MASK_VALUE, (peaks + shared) * scale, jnp.nan)
+        logits = logits.reshape(batch, kv_heads * (num_heads // kv_heads), tile, count, num_blocks)
+        before = jnp.arange(num_blocks, dtype=jnp.int32)[None, None] <= rows[..., None]  # [B Q J]
+        is_seen = before[:, None, :, None] & jnp.isfinite(logits)
+        logits = jnp.where(is_seen, logits, MASK_VALUE)
+        shares = jnp.where(is_seen, jax.nn.softmax(logits, axis=-1), 0.0) ** exponent
+        return jnp.sum(shares, axis=(1, 3)) ** (1.0 / exponent)
+
+    found = jax.lax.map(score, (tiles(queries), tiles(rows)))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
+
+
+def _block_peaks(
+    queries: Float[Array, "B K M C"],
+    codes: BlockKeys,
+    reach: Int[Array, ""],
+    *,
+    step: int,
+    kv_lengths: Int[Array, "B"],
+) -> Float[Array, "B K M J"]:
+    """`max_{s in block j} q · step_j code_s` of the blocks before `reach`, `step` at a time."""
+    batch, kv_heads, num_queries = queries.shape[:3]
+    num_blocks, size = codes.num_blocks, codes.block_size
+
+    def visit(index: Int[Array, ""], peaks: Array) -> Array:
+        # The last step reaches back, and finds for some blocks what an earlier one found.
+        block = jnp.minimum(index * step, num_blocks - step)
+        keys = codes.residual(block, step, queries.dtype)
+        products = jnp.einsum(
+            "bkmc,bskc->bkms",
+            queries,
+            keys,
+            precision=matmul_precision(keys),
+            preferred_element_type=jnp.float32,
+        )
+        position = block * size + jnp.arange(step * size, dtype=jnp.int32)[None, :]
+        is_key = (position < kv_lengths[:, None])[:, None, None] & jnp.isfinite(products)
+        products = jnp.where(is_key, products, MASK_VALUE)
+        found = jnp.max(products.reshape(*products.shape[:-1], step, size), axis=-1)
+        return jax.lax.dynamic_update_slice(peaks, found, (0, 0, 0, block))
+
+    nothing = jnp.full((batch, kv_heads, num_queries, num_blocks), MASK_VALUE, jnp.float32)
+    return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
