@@ -159,7 +159,7 @@ class BlockCodes:
         signed = jax.lax.bitcast_convert_type(code, jnp.int8)
         low = jnp.right_shift(jnp.left_shift(signed, 4), 4)
         codes = jnp.concatenate([low, jnp.right_shift(signed, 4)], axis=-1)
-        scale = jnp.where(step == NO_KEY, jnp.nan, jnp.exp2(step.astype(jnp.float32)))
+        scale = jnp.where(step == NO_KEY, jnp.nan, _power_of_two(step.astype(jnp.int32)))
         found = codes.astype(dtype) * scale.astype(dtype)[:, :, None]
         return found.reshape(found.shape[0], -1, *found.shape[3:])
 
@@ -187,7 +187,7 @@ def encode(
     away = jnp.where(counts, x - centre.astype(jnp.float32)[:, :, None], 0.0)
     step = _ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
     step = jnp.clip(step, MIN_STEP, MAX_STEP)
-    codes = jnp.round(away * jnp.exp2(-step.astype(jnp.float32))[:, :, None])
+    codes = jnp.round(away * _power_of_two(-step)[:, :, None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     low_part, high_part = jnp.split(codes, 2, axis=-1)
     packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
@@ -202,9 +202,14 @@ def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
     """
     x = query.astype(jnp.float32)
     shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST_FLOAT8)
-    shift = jnp.clip(shift, -100, 100).astype(jnp.float32)
-    rounded = (x * jnp.exp2(-shift)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    return (rounded * jnp.exp2(shift)).astype(query.dtype)
+    shift = jnp.clip(shift, -100, 100)
+    rounded = (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return (rounded * _power_of_two(shift)).astype(query.dtype)
+
+
+def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`2^n`, exact, of `n` from -126 to 127; `exp2` is not on every backend."""
+    return jax.lax.bitcast_convert_type(jnp.left_shift(n + 127, 23), jnp.float32)
 
 
 def _ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:

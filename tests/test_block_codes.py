@@ -1,0 +1,131 @@
+"""Codes of keys: what they keep, however the keys came, and the scores that they give."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.block_codes import NO_KEY, BlockCodes, encode, round_queries
+from sketchwalk_jax.reference.recommended import coded_block, rounded_query
+
+SIZE, BLOCKS, KV_HEADS, CHANNELS = 16, 6, 2, 8
+LENGTHS = np.array([5 * SIZE + 7, 3 * SIZE])
+
+
+def draw(seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    key = rng.normal(size=(len(LENGTHS), BLOCKS * SIZE, KV_HEADS, CHANNELS)) * scale
+    return (key + 3.0 * rng.normal(size=(1, 1, KV_HEADS, CHANNELS))).astype(np.float32)
+
+
+def empty(dtype=jnp.float32):
+    return BlockCodes.zeros(
+        batch=len(LENGTHS),
+        num_blocks=BLOCKS,
+        block_size=SIZE,
+        num_kv_heads=KV_HEADS,
+        num_channels=CHANNELS,
+        dtype=dtype,
+    )
+
+
+def span(starts, ends):
+    """The tokens from `starts` to `ends` of each sequence, on block boundaries."""
+    first = starts // SIZE
+    width = int((-(-ends // SIZE) - first).max()) * SIZE
+    place = first[:, None] * SIZE + np.arange(width)[None]
+    valid = (place >= starts[:, None]) & (place < ends[:, None])
+    first, ends = (jnp.asarray(x, jnp.int32) for x in (first, ends))
+    return Span(first, jnp.asarray(valid), ends, ends), place
+
+
+def add(codes, key, starts, ends):
+    one, place = span(starts, ends)
+    own = np.take_along_axis(key, np.minimum(place, key.shape[1] - 1)[..., None, None], axis=1)
+    own = np.where(np.asarray(one.valid)[..., None, None], own, np.nan)  # padding is not there
+    return codes.add(jnp.asarray(own), one)
+
+
+def assert_same(found, wanted):
+    for name in ("code", "centre", "step"):
+        a, b = (np.asarray(getattr(x, name).astype(jnp.float32)) for x in (found, wanted))
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("cuts", [(), (2 * SIZE,), (5, 9, 3 * SIZE - 1), (SIZE - 1, SIZE)])
+def test_pieces_give_the_codes_of_the_whole(cuts):
+    key, none = draw(), np.zeros_like(LENGTHS)
+    whole = add(empty(), key, none, LENGTHS)
+    pieces, begin = empty(), none
+    for cut in (*cuts, BLOCKS * SIZE):
+        end = np.minimum(cut, LENGTHS)
+        pieces = add(pieces, key, begin, end)
+        begin = end
+    assert_same(pieces, whole)
+
+
+def test_tokens_give_the_codes_of_the_whole():
+    key = draw()
+    whole = add(empty(), key, np.zeros_like(LENGTHS), LENGTHS)
+    start = np.array([4 * SIZE + 3, 2 * SIZE])
+    codes = add(empty(), key, np.zeros_like(start), start)
+    for step in range(int((LENGTHS - start).max())):
+        position = start + step
+        active = jnp.asarray(position < LENGTHS)
+        place = np.minimum(position, LENGTHS - 1)
+        own = key[np.arange(len(LENGTHS)), place][:, None]
+        own = jnp.where(active[:, None, None, None], jnp.asarray(own), jnp.nan)
+        codes = codes.add(own, Span.of_tokens(jnp.asarray(place, jnp.int32), SIZE, active))
+    assert_same(codes, whole)
+
+
+def test_codes_are_those_of_the_reference_and_near_the_keys():
+    key = draw()
+    codes = add(empty(), key, np.zeros_like(LENGTHS), LENGTHS)
+    beside = np.asarray(codes.residual(jnp.asarray(0), BLOCKS, jnp.float32))
+    centre = np.asarray(codes.centre.astype(jnp.float32))
+    for place, length in enumerate(LENGTHS):
+        for begin in range(0, length, SIZE):
+            end = min(begin + SIZE, length)
+            for head in range(KV_HEADS):
+                wanted = coded_block(key[place, begin:end, head])
+                block = centre[place, begin // SIZE, head]
+                np.testing.assert_array_equal(block, wanted[0])
+                found = beside[place, begin:end, head]
+                np.testing.assert_array_equal(found, wanted[1])
+                away = np.abs(found + block - key[place, begin:end, head])
+                width = np.ptp(key[place, begin:end, head], axis=0)
+                assert (away <= width / 12 + 0.05).all()  # half a step, of 14 at the least
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e30])
+def test_keys_of_any_size_have_codes(scale):
+    key = (np.random.default_rng(0).normal(size=(1, 1, SIZE, 1, 2)) * scale).astype(np.float32)
+    code, centre, step = encode(jnp.asarray(key), jnp.ones((1, 1, SIZE), bool))
+    assert int(step.min()) >= -9 and int(step.max()) <= 6
+    assert np.isfinite(np.asarray(centre.astype(jnp.float32))).all()
+
+
+def test_a_key_that_is_not_finite_is_taken_for_the_centre():
+    key = draw()[:1, :SIZE].copy()
+    others = np.delete(key, 3, axis=1)
+    key[0, 3, 0, 5] = np.nan
+    present = jnp.ones((1, 1, SIZE), bool)
+    code, centre, step = encode(jnp.asarray(key[:, None]), present)
+    wanted = encode(jnp.asarray(others[:, None]), present[..., 1:])
+    np.testing.assert_array_equal(np.asarray(code)[0, 0, 3, 0], 0)
+    for found, alone in zip((code[:, :, [*range(3), *range(4, SIZE)]], centre, step), wanted):  # noqa: B905
+        found, alone = (np.asarray(x.astype(jnp.float32))[0, 0] for x in (found, alone))
+        np.testing.assert_array_equal(found[..., 0, :], alone[..., 0, :])
+    key[:] = np.inf
+    assert (np.asarray(encode(jnp.asarray(key[:, None]), present)[2]) == NO_KEY).all()
+
+
+def test_queries_are_rounded_as_in_the_reference():
+    query = np.random.default_rng(0).normal(size=(50, CHANNELS)).astype(np.float32)
+    query[0], query[1] = 0.0, 448.0
+    query[2:20] *= np.logspace(-20, 20, 18)[:, None].astype(np.float32)
+    found = np.asarray(round_queries(jnp.asarray(query)))
+    np.testing.assert_array_equal(found, [rounded_query(one) for one in query])
+    largest = np.abs(query).max(axis=1, keepdims=True)
+    assert (np.abs(found - query) <= 2**-4 * np.abs(query) + 2**-17 * largest).all()
