@@ -24,13 +24,13 @@ from sketchwalk_jax.evaluation.tables import (
     NOTHING,
     accuracy_table,
     density_title,
-    difference,
     difference_table,
     longest,
     loss_difference,
     loss_table,
     markdown_table,
     name_of,
+    share,
     task_title,
 )
 
@@ -45,30 +45,41 @@ def reported(path: Path) -> Results:
 
 
 def summary(path: Path) -> str:
-    """All tasks that count, model by model at its longest length and the highest density."""
+    """All tasks that count, model by model at its longest length, in every phase and density."""
     results = reported(path)
-    rows = results.rows
-    models = values_of(rows, "model")
-    density = max((one for one in densities(rows) if one < 1), default=None)
-    header = ["Right answers beyond dense", "Sparse in"]
-    ends = {model: longest(rows_with(rows, model=model)) for model in models}
-    header += [f"{model}, {ends[model]:,} tokens" for model in models]
-    body = []
-    for label in policy_labels(rows):
-        for phase in measured_phases(rows) if label != "dense" else ():
-            cells = []
-            for model in models:
-                own = rows_with(rows, model=model, tokens=ends[model])
-                chosen = rows_with(own, label=label, phase=phase, density=density)
-                cells.append(difference(counted(chosen), counted(rows_with(own, label="dense"))))
+    blocks = []
+    for model in values_of(results.rows, "model"):
+        own = rows_with(results.rows, model=model)
+        tokens = longest(own)
+        own = rows_with(own, tokens=tokens)
+        columns = [
+            (density, phase)
+            for density in sorted((one for one in densities(own) if one < 1), reverse=True)
+            for phase in measured_phases(own)
+        ]
+        body = []
+        for label in _in_order(policy_labels(own)):
+            cells = [
+                share(pool(counted(rows_with(own, label=label, phase=phase, density=density))))
+                for density, phase in columns
+            ]
             if set(cells) != {NOTHING}:
-                body.append([name_of(label), PHASE_TITLES[phase], *cells])
+                body.append([name_of(label), *cells])
+        titles = [f"{density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns]
+        blocks.append(f"**{model}, {tokens:,} tokens**")
+        blocks.append(markdown_table(("Right answers, of those of dense", *titles), body))
     what = (
-        f"{density_title(density)} over all layers, dense ones included; of prompts that dense "
-        "attention answers, so that it has all of them right by choice; 95 % intervals of paired "
-        "differences"
+        "Density over all layers, dense ones included, and where the policy selects. Of prompts "
+        "that dense attention answers, so that it has all of them right by choice; Wilson's 95 % "
+        "intervals, tasks pooled. `oracle, max` is exact: the ceiling of a list that heads share"
     )
-    return f"{markdown_table(header, body, num_names=2)}\n\n{what}. {describe_run(results.meta)}"
+    return "\n\n".join([*blocks, f"{what}. {describe_run(results.meta)}"])
+
+
+def _in_order(labels: Sequence[str]) -> list[str]:
+    """The recommended policy first, the exact ones last."""
+    rank = {"recommended": -1, "oracle": 1, "oracle, max": 2}
+    return sorted((one for one in labels if one != "dense"), key=lambda one: rank.get(one, 0))
 
 
 def data(path: Path) -> str:

@@ -19,6 +19,8 @@ import claims
 import comparison
 import kernel_report
 import real_report
+import recommended_parts
+import retrieval
 import selection_report
 from common import RESULTS  # which finds the package in a checkout that is not installed
 from pages import PAGES, Results, Tables, captioned, if_measured, update
@@ -191,6 +193,8 @@ TABLES: Tables = (
     | ablation_report.TABLES
     | comparison.TABLES
     | real_report.TABLES
+    | recommended_parts.TABLES
+    | retrieval.TABLES
 )
 
 
