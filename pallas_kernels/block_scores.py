@@ -1,0 +1,395 @@
+"""What blocks of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
+
+A row is stood for by a few queries of every head; those of the heads that share a key/value head
+follow each other here, row after row, as `m`. The first kernel multiplies in eight bits,
+
+    peaks[j, m] = max_{s in block j} q'_m · k'_s
+
+and the second adds what the keys of a block have in common and takes the softmax over blocks,
+
+    l[j, m] = scale · (2^{a_m} peaks[j, m] + q_m · centre_j)
+    S[i, j] = Σ_{m of row i} softmax(l[0 .. i, m])_j ^ exponent
+
+for the blocks up to the row's own (`policies.block_codes`).
+
+*Peaks.* A program has 64 queries for each of its computing warpgroups, and one more warpgroup, the
+loader, which brings the keys block by block: every block is read once for all of them. While one
+warpgroup takes the maximum over the keys of a block, the tensor cores multiply for the others.
+Maxima are put down in shared memory and copied out eight blocks at a time. A block is needed up to
+the row of the program's last query; what lies behind that is never written.
+
+*Scores.* A program has 32 queries, of one row, or of up to four rows that have few. It goes through
+the blocks twice, 64 at a time, once for the denominators and once for the shares, which are never
+written: what it finds in the GPU's cache the second time is what it brought there the first.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+
+_QUERIES = 64  # of a warpgroup of the first kernel
+_KEYS = 64  # of a block
+_GROUP = 8  # blocks whose maxima are copied out together
+_COMPUTING = 4  # warpgroups of the first kernel that compute
+_KEY_STAGES = 8  # blocks of keys in shared memory
+_PART = 32  # queries of a program of the second kernel
+_STEP = 64  # blocks that it takes at a time
+_STAGES = 3  # steps in shared memory
+
+TILE = _QUERIES * _COMPUTING
+"""The number of queries is a multiple of this."""
+STEP = _STEP
+"""The number of blocks of centres is a multiple of this."""
+
+
+def queries_per_row(wanted: int) -> int:
+    """The least number of queries of a row that the kernels take: 8, 16 or a multiple of 32.
+
+    Example:
+      >>> [queries_per_row(count) for count in (3, 12, 28, 56)]
+      [8, 16, 32, 64]
+    """
+    return next((one for one in (8, 16) if wanted <= one), -(-wanted // _PART) * _PART)
+
+
+# Peaks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PeaksPlan:
+    """What is static about a call of the first kernel.
+
+    Attributes:
+      tiles: Programs of a key/value head.
+      per_row: Queries of a row.
+      blocks: Blocks of keys that there are.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    tiles: int
+    per_row: int
+    blocks: int
+    interpret: bool
+
+
+def _peaks(
+    query: Any,
+    key: Any,
+    first_row: Any,
+    out: Any,
+    *,
+    plan: _PeaksPlan,
+    queries: Any,
+    keys: Any,
+    found: Any,
+    filled: Any,
+    freed: Any,
+    arrived: Any,
+) -> None:
+    """One program: a loader and the warpgroups that compute."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    tile = plan.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, plan.per_row)
+    # Whole groups are written: nobody asks for what is beyond the last row.
+    groups = jax.lax.div(jnp.minimum(last + 1, plan.blocks) + _GROUP - 1, _GROUP)
+
+    @pl.when(warpgroup == _COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load(step: Any, _: Any) -> Any:
+            slot = jax.lax.rem(step, _KEY_STAGES)
+
+            @pl.when(step >= _KEY_STAGES)
+            def _() -> None:
+                plgpu.barrier_wait(freed.at[slot])
+
+            block = jnp.minimum(step, plan.blocks - 1)
+            source = key.at[batch, pl.ds(block * _KEYS, _KEYS), kv_head]
+            plgpu.copy_gmem_to_smem(source, keys.at[slot], filled.at[slot])
+            return ()
+
+        jax.lax.fori_loop(0, groups * _GROUP, load, ())
+
+    @pl.when(warpgroup < _COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(112, action="increase")
+        own = pl.ds(tile * TILE + warpgroup * _QUERIES, _QUERIES)
+        source = query.at[batch, kv_head, own]
+        plgpu.copy_gmem_to_smem(source, queries.at[warpgroup], arrived.at[warpgroup])
+        plgpu.barrier_wait(arrived.at[warpgroup])
+
+        def peak(step: Any) -> Any:
+            slot = jax.lax.rem(step, _KEY_STAGES)
+            plgpu.barrier_wait(filled.at[slot])
+
+            def product(sums: ops.Accumulator) -> Any:
+                sums.add_product(queries.at[warpgroup], keys.at[slot].transpose((1, 0)))
+                return sums.load()
+
+            shape = (_QUERIES, _KEYS)
+            products = ops.with_accumulator(product, shape, interpret=plan.interpret)
+            plgpu.barrier_arrive(freed.at[slot])
+            return jnp.max(products, axis=1)
+
+        def group(index: Any, _: Any) -> Any:
+            buffer = jax.lax.rem(index, 2)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before the last
+            for place in range(_GROUP):
+                found[warpgroup, buffer, place] = peak(index * _GROUP + place)
+            plgpu.commit_smem()
+            target = out.at[batch, kv_head, pl.ds(index * _GROUP, _GROUP), own]
+            plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
+            return ()
+
+        jax.lax.fori_loop(0, groups, group, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def block_peaks_kernel(
+    query: Float[Array, "B K M C"],
+    key: Float[Array, "B S K C"],
+    *,
+    first_row: Int[Array, "B"],
+    per_row: int,
+    interpret: bool = False,
+) -> Float[Array, "B K J M"]:
+    """`peaks` of the module; those of blocks after a query's own row may be anything.
+
+    Args:
+      query: Queries in float8_e4m3fn, row after row; their number is a multiple of `TILE`.
+      key: Keys beside their block's centre, in float8_e4m3fn, of whole blocks of 64.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32, with the number of blocks rounded up to a multiple of `STEP`.
+    """
+    batch, kv_heads, num_queries, channels = query.shape
+    num_blocks = key.shape[1] // _KEYS
+    plan = _PeaksPlan(
+        tiles=num_queries // TILE, per_row=per_row, blocks=num_blocks, interpret=interpret
+    )
+    shape = (batch, kv_heads, -(-num_blocks // _STEP) * _STEP, num_queries)
+    swizzle = channels * query.dtype.itemsize
+    kernel = plgpu.kernel(
+        functools.partial(_peaks, plan=plan),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types={
+            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=swizzle),
+            "keys": ops.tiled((_KEY_STAGES, _KEYS, channels), key.dtype, swizzle=swizzle),
+            "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float32),
+            "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
+            "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
+            "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
+        },
+        grid=(plan.tiles, kv_heads, batch),
+        grid_names=("tile", "kv_head", "batch"),
+        num_threads=_COMPUTING + 1,
+        thread_name="warpgroup",
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_peaks",
+    )
+    return kernel(query, key, first_row.astype(jnp.int32))
+
+
+# Scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ScoresPlan:
+    """What is static about a call of the second kernel.
+
+    Attributes:
+      programs: Programs of a key/value head.
+      per_row: Queries of a row: 8, 16 or a multiple of 32.
+      blocks: Blocks, a multiple of 64.
+      factor: Factor of the products in powers of two.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    programs: int
+    per_row: int
+    blocks: int
+    factor: float
+    exponent: int
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program."""
+        return max(1, _PART // self.per_row)
+
+    @property
+    def parts(self) -> int:
+        """Programs of a row."""
+        return max(1, self.per_row // _PART)
+
+
+def _scores(
+    peaks: Any,
+    query: Any,
+    scales: Any,
+    centre: Any,
+    first_row: Any,
+    out: Any,
+    *,
+    plan: _ScoresPlan,
+    queries: Any,
+    centres: Any,
+    tiles: Any,
+    sums: Any,
+    factors: Any,
+    filled: Any,
+    arrived: Any,
+) -> None:
+    """One program: 32 queries."""
+    place = plan.programs - 1 - jax.lax.axis_index("part")
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    first = jax.lax.div(place * _PART, plan.per_row)  # its rows, among those of the call
+    part = jax.lax.rem(place, plan.parts)
+    last = jnp.minimum(first_row[batch] + first + plan.rows - 1, plan.blocks - 1)
+    steps = jax.lax.div(last, _STEP) + 1
+    shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
+
+    def load(step: Any) -> None:
+        @pl.when(step < 2 * steps)
+        def _() -> None:
+            slot = jax.lax.rem(step, _STAGES)
+            some = pl.ds(jax.lax.rem(step, steps) * _STEP, _STEP)
+            source = centre.at[batch, some, kv_head]
+            plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+            source = peaks.at[batch, kv_head, some, own]
+            plgpu.copy_gmem_to_smem(source, tiles.at[slot], filled.at[slot])
+
+    plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries, arrived)
+    plgpu.copy_gmem_to_smem(scales.at[batch, kv_head, own], factors, arrived)
+    for step in range(_STAGES - 1):
+        load(jnp.int32(step))
+    plgpu.barrier_wait(arrived)
+    by_query = ops.spread(ops.read(factors, ops.BY_COLUMN), shape, 1)
+    # The row of each query, and its last block.
+    row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row)
+    reach = first_row[batch] + first + row
+
+    def logits(step: Any) -> tuple[Any, Any]:
+        """Of one step, in powers of two, and which of them count."""
+        slot = jax.lax.rem(step, _STAGES)
+        plgpu.barrier_wait(filled.at[slot])
+
+        def product(accumulator: ops.Accumulator) -> Any:
+            accumulator.add_product(centres.at[slot], queries.transpose((1, 0)))
+            return accumulator.load()
+
+        shared = ops.with_accumulator(product, shape, interpret=plan.interpret)
+        found = ops.read(tiles.at[slot])
+        # The slot that is filled next is that of the step before, which all warps have read now.
+        warp_ops.barrier(interpret=plan.interpret)
+        load(step + _STAGES - 1)
+        values = (found * by_query + shared) * plan.factor
+        block = jax.lax.rem(step, steps) * _STEP + ops.matrix_index(shape, 0)
+        # What is not a number is in neither range.
+        seen = (block <= reach) & (values > MASK_VALUE) & (values < -MASK_VALUE)
+        return jnp.where(seen, values, MASK_VALUE), seen
+
+    def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        maximum, total = state
+        values, _ = logits(step)
+        larger = jnp.maximum(maximum, values)
+        return larger, total * jnp.exp2(maximum - larger) + jnp.exp2(values - larger)
+
+    start = (ops.full(shape, FIRST_MAXIMUM), ops.full(shape, 0.0))
+    maximum, total = jax.lax.fori_loop(0, steps, gather, start)
+    highest = jnp.max(maximum, axis=0)
+    total = jnp.sum(total * jnp.exp2(maximum - ops.spread(highest, shape, 1)), axis=0)
+    offset = ops.spread(highest + jnp.log2(total), shape, 1)
+
+    def share(step: Any, _: Any) -> Any:
+        values, seen = logits(steps + step)
+        parts = jnp.where(seen, jnp.exp2((values - offset) * float(plan.exponent)), 0.0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for index in range(plan.rows):
+            mine = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
+            sums[index] = jnp.sum(mine, axis=1)
+        plgpu.commit_smem()
+        some = pl.ds(step * _STEP, _STEP)
+        target = out.at[batch, kv_head, part, pl.ds(first, plan.rows), some]
+        plgpu.copy_smem_to_gmem(sums, target)
+        return ()
+
+    jax.lax.fori_loop(0, steps, share, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def block_scores_kernel(
+    peaks: Float[Array, "B K J M"],
+    query: Float[Array, "B K M C"],
+    scales: Float[Array, "B K M"],
+    centre: Float[Array, "B J K C"],
+    *,
+    first_row: Int[Array, "B"],
+    per_row: int,
+    scale: float,
+    exponent: int,
+    interpret: bool = False,
+) -> Float[Array, "B K P I J"]:
+    """`S` of the module, of each key/value head and each 32 queries of a row.
+
+    Args:
+      peaks: From `block_peaks_kernel`.
+      query: The queries in 16 bits.
+      scales: `2^a` of each query; NaN leaves one out.
+      centre: Centres of the blocks in 16 bits.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row, from `queries_per_row`.
+      scale: Factor of the products.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32, to be summed over `K` and `P`; of blocks after a row's own it may be anything.
+    """
+    batch, kv_heads, num_queries, channels = query.shape
+    plan = _ScoresPlan(
+        programs=num_queries // _PART,
+        per_row=per_row,
+        blocks=peaks.shape[2],
+        factor=scale * math.log2(math.e),
+        exponent=exponent,
+        interpret=interpret,
+    )
+    shape = (batch, kv_heads, plan.parts, num_queries // per_row, plan.blocks)
+    swizzle = channels * query.dtype.itemsize
+    kernel = plgpu.kernel(
+        functools.partial(_scores, plan=plan),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types={
+            "queries": ops.tiled((_PART, channels), query.dtype, swizzle=swizzle),
+            "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
+            "tiles": ops.tiled((_STAGES, _STEP, _PART), jnp.float32),
+            "sums": plgpu.SMEM((plan.rows, _STEP), jnp.float32),
+            "factors": plgpu.SMEM((_PART,), jnp.float32),
+            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            "arrived": plgpu.Barrier(num_arrivals=2),
+        },
+        grid=(plan.programs, kv_heads, batch),
+        grid_names=("part", "kv_head", "batch"),
+        compiler_params=ops.compiler_params(approx_math=True),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_scores",
+    )
+    return kernel(peaks, query, scales, centre, first_row.astype(jnp.int32))
