@@ -44,6 +44,7 @@ from sketchwalk_jax.evaluation.tables import (
     task_title,
 )
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -186,6 +187,7 @@ class PagesConfig(ExactConfig):
         *,
         kv_lengths: Int[Array, "B"],
         scale: float,
+        kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """The scores of the best page of each block, made of products with twice the channels."""
         keys = codes.key.astype(jnp.float32)

@@ -12,6 +12,7 @@ of a complete block never change, however the tokens came.
 """
 
 import dataclasses
+import math
 from typing import Protocol, Self, runtime_checkable
 
 import jax
@@ -200,11 +201,18 @@ def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
 
     `float8_e4m3fn(q · 2^-a) · 2^a` with the least `2^a` that brings no channel above 448.
     """
+    rounded, scale = _eight_bits(query)
+    return (rounded.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def _eight_bits(
+    query: Float[Array, "*axes C"],
+) -> tuple[Float[Array, "*axes C"], Float[Array, "*axes 1"]]:
+    """Both factors of `round_queries`: float8_e4m3fn, and the power of two, float32."""
     x = query.astype(jnp.float32)
     shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST_FLOAT8)
     shift = jnp.clip(shift, -100, 100)
-    rounded = (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    return (rounded * _power_of_two(shift)).astype(query.dtype)
+    return (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn), _power_of_two(shift)
 
 
 def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
@@ -226,7 +234,7 @@ def block_scores(
     kv_lengths: Int[Array, "B"],
     scale: float,
     exponent: int,
-    kernel_config: KernelConfig | None = None,
+    kernels: KernelConfig | None = None,
 ) -> Float[Array, "B I J"]:
     """What shares of attention heads and representative queries give each block, put together.
 
@@ -245,14 +253,19 @@ def block_scores(
       kv_lengths: Keys present in each sequence.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
-      kernel_config: Tile sizes.
+      kernels: What Hopper kernels run with, or `None` for plain JAX; they take prompts of bfloat16
+        and blocks of 64 tokens.
 
     Returns:
       Float32 `[B, I, J]`; 0 where nothing finite was seen.
     """
+    if kernels is not None and _fits_kernels(queries, codes):
+        return _scores_of_kernels(
+            queries, codes, rows, kv_lengths, scale=scale, exponent=exponent, kernels=kernels
+        )
     batch, num_rows, count, num_heads, channels = queries.shape
     num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
-    config = kernel_config or default_kernel_config()
+    config = kernels or default_kernel_config()
     is_token = num_rows * count == 1
     tile = min(max(1, config.dense_rows // count), num_rows)
     step = (config.dense_decode_keys if is_token else config.dense_keys) // size
@@ -320,3 +333,69 @@ def _block_peaks(
 
     nothing = jnp.full((batch, kv_heads, num_queries, num_blocks), MASK_VALUE, jnp.float32)
     return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
+
+
+def _fits_kernels(queries: Float[Array, "B I R N C"], codes: BlockKeys) -> bool:
+    is_token = queries.shape[1] * queries.shape[2] == 1
+    fits = queries.dtype == jnp.bfloat16 and queries.shape[-1] in (32, 64)
+    return fits and not is_token and isinstance(codes, BlockCodes) and codes.block_size == 64
+
+
+def _scores_of_kernels(
+    queries: Float[Array, "B I R N C"],
+    codes: BlockKeys,
+    rows: Int[Array, "B I"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    exponent: int,
+    kernels: KernelConfig,
+) -> Float[Array, "B I J"]:
+    """`block_scores` by the Hopper kernels, which have one axis for rows and queries."""
+    from sketchwalk_jax.pallas_kernels import block_scores as kernel
+
+    batch, num_rows, count, num_heads, channels = queries.shape
+    num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
+    wanted = count * num_heads // kv_heads
+    per_row = kernel.queries_per_row(wanted)
+    more_rows = -num_rows % (kernel.TILE // math.gcd(kernel.TILE, per_row))
+    grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
+    grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
+    padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
+    grouped = jnp.pad(grouped, padding)
+    rounded, factors = _eight_bits(grouped)
+    is_query = jnp.arange(per_row, dtype=jnp.int32) < wanted
+    factors = jnp.where(is_query[None, None, None], factors[..., 0], jnp.nan)  # or left out
+
+    def flat(x: Array) -> Array:
+        return x.reshape(batch, kv_heads, -1, *x.shape[4:])
+
+    beside = codes.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
+    # In the place of tokens that are not there, one that is: a maximum does not see it twice.
+    blocks = beside.reshape(batch, num_blocks, size, kv_heads, channels)
+    position = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(1, num_blocks, size)
+    is_key = (position < kv_lengths[:, None, None])[..., None, None]
+    beside = jnp.where(is_key, blocks, blocks[:, :, :1]).reshape(beside.shape)
+    first = rows[:, 0]
+    peaks = kernel.block_peaks_kernel(
+        flat(rounded),
+        beside.astype(jnp.float8_e4m3fn),
+        first_row=first,
+        per_row=per_row,
+        interpret=kernels.interpret,
+    )
+    room = ((0, 0), (0, -num_blocks % kernel.STEP), (0, 0), (0, 0))
+    found = kernel.block_scores_kernel(
+        peaks,
+        flat(grouped),
+        flat(factors),
+        jnp.pad(codes.centre, room),
+        first_row=first,
+        per_row=per_row,
+        scale=scale,
+        exponent=exponent,
+        interpret=kernels.interpret,
+    )
+    found = jnp.sum(found[:, :, :, :num_rows, :num_blocks], axis=(1, 2))
+    is_before = jnp.arange(num_blocks, dtype=jnp.int32)[None, None] <= rows[..., None]
+    return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)

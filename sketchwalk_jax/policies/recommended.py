@@ -222,6 +222,7 @@ class RecommendedConfig(BudgetPolicy):
             rows=rows,
             kv_lengths=span.end,
             scale=default_scale(query.shape[-1]),
+            kernels=kernels,
         )
         query = query[..., self.channels(query.shape[-1])]
         if span.is_token:
@@ -240,10 +241,17 @@ class RecommendedConfig(BudgetPolicy):
         *,
         kv_lengths: Int[Array, "B"],
         scale: float,
+        kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """`S[i, j]` of the class, from the queries that stand for each row."""
         return block_scores(
-            queries, codes, rows, kv_lengths=kv_lengths, scale=scale, exponent=self.exponent
+            queries,
+            codes,
+            rows,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            exponent=self.exponent,
+            kernels=kernels,
         )
 
     def represent(

@@ -1,0 +1,98 @@
+"""Scores of blocks by the Hopper kernels, in the interpreter, beside plain JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.block_codes import BlockCodes, block_scores
+
+pytestmark = pytest.mark.interpreted
+
+SIZE = 64
+# Heads, key/value heads, channels, queries of a row, rows before the first, tokens after it.
+CASES = {
+    "eight of a row": (2, 1, 64, 4, 0, (9 * SIZE + 5, 3)),
+    "three heads for one": (6, 2, 32, 8, 2, (4 * SIZE, 5 * SIZE - 1)),
+    "several parts": (4, 1, 32, 16, 1, (3 * SIZE + 1, SIZE)),
+    "a hundred blocks": (1, 1, 32, 4, 70, (33 * SIZE, 40 * SIZE + 9)),
+}
+HOSTILE = ("random", "equal", "nan", "huge")
+
+
+def draw(case, kind):
+    """Queries, codes, rows and lengths."""
+    heads, kv_heads, channels, count, before, tokens = CASES[case]
+    rng = np.random.default_rng(len(case))
+    num_rows = -(-max(tokens) // SIZE)
+    lengths = np.array(tokens) + before * SIZE
+    num_blocks = before + num_rows
+    shape = (len(tokens), num_rows, count, heads, channels)
+    queries = rng.normal(size=shape) * 2.0
+    key = rng.normal(size=(len(tokens), num_blocks * SIZE, kv_heads, channels))
+    key += 3.0 * rng.normal(size=(1, 1, kv_heads, channels))
+    if kind == "equal":
+        queries[:], key[:] = queries[:1, :1, :1], key[:, :1]
+    if kind == "nan":
+        queries[0, 1, 0, 0, 3] = queries[0, 0] = np.nan
+        key[0, SIZE : 2 * SIZE] = np.nan
+        key[-1, 5, 0, 2] = np.inf
+    if kind == "huge":
+        key[0, 7] *= 1e20
+        queries[0, 1] *= 1e18
+    lengths = jnp.asarray(lengths, jnp.int32)
+    valid = jnp.arange(num_blocks * SIZE)[None] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    codes = BlockCodes.zeros(
+        batch=len(tokens),
+        num_blocks=num_blocks,
+        block_size=SIZE,
+        num_kv_heads=kv_heads,
+        num_channels=channels,
+        dtype=jnp.bfloat16,
+    ).add(jnp.asarray(key, jnp.bfloat16), span)
+    rows = jnp.arange(before, before + num_rows, dtype=jnp.int32)[None]
+    rows = jnp.broadcast_to(rows, (len(tokens), num_rows))
+    return jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths
+
+
+@functools.partial(jax.jit, static_argnames="kernels")
+def run(queries, codes, rows, lengths, *, kernels):
+    return block_scores(
+        queries, codes, rows, kv_lengths=lengths, scale=0.2, exponent=4, kernels=kernels
+    )
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_find_what_plain_jax_finds(case, kind):
+    if kind != "random" and case != "three heads for one":
+        pytest.skip("one shape is enough for what is unusual")
+    drawn = draw(case, kind)
+    found, wanted = (
+        np.asarray(run(*drawn, kernels=one)) for one in (KernelConfig(interpret=True), None)
+    )
+    _, _, rows, lengths = drawn
+    is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(
+        np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), rtol=2e-3, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "size"),
+    [(jnp.float32, 64, 64), (jnp.bfloat16, 16, 64), (jnp.bfloat16, 64, 32)],
+)
+def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
+    codes = BlockCodes.zeros(
+        batch=1, num_blocks=4, block_size=size, num_kv_heads=1, num_channels=channels, dtype=dtype
+    )
+    queries = jnp.ones((1, 4, 2, 2, channels), dtype)
+    rows, lengths = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([4 * size], jnp.int32)
+    found = run(queries, codes, rows, lengths, kernels=KernelConfig(interpret=True))
+    np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernels=None))
