@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import real_models
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 from pages import Tables, if_measured
 
 from sketchwalk_jax.evaluation.report import describe_run
@@ -91,9 +91,14 @@ class MeansConfig(RecommendedConfig):
     """Means of neighbouring queries stand for a row."""
 
     def represent(
-        self, query: Float[Array, "B T N C"], valid: Bool[Array, "B T"], count: int
+        self,
+        query: Float[Array, "B T N H"],
+        span: Span,
+        count: int,
+        kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
         """`count` means of as many neighbours each."""
+        query, valid = query[..., self.channels(query.shape[-1])], span.valid
         parts = query.reshape(query.shape[0], -1, count, self.block_size // count, *query.shape[2:])
         is_query = valid.reshape(parts.shape[:4])[..., None, None]
         total = jnp.sum(jnp.where(is_query, parts, 0.0).astype(jnp.float32), axis=3)

@@ -224,11 +224,11 @@ class RecommendedConfig(BudgetPolicy):
             scale=default_scale(query.shape[-1]),
             kernels=kernels,
         )
-        query = query[..., self.channels(query.shape[-1])]
         if span.is_token:
-            scores = score(query[:, None])
+            scores = score(query[:, None][..., self.channels(query.shape[-1])])
         else:
-            scores = self._score_rows(query, span, walk.layers, score)
+            represent = functools.partial(self.represent, query, span, kernels=kernels)
+            scores = self._score_rows(walk.layers, represent, score)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
         lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token)
         return lists, WalkState(evidence, walk.layers + 1)
@@ -255,27 +255,42 @@ class RecommendedConfig(BudgetPolicy):
         )
 
     def represent(
-        self, query: Float[Array, "B T N C"], valid: Bool[Array, "B T"], count: int
+        self,
+        query: Float[Array, "B T N H"],
+        span: Span,
+        count: int,
+        kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
-        """`count` queries that stand for each row; the first of many are those of fewer."""
-        return representative_queries(query, valid, block_size=self.block_size, count=count)
+        """`count` queries that stand for each row, in the channels that count."""
+        head_dim = query.shape[-1]
+        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
+        if kernels is None or not is_slow or not _fits_kernel(query, self.block_size):
+            query = query[..., self.channels(head_dim)]
+            return representative_queries(
+                query, span.valid, block_size=self.block_size, count=count
+            )
+        from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
+
+        begin = jnp.argmax(span.valid, axis=1).astype(jnp.int32)
+        end = begin + jnp.sum(span.valid, axis=1, dtype=jnp.int32)
+        return representatives_kernel(
+            query, begin=begin, end=end, count=count, interpret=kernels.interpret
+        )
 
     def _score_rows(
         self,
-        query: Float[Array, "B T N C"],
-        span: Span,
         index: Int[Array, ""],
+        represent: Callable[[int], Float[Array, "B I R N C"]],
         score: Callable[[Float[Array, "B I R N C"]], Float[Array, "B I J"]],
     ) -> Float[Array, "B I J"]:
         """The scores of rows by as many representatives as a sparse layer has."""
         counts = self.sparse_representatives
         kinds = sorted(set(counts))
-        queries = self.represent(query, span.valid, kinds[-1])
-        ways = [functools.partial(lambda x, count: score(x[:, :, :count]), count=n) for n in kinds]
+        ways = [functools.partial(lambda count: score(represent(count)), count) for count in kinds]
         if len(ways) == 1:
-            return ways[0](queries)
+            return ways[0]()
         own = jnp.asarray([kinds.index(one) for one in counts])[jnp.minimum(index, len(counts) - 1)]
-        return jax.lax.switch(own, ways, queries)
+        return jax.lax.switch(own, ways)
 
     def keep(
         self,
@@ -336,6 +351,11 @@ def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
     half = head_dim // 2
     slow = np.arange(half // 2, half)
     return np.concatenate([slow, slow + half])
+
+
+def _fits_kernel(query: Float[Array, "B T N H"], block_size: int) -> bool:
+    is_narrow = query.dtype in (jnp.bfloat16, jnp.float16)
+    return is_narrow and query.shape[-1] in (64, 128) and block_size == 64
 
 
 def representative_queries(
