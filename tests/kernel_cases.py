@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax import KernelConfig, reference
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 NUM_LAYERS, LAYER = 3, 1
 Program = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
@@ -385,6 +387,50 @@ SKETCH_CASES: tuple[Case, ...] = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvidenceKernelCase:
+    """The kernels of the recommended policy, from the queries of a prompt to scores of blocks."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    count: int
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {self.count} queries"
+
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """Representatives, peaks and scores."""
+        policy = RecommendedConfig(representatives=self.count)
+        kernels, blocks = config or KernelConfig(), 20
+        shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
+        codes = jax.eval_shape(
+            functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
+        )
+
+        def run(query: Any, codes: Any, lengths: Any) -> Any:
+            valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+            span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+            queries = policy.represent(query, span, self.count, kernels=kernels)
+            return policy.evidence(
+                queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernels=kernels
+            )
+
+        query = jax.ShapeDtypeStruct((1, 64 * blocks, self.heads, self.head_dim), jnp.bfloat16)
+        return run, (query, codes, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+EVIDENCE_CASES = (
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, count=8),
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=64, count=32),
+    EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, count=16),
+    EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, count=4),
+    EvidenceKernelCase(heads=9, kv_heads=3, head_dim=64, count=8),
+    EvidenceKernelCase(heads=2, kv_heads=2, head_dim=64, count=4),
+)
+
+
 def _promised() -> tuple[Case, ...]:
     """Every combination of dtype, head_dim, group, kind of list and block size."""
     dtypes, head_dims, groups = ("bfloat16", "float16"), (64, 128), (1, 3, 4, 7, 8)
@@ -409,7 +455,7 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    return (*attention, *select, *SKETCH_CASES)
+    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
@@ -230,7 +231,7 @@ class RecommendedConfig(BudgetPolicy):
             represent = functools.partial(self.represent, query, span, kernels=kernels)
             scores = self._score_rows(walk.layers, represent, score)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
-        lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token)
+        lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token, kernels=kernels)
         return lists, WalkState(evidence, walk.layers + 1)
 
     def evidence(
@@ -299,21 +300,24 @@ class RecommendedConfig(BudgetPolicy):
         index: Int[Array, ""],
         *,
         is_token: bool,
+        kernels: KernelConfig | None = None,
     ) -> BlockSelection:
         """The blocks with the most evidence, as many as the budget of a sparse layer says."""
         num_blocks = evidence.shape[-1]
         budgets = self.budgets(num_blocks, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
-        return select_blocks(
-            evidence,
-            rows,
-            own[jnp.minimum(rows, num_blocks - 1)],
+        counts = own[jnp.minimum(rows, num_blocks - 1)]
+        rule: dict[str, Any] = dict(
             sink_blocks=self.sink_blocks,
             # A token's own query has seen every key; what stands for a row may miss its neighbours.
             local_blocks=1 if is_token else self.local_blocks,
             max_count=int(budgets.max()),
             block_size=self.block_size,
         )
+        lists = None
+        if kernels is not None:
+            lists = kernel_selection.select_blocks(evidence, rows, counts, **rule, kernels=kernels)
+        return lists or select_blocks(evidence, rows, counts, **rule)
 
 
 def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]:
