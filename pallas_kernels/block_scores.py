@@ -108,7 +108,7 @@ def _peaks(
     def _() -> None:
         plgpu.set_max_registers(40, action="decrease")
 
-        def load(step: Any, _: Any) -> Any:
+        def load(step: Any, nothing: Any) -> Any:
             slot = jax.lax.rem(step, _KEY_STAGES)
 
             @pl.when(step >= _KEY_STAGES)
@@ -118,7 +118,7 @@ def _peaks(
             block = jnp.minimum(step, plan.blocks - 1)
             source = key.at[batch, pl.ds(block * _KEYS, _KEYS), kv_head]
             plgpu.copy_gmem_to_smem(source, keys.at[slot], filled.at[slot])
-            return ()
+            return nothing
 
         jax.lax.fori_loop(0, groups * _GROUP, load, ())
 
