@@ -15,6 +15,8 @@ MAX_POWER = 32
 WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
 LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
 LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
+SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
+SCORED_HEADS = (64, 128)  # features of their heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 
@@ -108,9 +108,8 @@ def _represent(
 
 def representatives_kernel(
     query: Float[Array, "B T N H"],
+    valid: Bool[Array, "B T"],
     *,
-    begin: Int[Array, "B"],
-    end: Int[Array, "B"],
     count: int,
     interpret: bool = False,
 ) -> Float[Array, "B I R N C"]:
@@ -118,8 +117,7 @@ def representatives_kernel(
 
     Args:
       query: Queries in 16 bits, of whole rows, with a head_dim of 64 or 128.
-      begin: First column that holds a query of the sequence.
-      end: First column behind them.
+      valid: Which columns hold a query of the sequence: adjacent ones.
       count: Representatives.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -142,5 +140,6 @@ def representatives_kernel(
         interpret=ops.interpreter(interpret),
         kernel_name="representatives",
     )
-    found = kernel(query, begin.astype(jnp.int32), end.astype(jnp.int32))
+    begin = jnp.argmax(valid, axis=1).astype(jnp.int32)
+    found = kernel(query, begin, begin + jnp.sum(valid, axis=1, dtype=jnp.int32))
     return found.reshape(batch, rows, count, heads, 2 * quarter)

@@ -13,6 +13,8 @@ from sketchwalk_jax.pallas_kernels.config import (
     LEAST_CHUNK,
     MAX_BLOCKS,
     MAX_PROMPT_BLOCKS,
+    SCORED_BLOCK,
+    SCORED_HEADS,
     KernelConfig,
     fills_rows,
 )
@@ -203,3 +205,30 @@ def select_token(
         interpret=kernels.interpret,
     )
     return selection, WalkState(state, layers)
+
+
+def representatives(
+    query: Float[Array, "B T N H"],
+    valid: Bool[Array, "B T"],
+    *,
+    count: int,
+    block_size: int,
+    kernels: KernelConfig,
+) -> Float[Array, "B I R N C"] | None:
+    """Queries that stand for each row of the recommended policy, in the slow half of the channels.
+
+    But for distances that differ by less than 2^-17 of themselves, the same ones.
+    """
+    is_right = query.dtype.itemsize == 2 and query.shape[-1] in SCORED_HEADS
+    if not is_right or block_size != SCORED_BLOCK:
+        return None
+    from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
+
+    return representatives_kernel(query, valid, count=count, interpret=kernels.interpret)
+
+
+def takes_block_scores(queries: Float[Array, "B I R N C"], block_size: int) -> bool:
+    """Whether the kernels of `block_scores` take the representatives of a prompt's rows."""
+    is_token = queries.shape[1] * queries.shape[2] == 1
+    is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
+    return is_right and not is_token and block_size == SCORED_BLOCK

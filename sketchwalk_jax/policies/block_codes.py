@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
+from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
@@ -259,7 +260,8 @@ def block_scores(
     Returns:
       Float32 `[B, I, J]`; 0 where nothing finite was seen.
     """
-    if kernels is not None and _fits_kernels(queries, codes):
+    is_taken = kernel_selection.takes_block_scores(queries, codes.block_size)
+    if kernels is not None and is_taken and isinstance(codes, BlockCodes):
         return _scores_of_kernels(
             queries, codes, rows, kv_lengths, scale=scale, exponent=exponent, kernels=kernels
         )
@@ -333,12 +335,6 @@ def _block_peaks(
 
     nothing = jnp.full((batch, kv_heads, num_queries, num_blocks), MASK_VALUE, jnp.float32)
     return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
-
-
-def _fits_kernels(queries: Float[Array, "B I R N C"], codes: BlockKeys) -> bool:
-    is_token = queries.shape[1] * queries.shape[2] == 1
-    fits = queries.dtype == jnp.bfloat16 and queries.shape[-1] in (32, 64)
-    return fits and not is_token and isinstance(codes, BlockCodes) and codes.block_size == 64
 
 
 def _scores_of_kernels(

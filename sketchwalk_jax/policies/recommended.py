@@ -264,19 +264,14 @@ class RecommendedConfig(BudgetPolicy):
     ) -> Float[Array, "B I R N C"]:
         """`count` queries that stand for each row, in the channels that count."""
         head_dim = query.shape[-1]
+        sizes, found = {"count": count, "block_size": self.block_size}, None
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
-        if kernels is None or not is_slow or not _fits_kernel(query, self.block_size):
+        if kernels is not None and is_slow:
+            found = kernel_selection.representatives(query, span.valid, **sizes, kernels=kernels)
+        if found is None:
             query = query[..., self.channels(head_dim)]
-            return representative_queries(
-                query, span.valid, block_size=self.block_size, count=count
-            )
-        from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
-
-        begin = jnp.argmax(span.valid, axis=1).astype(jnp.int32)
-        end = begin + jnp.sum(span.valid, axis=1, dtype=jnp.int32)
-        return representatives_kernel(
-            query, begin=begin, end=end, count=count, interpret=kernels.interpret
-        )
+            found = representative_queries(query, span.valid, **sizes)
+        return found
 
     def _score_rows(
         self,
@@ -355,11 +350,6 @@ def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
     half = head_dim // 2
     slow = np.arange(half // 2, half)
     return np.concatenate([slow, slow + half])
-
-
-def _fits_kernel(query: Float[Array, "B T N H"], block_size: int) -> bool:
-    is_narrow = query.dtype in (jnp.bfloat16, jnp.float16)
-    return is_narrow and query.shape[-1] in (64, 128) and block_size == 64
 
 
 def representative_queries(
