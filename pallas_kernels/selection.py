@@ -11,9 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
+    LEAST_SCORED,
     MAX_BLOCKS,
     MAX_PROMPT_BLOCKS,
     SCORED_BLOCK,
+    SCORED_GROUP,
     SCORED_HEADS,
     KernelConfig,
     fills_rows,
@@ -227,8 +229,13 @@ def representatives(
     return representatives_kernel(query, valid, count=count, interpret=kernels.interpret)
 
 
-def takes_block_scores(queries: Float[Array, "B I R N C"], block_size: int) -> bool:
-    """Whether the kernels of `block_scores` take the representatives of a prompt's rows."""
-    is_token = queries.shape[1] * queries.shape[2] == 1
+def takes_block_scores(
+    queries: Float[Array, "B I R N C"], *, block_size: int, num_blocks: int, kv_heads: int
+) -> bool:
+    """Whether kernels score blocks for these queries: of a prompt's rows, or one token's."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
-    return is_right and not is_token and block_size == SCORED_BLOCK
+    if not is_right or block_size != SCORED_BLOCK:
+        return False
+    is_token = queries.shape[1] * queries.shape[2] == 1
+    fits_token = queries.shape[3] <= SCORED_GROUP * kv_heads and num_blocks >= LEAST_SCORED
+    return fits_token or not is_token

@@ -389,35 +389,44 @@ SKETCH_CASES: tuple[Case, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvidenceKernelCase:
-    """The kernels of the recommended policy, from the queries of a prompt to scores of blocks."""
+    """The kernels of the recommended policy, from queries to scores of blocks.
+
+    Of a prompt, with `count` representatives of a row, or of one token of each sequence.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
-    count: int
+    count: int | None = None
 
     def __str__(self) -> str:
         """The name of the case."""
-        return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {self.count} queries"
+        what = "a token" if self.count is None else f"{self.count} queries"
+        return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}"
 
     def program(self, *, config: KernelConfig | None = None) -> Program:
-        """Representatives, peaks and scores."""
-        policy = RecommendedConfig(representatives=self.count)
-        kernels, blocks = config or KernelConfig(), 20
+        """Representatives, peaks and scores; of a token the scores alone."""
+        policy = RecommendedConfig()
+        kernels, blocks = config or KernelConfig(), 40
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         codes = jax.eval_shape(
             functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
         )
 
         def run(query: Any, codes: Any, lengths: Any) -> Any:
-            valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-            span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-            queries = policy.represent(query, span, self.count, kernels=kernels)
+            if self.count is None:
+                span = Span.of_tokens(lengths - 1, 64)
+                queries = query[:, None][..., policy.channels(self.head_dim)]
+            else:
+                valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+                span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+                queries = policy.represent(query, span, self.count, kernels=kernels)
             return policy.evidence(
                 queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernels=kernels
             )
 
-        query = jax.ShapeDtypeStruct((1, 64 * blocks, self.heads, self.head_dim), jnp.bfloat16)
+        tokens = 1 if self.count is None else 64 * blocks
+        query = jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_dim), jnp.bfloat16)
         return run, (query, codes, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
@@ -428,6 +437,8 @@ EVIDENCE_CASES = (
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, count=4),
     EvidenceKernelCase(heads=9, kv_heads=3, head_dim=64, count=8),
     EvidenceKernelCase(heads=2, kv_heads=2, head_dim=64, count=4),
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128),
+    EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64),
 )
 
 

@@ -145,3 +145,30 @@ def test_a_prompt_is_selected_alike():
     found, wanted = (select(kernels=one) for one in (KernelConfig(interpret=True), None))
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert np.mean(np.asarray(found.ids) == np.asarray(wanted.ids)) > 0.95  # but for near ties
+
+
+@pytest.mark.parametrize("kind", ["random", "nan"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "channels", "blocks"), [(4, 1, 64, 32), (6, 2, 32, 45)]
+)
+def test_tokens_score_alike(heads, kv_heads, channels, blocks, kind):
+    rng = np.random.default_rng(heads)
+    lengths = np.array([blocks * SIZE - 9, 70, 17 * SIZE])
+    key = rng.normal(size=(3, blocks * SIZE, kv_heads, channels))
+    key += 3.0 * rng.normal(size=(1, 1, kv_heads, channels))
+    queries = rng.normal(size=(3, 1, 1, heads, channels)) * 2.0
+    if kind == "nan":
+        key[0, 5 * SIZE : 6 * SIZE] = key[2, 7, 0, 1] = np.nan
+        queries[1, 0, 0, 0, 3] = np.inf
+    lengths = jnp.asarray(lengths, jnp.int32)
+    valid = jnp.arange(blocks * SIZE)[None] < lengths[:, None]
+    sizes = {"batch": 3, "num_blocks": blocks, "block_size": SIZE, "num_kv_heads": kv_heads}
+    codes = BlockCodes.zeros(**sizes, num_channels=channels, dtype=jnp.bfloat16)
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    codes = codes.add(jnp.asarray(key, jnp.bfloat16), span)
+    rows = ((lengths - 1) // SIZE)[:, None]
+    found, wanted = (
+        np.asarray(run(jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths, kernels=one))
+        for one in (KernelConfig(interpret=True), None)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-6)
