@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -72,7 +73,8 @@ def run(queries, codes, rows, lengths, *, kernels):
     ("case", "kind"),
     [*((case, "random") for case in CASES), *(("three heads for one", one) for one in HOSTILE)],
 )
-def test_the_kernels_find_what_plain_jax_finds(case, kind):
+def test_the_kernels_find_what_plain_jax_finds(case, kind, monkeypatch):
+    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
     drawn = draw(case, kind)
     found, wanted = (
         np.asarray(run(*drawn, kernels=one)) for one in (KernelConfig(interpret=True), None)

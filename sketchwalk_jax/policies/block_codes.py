@@ -34,6 +34,8 @@ MIN_STEP, MAX_STEP = -9, 6
 # In the place of a step: no key of the block is finite.
 NO_KEY = -128
 _LARGEST_FLOAT8 = 448.0
+# Numbers that kernels keep between them, half a gigabyte of float32.
+_MOST_PEAKS = 2**27
 
 
 @runtime_checkable
@@ -369,45 +371,46 @@ def _scores_of_kernels(
     num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
     wanted = count * num_heads // kv_heads
     per_row = kernel.queries_per_row(wanted)
-    more_rows = -num_rows % (kernel.TILE // math.gcd(kernel.TILE, per_row))
+    # Rows at a time: a multiple of what fills a program, and as many as the memory says.
+    room = -(-num_blocks // kernel.STEP) * kernel.STEP
+    least = kernel.TILE // math.gcd(kernel.TILE, per_row)
+    most = _MOST_PEAKS // (batch * kv_heads * room * per_row)
+    tile = min(max(least, most // least * least), -(-num_rows // least) * least)
+    more_rows = -num_rows % tile
     grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
-    grouped = jnp.pad(grouped, padding)
-    rounded, factors = _eight_bits(grouped)
-    is_query = jnp.arange(per_row, dtype=jnp.int32) < wanted
-    factors = jnp.where(is_query[None, None, None], factors[..., 0], jnp.nan)  # or left out
-
-    def flat(x: Array) -> Array:
-        return x.reshape(batch, kv_heads, -1, *x.shape[4:])
-
+    grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
     beside = codes.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
     # In the place of tokens that are not there, one that is: a maximum does not see it twice.
     blocks = beside.reshape(batch, num_blocks, size, kv_heads, channels)
     position = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(1, num_blocks, size)
     is_key = (position < kv_lengths[:, None, None])[..., None, None]
     beside = jnp.where(is_key, blocks, blocks[:, :, :1]).reshape(beside.shape)
-    first = rows[:, 0]
-    peaks = kernel.block_peaks_kernel(
-        flat(rounded),
-        beside.astype(jnp.float8_e4m3fn),
-        first_row=first,
-        per_row=per_row,
-        interpret=kernels.interpret,
-    )
-    room = ((0, 0), (0, -num_blocks % kernel.STEP), (0, 0), (0, 0))
-    found = kernel.block_scores_kernel(
-        peaks,
-        flat(grouped),
-        flat(factors),
-        jnp.pad(codes.centre, room),
-        first_row=first,
-        per_row=per_row,
-        scale=scale,
-        exponent=exponent,
-        interpret=kernels.interpret,
-    )
-    found = jnp.sum(found[:, :, :, :num_rows, :num_blocks], axis=(1, 2))
+    beside = beside.astype(jnp.float8_e4m3fn)
+    centre = jnp.pad(codes.centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
+    is_query = jnp.arange(tile * per_row, dtype=jnp.int32) % per_row < wanted
+
+    def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
+        index, own = part
+        rounded, factors = _eight_bits(own)
+        where = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
+        peaks = kernel.block_peaks_kernel(rounded, beside, **where, interpret=kernels.interpret)
+        found = kernel.block_scores_kernel(
+            peaks,
+            own,
+            jnp.where(is_query[None, None], factors[..., 0], jnp.nan),  # or left out
+            centre,
+            **where,
+            scale=scale,
+            exponent=exponent,
+            interpret=kernels.interpret,
+        )
+        return jnp.sum(found[..., :num_blocks], axis=(1, 2))
+
+    parts = jnp.moveaxis(grouped, 2, 0)
+    found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
+    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
     is_before = jnp.arange(num_blocks, dtype=jnp.int32)[None, None] <= rows[..., None]
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
 
