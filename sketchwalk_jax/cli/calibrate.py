@@ -40,14 +40,7 @@ def calibrate(
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts.")] = PROMPTS,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to hide facts in: UTF-8, plain or .xz.",
-            show_default="Python's help topics",
-        ),
-    ] = None,
+    text: options.TextOption = None,
     dtype: options.DTypeOption = None,
     out: Annotated[
         Path | None,

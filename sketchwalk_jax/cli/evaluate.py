@@ -31,7 +31,7 @@ from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import by_name
 
-_TEXT, _SIZE = "Text", "Amount"
+_SIZE = "Amount"
 _DEFAULT = EvaluationConfig()
 _REDUCED = EvaluationConfig.reduced()
 # Options may be given several times; the library's fields hold all of their values.
@@ -177,32 +177,24 @@ def evaluate(
             rich_help_panel=_SIZE,
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to hide facts in: UTF-8, plain or .xz.",
-            show_default="Python's help topics",
-            rich_help_panel=_TEXT,
-        ),
-    ] = None,
+    text: options.TextOption = None,
     text_tail: Annotated[
         float,
         typer.Option(
             metavar="FRACTION",
             help="Share of it to use, from its end: what the model was not trained on.",
-            rich_help_panel=_TEXT,
+            rich_help_panel=options.TEXT,
         ),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the prompts.", rich_help_panel=_TEXT)
+        int, typer.Option(metavar="N", help="Seed of the prompts.", rich_help_panel=options.TEXT)
     ] = 0,
     wording: Annotated[
         str,
         typer.Option(
             metavar="NAME",
             help="How tasks are put into words: plain, or chat for instruction models.",
-            rich_help_panel=_TEXT,
+            rich_help_panel=options.TEXT,
         ),
     ] = _DEFAULT.wording,
     answerable: Annotated[

@@ -32,7 +32,7 @@ from sketchwalk_jax.policies import (
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.validation import check_choice
 
-METHOD = "Method"
+METHOD, TEXT = "Method", "Text"
 
 ModelOption = Annotated[
     Path | None,
@@ -102,6 +102,16 @@ PhaseOption = Annotated[
         metavar="|".join(PHASES),
         help="Where selection is sparse.",
         rich_help_panel=METHOD,
+    ),
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="Text to hide facts in: UTF-8, plain or .xz.",
+        show_default="Python's help topics",
+        rich_help_panel=TEXT,
     ),
 ]
 DTypeOption = Annotated[
