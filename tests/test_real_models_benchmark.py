@@ -146,7 +146,7 @@ def test_the_page_has_a_summary_and_the_data(tmp_path):
     path = tmp_path / "real_models.json"
     write_results(path, meta, rows)
     summary = real_report.summary(path)
-    assert "| `quest` | – | 0.75 (" in summary and "tiny, 8,192 tokens" in summary
+    assert "| `quest` | 0.75 (" in summary and "tiny, 8,192 tokens" in summary
     data = real_report.data(path)
     for text in ("40 of 80", "(40 of 80)", "`adamas` at 0.1 (tiny", "+0.105", "0.1000", "−0.10 ("):
         assert text in data, text
