@@ -15,6 +15,8 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 pytestmark = pytest.mark.interpreted
 
+KERNELS = KernelConfig(interpret=jax.default_backend() == "cpu")
+
 SIZE = 64
 # Heads, key/value heads, channels, queries of a row, rows before the first, tokens after it.
 CASES = {
@@ -77,7 +79,7 @@ def test_the_kernels_find_what_plain_jax_finds(case, kind, monkeypatch):
     monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
     drawn = draw(case, kind)
     found, wanted = (
-        np.asarray(run(*drawn, kernels=one)) for one in (KernelConfig(interpret=True), None)
+        np.asarray(run(*drawn, kernels=one)) for one in (KERNELS, None)
     )
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
@@ -97,7 +99,7 @@ def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
     )
     queries = jnp.ones((1, 4, 2, 2, channels), dtype)
     rows, lengths = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([4 * size], jnp.int32)
-    found = run(queries, codes, rows, lengths, kernels=KernelConfig(interpret=True))
+    found = run(queries, codes, rows, lengths, kernels=KERNELS)
     np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernels=None))
 
 
@@ -115,7 +117,7 @@ def test_representatives_are_those_of_plain_jax(head_dim, count):
     policy, query = RecommendedConfig(), jnp.asarray(query, jnp.bfloat16)
     found, wanted = (
         np.asarray(policy.represent(query, span, count, kernels=one), np.float32)
-        for one in (KernelConfig(interpret=True), None)
+        for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())
 
@@ -144,7 +146,7 @@ def test_a_prompt_is_selected_alike():
             query, key[None], codes, walk, layer=layer, span=span, kernels=kernels
         )[0]
 
-    found, wanted = (select(kernels=one) for one in (KernelConfig(interpret=True), None))
+    found, wanted = (select(kernels=one) for one in (KERNELS, None))
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert np.mean(np.asarray(found.ids) == np.asarray(wanted.ids)) > 0.95  # but for near ties
 
@@ -171,6 +173,6 @@ def test_tokens_score_alike(heads, kv_heads, channels, blocks, kind):
     rows = ((lengths - 1) // SIZE)[:, None]
     found, wanted = (
         np.asarray(run(jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths, kernels=one))
-        for one in (KernelConfig(interpret=True), None)
+        for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-6)
