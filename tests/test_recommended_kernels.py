@@ -78,9 +78,7 @@ def run(queries, codes, rows, lengths, *, kernels):
 def test_the_kernels_find_what_plain_jax_finds(case, kind, monkeypatch):
     monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
     drawn = draw(case, kind)
-    found, wanted = (
-        np.asarray(run(*drawn, kernels=one)) for one in (KERNELS, None)
-    )
+    found, wanted = (np.asarray(run(*drawn, kernels=one)) for one in (KERNELS, None))
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
     assert np.isfinite(found).all()

@@ -139,7 +139,7 @@ def demo(
         text,
         dense,
         sparse,
-        first_layer=min(sparse_layers(model_config, config), default=0),
+        layers=sparse_layers(model_config, config),
         name=name,
     )
     total_s = time.perf_counter() - started
@@ -325,7 +325,7 @@ def _draw(
     dense: Reader,
     sparse: Reader,
     *,
-    first_layer: int,
+    layers: Sequence[int],
     name: str,
 ) -> bool:
     """Saves the picture, or says on standard error why there is none."""
@@ -337,7 +337,7 @@ def _draw(
         f"({name}; {sparse.read_density:.0%} of all pairs)"
     )
     try:
-        figure = draw_picture(text, dense, sparse, first_layer=first_layer, title=title)
+        figure = draw_picture(text, dense, sparse, layers=layers, title=title)
         figure.savefig(out, dpi=_DPI)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
@@ -346,7 +346,7 @@ def _draw(
 
 
 def draw_picture(
-    prompt: Prompt, dense: Reader, sparse: Reader, *, first_layer: int, title: str
+    prompt: Prompt, dense: Reader, sparse: Reader, *, layers: Sequence[int], title: str
 ) -> "Figure":
     """Draws a block map for every sparse layer, and below them what each question attended to.
 
@@ -357,7 +357,7 @@ def draw_picture(
       prompt: The text.
       dense: Its answers stand beside those of `sparse`.
       sparse: What selected the blocks that are drawn.
-      first_layer: The first sparse layer, as the model counts.
+      layers: The sparse layers, as the model counts.
       title: Title of the figure.
 
     Raises:
@@ -391,12 +391,12 @@ def draw_picture(
         draw_map(panel, maps[index], 0)
         _mark(panel, places)
         share = np.nanmean(maps[index])
-        panel.set_title(f"layer {first_layer + index}: {share:.0%} of blocks", fontsize=9)
+        panel.set_title(f"layer {layers[index]}: {share:.0%} of blocks", fontsize=9)
     above.supxlabel(f"key block ({size} tokens each), marks: the facts", fontsize=10)
     above.supylabel("query block", fontsize=10)
 
     if has_strips:
-        _draw_strips(parts[1], prompt, places, dense, sparse, first_layer)
+        _draw_strips(parts[1], prompt, places, dense, sparse, layers)
     return figure
 
 
@@ -410,14 +410,15 @@ def _draw_strips(
     places: Sequence[int],
     dense: Reader,
     sparse: Reader,
-    first_layer: int,
+    layers: Sequence[int],
 ) -> None:
     """What the end of each question attended to, layer by layer."""
     strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
     asked = zip(strips, prompt.facts, places, dense.answers, sparse.answers, strict=True)
     for strip, fact, place, was, now in asked:
         assert now.blocks is not None
-        draw_map(strip, now.blocks, first_layer)
+        draw_map(strip, now.blocks, 0)
+        strip.yaxis.set_major_formatter(lambda row, _: _name_of(float(row), layers))
         strip.set_aspect("auto")
         _mark(strip, [place])
         strip.set_title(
@@ -429,6 +430,11 @@ def _draw_strips(
         "key blocks that the end of each question attended to, before the answer", fontsize=10
     )
     below.supylabel("layer", fontsize=10)
+
+
+def _name_of(row: float, layers: Sequence[int]) -> str:
+    """The layer of a row; nothing between two rows."""
+    return str(layers[int(row)]) if row in range(len(layers)) else ""
 
 
 def _answered(answer: Answer) -> str:

@@ -13,7 +13,7 @@ of a complete block never change, however the tokens came.
 
 import dataclasses
 import math
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -394,7 +394,7 @@ def _scores_of_kernels(
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
         index, own = part
         rounded, factors = _eight_bits(own)
-        where = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
+        where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
         peaks = kernel.block_peaks_kernel(rounded, beside, **where, interpret=kernels.interpret)
         found = kernel.block_scores_kernel(
             peaks,
