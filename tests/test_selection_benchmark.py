@@ -42,8 +42,7 @@ def test_what_selects_has_lists_and_what_keeps_statistics_observes(results):
             "prefill",
         )
         assert (row["selection_ms"] is not None) == selects
-        # The recommended preset reads the keys themselves.
-        observes = row["policy"] in ("quest", "sketchwalk") and row["preset"] != "recommended"
+        observes = row["policy"] in ("quest", "sketchwalk")
         assert (row["observe_ms"] is not None) == observes
         assert (row["num_lists"] is not None) == selects
         if selects:
