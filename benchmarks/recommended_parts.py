@@ -53,7 +53,7 @@ OUT = common.RESULTS / "recommended_parts.json"
 TASKS = ("single_needle", "multi_key", "mid_prompt", "text_loss")
 PHASES = ("prefill", "decode")
 # What changes nothing for a decoded token, whose own query stands for itself beside its own block.
-_OF_PROMPTS = ("representatives", "local_blocks")
+_OF_PROMPTS = frozenset({"representatives", "local_blocks"})
 CHANGES: tuple[dict[str, Any], ...] = (
     {"representatives": 1},
     {"representatives": 4},
@@ -252,9 +252,7 @@ def find_rules(
     for density in options.density:
         found.append(Rule("sketchwalk", "recommended", density))
         for change in CHANGES:
-            found.append(
-                _rule(density, change, is_of_prompts=set(change) & {*_OF_PROMPTS} != set())
-            )
+            found.append(_rule(density, change, is_of_prompts=not _OF_PROMPTS.isdisjoint(change)))
         ones = (1.0,) * plan.num_layers
         one_number = RecommendedConfig().representatives
         others = {
@@ -296,7 +294,7 @@ def _rule(
 ) -> Rule:
     name = name or ", ".join(f"{field}={value}" for field, value in change.items())
     phases = PHASES[:1] if is_of_prompts else None
-    fields = tuple(sorted(change.items(), key=lambda one: one[0]))
+    fields = tuple(sorted(change.items()))
     return PartRule("sketchwalk", "recommended", density, fields, name, phases=phases, made=made)
 
 

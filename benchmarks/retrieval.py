@@ -33,15 +33,17 @@ from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import read_text
-from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
+from sketchwalk_jax.evaluation.planning import (
+    observe_prompt,
+    run_prompt,
+    samples_in_turn,
+    whole_prompt,
+)
 from sketchwalk_jax.evaluation.report import describe_run
 from sketchwalk_jax.evaluation.results import hash_weights, write_results
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table
-from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
-from sketchwalk_jax.evaluation.text import Text
+from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import embed, run_layers
-from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.walk import WalkState
@@ -94,9 +96,8 @@ def main() -> None:
         name = path.stem if path.is_file() else path.name
         tokenizer = load_tokenizer(path)
         params, model_config = sw.load(path, dtype=options.dtype, progress=False)
-        samples = draw(
-            tokenizer, text, num_tokens=options.tokens, count=options.prompts, seed=options.seed
-        )
+        sizes = {"num_tokens": options.tokens, "count": options.prompts, "seed": options.seed}
+        samples = [*samples_in_turn(TASKS, text, tokenizer, **sizes)]
         rows = [{"model": name} | row for row in measure(params, samples, model_config)]
         others = [row for row in found["rows"] if row["model"] != name]
         plan = model_config.plan
@@ -113,25 +114,6 @@ def main() -> None:
         )
         found = {"meta": meta, "rows": [*others, *rows]}
         write_results(options.out, **found)
-
-
-def draw(tokenizer: Any, text: Text, *, num_tokens: int, count: int, seed: int) -> list[Sample]:
-    """Prompts of the tasks in turn."""
-    wording = "chat" if tokenizer.chat_template else "plain"
-    found = []
-    for index in range(count):
-        nth, place = divmod(index, len(TASKS))
-        found += draw_samples(
-            TASKS[place],
-            text,
-            tokenizer,
-            num_tokens=num_tokens - ANSWER_ROOM,
-            count=1,
-            first=nth,
-            seed=seed,
-            wording=wording,
-        )
-    return found
 
 
 def measure(
@@ -222,10 +204,8 @@ def _look(
     model_config: ModelConfig,
 ) -> Mapping[str, Float[Array, "L J"]]:
     """What every layer and ranking gives each block for the row of the last token."""
-    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    span = Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
-    size = policies[0][1].block_size
-    num_blocks, row = tokens.shape[1] // size, (length[0] - 1) // size
+    span, size = whole_prompt(tokens, length), policies[0][1].block_size
+    row = (length[0] - 1) // size
     only_layer = jnp.zeros((), jnp.int32)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
@@ -242,26 +222,14 @@ def _look(
             is_dense = [policy.is_dense(i) for i in range(model_config.num_layers)]
             place = jnp.asarray(np.cumsum(np.logical_not(is_dense)) - 1, jnp.int32)
             walk = WalkState(walk.scores, jnp.maximum(place, 0)[layer])
-            shape = LayerShape(query.shape[2], *key.shape[2:], key.dtype)
-            kept = policy.init_statistics(shape, batch=1, num_blocks=num_blocks)
-            kept = policy.observe(query, key, kept, span=span)
+            kept = observe_prompt(policy, query, key, span)
             _, walk = policy.select(query, key[None], kept, walk, layer=only_layer, span=span)
             found[name] = walk.scores[0, row]
             after.append(walk)
         return dense_attention(query, key, value, kv_lengths=length), after, found
 
-    start = [
-        one.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks) for _, one in policies
-    ]
-    _, _, found = run_layers(
-        params,
-        embed(params, tokens),
-        column,
-        start,
-        model_config=model_config,
-        layers=[(range(model_config.num_layers), attend)],
-    )
-    return found[0]
+    chosen = [policy for _, policy in policies]
+    return run_prompt(params, tokens, attend, chosen, model_config=model_config)[1]
 
 
 def retrieval_table(path: Path) -> str:

@@ -15,6 +15,7 @@ from quality_rows import META
 from sketchwalk_jax.evaluation.results import ROW_FIELDS, exact_match, write_results
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.block_codes import round_queries
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -100,11 +101,13 @@ def test_pages_score_by_their_bound(shape, width):
         else:
             low, high = pages.min(axis=2), pages.max(axis=2)
             centre, radius = (low + high) / 2, (high - low) / 2
-        bound = centre @ own[head] + width * radius @ np.abs(own[head])
+        both = np.concatenate([own[head], width * np.abs(own[head])])
+        both = np.asarray(round_queries(jnp.asarray(both)))
+        bound = centre @ both[:HEAD_DIM] + radius @ both[HEAD_DIM:]
         peaks = bound.max(axis=1) / HEAD_DIM**0.5
         weights = np.exp(peaks - peaks.max())
         shares += weights / weights.sum()
-    np.testing.assert_allclose(scores[row, : row + 1], shares, rtol=0.1)  # queries are rounded
+    np.testing.assert_allclose(scores[row, : row + 1], shares, rtol=1e-4)
 
 
 def test_exact_keys_are_those_that_were_given():

@@ -42,8 +42,7 @@ def test_what_selects_has_lists_and_what_keeps_statistics_observes(results):
             "prefill",
         )
         assert (row["selection_ms"] is not None) == selects
-        observes = row["policy"] in ("quest", "sketchwalk")
-        assert (row["observe_ms"] is not None) == observes
+        assert (row["observe_ms"] is not None) == (row["policy"] in ("quest", "sketchwalk"))
         assert (row["num_lists"] is not None) == selects
         if selects:
             assert row["selection_ms"] > 0 and row["attention_ms"] > 0

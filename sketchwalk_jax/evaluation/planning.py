@@ -7,7 +7,7 @@ layer in turn is made sparse at one density, alone, and what comes out of the mo
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.calibration import HELD_OUT
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
-from sketchwalk_jax.evaluation.tasks import draw_samples
+from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
@@ -70,8 +70,8 @@ def make_plan(
       config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
         have no effect.
       densities: Nominal densities to try, ascending, in (0, 1).
-      representatives: Numbers of representative queries to try, ascending; those beyond the block
-        size are left out.
+      representatives: Numbers of representative queries to try beside the policy's own; those
+        beyond the block size are left out.
       fingerprint: Of the checkpoint.
       after: Called after each prompt.
 
@@ -96,7 +96,7 @@ def make_plan(
         raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
     tried = tuple(dataclasses.replace(config, density=one) for one in densities)
     middle = len(tried) // 3  # what damage is measured at: layers differ there
-    counts = tuple(one for one in representatives if one <= config.block_size)
+    counts = {config.representatives, *(n for n in representatives if n <= config.block_size)}
     shares, errors, damages, others = [], [], [], []
     room = -(-max(map(len, prompts)) // config.block_size) * config.block_size
     for prompt in prompts:
@@ -105,7 +105,13 @@ def make_plan(
         columns = jnp.asarray(_watched_columns(len(prompt)), jnp.int32)
         static: dict[str, Any] = {"model_config": model_config}
         measured = _losses(
-            params, tokens, length, tried=tried, middle=middle, counts=counts, **static
+            params,
+            tokens,
+            length,
+            tried=tried,
+            middle=middle,
+            counts=tuple(sorted(counts)),
+            **static,
         )
         pairs, lost, by_count = (np.asarray(one, np.float64) for one in measured)
         shares.append(pairs / (len(prompt) * (len(prompt) + 1) / 2))
@@ -123,7 +129,7 @@ def make_plan(
         densities=tuple(x for x, _ in curves),
         errors=tuple(y for _, y in curves),
         weights=_rounded(np.mean(damages, axis=0) / reference),
-        representatives=counts,
+        representatives=tuple(sorted(counts)),
         misses=tuple(map(_rounded, np.mean(others, axis=0))),
         fingerprint=fingerprint,
     )
@@ -151,11 +157,11 @@ def _outcome(
     model_config: ModelConfig,
 ) -> Float[Array, "C V"]:
     """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
-    span, only_layer = _whole_prompt(tokens, length), jnp.zeros((), jnp.int32)
+    span, only_layer = whole_prompt(tokens, length), jnp.zeros((), jnp.int32)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         # The evidence is gathered in all layers, as it is where all are sparse.
-        codes = _codes(config, query, key, span)
+        codes = observe_prompt(config, query, key, span)
         lists, walk = config.select(query, key[None], codes, *walks, layer=only_layer, span=span)
         out = jax.lax.cond(
             layer == sparse_layer,
@@ -164,18 +170,18 @@ def _outcome(
         )
         return out, [walk], None
 
-    hidden, _ = _run(params, tokens, attend, [config], model_config=model_config)
+    hidden, _ = run_prompt(params, tokens, attend, [config], model_config=model_config)
     logits = unembed(params, hidden[0, columns], model_config=model_config)
     return jax.nn.log_softmax(logits, axis=-1)
 
 
-def _whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
+def whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
     """The span of one prompt, read at once."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
 
 
-def _codes(
+def observe_prompt(
     config: RecommendedConfig,
     query: Float[Array, "1 T N H"],
     key: Float[Array, "1 T K H"],
@@ -188,7 +194,7 @@ def _codes(
     return config.observe(query, key, empty, span=span)
 
 
-def _run(
+def run_prompt(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     attend: Attend,
@@ -240,10 +246,12 @@ def _losses(
 ) -> tuple[Float[Array, "L D"], Float[Array, "L D"], Float[Array, "L R"]]:
     """Pairs attended to, and error, of every layer with every policy, from the same evidence.
 
-    Then what the policy `middle` misses with other numbers of representatives.
+    Then what the policy `middle` misses with several numbers of representatives, its own among
+    them.
     """
-    span = _whole_prompt(tokens, length)
-    others = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
+    span = whole_prompt(tokens, length)
+    policies = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
+    own = counts.index(tried[middle].representatives)
     only_layer = jnp.zeros((), jnp.int32)
     size = tried[0].block_size
     rows = span.rows(size)
@@ -270,20 +278,20 @@ def _losses(
             pairs = lists.attended_pairs(first_query, num_queries)[0]
             return pairs, 0.5 * (halves[0] + halves[1])
 
-        policies, codes = [tried[middle], *others], _codes(tried[middle], query, key, span)
+        codes = observe_prompt(tried[middle], query, key, span)
         walks = [
             policy.select(query, key[None], codes, walk, layer=only_layer, span=span)[1]
             for policy, walk in zip(policies, walks, strict=True)
         ]
-        pairs, errors = zip(*[measure(one, walks[0]) for one in tried], strict=True)
+        pairs, errors = zip(*[measure(one, walks[own]) for one in tried], strict=True)
         shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
         misses = [
             _missed(shares, policy.keep(walk.scores, rows, walk.layers, is_token=False), length)
-            for policy, walk in zip(others, walks[1:], strict=True)
+            for policy, walk in zip(policies, walks, strict=True)
         ]
         return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))
 
-    return _run(params, tokens, attend, [tried[middle], *others], model_config=model_config)[1]
+    return run_prompt(params, tokens, attend, policies, model_config=model_config)[1]
 
 
 def _missed(
@@ -305,8 +313,6 @@ def planning_prompts(
 ) -> list[Int[np.ndarray, "_"]]:
     """Prompts to plan on: facts hidden in text, and text alone, that no evaluation scores.
 
-    Instruction models read them through their chat template.
-
     Args:
       tokenizer: A tokenizer of transformers.
       num_tokens: Most tokens of a prompt.
@@ -314,22 +320,39 @@ def planning_prompts(
       text: Text to hide facts in; Python's help topics by default.
     """
     check_integer("count", count)
-    wording = "chat" if tokenizer.chat_template else "plain"
     text = read_text() if text is None else text
     found = []
+    for sample in samples_in_turn(
+        TASKS, text, tokenizer, num_tokens=num_tokens, count=count, seed=HELD_OUT
+    ):
+        is_asked = sample.answer_start == len(sample.tokens)
+        answer = sample.answer if is_asked else sample.answer[:0]
+        found.append(np.concatenate([sample.tokens, answer]))
+    return found
+
+
+def samples_in_turn(
+    tasks: Sequence[str], text: Text, tokenizer: Any, *, num_tokens: int, count: int, seed: int
+) -> Iterator[Sample]:
+    """Samples of one task after the other, through the chat template of an instruction model.
+
+    Args:
+      tasks: Names of tasks.
+      text: Text to hide facts in.
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Most tokens of a prompt with its answer.
+      count: Samples in all.
+      seed: Seed of the samples.
+    """
     for index in range(count):
-        nth, place = divmod(index, len(TASKS))
-        (sample,) = draw_samples(
-            TASKS[place],
+        nth, place = divmod(index, len(tasks))
+        yield from draw_samples(
+            tasks[place],
             text,
             tokenizer,
             num_tokens=num_tokens - ANSWER_ROOM,
             count=1,
             first=nth,
-            seed=HELD_OUT,
-            wording=wording,
+            seed=seed,
+            wording="chat" if tokenizer.chat_template else "plain",
         )
-        is_asked = sample.answer_start == len(sample.tokens)
-        answer = sample.answer if is_asked else sample.answer[:0]
-        found.append(np.concatenate([sample.tokens, answer]))
-    return found
