@@ -41,6 +41,7 @@ _QUERIES = 64  # of a warpgroup of the first kernel
 _KEYS = 64  # of a block
 _GROUP = 8  # blocks whose maxima are copied out together
 _COMPUTING = 4  # warpgroups of the first kernel that compute
+_REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
 _KEY_STAGES = 8  # blocks of keys in shared memory
 _PART = 32  # queries of a program of the second kernel
 _STEP = 64  # blocks that it takes at a time
@@ -103,10 +104,11 @@ def _peaks(
     last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, plan.per_row)
     # Whole groups are written: nobody asks for what is beyond the last row.
     groups = jax.lax.div(jnp.minimum(last + 1, plan.blocks) + _GROUP - 1, _GROUP)
+    share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
 
     @pl.when(warpgroup == _COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        share_registers(is_loader=True)
 
         def load(step: Any, nothing: Any) -> Any:
             slot = jax.lax.rem(step, _KEY_STAGES)
@@ -124,7 +126,7 @@ def _peaks(
 
     @pl.when(warpgroup < _COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(112, action="increase")
+        share_registers(is_loader=False)
         own = pl.ds(tile * TILE + warpgroup * _QUERIES, _QUERIES)
         source = query.at[batch, kv_head, own]
         plgpu.copy_gmem_to_smem(source, queries.at[warpgroup], arrived.at[warpgroup])

@@ -631,16 +631,18 @@ def _attend(*arrays: Any, plan: _Plan, **scratch: Any) -> None:
     refs = _Refs(*arrays, *no_lse, **scratch)
     warpgroup = jax.lax.axis_index("warpgroup")
     program = jax.lax.axis_index("program")
-    loading, computing = plan.registers
+    share_registers = functools.partial(
+        ops.share_registers, *plan.registers, num_computing=plan.computing
+    )
 
     @pl.when(warpgroup == plan.computing)
     def _() -> None:
-        plgpu.set_max_registers(loading, action="decrease")
+        share_registers(is_loader=True)
         _load_tiles(plan, refs, program)
 
     @pl.when(warpgroup < plan.computing)
     def _() -> None:
-        plgpu.set_max_registers(computing, action="increase")
+        share_registers(is_loader=False)
         _compute_tiles(plan, refs, program, warpgroup)
 
 

@@ -20,6 +20,7 @@ ACCUMULATOR = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = ACCUMULATOR.reduce(1), ACCUMULATOR.reduce(0)
 # Shared memory as TMA and the tensor cores want it: rows of at most 128 bytes, swizzled.
 SWIZZLE_BYTES = 128
+_REGISTERS, _MOST_REGISTERS, _WARPGROUP = 65536, 255, 128  # of a processor, a thread; threads
 # For a type checker these two are abstract.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
@@ -43,6 +44,35 @@ def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
 def compiler_params(**changes: Any) -> plgpu.CompilerParams:
     """Parameters of every kernel; the default semantics differ between versions of JAX."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)
+
+
+def share_registers(loading: int, computing: int, *, num_computing: int, is_loader: bool) -> None:
+    """Gives registers of the warpgroup that loads to those that compute.
+
+    Call it first in both branches. All warpgroups start with equal shares of 65,536, in multiples
+    of 8 for a thread. Who asks for more than the others have given waits for it forever, and no
+    interpreter shows that.
+
+    Args:
+      loading: Registers of a thread that loads.
+      computing: Registers of one that computes.
+      num_computing: Warpgroups that compute, beside one that loads.
+      is_loader: Whether this is that one.
+
+    Raises:
+      ValueError: If there are fewer than that.
+    """
+    every = num_computing + 1
+    start = min(_REGISTERS // (every * _WARPGROUP) // 8 * 8, _MOST_REGISTERS)
+    if loading + num_computing * computing > every * start:
+        raise ValueError(
+            f"loading + {num_computing} computing must be at most {every * start} registers, got "
+            f"{loading} and {computing}"
+        )
+    if is_loader:
+        plgpu.set_max_registers(loading, action="decrease")
+    else:
+        plgpu.set_max_registers(computing, action="increase")
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -> Any:

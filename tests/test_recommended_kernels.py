@@ -181,3 +181,11 @@ def test_tokens_score_alike(heads, kv_heads, channels, blocks, kind):
         for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-6)
+
+
+def test_warpgroups_ask_for_no_more_registers_than_there_are():
+    """Who asked for more would wait for it forever, on a GPU alone."""
+    from sketchwalk_jax.pallas_kernels import ops
+
+    with pytest.raises(ValueError, match="at most 480 registers, got 40 and 112"):
+        ops.share_registers(40, 112, num_computing=4, is_loader=True)
