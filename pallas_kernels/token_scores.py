@@ -27,6 +27,7 @@ _QUERIES = 8  # the least that tensor cores take
 _BLOCKS = 32  # of a program
 _ROWS = 64  # of a product; half of those of the centres are empty
 _STAGES = 8
+_TILE = 8  # blocks whose centres lie together in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class _Plan:
     """What is static about a call.
 
     Attributes:
-      blocks: Blocks that there is room for.
+      blocks: Blocks that there is room for, a multiple of 8.
       half: Half of the channels.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -164,7 +165,11 @@ def token_scores_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     batch, kv_heads, _, channels = query.shape
-    blocks = code.shape[1]
+    # Centres are copied in tiles, from a multiple of their size on; no interpreter minds.
+    num_blocks = code.shape[1]
+    blocks = -(-num_blocks // _TILE) * _TILE
+    padding = ((0, 0), (0, blocks - num_blocks), (0, 0), (0, 0))
+    centre, step = jnp.pad(centre, padding), jnp.pad(step, padding)
     parts = -(-blocks // _BLOCKS)
     plan = _Plan(blocks=blocks, half=channels // 2, interpret=interpret)
     kernel = plgpu.kernel(
@@ -190,7 +195,7 @@ def token_scores_kernel(
     found = kernel(query, rounded, code, centre, step, lengths.astype(jnp.int32))
     found = found.reshape(batch, kv_heads, parts * _BLOCKS, _QUERIES)
     if not blocks % _BLOCKS:
-        return found
-    place = np.arange(blocks)
+        return found[:, :, :num_blocks]
+    place = np.arange(num_blocks)
     place[(parts - 1) * _BLOCKS :] += parts * _BLOCKS - blocks  # the last part ends with the last
     return found[:, :, place]

@@ -398,16 +398,17 @@ class EvidenceKernelCase:
     kv_heads: int
     head_dim: int
     count: int | None = None
+    blocks: int = 40
 
     def __str__(self) -> str:
         """The name of the case."""
         what = "a token" if self.count is None else f"{self.count} queries"
-        return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}"
+        return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, config: KernelConfig | None = None) -> Program:
         """Representatives, peaks and scores; of a token the scores alone."""
         policy = RecommendedConfig()
-        kernels, blocks = config or KernelConfig(), 40
+        kernels, blocks = config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         codes = jax.eval_shape(
             functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
@@ -437,8 +438,11 @@ EVIDENCE_CASES = (
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, count=4),
     EvidenceKernelCase(heads=9, kv_heads=3, head_dim=64, count=8),
     EvidenceKernelCase(heads=2, kv_heads=2, head_dim=64, count=4),
+    EvidenceKernelCase(heads=9, kv_heads=3, head_dim=64, count=8, blocks=45),
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128),
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64),
+    EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, blocks=45),
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=63),
 )
 
 

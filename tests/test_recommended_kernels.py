@@ -158,7 +158,8 @@ def test_a_prompt_is_selected_alike():
 
 @pytest.mark.parametrize("kind", slow_unless("nan".__eq__, ["random", "nan"]))
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "channels", "blocks"), [(4, 1, 64, 32), (6, 2, 32, 45)]
+    ("heads", "kv_heads", "channels", "blocks"),
+    [(4, 1, 64, 32), (6, 2, 32, 45), (4, 1, 32, 63)],
 )
 def test_tokens_score_alike(heads, kv_heads, channels, blocks, kind):
     rng = np.random.default_rng(heads)
