@@ -76,6 +76,85 @@ def summary(path: Path) -> str:
     return "\n\n".join([*blocks, f"{what}. {describe_run(results.meta)}"])
 
 
+_SHOWN = ("recommended", "minference", "flexprefill", "quest", "adamas", "paper")
+_DENSITY = 0.2  # of the tables on the front page
+
+
+def answers(path: Path) -> str:
+    """Right answers of each policy on each model, phase by phase, for the front page."""
+    results = reported(path)
+    models = values_of(results.rows, "model")
+    header, columns = ["Right answers, sparse in prefill / decode / both"], []
+    for model in models:
+        own = rows_with(results.rows, model=model)
+        own = rows_with(own, tokens=longest(own))
+        header.append(f"{model}, {longest(own):,} tokens")
+        columns.append(own)
+    body = []
+    for label in _SHOWN:
+        cells = [
+            " / ".join(_right(own, label, phase) for phase in measured_phases(own))
+            for own in columns
+        ]
+        if any(set(cell) - set(f"{NOTHING} /") for cell in cells):
+            body.append([name_of(label), *cells])
+    what = (
+        f"Of the answers that dense attention gives, at density {_DENSITY:g} over all layers, "
+        "dense ones included; intervals, other densities and losses are on the results page"
+    )
+    return f"{markdown_table(header, body)}\n\n{what}. {describe_run(results.meta)}"
+
+
+def _right(rows: Sequence[Row], label: str, phase: str, density: float = _DENSITY) -> str:
+    found = pool(counted(rows_with(rows, label=label, phase=phase, density=density)))
+    return NOTHING if found is None or found.exact is None else f"{found.exact:.2f}"
+
+
+def which_policy(path: Path) -> str:
+    """What to take for what, and the figures that say so."""
+    rows = reported(path).rows
+    models = values_of(rows, "model")
+
+    def of(label: str, phase: str, density: float = _DENSITY) -> str:
+        """Of every model that it ran on."""
+        found = []
+        for model in models:
+            own = rows_with(rows, model=model)
+            right = _right(rows_with(own, tokens=longest(own)), label, phase, density)
+            found += [] if right == NOTHING else [f"{right} ({model})"]
+        return ", ".join(found) or NOTHING
+
+    lines = [
+        (
+            "sparse prompts, or prompts and answers",
+            "`recommended`, with a plan",
+            f"right answers in both phases {of('recommended', 'both')}; in prompts "
+            f"{of('recommended', 'prefill')}, beside {of('minference', 'prefill')} of "
+            f"MInference and {of('flexprefill', 'prefill')} of FlexPrefill",
+        ),
+        (
+            "sparse answers to a prompt read densely",
+            "`recommended`; `adamas` at low densities, if it may keep tokens instead of blocks",
+            f"right answers in decode {of('recommended', 'decode')} and, at density 0.1, "
+            f"{of('recommended', 'decode', 0.1)}; Adamas {of('adamas', 'decode')} and "
+            f"{of('adamas', 'decode', 0.1)}; Quest {of('quest', 'decode')} and "
+            f"{of('quest', 'decode', 0.1)}",
+        ),
+        (
+            "the paper's rule as printed",
+            "`paper`",
+            f"right answers in both phases {of('paper', 'both')}",
+        ),
+        (
+            "to know what blocks could reach",
+            "`oracle`, which computes all of attention first",
+            f"right answers in both phases {of('oracle, max', 'both')}",
+        ),
+    ]
+    table = markdown_table(("For", "Take", "Evidence, density 0.2"), lines, num_names=3)
+    return f"{table}\n\nOf the answers that dense attention gives."
+
+
 def _in_order(labels: Sequence[str]) -> list[str]:
     """The recommended policy first, the exact ones last."""
     rank = {"recommended": -1, "oracle": 1, "oracle, max": 2}
@@ -188,4 +267,6 @@ def _not_run_text(entries: Sequence[dict]) -> str:
 TABLES: Tables = {
     "real-summary": ("real_models.json", if_measured(summary, _COMMAND)),
     "real-data": ("real_models.json", if_measured(data, _COMMAND)),
+    "answers": ("real_models.json", if_measured(answers, _COMMAND)),
+    "which-policy": ("real_models.json", if_measured(which_policy, _COMMAND)),
 }

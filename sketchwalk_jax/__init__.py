@@ -1,7 +1,7 @@
 """Sketch-and-Walk sparse attention (arXiv:2602.07397) for JAX.
 
     params, model_config = load("Llama-3.2-1B")
-    generate = make_generate(model_config, SketchWalkConfig.paper(density=0.2), max_new_tokens=64)
+    generate = make_generate(model_config, max_new_tokens=64)
     generation = generate(params, tokens)
 
 Importing this package imports neither Flax nor transformers nor Orbax; what needs them imports

@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
 @jax.tree_util.register_dataclass
@@ -92,9 +93,23 @@ def sparse_layers(model_config: ModelConfig, config: Policy) -> tuple[int, ...]:
     return tuple(layer for layer in layers if not config.is_dense(layer))
 
 
+def recommended_policy(model_config: ModelConfig) -> Policy:
+    """What runs where no policy is given: the recommended one, with the model's plan if it has one.
+
+    Args:
+      model_config: The model.
+
+    Raises:
+      ValueError: If it is not a `ModelConfig`.
+    """
+    if not isinstance(model_config, ModelConfig):
+        raise ValueError(f"model_config must be a ModelConfig, got {model_config!r}")
+    return SketchWalkConfig.recommended(plan=model_config.plan)
+
+
 def init_cache(
     model_config: ModelConfig,
-    config: Policy,
+    config: Policy | None = None,
     *,
     batch: int,
     max_tokens: int,
@@ -105,7 +120,8 @@ def init_cache(
 
     Args:
       model_config: The model.
-      config: The policy that will select; it decides which statistics are kept.
+      config: The policy that will select; it decides which statistics are kept. By default the
+        recommended one, with the model's plan.
       batch: Sequences.
       max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks.
       dtype: Type of keys and values, the model's own by default.
@@ -117,6 +133,7 @@ def init_cache(
     Raises:
       ValueError: If a size is not positive, or the model's context is shorter than `max_tokens`.
     """
+    config = recommended_policy(model_config) if config is None else config
     if batch < 1 or max_tokens < 1:
         raise ValueError(f"batch and max_tokens must be positive, got {batch} and {max_tokens}")
     if max_tokens > model_config.context_length:

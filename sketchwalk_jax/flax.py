@@ -36,6 +36,7 @@ from sketchwalk_jax.layer import init_walk, sketchwalk_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.walk import WalkState
@@ -51,7 +52,7 @@ _HARMLESS = ("broadcast_dropout", "dropout_rng", "precision", "force_fp32_for_so
 
 def _check_config(config: Policy) -> None:
     """Raises for policies other than Sketch-and-Walk."""
-    if not isinstance(config, SketchWalkConfig | ReleasedConfig):
+    if not isinstance(config, SketchWalkConfig | RecommendedConfig | ReleasedConfig):
         raise NotImplementedError(
             f"config must be a SketchWalkConfig to select blocks in Flax's layers, got {config!r}; "
             f"other policies run in sketchwalk_jax.generate and in CausalLM"
@@ -273,7 +274,7 @@ def make_attention_fn(
     `WalkAttention` or `LinenWalkAttention` for the walk over layers.
 
     Args:
-      config: A `SketchWalkConfig`, or `None` for dense attention.
+      config: A preset of `SketchWalkConfig`, or `None` for dense attention.
       is_causal: Whether attention is causal even where the layer does not say so; Linen's layers
         have no way to say it but a mask.
       implementation: Attention implementation, or `None` to choose.
@@ -289,7 +290,7 @@ def make_attention_fn(
       >>> from sketchwalk_jax import SketchWalkConfig
       >>> layer = nnx.MultiHeadAttention(
       ...     4, 32, decode=False, rngs=nnx.Rngs(0),
-      ...     attention_fn=make_attention_fn(SketchWalkConfig.paper(block_size=16)))
+      ...     attention_fn=make_attention_fn(SketchWalkConfig.recommended(block_size=16)))
       >>> layer(jnp.ones((2, 100, 32)), is_causal=True).shape
       (2, 100, 32)
     """
@@ -374,7 +375,8 @@ def _walk_layer(
             f"shape {scores.shape}; {remedy}"
         )
 
-    is_dense, walked = _place(layer, config.dense_layers)
+    dense_layers = _dense_layers(config)
+    is_dense, walked = _place(layer, dense_layers)
 
     def dense() -> tuple[Array, Array]:
         out = dense_attention(
@@ -397,11 +399,18 @@ def _walk_layer(
         )
         return out, walk.scores
 
-    if not config.dense_layers:
+    if not dense_layers:
         out, scores = sparse()
     else:
         out, scores = jax.lax.cond(is_dense, dense, sparse)
     return call.finish(out), scores
+
+
+def _dense_layers(config: Policy) -> int | tuple[int, ...]:
+    """How many leading layers are dense, or which: some plans say so too."""
+    if not isinstance(config, RecommendedConfig) or config.num_layers is None:
+        return config.dense_layers
+    return tuple(i for i in range(config.num_layers) if config.is_dense(i))
 
 
 def _place(
@@ -429,7 +438,8 @@ class WalkAttention(nnx.Module, pytree=False):
     `jax.jit` over the model raises a TypeError: it would give every layer a walk of its own.
 
     Attributes:
-      config: The `SketchWalkConfig`.
+      config: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
+        `num_layers`, that one tells the layers apart; else all have the same density.
       is_causal: Whether attention is causal even where a layer does not say so.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
@@ -440,7 +450,7 @@ class WalkAttention(nnx.Module, pytree=False):
       >>> from sketchwalk_jax import SketchWalkConfig
       >>> class Model(nnx.Module):
       ...     def __init__(self, rngs):
-      ...         self.walk = WalkAttention(SketchWalkConfig.paper(block_size=16))
+      ...         self.walk = WalkAttention(SketchWalkConfig.recommended(block_size=16))
       ...         self.layers = nnx.List(
       ...             nnx.MultiHeadAttention(4, 32, attention_fn=self.walk, decode=False, rngs=rngs)
       ...             for _ in range(4))
@@ -455,13 +465,14 @@ class WalkAttention(nnx.Module, pytree=False):
 
     def __init__(
         self,
-        config: Policy,
+        config: Policy | None = None,
         *,
         is_causal: bool = False,
         implementation: str | None = None,
         kernel_config: KernelConfig | None = None,
     ) -> None:
         """Holds no walk before the first `reset`; for the arguments see the attributes."""
+        config = SketchWalkConfig.recommended() if config is None else config
         _check_config(config)
         self.config, self.is_causal = config, is_causal
         self.implementation, self.kernel_config = implementation, kernel_config
@@ -516,7 +527,8 @@ class LinenWalkAttention(nn.Module):
     layer as the first.
 
     Attributes:
-      config: The `SketchWalkConfig`.
+      config: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
+        `num_layers`, that one tells the layers apart; else all have the same density.
       is_causal: Whether attention is causal even where a layer does not say so; Linen's layers
         have no way to say it but a mask.
       implementation: Attention implementation, or `None` to choose.
@@ -527,7 +539,8 @@ class LinenWalkAttention(nn.Module):
       >>> class Model(nn.Module):
       ...     @nn.compact
       ...     def __call__(self, x):
-      ...         walk = LinenWalkAttention(SketchWalkConfig.paper(block_size=16), is_causal=True)
+      ...         config = SketchWalkConfig.recommended(block_size=16)
+      ...         walk = LinenWalkAttention(config, is_causal=True)
       ...         for _ in range(4):
       ...             x = x + nn.MultiHeadDotProductAttention(4, attention_fn=walk)(x)
       ...         return x
@@ -538,7 +551,7 @@ class LinenWalkAttention(nn.Module):
       ((2, 100, 32), ['walk'])
     """
 
-    config: Policy
+    config: Policy = SketchWalkConfig.recommended()
     is_causal: bool = False
     implementation: str | None = None
     kernel_config: KernelConfig | None = None

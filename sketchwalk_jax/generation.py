@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from sketchwalk_jax.cache import Cache, Density, init_cache
+from sketchwalk_jax.cache import Cache, Density, init_cache, recommended_policy
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import (
     check_cache,
@@ -28,7 +28,6 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer
@@ -252,8 +251,8 @@ def generate(
         cache without room. Token values are not checked.
 
     Example:
-      >>> out = generate(params, tokens, model_config=cfg,
-      ...                config=SketchWalkConfig.paper(), max_new_tokens=32)  # doctest: +SKIP
+      >>> out = generate(params, tokens, model_config=model_config,
+      ...                max_new_tokens=32)  # doctest: +SKIP
     """
     call = check_call(
         tokens,
@@ -274,20 +273,6 @@ def generate(
         return_selection=return_selection,
     )
     return _generate(params, *call.arrays, **call.static)
-
-
-def recommended_policy(model_config: ModelConfig) -> Policy:
-    """What runs where no policy is given: the recommended one, with the model's plan if it has one.
-
-    Args:
-      model_config: The model.
-
-    Raises:
-      ValueError: If it is not a `ModelConfig`.
-    """
-    if not isinstance(model_config, ModelConfig):
-        raise ValueError(f"model_config must be a ModelConfig, got {model_config!r}")
-    return SketchWalkConfig.recommended(plan=model_config.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -694,7 +679,7 @@ def stream(
       ValueError: As `generate`, at once and not at the first chunk.
 
     Example:
-      >>> for chunk in stream(params, tokens, model_config=cfg, config=SketchWalkConfig.paper(),
+      >>> for chunk in stream(params, tokens, model_config=model_config,
       ...                     max_new_tokens=64):  # doctest: +SKIP
       ...     print(chunk.tokens)
     """

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
-from sketchwalk_jax.cache import Cache, init_cache
+from sketchwalk_jax.cache import Cache, init_cache, recommended_policy
 from sketchwalk_jax.cached_layer import (
     Settings,
     attention_by_layer,
@@ -305,7 +305,7 @@ def prefill(
     cache: Cache,
     *,
     model_config: ModelConfig,
-    config: Policy,
+    config: Policy | None = None,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     phase: str = "both",
     chunk_size: int | None = None,
@@ -325,7 +325,7 @@ def prefill(
       tokens: Token ids, right-padded. Ids outside the vocabulary are clamped.
       cache: From `init_cache` with the same `config`; donated, use the returned one.
       model_config: The model.
-      config: The policy, such as a `SketchWalkConfig`.
+      config: The policy that the cache was made for; by default the recommended one.
       lengths: Tokens of each sequence; all `T` by default.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
         in one phase only (`config.phases`) is dense in the other.
@@ -345,6 +345,7 @@ def prefill(
         than the cache. The fill level of the cache and token values are unknown under `jit` and
         are not checked.
     """
+    config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
         config=config,
@@ -366,7 +367,7 @@ def decode_step(
     cache: Cache,
     *,
     model_config: ModelConfig,
-    config: Policy,
+    config: Policy | None = None,
     phase: str = "both",
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
@@ -379,7 +380,7 @@ def decode_step(
       tokens: One token id per sequence.
       cache: The cache so far; donated, use the returned one. Tokens beyond its capacity are lost.
       model_config: The model.
-      config: The policy the cache was made for.
+      config: The policy that the cache was made for; by default the recommended one.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
         in one phase only (`config.phases`) is dense in the other.
       implementation: Attention implementation, or `None` to choose.
@@ -393,6 +394,7 @@ def decode_step(
     Raises:
       ValueError: For shapes, dtypes or options that do not fit.
     """
+    config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
         config=config,

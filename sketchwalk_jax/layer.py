@@ -11,21 +11,23 @@ from sketchwalk_jax.attention.api import attend_rows, dense_attention
 from sketchwalk_jax.dispatch import selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.validation import check_per_sequence, check_qkv
 from sketchwalk_jax.walk import WalkState
 
 
-def init_walk(batch: int, num_tokens: int, *, config: Policy) -> WalkState:
+def init_walk(batch: int, num_tokens: int, *, config: Policy | None = None) -> WalkState:
     """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
       batch: Sequences `B`.
       num_tokens: Tokens `T`.
-      config: The configuration that `sketchwalk_attention` will be called with.
+      config: What `sketchwalk_attention` will be called with.
 
     Returns:
       A `WalkState` of zero layers.
     """
+    config = SketchWalkConfig.recommended() if config is None else config
     num_blocks = -(-num_tokens // config.block_size)
     return WalkState.zeros(batch, num_blocks, num_blocks)
 
@@ -36,7 +38,7 @@ def sketchwalk_attention(
     value: Float[Array, "B T K H"],
     walk: WalkState,
     *,
-    config: Policy,
+    config: Policy | None = None,
     lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -44,19 +46,21 @@ def sketchwalk_attention(
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
     """Causal self-attention over the blocks that the walk selects (Algorithm 1).
 
-    `R_k = R_{k-1} W_k` from this layer's queries and keys and the walk so far, then exact attention
-    over the top blocks of each row. Pure; call it in every sparse layer, the walk in the carry.
-    `config.dense_layers` does not apply here: call `dense_attention` in the layers that are to stay
-    dense. Not differentiable in reverse mode: selection is discrete, and the loops over lists have
-    dynamic lengths.
+    What this layer's queries and keys say makes, together with the walk so far, the next walk; then
+    every head attends exactly over the top blocks of each row. Pure; call it in every sparse layer,
+    the walk in the carry. `config.dense_layers` does not apply here: call `dense_attention` in the
+    layers that are to stay dense. The recommended policy scores by the half of a head's channels
+    that rotary embedding turns slowest, where channels `d` and `d + H/2` turn together, as in Llama
+    and Qwen. Not differentiable in reverse mode: selection is discrete, and the loops over lists
+    have dynamic lengths.
 
     Args:
       query: Queries after rotary embedding.
       key: Keys after rotary embedding.
       value: Values.
       walk: From `init_walk` or the previous sparse layer.
-      config: A `SketchWalkConfig`, or another policy. One that selects in decode only attends to
-        everything here, and the walk stays as it is.
+      config: A policy, by default `SketchWalkConfig.recommended()`. One that selects in decode only
+        attends to everything here, and the walk stays as it is.
       lengths: Tokens of each right-padded sequence; all `T` by default.
       scale: Factor of the attention scores. Default `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
@@ -71,12 +75,13 @@ def sketchwalk_attention(
     Example:
       >>> import jax
       >>> from sketchwalk_jax import SketchWalkConfig
-      >>> config = SketchWalkConfig.paper()
+      >>> config = SketchWalkConfig.recommended(density=0.5)
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
       >>> out, walk = sketchwalk_attention(x, x, x, init_walk(1, 256, config=config), config=config)
       >>> out.shape, walk.scores.shape
       ((1, 256, 4, 32), (1, 4, 4))
     """
+    config = SketchWalkConfig.recommended() if config is None else config
     check_qkv(query, key, value, None)
     if key.shape[1] != query.shape[1]:
         raise ValueError(

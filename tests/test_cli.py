@@ -70,7 +70,7 @@ def generate(run, model: Path, prompt_file: Path):
 def expected_tokens(model: Path, num_tokens: int, **options) -> np.ndarray:
     """The new tokens of the library's own `generate`; the tokens of the prompt are its bytes."""
     params, model_config = load(model, dtype="float32")
-    config = options.pop("config", SketchWalkConfig.paper())
+    config = options.pop("config", None)
     call = make_generate(model_config, config, max_new_tokens=num_tokens)
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)[None]
     return np.asarray(call(params, prompt, **options).tokens)[0]
@@ -97,7 +97,8 @@ def test_json_is_one_object_with_the_measurements(generate):
     assert result["finish_reason"] == "length"
     assert result["ttft_s"] > 0 and result["tokens_per_s"] > 0 and result["load_s"] > 0
     assert 0 < result["measured_density"] <= 1
-    assert (result["policy"], result["preset"], result["phase"]) == ("sketchwalk", "paper", "both")
+    assert (result["policy"], result["phase"]) == ("sketchwalk", "both")
+    assert result["preset"] == "recommended"
     assert (result["settings"], result["dtype"]) == ({}, "float32")
 
 
@@ -136,20 +137,23 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"config": SketchWalkConfig.paper(), "phase": "both", "every": 8}),
+        ([], {"config": SketchWalkConfig.recommended(), "phase": "both", "every": 8}),
         ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
         (["--policy", "dense"], {"config": Dense()}),
         (["--policy", "oracle"], {"config": OracleConfig()}),
         (["--policy", "streaming", "--density", 0.5], {"config": StreamingConfig(density=0.5)}),
         (["--preset", "damped"], {"config": SketchWalkConfig.damped()}),
         (["--preset", "released"], {"config": SketchWalkConfig.released()}),
-        (["--density", 0.5], {"config": SketchWalkConfig.paper(density=0.5)}),
+        (["--density", 0.5], {"config": SketchWalkConfig.recommended(density=0.5)}),
         (["--policy", "minference"], {"config": MInferenceConfig()}),
         (
             ["--policy", "minference", "--set", "scale=0.5", "--set", "pattern=stream"],
             {"config": MInferenceConfig(scale=0.5, pattern="stream")},
         ),
-        (["--density", 0.5, "--set", "seed=3"], {"config": SketchWalkConfig(density=0.5, seed=3)}),
+        (
+            ["--preset", "paper", "--density", 0.5, "--set", "seed=3"],
+            {"config": SketchWalkConfig(density=0.5, seed=3)},
+        ),
         (["--phase", "decode"], {"phase": "decode"}),
         (["--chunk-size", 128], {"chunk_size": 128}),
         (["--max-new-tokens", 3], {"max_new_tokens": 3}),
@@ -285,8 +289,9 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, run, monkeypa
     assert found["model"]["stored_bytes"] == (model / "model.safetensors").stat().st_size
     # Keys and values of 4 layers and 2 heads of 8 dimensions, in whole blocks of 64 tokens.
     assert found["cache"]["key_value_bytes"] == 2 * 4 * 2 * 8 * 192 * 2
-    # Float32 sums of queries and keys of 3 blocks in one sketch of 8 dimensions.
-    assert found["cache"]["statistics_bytes"] == 2 * 2 * 3 * 8 * 4
+    # Of 4 of the 8 channels: 4 bits a key of 3 blocks, a centre and a step, and one block's keys.
+    per_head = 3 * 64 * 4 // 2 + 3 * 4 * (2 + 1) + 64 * 4 * 2
+    assert found["cache"]["statistics_bytes"] == 4 * 2 * per_head
     assert found["environment"]["implementation"] == "xla"
     text = run(*command)[0]
     assert f"{size:,}" in text and "130 tokens" in text and "512 tokens" in text

@@ -191,6 +191,24 @@ def test_json_is_one_object_with_the_measurements(demo, tokenizer):
     assert 0 <= found["compile_s"] < found["total_s"]
 
 
+def test_rivals_stand_beside_it_at_its_density(demo):
+    command = ("--policy", "streaming", "--facts", 1)
+    found = json.loads(demo(*PAPER, *command, "--no-plot", "--json")[0])
+    rival = found["rivals"]["streaming"]
+    # Of short texts what is kept in any case is more.
+    assert 0.5 <= rival["measured_density_prefill"] <= 0.6
+    assert len(rival["answers"]) == 1
+    lines = demo(*PAPER, *command, "--no-plot")[0].splitlines()
+    assert any(line.split() == ["dense", "Sketch-and-Walk", "streaming"] for line in lines)
+    assert any(line.split() == ["right", *["0", "of", "1"] * 3] for line in lines)
+
+
+def test_a_rival_is_another_policy(model, capsys):
+    assert main(["demo", "--model", str(model), "--policy", "dense"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--policy must be one of ('streaming', " in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "dense_part"), [("prefill", "decode"), ("decode", "prefill")])
 def test_other_phase_stays_dense(phase, dense_part, demo):
@@ -246,7 +264,7 @@ def test_terminal_sees_both_answers_grow(demo, monkeypatch):
 )
 def test_summary_says_what_was_lost(dense, sparse, message):
     readers = (reader([Answer("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
-    assert cli.demo._summary(*readers) == message
+    assert cli.demo._summary(*readers, who="Sketch-and-Walk") == message
 
 
 def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Reader:

@@ -335,6 +335,6 @@ def test_policies_take_the_plan_of_a_model_where_they_have_none():
     planned = with_plan(recommended, TWO_LAYERS)
     assert planned == SketchWalkConfig.recommended(plan=TWO_LAYERS)
     assert with_plan(planned, PLAN) == planned
-    paper = by_name("sketchwalk")
+    paper = by_name("sketchwalk", preset="paper")
     assert with_plan(paper, PLAN) == paper
     assert changed_fields(planned)["plan"] == TWO_LAYERS.short_hash

@@ -313,7 +313,7 @@ def test_every_name_makes_its_policy():
     assert by_name("streaming", density=0.1) == StreamingConfig(density=0.1)
     assert by_name("random", seed=3) == RandomConfig(seed=3)
     assert by_name("oracle", density=None) == OracleConfig()
-    assert by_name("sketchwalk") == SketchWalkConfig.paper()
+    assert by_name("sketchwalk") == SketchWalkConfig.recommended()
     assert {by_name(name).dense_layers for name in POLICIES} == {0, 2}
     calibrated = {"minference", "flexprefill"}
     assert {name for name in POLICIES if has_knob(by_name(name))} == calibrated

@@ -58,8 +58,8 @@ def calibrate(
 
     On generated prompts that no evaluation scores, it is measured what each layer loses where the
     recommended policy selects at several densities. The plan takes effect wherever that policy runs
-    without one: `generate`, `sketchwalk generate --preset recommended`, `sketchwalk eval`. A table
-    goes to standard output, the plan to a file.
+    without one: `generate`, `sketchwalk generate`, `sketchwalk eval`. A table goes to standard
+    output, the plan to a file.
     """
     directory = options.check_model(model)
     path = plan_path(directory) if out is None else out

@@ -1,15 +1,16 @@
 """`sketchwalk demo`: facts hidden in a long text, asked of dense attention and Sketch-and-Walk.
 
-Both answer in two columns on standard output; a picture shows what was attended to, and where the
-facts were.
+All answer side by side on standard output, rivals too if there are any; a picture shows what
+Sketch-and-Walk attended to, and where the facts were.
 """
 
+import dataclasses
 import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,15 +37,16 @@ from sketchwalk_jax.cli.progress import elapsed
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.plots import ORANGE, block_map, draw_map
-from sketchwalk_jax.policies import PRESETS, Policy
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 from sketchwalk_jax.policies.dense import Dense
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # What is shown unless something else is asked for.
-PRESET, PHASE = "released", "prefill"
+PRESET, PHASE = PRESETS[0], "both"
 TOKENS, FACTS = 8192, 4
+RIVALS = tuple(name for name in POLICIES if name not in ("dense", "sketchwalk"))
 _PICTURES = (".png", ".pdf", ".svg")
 _TEXT = "Text"
 _LABEL_WIDTH, _COLUMN_WIDTH = 24, 27
@@ -62,6 +64,16 @@ def demo(
             rich_help_panel=options.METHOD,
         ),
     ] = PRESET,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. "
+            "May be given several times.",
+            show_default="none",
+            rich_help_panel=options.METHOD,
+        ),
+    ] = None,
     density: options.DensityOption = None,
     phase: options.PhaseOption = PHASE,
     dtype: options.DTypeOption = None,
@@ -98,7 +110,7 @@ def demo(
 ) -> None:
     """Hide facts in a long text and ask for them, with dense attention and with Sketch-and-Walk.
 
-    Both read the text once, then answer every question from there. The text is English prose from
+    Each reads the text once, then answers every question from there. The text is English prose from
     Python's own help. A picture shows which blocks Sketch-and-Walk attended to.
     """
     started = time.perf_counter()
@@ -106,8 +118,11 @@ def demo(
     config = options.make_policy("sketchwalk", preset, density)
     model_config = ModelConfig.from_pretrained(directory)
     config = options.take_plan(config, (), find_plan(directory))
+    nominal = density or getattr(config, "density", None)
+    rivals = _rivals(policy or (), nominal)
     with usage_errors():
-        Settings(model_config=model_config, config=config, phase=phase)
+        for one in (config, *rivals.values()):
+            Settings(model_config=model_config, config=one, phase=phase)
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
     if not no_plot:
@@ -119,18 +134,28 @@ def demo(
     keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen)
 
+    if nominal is not None:
+        rivals = {
+            name: options.set_density(
+                one, nominal, params, model_config, tokenizer, num_tokens=num_tokens
+            )
+            for name, one in rivals.items()
+        }
     name = _describe(config, preset, phase)
     table = _Table(is_shown=not as_json)
     _introduce(table, directory, text)
     with Stopwatch() as stopwatch:
-        dense, sparse = (
+        dense, sparse, *others = (
             Reader(params, model_config, one, tokenizer, phase=phase, stopwatch=stopwatch)
-            for one in (Dense(block_size=config.block_size), config)
+            for one in (Dense(block_size=config.block_size), config, *rivals.values())
         )
-        _compare(table, text, dense, sparse, num_tokens=num_tokens, name=name)
+        columns = {"dense": dense, "Sketch-and-Walk": sparse}
+        columns |= dict(zip(rivals, others, strict=True))
+        _compare(table, text, columns, num_tokens=num_tokens, name=name)
         compile_s = stopwatch.compile_s
     table.line()
-    table.line(_summary(dense, sparse))
+    for who, reader in list(columns.items())[1:]:
+        table.line(_summary(dense, reader, who=who))
     if phase == "prefill":
         table.line("Its answers were written densely; --phase both makes them sparse as well.")
 
@@ -160,6 +185,7 @@ def demo(
             ],
             "dense": _results(dense),
             "sketchwalk": _results(sparse),
+            "rivals": {name: _results(columns[name]) for name in rivals},
             "compile_s": compile_s,
             "total_s": total_s,
             "picture": str(out) if is_drawn else None,
@@ -172,6 +198,23 @@ def demo(
         f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; "
         "the times above leave that out."
     )
+
+
+def _rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
+    """The policies beside Sketch-and-Walk; those with a knob as published, at first.
+
+    No layer of theirs is dense unless they say so themselves: the density is that of all layers.
+    """
+    found = {}
+    for name in names:
+        if name not in RIVALS:
+            raise UsageError(f"--policy must be one of {RIVALS}, got {name!r}")
+        fields = {"dense_layers": 0} if hasattr(by_name(name), "dense_layers") else {}
+        policy: Any = by_name(name, **fields)
+        if density is not None and takes_density(policy):
+            policy = dataclasses.replace(policy, density=density)
+        found[name] = policy
+    return found
 
 
 def _check_tokens(tokens: int | None, facts: int, context: int) -> int:
@@ -204,7 +247,7 @@ def _describe(config: Policy, preset: str, phase: str) -> str:
 
 
 class _Table:
-    """Lines of a label and two columns on standard output.
+    """Lines of a label and columns on standard output.
 
     On a terminal the last line can be written again while answers grow; elsewhere a line is
     written once, when it is complete.
@@ -215,22 +258,23 @@ class _Table:
         self._is_shown = is_shown
         self._is_live = is_shown and sys.stdout is not None and sys.stdout.isatty()
 
-    def line(self, label: str = "", left: str = "", right: str = "") -> None:
+    def line(self, label: str = "", *cells: str) -> None:
         """Writes a complete line."""
         if self._is_shown:
-            print(self._start + self._format(label, left, right).rstrip(), flush=True)
+            print(self._start + self._format(label, cells).rstrip(), flush=True)
 
-    def update(self, label: str, left: str, right: str) -> None:
+    def update(self, label: str, *cells: str) -> None:
         """Writes a line that `update` or `line` will replace."""
         if self._is_live:
-            print(self._start + self._format(label, left, right), end="", flush=True)
+            print(self._start + self._format(label, cells), end="", flush=True)
 
     @property
     def _start(self) -> str:
         return "\r\x1b[K" if self._is_live else ""  # back to the margin, and clear the line
 
-    def _format(self, label: str, left: str, right: str) -> str:
-        return f"{label:<{_LABEL_WIDTH}}{left:<{_COLUMN_WIDTH}}{right}"
+    def _format(self, label: str, cells: Sequence[str]) -> str:
+        columns = "".join(f"{cell:<{_COLUMN_WIDTH}}" for cell in cells[:-1])
+        return f"{label:<{_LABEL_WIDTH}}{columns}{cells[-1] if cells else ''}"
 
 
 def _introduce(table: _Table, directory: Path, text: Prompt) -> None:
@@ -243,34 +287,36 @@ def _introduce(table: _Table, directory: Path, text: Prompt) -> None:
 
 
 def _compare(
-    table: _Table, text: Prompt, dense: Reader, sparse: Reader, *, num_tokens: int, name: str
+    table: _Table, text: Prompt, columns: Mapping[str, Reader], *, num_tokens: int, name: str
 ) -> None:
-    """Lets both read and answer, and shows it while it happens."""
+    """Lets all read and answer, and shows it while it happens."""
+    dense, *others = readers = list(columns.values())
     table.line()
-    table.line("", "dense", "Sketch-and-Walk")
+    table.line("", *columns)
     table.line("", "", f"({name})")
-    for reader, who in ((dense, "dense"), (sparse, "Sketch-and-Walk")):
+    for who, reader in columns.items():
         with elapsed(f"{who} reads the text"):
             reader.read(text, max_tokens=num_tokens)
-        table.update("reading", f"{dense.read_s:.2f} s", "")
+        table.update("reading", *(f"{one.read_s:.2f} s" for one in readers if one.read_s))
     table.line(
-        "reading", f"{dense.read_s:.2f} s", f"{sparse.read_s:.2f} s  {_speed(dense, sparse)}"
+        "reading",
+        f"{dense.read_s:.2f} s",
+        *(f"{one.read_s:.2f} s  {_speed(dense, one)}" for one in others),
     )
-    table.line("  attended pairs", f"{dense.read_density:.1%}", f"{sparse.read_density:.1%}")
+    table.line("  attended pairs", *(f"{one.read_density:.1%}" for one in readers))
     for fact in text.facts:
         label = f"code of {fact.word}?"
-        # Token by token in turns, so that both answers grow at once.
-        for left, right in itertools.zip_longest(dense.ask(fact), sparse.ask(fact)):
-            # The one that has ended stays as it is.
-            left, right = left or dense.answers[-1], right or sparse.answers[-1]
-            table.update(label, _shorten(left), _shorten(right))
-        table.line(label, _verdict(dense.answers[-1]), _verdict(sparse.answers[-1]))
-    table.line("  attended pairs", f"{dense.decode_density:.1%}", f"{sparse.decode_density:.1%}")
-    table.line(
-        "writing", f"{dense.tokens_per_s:.1f} tokens/s", f"{sparse.tokens_per_s:.1f} tokens/s"
-    )
-    count = len(text.facts)
-    table.line("right", f"{dense.num_right} of {count}", f"{sparse.num_right} of {count}")
+        # Token by token in turns, so that all answers grow at once.
+        for grown in itertools.zip_longest(*(one.ask(fact) for one in readers)):
+            # Those that have ended stay as they are.
+            answers = [
+                answer or one.answers[-1] for answer, one in zip(grown, readers, strict=True)
+            ]
+            table.update(label, *map(_shorten, answers))
+        table.line(label, *(_verdict(one.answers[-1]) for one in readers))
+    table.line("  attended pairs", *(f"{one.decode_density:.1%}" for one in readers))
+    table.line("writing", *(f"{one.tokens_per_s:.1f} tokens/s" for one in readers))
+    table.line("right", *(f"{one.num_right} of {len(text.facts)}" for one in readers))
 
 
 def _verdict(answer: Answer) -> str:
@@ -289,7 +335,7 @@ def _speed(dense: Reader, sparse: Reader) -> str:
     return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 
-def _summary(dense: Reader, sparse: Reader) -> str:
+def _summary(dense: Reader, sparse: Reader, *, who: str) -> str:
     """What came out, in a sentence."""
     pairs = list(zip(dense.answers, sparse.answers, strict=True))
     lost = sum(was.is_right and not now.is_right for was, now in pairs)
@@ -297,8 +343,8 @@ def _summary(dense: Reader, sparse: Reader) -> str:
         return "This model answers none of the questions, with dense attention neither."
     if lost:
         found = f"{dense.num_right} facts that dense attention found"
-        return f"Sketch-and-Walk lost {lost} of the {found}."
-    found = "Sketch-and-Walk found every fact that dense attention found"
+        return f"{who} lost {lost} of the {found}."
+    found = f"{who} found every fact that dense attention found"
     more = sparse.num_right - dense.num_right
     return f"{found}, and {more} more." if more else f"{found}."
 

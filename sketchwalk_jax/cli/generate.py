@@ -19,10 +19,8 @@ from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.progress import elapsed, token_bar
 from sketchwalk_jax.generation import Stream, StreamChunk, check_call, pad_to_bucket, stream
 from sketchwalk_jax.models.config import ModelConfig, read_json
-from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.plans import find_plan
-from sketchwalk_jax.policies import Policy, changed_fields
-from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.policies import PRESETS, changed_fields
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.tokenizer import StreamDecoder
 
@@ -32,9 +30,6 @@ _PROMPT, _SAMPLING, _OUTPUT = "Prompt", "Choice of tokens", "Output"
 _GENERATION_CONFIG = "generation_config.json"
 # Options that draw from the distribution; who gives one wants to draw.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
-# The text that `--density` is reached on: plain, nothing hidden in it.
-_CALIBRATION_TASK = "text_loss"
-_LEAST_CALIBRATION_TOKENS = 128
 
 
 def generate(
@@ -223,7 +218,7 @@ def generate(
     params, model_config = options.load_model(directory, chosen)
     load_s = time.perf_counter() - started
     if density is not None:
-        call["config"] = _set_density(
+        call["config"] = options.set_density(
             config, density, params, model_config, tokenizer, num_tokens=len(tokens)
         )
 
@@ -241,7 +236,7 @@ def generate(
         about = {
             "load_s": round(load_s, 4),
             "policy": policy,
-            "preset": (preset or "paper") if policy == "sketchwalk" else None,
+            "preset": (preset or PRESETS[0]) if policy == "sketchwalk" else None,
             "phase": phase,
             "settings": changed_fields(call["config"]),
             "dtype": chosen,
@@ -293,39 +288,6 @@ def _make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sa
     temperature = 1.0 if given.keys() & set(_DRAWING) else 0.0
     with usage_errors():
         return Sampling(**{"temperature": temperature, **defaults, **given})
-
-
-def _set_density(
-    config: Policy,
-    density: float,
-    params: Params,
-    model_config: ModelConfig,
-    tokenizer: Any,
-    *,
-    num_tokens: int,
-) -> Policy:
-    """The policy at a density on plain English of the prompt's length, if it has a knob.
-
-    What was found goes to standard error. Policies without a knob are returned as they are.
-    """
-    if not isinstance(config, PrefillPolicy):
-        return config
-    from sketchwalk_jax.evaluation.calibration import calibrate, held_out_prompts
-    from sketchwalk_jax.evaluation.text import read_text
-
-    with elapsed(f"calibrating to density {density:g}"):
-        tokens, lengths = held_out_prompts(
-            read_text(),
-            tokenizer,
-            tasks=(_CALIBRATION_TASK,),
-            num_tokens=max(num_tokens, _LEAST_CALIBRATION_TOKENS),
-        )
-        found = calibrate(
-            params, tokens, lengths, policy=config, model_config=model_config, density=density
-        )
-    chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
-    print(f"{chosen}: measured density {found.density:.3f} on other text", file=sys.stderr)
-    return found.policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

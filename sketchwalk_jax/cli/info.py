@@ -242,7 +242,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if plan["problem"] is not None:
         return [("plan", f"refused: {plan['problem']}")]
     return [
-        ("plan", f"{plan['short_hash']}, of this checkpoint, for --preset recommended"),
+        ("plan", f"{plan['short_hash']}, of this checkpoint, for the recommended policy"),
         *(
             (f"  density {density}", " ".join(f"{one:.2f}" for one in layers))
             for density, layers in plan["densities"].items()

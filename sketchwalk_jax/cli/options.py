@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +30,14 @@ from sketchwalk_jax.policies import (
     takes_density,
     with_plan,
 )
+from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.validation import check_choice
 
 METHOD, TEXT = "Method", "Text"
+# The text that a knob is set on: plain, nothing hidden in it.
+_CALIBRATION_TASK = "text_loss"
+_LEAST_CALIBRATION_TOKENS = 128
 
 ModelOption = Annotated[
     Path | None,
@@ -60,7 +65,7 @@ PresetOption = Annotated[
         metavar="NAME",
         help=f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan "
         "of the model that `sketchwalk calibrate` measured, if there is one.",
-        show_default="paper",
+        show_default=PRESETS[0],
         rich_help_panel=METHOD,
     ),
 ]
@@ -242,3 +247,36 @@ def load_model(directory: Path, dtype: str, *, use_plan: bool = True) -> tuple[P
     # Orbax reads everything in one call, without steps for a bar.
     with elapsed("loading"):
         return jax.block_until_ready(load(directory, progress=False, **given))
+
+
+def set_density(
+    config: Policy,
+    density: float,
+    params: Params,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    num_tokens: int,
+) -> Policy:
+    """The policy at a density on plain English of the prompt's length, if it has a knob.
+
+    What was found goes to standard error. Policies without a knob are returned as they are.
+    """
+    if not isinstance(config, PrefillPolicy):
+        return config
+    from sketchwalk_jax.evaluation.calibration import calibrate, held_out_prompts
+    from sketchwalk_jax.evaluation.text import read_text
+
+    with elapsed(f"calibrating to density {density:g}"):
+        tokens, lengths = held_out_prompts(
+            read_text(),
+            tokenizer,
+            tasks=(_CALIBRATION_TASK,),
+            num_tokens=max(num_tokens, _LEAST_CALIBRATION_TOKENS),
+        )
+        found = calibrate(
+            params, tokens, lengths, policy=config, model_config=model_config, density=density
+        )
+    chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
+    print(f"{chosen}: measured density {found.density:.3f} on other text", file=sys.stderr)
+    return found.policy

@@ -48,7 +48,7 @@ from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import ORANGE, import_pyplot, plot_block_map
-from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies import by_name, with_plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -301,7 +301,7 @@ def model_drawings(
     tokenizer: Any,
     *,
     text: Text | None = None,
-    preset: str = "paper",
+    preset: str = "recommended",
     density: float = 0.2,
     layer: int | None = None,
     seed: int = 0,
@@ -366,7 +366,7 @@ def plot_needle_map(
     sample: Sample,
     *,
     model_config: ModelConfig,
-    preset: str = "paper",
+    preset: str = "recommended",
     density: float | None = 0.2,
 ) -> "Figure":
     """Draws the blocks that Sketch-and-Walk attends to in a prompt, layer by layer.
@@ -393,6 +393,7 @@ def plot_needle_map(
     config: Any = by_name(
         "sketchwalk", preset=preset, density=None if preset == "released" else density
     )
+    config = with_plan(config, model_config.plan)
     generate = make_generate(model_config, config, max_new_tokens=1, return_selection=True)
     generation = jax.device_get(generate(params, sample.tokens[None]))
     sparse = list(sparse_layers(model_config, config))

@@ -39,8 +39,8 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
 
     Args:
       policy: One of `POLICIES`.
-      preset: For `"sketchwalk"`, one of `PRESETS`: `"paper"` (the default),
-        `"recommended"`, `"released"`, `"damped"`, `"one_hop"`.
+      preset: For `"sketchwalk"`, one of `PRESETS`: `"recommended"` (the default), `"paper"`,
+        `"released"`, `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
         The dense policy passes over a density; MInference and FlexPrefill have a knob in its
         place, of which `sketchwalk_jax.evaluation.calibrate` finds the value for a density.
@@ -63,7 +63,7 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
         raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
     make: Any = _CLASSES[policy]
     if policy == "sketchwalk":
-        preset = preset or "paper"
+        preset = preset or PRESETS[0]
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {PRESETS}, got {preset!r}")
         make = getattr(make, preset)
