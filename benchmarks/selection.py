@@ -1,6 +1,7 @@
 """What selecting costs: every policy at two lengths, in prefill and in decode, on one GPU.
 
     python benchmarks/selection.py [--out benchmarks/results/selection.json] [--policy NAME]
+    python benchmarks/selection.py --share [--plan FILE.json ...]    # of a layer's time
 
 One layer of normal queries and keys, beside dense attention to the same and attention over the
 lists that were chosen. Policies with a knob have it set so that their lists have the density asked
@@ -10,16 +11,22 @@ Selection is timed in loops of one program each, in which one layer after anothe
 selects; so is attention in decode, while in prefill calls are queued. The steps of a loop rotate
 over the layers' inputs and wait for one another, so that nothing is computed once for all of them;
 what they make are results of the loop, so that nothing is left out.
+
+With `--share`, the paper's rule and the recommended policy with each number of queries that a plan
+may give a layer, at four lengths and two densities. The plans that are named say how many layers of
+their models have which.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import common
@@ -35,8 +42,10 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
 
 PyTree = Any
@@ -51,6 +60,9 @@ PROMPTS = 2  # layers that prefill rotates over: together far larger than any ca
 ROUNDS, SLOW_ROUNDS = 8, 1
 SLOW = ("oracle", "flexprefill")
 KNOB_STEPS = 17  # to a single offset of MInference's
+SHARE = common.RESULTS / "selection_share.json"
+SHARE_TOKENS, SHARE_DENSITIES = (2**14, 2**15, 2**16, 2**17), (0.1, 0.2)
+QUERIES = (4, 8, 16, 32)  # of a row, as plans give them
 # Milliseconds of one layer: `observe` alone, all of `selection`, `attention` over its lists.
 PARTS = ("observe", "selection", "attention")
 MEASURED = (
@@ -66,7 +78,9 @@ MEASURED = (
 def main() -> None:
     """Runs everything and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=str(common.RESULTS / "selection.json"))
+    parser.add_argument("--out", type=Path, help="default: by what is measured")
+    parser.add_argument("--share", action="store_true", help="what selecting takes of a layer")
+    parser.add_argument("--plan", type=Path, action="append", default=[], help="of a real model")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--tokens", type=int, action="append", help="default: 16384 and 65536")
     parser.add_argument("--density", type=float, default=0.1)
@@ -76,26 +90,37 @@ def main() -> None:
     keep_compiled_programs()
     size: dict[str, Any] = {"heads": (4, 2), "head_dim": 64} if options.quick else {}
     lengths = options.tokens or ([1024] if options.quick else [2**14, 2**16])
+    densities: Sequence[float] = (options.density,)
+    out = options.out or common.RESULTS / "selection.json"
+    more: dict[str, Any] = {}
+    if options.share:
+        lengths = options.tokens or (lengths if options.quick else SHARE_TOKENS)
+        densities, out = SHARE_DENSITIES, options.out or SHARE
+        more["plans"] = [queries_of(path) for path in options.plan]
+    own = functools.partial(rules, list(options.policy or POLICIES), is_quick=options.quick)
     repeats = 2 if options.quick else options.repeats
-    wanted = rules(list(options.policy or POLICIES), options.density, is_quick=options.quick)
     started = time.perf_counter()
     rows: list[Row] = []
-    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0)
-    jobs: list[tuple[Row, Callable[[], Row]]] = []
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-        for tokens in lengths:
-            shape = Shape(op="selection", tokens=tokens, density=options.density, **size)
-            jobs += Length(Inputs.draw(shape), pool, repeats, options.quick).jobs(wanted)
-        # Nothing is timed while something compiles.
-    for names, job in tqdm(jobs, desc="selection"):
-        try:
-            row = names | {"error": None} | job()
-        except Exception as error:  # the other rows are worth keeping
-            row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        rows.append(row)
-        tqdm.write(describe(row))
-        meta["wall_s"] = round(time.perf_counter() - started, 1)
-        common.write_results(options.out, meta, rows)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0, **more)
+    for tokens in lengths:
+        # The arrays of one length at a time.
+        jobs: list[tuple[Row, Callable[[], Row]]] = []
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+            for density in densities:
+                shape = Shape(op="selection", tokens=tokens, density=density, **size)
+                wanted = share_rules(density) if options.share else own(density)
+                length = Length(Inputs.draw(shape), pool, repeats, options.quick)
+                jobs += length.jobs(wanted, with_dense=density == densities[0])
+            # Nothing is timed while something compiles.
+        for names, job in tqdm(jobs, desc=f"{tokens:,} tokens"):
+            try:
+                row = names | {"error": None} | job()
+            except Exception as error:  # the other rows are worth keeping
+                row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            rows.append(row)
+            tqdm.write(describe(row))
+            meta["wall_s"] = round(time.perf_counter() - started, 1)
+            common.write_results(out, meta, rows)
 
 
 def rules(policies: list[str], density: float, *, is_quick: bool) -> list[Rule]:
@@ -113,6 +138,26 @@ def rules(policies: list[str], density: float, *, is_quick: bool) -> list[Rule]:
             own = None if preset == "released" else density
             found.append(Rule(policy, preset, own))
     return found
+
+
+def share_rules(density: float) -> list[Rule]:
+    """The paper's rule, and the recommended policy with each number of queries."""
+    own = [
+        Rule("sketchwalk", "recommended", density, (("representatives", count),))
+        for count in QUERIES
+    ]
+    return [Rule("sketchwalk", "paper", density), *own]
+
+
+def queries_of(path: Path) -> dict[str, Any]:
+    """How many layers of a plan's model have which number of queries, density by density."""
+    plan = Plan.read(path)
+    found = {}
+    for density in SHARE_DENSITIES:
+        counts = RecommendedConfig(density=density, plan=plan).sparse_representatives
+        found[f"{density:g}"] = {f"{one}": counts.count(one) for one in sorted(set(counts))}
+    model = json.loads(path.read_text(encoding="utf-8"))["measured"]["model"]
+    return {"model": model, "plan": plan.short_hash, "layers": plan.num_layers, "queries": found}
 
 
 def describe(row: Row) -> str:
@@ -178,19 +223,25 @@ class Length:
         )
         self._lengths = jnp.full((inputs.shape.batch,), inputs.shape.tokens, jnp.int32)
 
-    def jobs(self, wanted: list[Rule]) -> list[tuple[Row, Callable[[], Row]]]:
+    def jobs(
+        self, wanted: list[Rule], *, with_dense: bool = True
+    ) -> list[tuple[Row, Callable[[], Row]]]:
         """What each row is called, and what measures it; its programs start to compile."""
-        found = [
-            (self._names(DENSE, "prefill"), self._dense_prefill()),
-            (self._names(DENSE, "decode"), self._dense_decode()),
-        ]
+        found = []
+        if with_dense:
+            found += [
+                (self._names(DENSE, "prefill"), self._dense_prefill()),
+                (self._names(DENSE, "decode"), self._dense_decode()),
+            ]
         for rule in wanted:
             policy = rule.make()
             if "prefill" in policy.phases or self._observes(policy):
                 found.append((self._names(rule, "prefill"), self._prefill(rule, policy)))
         for rule in wanted:
             policy = rule.make()
-            if "decode" in policy.phases:
+            # A token's own query stands for itself, whatever their number in prompts.
+            usual = getattr(policy, "representatives", None) in (None, QUERIES[1])
+            if "decode" in policy.phases and usual:
                 found.append((self._names(rule, "decode"), self._decode(policy)))
         return found
 

@@ -6,14 +6,20 @@
 So does `report.py`, with all others.
 """
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pages import Results, Tables, captioned, duration, if_measured, write_own_tables
 
 from sketchwalk_jax.evaluation.summaries import PHASE_TITLES
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Row = dict[str, Any]
+_SHARE, _DPI = "selection_share.json", 120
 _HEADER = (
     "Tokens",
     "Policy",
@@ -83,7 +89,137 @@ def _lists(row: Row) -> str:
     return f"{shared}, {unit}{on}"
 
 
+# What selecting takes of a layer's time
+
+
+def mean_over_plan(data: Results, *, tokens: int, density: float, part: str) -> float | None:
+    """Milliseconds of the recommended policy in prompts, over the layers of the costlier plan."""
+    by_count = {
+        str(row["fields"]["representatives"]): row[f"{part}_ms"]
+        for row in _share_rows(data, "recommended", "prefill", tokens, density)
+    }
+    found = []
+    for plan in data["meta"]["plans"]:
+        queries = plan["queries"][f"{density:g}"]
+        if all(by_count.get(count) is not None for count in queries):
+            total = sum(number * by_count[count] for count, number in queries.items())
+            found.append(total / sum(queries.values()))
+    return max(found, default=None)
+
+
+def _share_rows(data: Results, preset: str, phase: str, tokens: int, density: float) -> list[Row]:
+    where = {"preset": preset, "phase": phase, "tokens": tokens, "density": density}
+    return [row for row in data["rows"] if where.items() <= row.items() and not row["error"]]
+
+
+def shares(data: Results) -> list[Row]:
+    """Times and shares of the rule as printed and of the recommended policy."""
+    found = []
+    for phase in ("prefill", "decode"):
+        for density in sorted({row["density"] for row in data["rows"]} - {1.0}, reverse=True):
+            for tokens in sorted({row["tokens"] for row in data["rows"]}):
+                for preset in ("paper", "recommended"):
+                    rows = _share_rows(data, preset, phase, tokens, density)
+                    if not rows:
+                        continue
+                    times = {part: rows[0][f"{part}_ms"] for part in ("selection", "attention")}
+                    if preset == "recommended" and phase == "prefill":
+                        times["selection"] = mean_over_plan(
+                            data, tokens=tokens, density=density, part="selection"
+                        )
+                    if None in times.values():
+                        continue
+                    share = times["selection"] / sum(times.values())
+                    names = {"phase": phase, "density": density, "tokens": tokens}
+                    found.append(names | {"preset": preset, "share": share} | times)
+    return found
+
+
+def share_table(data: Results) -> str:
+    """Milliseconds of one layer, and what selecting is of attention and of both."""
+    body = [
+        [
+            PHASE_TITLES[one["phase"]],
+            f"{one['density']:g}",
+            f"{one['tokens']:,}",
+            name_of(one["preset"]),
+            f"{one['selection']:.3g} ms",
+            f"{one['attention']:.3g} ms",
+            f"{one['selection'] / one['attention']:.0%}",
+            f"{one['share']:.0%}",
+        ]
+        for one in shares(data)
+    ]
+    header = ("Sparse in", "Density", "Tokens", "Policy", "Selection, observing included")
+    header = (*header, "Attention over the lists", "Of attention", "Of both")
+    plans = [
+        f"{plan['model']} ({plan['layers']} layers): "
+        + ", ".join(
+            f"{number} layers of {count} queries"
+            for count, number in plan["queries"][f"{max(map(float, plan['queries'])):g}"].items()
+        )
+        for plan in data["meta"]["plans"]
+    ]
+    what = (
+        "Prompts by the costlier of the plans, as a mean over its layers. At the larger density: "
+        f"{'; '.join(plans)}"
+    )
+    picture = "![Selection's share of a layer's time, by context](plots/selection_share.png)"
+    return f"{picture}\n\n{markdown_table(header, body, num_names=4)}\n\n{what}."
+
+
+def draw_share(results: Path, plots: Path) -> None:
+    """Draws the figure, if it was measured."""
+    path = results / _SHARE
+    if path.exists():
+        share_figure(read_rows(path)).savefig(plots / "selection_share.png", dpi=_DPI)
+
+
+def read_rows(path: Path) -> Results:
+    """The results in a file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def share_figure(data: Results) -> "Figure":
+    """Selection's share of selection and attention, against the context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    found = shares(data)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, phase in zip(panels, ("prefill", "decode"), strict=True):
+        own = [one for one in found if one["phase"] == phase]
+        for preset, color in (("paper", "#D55E00"), ("recommended", "#0072B2")):
+            for density, style in ((0.2, "-"), (0.1, "--")):
+                line = [
+                    (one["tokens"], one["share"])
+                    for one in own
+                    if (one["preset"], one["density"]) == (preset, density)
+                ]
+                if line:
+                    label = f"{preset}, density {density:g}"
+                    panel.plot(
+                        *zip(*line, strict=True), style, color=color, marker="o", label=label
+                    )
+        panel.set_xscale("log", base=2)
+        ticks = sorted({one["tokens"] for one in own})
+        panel.set_xticks(ticks, [f"{tokens // 1024}K" for tokens in ticks])
+        panel.set_ylim(0, 1)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        panel.set_title("a whole prompt" if phase == "prefill" else "one token", fontsize=10)
+        panel.set_xlabel("tokens")
+        panel.grid(axis="y", color="0.9")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("selection's share of a layer's\nselection and attention")
+    panels[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
 TABLES: Tables = {
+    "selection-share": (
+        _SHARE,
+        if_measured(captioned(share_table), "`python benchmarks/selection.py --share`"),
+    ),
     "selection": (
         "selection.json",
         if_measured(captioned(selection_tables), "`python benchmarks/selection.py`"),
@@ -92,4 +228,4 @@ TABLES: Tables = {
 
 
 if __name__ == "__main__":
-    write_own_tables(__doc__, TABLES)
+    write_own_tables(__doc__, TABLES, draw_share)
