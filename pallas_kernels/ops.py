@@ -145,6 +145,10 @@ class Accumulator:
         """The sums, once at most `in_flight` products that started later remain in flight."""
         return plgpu.wgmma_accumulator_load(self._ref, wait_n=in_flight)
 
+    def wait(self, *, in_flight: int) -> None:
+        """Waits until at most `in_flight` products are under way."""
+        plgpu.wgmma_wait(in_flight)
+
     def store(self, value: Array) -> None:
         """Replaces the sums."""
         self._ref[...] = value
@@ -167,6 +171,9 @@ class InterpretedAccumulator(Accumulator):
     def load(self, *, in_flight: int = 0) -> Array:
         """The sums."""
         return self._ref
+
+    def wait(self, *, in_flight: int) -> None:
+        """Nothing is ever under way."""
 
     def store(self, value: Array) -> None:
         """Replaces the sums."""
