@@ -147,12 +147,12 @@ def why_not_linear(x: Any, kernels: Sequence[Any], *, is_transposed: bool = Fals
 
 def linear_kernel(
     x: Float[Array, "B D"],
-    kernels: Sequence[Float[Array, "L D F"]],
+    kernels: Sequence[Float[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     is_transposed: bool = False,
     interpret: bool = False,
-) -> list[Float[Array, "B F"]]:
+) -> list[Float[Array, "B _"]]:
     """`out_i` of the module.
 
     Args:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
 from sketchwalk_jax.cache import sparse_layers, write_layer
-from sketchwalk_jax.dispatch import IMPLEMENTATIONS, selection_kernels
+from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -87,6 +87,11 @@ class Settings:
     def dense_implementation(self) -> str | None:
         """What dense layers ask for: XLA where everything is to run on it, else the choice."""
         return "xla" if self.implementation == "xla" else None
+
+    @property
+    def row_kernels(self) -> KernelConfig | None:
+        """What products of few rows may run their kernel with, or `None` where XLA makes them."""
+        return row_kernels(self.implementation, self.kernel_config)
 
     @property
     def selection_kernels(self) -> KernelConfig | None:

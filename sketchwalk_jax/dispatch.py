@@ -4,6 +4,7 @@
 in words (`why_not_...`); nothing here is remembered between calls.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from sketchwalk_jax.pallas_kernels.attention import LEAST_DECODE_HEAD, why_not_s
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-DENSE_IMPLEMENTATIONS = ("cudnn", "xla")
+DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
+FULL_BLOCK = 64
+"""Tokens of the blocks that the lists of dense attention are made of, on the Hopper kernels."""
 
 
 def device_kind() -> str:
@@ -68,7 +71,7 @@ def choose_implementation(
     if implementation is None and (interpret or is_small):
         return "xla"
     reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
-    return _choose(implementation, IMPLEMENTATIONS, reason)
+    return _choose(implementation, IMPLEMENTATIONS, (reason, None))
 
 
 def selection_kernels(
@@ -89,6 +92,21 @@ def selection_kernels(
     if config.interpret:
         return config if implementation == "mosaic_gpu" else None
     return config if implementation in (None, "mosaic_gpu") and is_hopper() else None
+
+
+def row_kernels(
+    implementation: str | None, config: KernelConfig | None = None
+) -> KernelConfig | None:
+    """How few rows may be multiplied with stacked weights, or `None` where XLA does it.
+
+    On several devices it does: weights may be spread over them.
+
+    Args:
+      implementation: As asked for attention.
+      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+    """
+    found = selection_kernels(implementation, config)
+    return found if found is None or found.interpret or jax.device_count() == 1 else None
 
 
 def why_not_cudnn(
@@ -119,6 +137,31 @@ def why_not_cudnn(
     return "it keeps no float32 log-sum-exp" if return_lse else None
 
 
+def why_not_full_lists(
+    query: Any, *, num_keys: int, has_offset: bool, interpret: bool = False
+) -> str | None:
+    """Why dense attention cannot go through the Hopper kernels, or `None` if it can.
+
+    They then attend over lists of all blocks, wherever the queries stand.
+
+    Args:
+      query: The queries `[B, T, N, H]`, an array or its abstract shape.
+      num_keys: Keys `S` that the key array holds.
+      has_offset: Whether queries may start elsewhere than at position 0.
+      interpret: Whether the kernels run in the interpreter, which needs no GPU.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    if num_keys % FULL_BLOCK:
+        return f"it takes keys of whole blocks of {FULL_BLOCK}, not {num_keys} of them"
+    if query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD:
+        return f"it takes a head_dim of at least {LEAST_DECODE_HEAD} in decode"
+    if not has_offset and query.shape[1] > num_keys:
+        return f"it needs a key for every query, not {num_keys} for {query.shape[1]}"
+    return why_not_mosaic_gpu(query, block_size=FULL_BLOCK, interpret=interpret)
+
+
 def choose_dense_implementation(
     implementation: str | None,
     query: Any,
@@ -126,8 +169,12 @@ def choose_dense_implementation(
     num_keys: int,
     has_offset: bool,
     return_lse: bool = False,
+    config: KernelConfig | None = None,
 ) -> str:
     """The implementation of dense attention that will run: cuDNN's wherever it can.
+
+    Else, where queries start elsewhere than at position 0, the Hopper kernels with full lists,
+    which read a cache as it lies.
 
     Args:
       implementation: `None` to choose; it always finds one. A name to insist.
@@ -135,28 +182,37 @@ def choose_dense_implementation(
       num_keys: Keys `S` that the key array holds.
       has_offset: Whether queries may start elsewhere than at position 0.
       return_lse: Whether the log-sum-exp is wanted.
+      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
 
     Returns:
-      `"cudnn"` or `"xla"`.
+      `"cudnn"`, `"mosaic_gpu"` or `"xla"`.
 
     Raises:
       ValueError: If the name is unknown.
       NotImplementedError: If the named implementation cannot take this call.
     """
-    reason = why_not_cudnn(query, num_keys=num_keys, has_offset=has_offset, return_lse=return_lse)
-    return _choose(implementation, DENSE_IMPLEMENTATIONS, reason)
+    interpret = config is not None and config.interpret
+    where: dict[str, Any] = {"num_keys": num_keys, "has_offset": has_offset}
+    lists = why_not_full_lists(query, **where, interpret=interpret)
+    if implementation is None and (interpret or not has_offset):
+        lists = lists or "nobody asked for it"
+    reasons = (why_not_cudnn(query, **where, return_lse=return_lse), lists, None)
+    return _choose(implementation, DENSE_IMPLEMENTATIONS, reasons)
 
 
-def _choose(asked: str | None, names: tuple[str, str], reason: str | None) -> str:
-    """The first of two names unless there is a reason against it, or the one asked for."""
-    fast, general = names
-    if asked not in (None, *names):
+def _choose(asked: str | None, names: Sequence[str], reasons: Sequence[str | None]) -> str:
+    """The first name with no reason against it, or the one asked for."""
+    if asked is None:
+        return next(name for name, reason in zip(names, reasons, strict=True) if not reason)
+    if asked not in names:
         raise ValueError(f"implementation must be None or one of {names}, got {asked!r}")
-    if asked == fast and reason:
+    reason = reasons[names.index(asked)]
+    if reason:
         raise NotImplementedError(
-            f"implementation {fast!r} cannot run here: {reason}; {general!r} can, and so does None"
+            f"implementation {asked!r} cannot run here: {reason}; {names[-1]!r} can, and so does "
+            f"None"
         )
-    return general if asked == general or reason else fast
+    return asked
 
 
 def _is_ampere_or_later() -> bool:

@@ -201,12 +201,16 @@ def decode_token(
         (cache, walk),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
+        kernels=settings.row_kernels,
     )
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)
     density = cache.density.add("decode", pairs, causal_pairs(positions, is_counted))
     cache = dataclasses.replace(written, lengths=positions + is_counted, density=density)
-    return unembed(params, hidden[:, 0], model_config=settings.model_config), cache, selection
+    logits = unembed(
+        params, hidden[:, 0], model_config=settings.model_config, kernels=settings.row_kernels
+    )
+    return logits, cache, selection
 
 
 def check_cache(cache: Cache, batch: int, config: Policy) -> None:

@@ -185,7 +185,7 @@ def test_choice_of_dense_attention(reason, monkeypatch):
         with pytest.raises(NotImplementedError, match=words):
             choose("cudnn")
     with pytest.raises(ValueError, match="implementation must be None or one of"):
-        choose("mosaic_gpu")
+        choose("flash")
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_asking_for_cudnn_where_it_cannot_run_says_why():
     query = jnp.zeros((1, 4, 2, 8), jnp.float32)
     with pytest.raises(NotImplementedError, match="'cudnn' cannot run here: it .* 'xla' can"):
         dense_attention(query, query, query, implementation="cudnn")
-    with pytest.raises(ValueError, match=r"implementation must be None or one of \('cudnn', 'xla'"):
+    with pytest.raises(ValueError, match="implementation must be None or one of "):
         dense_attention(query, query, query, implementation="flash")

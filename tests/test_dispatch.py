@@ -47,6 +47,26 @@ def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(monkeypatch):
         assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
 
 
+def test_dense_attention_behind_a_cache_takes_full_lists(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_ampere_or_later", lambda: True)
+
+    def choose(asked=None, *, tokens=1, heads=64, keys=128, offset=True):
+        query = jax.ShapeDtypeStruct((2, tokens, 4, heads), jnp.bfloat16)
+        return dispatch.choose_dense_implementation(asked, query, num_keys=keys, has_offset=offset)
+
+    assert choose() == choose(tokens=64) == "mosaic_gpu"
+    assert choose(tokens=64, offset=False) == "cudnn"
+    assert choose("mosaic_gpu", tokens=64, offset=False) == "mosaic_gpu"
+    assert choose(heads=32) == choose(keys=100) == choose("xla") == "xla"
+    with pytest.raises(NotImplementedError, match="whole blocks of 64, not 100 of them"):
+        choose("mosaic_gpu", keys=100)
+    with pytest.raises(NotImplementedError, match="a key for every query, not 128 for 192"):
+        choose("mosaic_gpu", tokens=192, offset=False)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
+    assert choose() == "xla"
+
+
 def test_the_interpreter_needs_no_gpu_and_comes_only_when_asked_for(monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float16)

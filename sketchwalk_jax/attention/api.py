@@ -10,10 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import cudnn, xla
-from sketchwalk_jax.dispatch import choose_dense_implementation, choose_implementation
+from sketchwalk_jax.dispatch import (
+    FULL_BLOCK,
+    choose_dense_implementation,
+    choose_implementation,
+)
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import default_scale
-from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.selection import BlockSelection, full_selection
 from sketchwalk_jax.validation import check_per_sequence, check_qkv
 
 
@@ -326,9 +330,11 @@ def dense_attention(
 
     The reference for accuracy and the denominator of every speed figure. On an NVIDIA GPU, queries
     in bfloat16 or float16 that start at position 0 go through cuDNN's flash attention where it
-    takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for; all else,
-    decoding included, runs on XLA. There a key or value that is not finite makes NaN of the queries
-    that see it and of no others; cuDNN may make NaN of earlier queries nearby as well.
+    takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for. Where they
+    start elsewhere, decoding included, Hopper's kernels attend over lists of all blocks: they read
+    a cache as it lies, and have no derivative. All else runs on XLA. There, and with those kernels,
+    a key or value that is not finite makes NaN of the queries that see it and of no others; cuDNN
+    may make NaN of earlier queries nearby as well.
 
     Args:
       query: Queries at positions `query_offset + 0 .. T - 1`.
@@ -340,8 +346,8 @@ def dense_attention(
         outputs of queries at later positions, which are padding, mean nothing.
       scale: Factor of the scores. Default `1 / sqrt(H)`.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      implementation: `"xla"`, `"cudnn"`, or `None` to choose by device and shape.
-      kernel_config: Tile sizes of the XLA implementation.
+      implementation: `"xla"`, `"mosaic_gpu"`, `"cudnn"`, or `None` to choose by device and shape.
+      kernel_config: Tile sizes.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
@@ -360,7 +366,21 @@ def dense_attention(
         num_keys=key.shape[-3],
         has_offset=query_offset is not None,
         return_lse=return_lse,
+        config=kernel_config,
     )
+    if chosen == "mosaic_gpu":
+        return _attend_full_lists(
+            query,
+            key,
+            value,
+            layer=layer,
+            query_offset=query_offset,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            return_lse=return_lse,
+            implementation=chosen,
+            kernel_config=kernel_config,
+        )
     if chosen == "cudnn":
         return cudnn.attend_dense(
             query, key, value, layer=layer, kv_lengths=kv_lengths, scale=scale
@@ -385,3 +405,34 @@ def dense_attention(
     )
     out = out.reshape(batch, padded, num_heads, head_dim)[:, :num_tokens]
     return _finish(out, lse.reshape(batch, padded, num_heads)[:, :num_tokens], return_lse)
+
+
+def _attend_full_lists(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    *,
+    query_offset: Int[Array, "B"] | None,
+    kv_lengths: Int[Array, "B"] | None,
+    **options: Any,
+) -> Float[Array, "B T N H"] | Any:
+    """`dense_attention` by the kernels for lists, with all blocks on them."""
+    batch, num_tokens = query.shape[:2]
+    num_keys = key.shape[-3]
+    num_blocks = num_keys // FULL_BLOCK
+    offset, lengths = (
+        per_sequence(*one, batch) for one in ((query_offset, 0), (kv_lengths, num_keys))
+    )
+    if num_tokens == 1:
+        # Such a kernel's query stands behind the last of the keys.
+        lengths = jnp.minimum(lengths, offset + 1)
+        rows = jnp.maximum(lengths - 1, 0)[:, None] // FULL_BLOCK
+        lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
+        return block_sparse_decode(query, key, value, lists, kv_lengths=lengths, **options)
+    num_rows = num_query_blocks(num_tokens, FULL_BLOCK, has_offset=query_offset is not None)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+    rows = (offset // FULL_BLOCK)[:, None] + row
+    lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
+    return block_sparse_attention(
+        query, key, value, lists, query_offset=query_offset, kv_lengths=lengths, **options
+    )
