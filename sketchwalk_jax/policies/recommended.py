@@ -198,7 +198,8 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> PyTree:
         """Codes of the span's keys too."""
-        return statistics.add(key[..., self.channels(key.shape[-1])], span)
+        channels = self.channels(key.shape[-1])
+        return statistics.add(key, span, channels=channels, kernels=kernels)
 
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
         """The channels that count."""

@@ -1,0 +1,226 @@
+"""Four bits of what every key is beside its block, on Hopper GPUs, written where they belong.
+
+Channel by channel, over the keys `s` of a block (`policies.block_codes.encode`):
+
+    low, high = min_s k_s, max_s k_s,   centre = bfloat16((low + high) / 2)
+    step = least power of two that is >= max(high - centre, centre - low) / 7
+    code_s = round((k_s - centre) / step),   in -7 .. 7
+
+to the same bits, in the slow half of the channels: since rounding keeps order, the extremes alone
+tell how far any key is from the centre, and all that is summed or compared is exact. A program has
+one block of one key/value head. Keys go from memory to registers, 16 to a warp, each thread with
+two adjacent channels of a few of them in both runs of slow channels; so that both codes of a byte
+are in one thread, and only the extremes cross threads. A block's keys are read once, 128 bytes of
+each with a head_dim of 128, and 32 bytes of codes are written.
+
+The arrays of codes are those of all layers and stay in place: a program writes its block, and
+nothing else moves. The first row's also keeps the unfinished block, before which it reads that of
+the last call; a decoded token is a first row with one new key.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.scaled import power_of_two, replace
+
+_KEYS = 64  # of a block
+_NO_KEY = -128  # in the place of a step
+_MIN_STEP, _MAX_STEP = -9, 6
+_LARGEST_CODE = 7.0
+# Beyond the mantissa of 7/4: what carries into the exponent, of all numbers above 7 times a power
+# of two and of no other.
+_CARRY = (1 << 23) - 1 - (3 << 21)
+# Of a sum with this the low bits are the other number, rounded to even, as a two's complement.
+_ROUNDER = 1.5 * 2.0**23
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static about a call.
+
+    Attributes:
+      blocks: Blocks that there is room for.
+      rows: Blocks of the call.
+      quarter: Channels in each of the two slow runs.
+      is_token: Whether the call has one key of each sequence, anywhere in its block.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    blocks: int
+    rows: int
+    quarter: int
+    is_token: bool
+    interpret: bool
+
+    @property
+    def layout(self) -> Any:
+        """Of the keys of a block."""
+        return warp_ops.key_layout(self.quarter)
+
+    def run(self, half: int) -> Any:
+        """One of the two runs of slow channels, among those of the codes."""
+        return pl.ds(half * self.quarter, self.quarter)
+
+    def slow(self, half: int) -> Any:
+        """The same run among the channels of a key: `d` and `d + H/2` turn together."""
+        return pl.ds((2 * half + 1) * self.quarter, self.quarter)
+
+    def spread(self, vector: Array) -> Array:
+        """A number of each channel for all keys."""
+        shape = (_KEYS, self.quarter)
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (1,)), self.layout)
+
+
+def _observe(
+    key: Any,
+    columns: Any,
+    layer: Any,
+    code: Any,
+    centre: Any,
+    step: Any,
+    unfinished: Any,
+    *,
+    plan: _Plan,
+) -> None:
+    """One program: one block of one key/value head."""
+    batch, row, head = (jax.lax.axis_index(name) for name in ("batch", "row", "head"))
+    block, begin, end = (columns[batch, place] for place in range(3))
+    block, left, right = block + row, begin - row * _KEYS, end - row * _KEYS
+    is_new = (left < _KEYS) & (right > 0) & (block < plan.blocks)
+    shape = (_KEYS, plan.quarter)
+    place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plan.layout)
+    which = layer[0]
+
+    def load(row: Any) -> list[Array]:
+        """The keys of a row of the call; those of a token wherever they belong."""
+        if plan.is_token:
+            own = plan.layout.reduce(0)
+            keys = (key.at[batch, 0, head, plan.slow(half)] for half in range(2))
+            return [plan.spread(ops.read(one, own)) for one in keys]
+        rows = pl.ds(row * _KEYS, _KEYS)
+        keys = (key.at[batch, rows, head, plan.slow(half)] for half in range(2))
+        return [ops.read(one, plan.layout) for one in keys]
+
+    def write(halves: list[Array]) -> None:
+        @pl.when(is_new)
+        def _() -> None:
+            packed, centres, steps = _encode(halves, place < right, plan=plan)
+            ops.write(code.at[which, batch, block, :, head], packed)
+            for half in range(2):
+                where = (which, batch, block, head, plan.run(half))
+                ops.write(centre.at[where], centres[half])
+                ops.write(step.at[where], steps[half])
+
+    @pl.when((row == 0) & (end > 0))
+    def _() -> None:
+        kept = [
+            unfinished.at[which, batch, :, head, plan.run(half)] for half in range(2)
+        ]
+        old = [ops.read(one, plan.layout) for one in kept]
+        is_own = (place >= left) & (place < right) if plan.is_token else place >= left
+        halves = [jnp.where(is_own, x, y) for x, y in zip(load(0), old, strict=True)]
+        write(halves)
+        # The block that the last key is in, which the next call may go on with.
+        last = jnp.minimum(jax.lax.div(end, _KEYS), plan.rows - 1)
+        tail = halves if plan.is_token else load(last)
+        is_old = (last == 0) & jnp.logical_not(is_own)
+        for one, x, y in zip(kept, tail, old, strict=True):
+            ops.write(one, jnp.where(is_old, y, x))
+
+    if plan.rows > 1:
+
+        @pl.when((row > 0) & is_new)
+        def _() -> None:
+            write(load(row))
+
+
+def _encode(
+    halves: list[Array], is_present: Array, *, plan: _Plan
+) -> tuple[Array, list[Array], list[Array]]:
+    """Codes, two in a byte, and of both runs of channels the centres and steps."""
+    halves = [x.astype(jnp.float32) for x in halves]
+    is_finite = (jnp.abs(halves[0]) < jnp.inf) & (jnp.abs(halves[1]) < jnp.inf)
+    lost = warp_ops.any_of_key(jnp.logical_not(is_finite), interpret=plan.interpret)
+    counts = is_present & jnp.logical_not(lost)
+    nibbles, centres, steps = [], [], []
+    for x in halves:
+        low = jnp.min(jnp.where(counts, x, jnp.inf), axis=0)
+        high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=0)
+        has_key = high > -jnp.inf
+        centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
+        middle = centre.astype(jnp.float32)
+        farthest = jnp.where(has_key, jnp.maximum(high - middle, middle - low), 0.0)
+        bits = jax.lax.bitcast_convert_type(farthest, jnp.int32)
+        step = jnp.right_shift(bits + _CARRY, 23) - 129  # less 2, which is the exponent of 7
+        step = jnp.minimum(jnp.maximum(step, _MIN_STEP), _MAX_STEP)
+        away = jnp.where(counts, x - plan.spread(middle), 0.0) * plan.spread(power_of_two(-step))
+        away = jnp.minimum(jnp.maximum(away, -_LARGEST_CODE), _LARGEST_CODE) + _ROUNDER
+        nibbles.append(jax.lax.bitcast_convert_type(away, jnp.int32) & 15)
+        centres.append(centre)
+        steps.append(replace(step, jnp.logical_not(has_key), _NO_KEY).astype(jnp.int8))
+    packed = nibbles[0] | jnp.left_shift(nibbles[1], 4)
+    return packed.astype(jnp.int8), centres, steps
+
+
+def block_codes_kernel(
+    code: UInt8[Array, "L B J S K C2"],
+    centre: Float[Array, "L B J K C"],
+    step: Int8[Array, "L B J K C"],
+    unfinished: Float[Array, "L B S K C"],
+    key: Float[Array, "B T K H"],
+    *,
+    first_block: Int[Array, "B"],
+    begin: Int[Array, "B"],
+    end: Int[Array, "B"],
+    layer: Int[Array, ""],
+    interpret: bool = False,
+) -> tuple[
+    UInt8[Array, "L B J S K C2"],
+    Float[Array, "L B J K C"],
+    Int8[Array, "L B J K C"],
+    Float[Array, "L B S K C"],
+]:
+    """The statistics of all layers with a call's keys put into one; in place under `jit`.
+
+    Args:
+      code: As `BlockCodes` has it, of blocks of 64 keys.
+      centre: Likewise.
+      step: Likewise.
+      unfinished: Likewise, in 16 bits, of 32 or 64 channels.
+      key: Keys of the same type, in all channels: of whole rows, or one of each sequence.
+      first_block: Block of the first row.
+      begin: Place of the first new key of each sequence, counted from that block's beginning.
+      end: One more than the place of the last; 0 for no new key.
+      layer: Which layer's they are.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    batch, tokens, kv_heads, head_dim = key.shape
+    plan = _Plan(
+        blocks=code.shape[2],
+        rows=max(1, tokens // _KEYS),
+        quarter=head_dim // 4,
+        is_token=tokens == 1,
+        interpret=interpret,
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_observe, plan=plan),
+        grid=(batch, plan.rows, kv_heads),
+        grid_names=("batch", "row", "head"),
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_codes",
+    )
+    code = jax.lax.bitcast_convert_type(code, jnp.int8)
+    refs = [jax.new_ref(x) for x in (code, centre, step, unfinished)]
+    columns = jnp.stack([first_block, begin, end], axis=1).astype(jnp.int32)
+    kernel(key, columns, layer.astype(jnp.int32)[None], *refs)
+    code, centre, step, unfinished = (jax.freeze(ref) for ref in refs)
+    return jax.lax.bitcast_convert_type(code, jnp.uint8), centre, step, unfinished
