@@ -100,11 +100,7 @@ def _observe(
     which = layer[0]
 
     def load(row: Any) -> list[Array]:
-        """The keys of a row of the call; those of a token wherever they belong."""
-        if plan.is_token:
-            own = plan.layout.reduce(0)
-            keys = (key.at[batch, 0, head, plan.slow(half)] for half in range(2))
-            return [plan.spread(ops.read(one, own)) for one in keys]
+        """The keys of a row of the call."""
         rows = pl.ds(row * _KEYS, _KEYS)
         keys = (key.at[batch, rows, head, plan.slow(half)] for half in range(2))
         return [ops.read(one, plan.layout) for one in keys]
@@ -119,21 +115,35 @@ def _observe(
                 ops.write(centre.at[where], centres[half])
                 ops.write(step.at[where], steps[half])
 
+    def old() -> list[Array]:
+        """The keys of the block that the last call ended in."""
+        kept = (unfinished.at[which, batch, :, head, plan.run(half)] for half in range(2))
+        return [ops.read(one, plan.layout) for one in kept]
+
+    if plan.is_token:
+
+        @pl.when(is_new)
+        def _() -> None:
+            own = plan.layout.reduce(0)
+            new = [ops.read(key.at[batch, 0, head, plan.slow(half)], own) for half in range(2)]
+            kept = old()
+            write([jnp.where(place == left, plan.spread(x), y) for x, y in zip(new, kept, strict=True)])
+            for half in range(2):
+                ops.write(unfinished.at[which, batch, left, head, plan.run(half)], new[half])
+
+        return
+
     @pl.when((row == 0) & (end > 0))
     def _() -> None:
-        kept = [
-            unfinished.at[which, batch, :, head, plan.run(half)] for half in range(2)
-        ]
-        old = [ops.read(one, plan.layout) for one in kept]
-        is_own = (place >= left) & (place < right) if plan.is_token else place >= left
-        halves = [jnp.where(is_own, x, y) for x, y in zip(load(0), old, strict=True)]
-        write(halves)
-        # The block that the last key is in, which the next call may go on with.
+        is_old = place < left
+        write([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
+        # The block that the last key is in, which the next call may go on with. All is read again:
+        # kept in registers, it would leave room for half as many programs.
         last = jnp.minimum(jax.lax.div(end, _KEYS), plan.rows - 1)
-        tail = halves if plan.is_token else load(last)
-        is_old = (last == 0) & jnp.logical_not(is_own)
-        for one, x, y in zip(kept, tail, old, strict=True):
-            ops.write(one, jnp.where(is_old, y, x))
+        is_old = is_old & (last == 0)
+        for half, (x, y) in enumerate(zip(load(last), old(), strict=True)):
+            target = unfinished.at[which, batch, :, head, plan.run(half)]
+            ops.write(target, jnp.where(is_old, y, x))
 
     if plan.rows > 1:
 
@@ -214,7 +224,7 @@ def block_codes_kernel(
         functools.partial(_observe, plan=plan),
         grid=(batch, plan.rows, kv_heads),
         grid_names=("batch", "row", "head"),
-        compiler_params=ops.compiler_params(),
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="block_codes",
     )
