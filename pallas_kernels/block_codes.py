@@ -6,16 +6,17 @@ Channel by channel, over the keys `s` of a block (`policies.block_codes.encode`)
     step = least power of two that is >= max(high - centre, centre - low) / 7
     code_s = round((k_s - centre) / step),   in -7 .. 7
 
-to the same bits, in the slow half of the channels: since rounding keeps order, the extremes alone
-tell how far any key is from the centre, and all that is summed or compared is exact. A program has
-one block of one key/value head. Keys go from memory to registers, 16 to a warp, each thread with
-two adjacent channels of a few of them in both runs of slow channels; so that both codes of a byte
-are in one thread, and only the extremes cross threads. A block's keys are read once, 128 bytes of
-each with a head_dim of 128, and 32 bytes of codes are written.
+to the same bits, in the slow half of the channels. Rounding keeps order, so that the extremes alone
+tell how far any key is from the centre.
 
-The arrays of codes are those of all layers and stay in place: a program writes its block, and
-nothing else moves. The first row's also keeps the unfinished block, before which it reads that of
-the last call; a decoded token is a first row with one new key.
+A program has one block of one key/value head. Keys go from memory to registers, 16 to a warp; a
+thread has two adjacent channels of a quarter or half of those, in both runs of slow channels. So
+the two codes of a byte are made in one thread, and only the extremes cross threads. With a head_dim
+of 128, 128 bytes of each key are read, once, and 32 bytes of codes are written.
+
+The arrays of codes are those of all layers and stay in place: a program writes its own block, and
+nothing else moves. The program of the first row also goes on with the unfinished block of the last
+call and leaves that of this one. A decoded token is one new key of such a block.
 """
 
 import dataclasses
@@ -26,12 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Int8, UInt8
+from jaxtyping import Array, Bool, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.scaled import power_of_two, replace
 
 _KEYS = 64  # of a block
+_FLAGS = 16  # loaded at a time
 _NO_KEY = -128  # in the place of a step
 _MIN_STEP, _MAX_STEP = -9, 6
 _LARGEST_CODE = 7.0
@@ -81,7 +83,9 @@ class _Plan:
 
 def _observe(
     key: Any,
-    columns: Any,
+    valid: Any,
+    first_block: Any,
+    end: Any,
     layer: Any,
     code: Any,
     centre: Any,
@@ -92,12 +96,20 @@ def _observe(
 ) -> None:
     """One program: one block of one key/value head."""
     batch, row, head = (jax.lax.axis_index(name) for name in ("batch", "row", "head"))
-    block, begin, end = (columns[batch, place] for place in range(3))
-    block, left, right = block + row, begin - row * _KEYS, end - row * _KEYS
-    is_new = (left < _KEYS) & (right > 0) & (block < plan.blocks)
-    shape = (_KEYS, plan.quarter)
-    place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plan.layout)
-    which = layer[0]
+    which, length = layer[0], end[batch]
+    if plan.is_token:
+        block = jax.lax.div(length - 1, _KEYS)
+        is_new = valid[batch, 0]
+    else:
+        block = first_block[batch] + row
+        # Valid ones are adjacent, so that a row that has some begins or ends with one, unless they
+        # are all in it: then it is the first.
+        begin = row * _KEYS
+        is_new = (row == 0) | valid[batch, begin] | valid[batch, begin + _KEYS - 1]
+        is_new = is_new & (length > block * _KEYS)
+    is_new = is_new & (block < plan.blocks)
+    left = length - block * _KEYS  # keys of this block that there are
+    place = plgpu.broadcasted_iota(jnp.int32, (_KEYS, plan.quarter), 0, layout=plan.layout)
 
     def load(row: Any) -> list[Array]:
         """The keys of a row of the call."""
@@ -105,20 +117,23 @@ def _observe(
         keys = (key.at[batch, rows, head, plan.slow(half)] for half in range(2))
         return [ops.read(one, plan.layout) for one in keys]
 
-    def write(halves: list[Array]) -> None:
-        @pl.when(is_new)
-        def _() -> None:
-            packed, centres, steps = _encode(halves, place < right, plan=plan)
-            ops.write(code.at[which, batch, block, :, head], packed)
-            for half in range(2):
-                where = (which, batch, block, head, plan.run(half))
-                ops.write(centre.at[where], centres[half])
-                ops.write(step.at[where], steps[half])
-
     def old() -> list[Array]:
         """The keys of the block that the last call ended in."""
         kept = (unfinished.at[which, batch, :, head, plan.run(half)] for half in range(2))
         return [ops.read(one, plan.layout) for one in kept]
+
+    def keep(halves: list[Array]) -> None:
+        for half in range(2):
+            target = unfinished.at[which, batch, :, head, plan.run(half)]
+            ops.write(target, halves[half])
+
+    def write(halves: list[Array]) -> None:
+        packed, centres, steps = _encode(halves, place < left, plan=plan)
+        ops.write(code.at[which, batch, block, :, head], packed)
+        for half in range(2):
+            where = (which, batch, block, head, plan.run(half))
+            ops.write(centre.at[where], centres[half])
+            ops.write(step.at[where], steps[half])
 
     if plan.is_token:
 
@@ -126,24 +141,40 @@ def _observe(
         def _() -> None:
             own = plan.layout.reduce(0)
             new = [ops.read(key.at[batch, 0, head, plan.slow(half)], own) for half in range(2)]
-            kept = old()
-            write([jnp.where(place == left, plan.spread(x), y) for x, y in zip(new, kept, strict=True)])
+            is_old = place != left - 1
+            halves = zip(new, old(), strict=True)
+            write([jnp.where(is_old, y, plan.spread(x)) for x, y in halves])
             for half in range(2):
-                ops.write(unfinished.at[which, batch, left, head, plan.run(half)], new[half])
+                target = unfinished.at[which, batch, left - 1, head, plan.run(half)]
+                ops.write(target, new[half])
 
         return
 
-    @pl.when((row == 0) & (end > 0))
+    @pl.when((row == 0) & is_new)
     def _() -> None:
-        is_old = place < left
-        write([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
-        # The block that the last key is in, which the next call may go on with. All is read again:
-        # kept in registers, it would leave room for half as many programs.
-        last = jnp.minimum(jax.lax.div(end, _KEYS), plan.rows - 1)
-        is_old = is_old & (last == 0)
-        for half, (x, y) in enumerate(zip(load(last), old(), strict=True)):
-            target = unfinished.at[which, batch, :, head, plan.run(half)]
-            ops.write(target, jnp.where(is_old, y, x))
+        def count(part: Any, found: Any) -> Any:
+            places = [part * _FLAGS + c for c in range(_FLAGS)]
+            before = [(c < left) & jnp.logical_not(valid[batch, c]) for c in places]
+            # Else all would be loaded at once, for which there are no registers.
+            warp_ops.barrier(interpret=plan.interpret)
+            return functools.reduce(jnp.add, [one.astype(jnp.int32) for one in before], found)
+
+        # Keys that there are and are not new come before those that are.
+        begin = jax.lax.fori_loop(0, _KEYS // _FLAGS, count, jnp.int32(0))
+
+        @pl.when(begin < jnp.minimum(left, _KEYS))
+        def _() -> None:
+            is_old = place < begin
+            keep([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
+            # Read again after that: both in registers would leave room for fewer programs.
+            warp_ops.barrier(interpret=plan.interpret)
+            write(old())
+            # The block that the last key is in, which the next call may go on with.
+            last = jnp.minimum(jax.lax.div(left, _KEYS), plan.rows - 1)
+
+            @pl.when(last > 0)
+            def _() -> None:
+                keep(load(last))
 
     if plan.rows > 1:
 
@@ -186,9 +217,9 @@ def block_codes_kernel(
     step: Int8[Array, "L B J K C"],
     unfinished: Float[Array, "L B S K C"],
     key: Float[Array, "B T K H"],
+    valid: Bool[Array, "B T"],
     *,
     first_block: Int[Array, "B"],
-    begin: Int[Array, "B"],
     end: Int[Array, "B"],
     layer: Int[Array, ""],
     interpret: bool = False,
@@ -206,9 +237,9 @@ def block_codes_kernel(
       step: Likewise.
       unfinished: Likewise, in 16 bits, of 32 or 64 channels.
       key: Keys of the same type, in all channels: of whole rows, or one of each sequence.
-      first_block: Block of the first row.
-      begin: Place of the first new key of each sequence, counted from that block's beginning.
-      end: One more than the place of the last; 0 for no new key.
+      valid: Which of them are new: adjacent ones, up to `end`, from the first row on.
+      first_block: Block of the first row; of single keys any number.
+      end: Keys of each sequence, with the new ones.
       layer: Which layer's they are.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -224,13 +255,14 @@ def block_codes_kernel(
         functools.partial(_observe, plan=plan),
         grid=(batch, plan.rows, kv_heads),
         grid_names=("batch", "row", "head"),
+        # Threads read of what they write their own part alone: of the unfinished block.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="block_codes",
     )
     code = jax.lax.bitcast_convert_type(code, jnp.int8)
     refs = [jax.new_ref(x) for x in (code, centre, step, unfinished)]
-    columns = jnp.stack([first_block, begin, end], axis=1).astype(jnp.int32)
-    kernel(key, columns, layer.astype(jnp.int32)[None], *refs)
+    first_block, end, layer = (x.astype(jnp.int32) for x in (first_block, end, layer))
+    kernel(key, valid, first_block, end, layer[None], *refs)
     code, centre, step, unfinished = (jax.freeze(ref) for ref in refs)
     return jax.lax.bitcast_convert_type(code, jnp.uint8), centre, step, unfinished

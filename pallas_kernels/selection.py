@@ -7,7 +7,6 @@ themselves import Pallas, which takes long, and are imported when one is called.
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -252,17 +251,12 @@ def block_codes(
         return None
     from sketchwalk_jax.pallas_kernels.block_codes import block_codes_kernel
 
-    first_block = span.rows(SCORED_BLOCK)[:, 0]
-    begin = jnp.argmax(span.valid, axis=1) + span.start(SCORED_BLOCK) - first_block * SCORED_BLOCK
     return block_codes_kernel(
         *codes,
         key,
-        first_block=first_block,
-        begin=begin,
-        end=jnp.where(
-            jnp.any(span.valid, axis=1),
-            begin + jnp.sum(span.valid, axis=1), 0
-        ),
+        span.valid,
+        first_block=span.first_block,
+        end=span.end,
         layer=layer,
         interpret=kernels.interpret,
     )

@@ -156,9 +156,7 @@ def maxima(
     return largest(*arrays, scratch)
 
 
-def any_of_key(
-    flags: Bool[Array, "64 channels"], *, interpret: bool
-) -> Bool[Array, "64 channels"]:
+def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
     """For every channel of a key whether any of its flags is set, in one instruction of each warp.
 
     Each lane has a bit for each of its warp's 16 keys, and a warp has all channels of a key.

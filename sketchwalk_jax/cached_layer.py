@@ -149,9 +149,7 @@ def observe_layer(
             lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics
         )
 
-    found = config.observe_in_place(
-        query, key, statistics, layer=index, span=span, kernels=kernels
-    )
+    found = config.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
     if found is not None:
         return take(found), found
     one = take(statistics)
