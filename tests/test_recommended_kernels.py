@@ -1,6 +1,7 @@
 """The kernels of the recommended policy, in the interpreter, beside plain JAX."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from variants import slow_unless
 
+from sketchwalk_jax.cached_layer import observe_layer
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
@@ -225,8 +227,9 @@ def assert_same_codes(found, wanted, lengths):
     for name in ("code", "centre", "step"):
         a, b = (np.asarray(getattr(x, name).astype(jnp.float32)) for x in (found, wanted))
         np.testing.assert_array_equal(a, b, err_msg=name)
-    is_there = (np.arange(SIZE)[None] < (lengths % SIZE)[:, None])[..., None, None]
     a, b = (np.asarray(x.unfinished, np.float32) for x in (found, wanted))
+    size = a.shape[1]
+    is_there = (np.arange(size)[None] < (lengths % size)[:, None])[..., None, None]
     np.testing.assert_array_equal(np.where(is_there, a, 0.0), np.where(is_there, b, 0.0))
 
 
@@ -275,6 +278,56 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
         )
         starts = starts + active
         assert_same_codes(found, wanted, starts)
+
+
+@pytest.mark.parametrize("tokens", [2 * SIZE, 1])
+def test_codes_of_one_layer_leave_the_others_alone(tokens):
+    key, policy = observed_keys(2, 64, "bfloat16", "random"), RecommendedConfig()
+    shape = LayerShape(2, 2, 64, jnp.bfloat16)
+    one = policy.init_statistics(shape, batch=3, num_blocks=4)
+    rng = np.random.default_rng(0)
+    before = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(0, 99, (3, *x.shape))).astype(x.dtype), one
+    )
+    ends = np.array([tokens, tokens, 1])
+    own, span = piece(key, np.zeros(3, int), ends)
+    if tokens == 1:
+        own, span = own[:, :1], Span.of_tokens(jnp.asarray(ends - 1, jnp.int32), SIZE)
+
+    @functools.partial(jax.jit, static_argnames="kernels")
+    def observe_second(statistics, *, kernels):
+        where = {"index": jnp.asarray(1, jnp.int32), "span": span, "config": policy}
+        return observe_layer(statistics, own, own, **where, kernels=kernels)
+
+    found, wanted = (observe_second(before, kernels=one) for one in (KERNELS, None))
+    assert_same_codes(found[0], wanted[0], ends)
+    for layer in range(3):
+        take = functools.partial(jax.tree.map, operator.itemgetter(layer))
+        assert_same_codes(take(found[1]), take(wanted[1]), ends)
+    np.testing.assert_array_equal(
+        np.asarray(found[1].unfinished[::2], np.float32),
+        np.asarray(before.unfinished[::2], np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "size"),
+    [(jnp.float32, 64, 64), (jnp.bfloat16, 32, 64), (jnp.bfloat16, 64, 32)],
+)
+def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
+    policy = RecommendedConfig(block_size=size, representatives=4)
+    shape = LayerShape(1, 1, head_dim, dtype)
+    codes = policy.init_statistics(shape, batch=1, num_blocks=2)
+    key = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2 * size, 1, head_dim)), dtype)
+    end = jnp.array([2 * size], jnp.int32)
+    span = Span(jnp.zeros_like(end), jnp.ones((1, 2 * size), bool), end, end)
+    stacked = jax.tree.map(lambda x: x[None], codes)
+    layer = jnp.zeros((), jnp.int32)
+    for kernels in (KERNELS, None):
+        where = {"layer": layer, "span": span, "kernels": kernels}
+        assert policy.observe_in_place(key, key, stacked, **where) is None
+    found, wanted = (observe(policy, key, codes, span, kernels=one) for one in (KERNELS, None))
+    assert_same_codes(found, wanted, np.array([2 * SIZE]))
 
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are():
