@@ -5,6 +5,8 @@ no kernel can take the call. `dispatch.selection_kernels` says whether to ask. T
 themselves import Pallas, which takes long, and are imported when one is called.
 """
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -227,6 +229,37 @@ def representatives(
     from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
 
     return representatives_kernel(query, valid, count=count, interpret=kernels.interpret)
+
+
+def block_codes(
+    codes: tuple[Array, Array, Array, Array],
+    key: Float[Array, "B T K H"],
+    span: Any,
+    *,
+    layer: Int[Array, ""],
+    channels: Int[np.ndarray, "C"],
+    kernels: KernelConfig,
+) -> tuple[Array, Array, Array, Array] | None:
+    """The arrays of `BlockCodes` of all layers with those of a span's keys in one, bit for bit."""
+    code, _, _, unfinished = codes
+    head_dim = key.shape[-1]
+    is_right = key.dtype == unfinished.dtype and key.dtype.itemsize == 2
+    if not is_right or head_dim not in SCORED_HEADS or code.shape[3] != SCORED_BLOCK:
+        return None
+    slow = np.arange(head_dim).reshape(4, -1)[1::2]
+    if not np.array_equal(channels, slow.reshape(-1)):
+        return None
+    from sketchwalk_jax.pallas_kernels.block_codes import block_codes_kernel
+
+    return block_codes_kernel(
+        *codes,
+        key,
+        span.valid,
+        first_block=span.first_block,
+        end=span.end,
+        layer=layer,
+        interpret=kernels.interpret,
+    )
 
 
 def takes_block_scores(

@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
 from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import scf as typed_scf
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
@@ -34,6 +34,7 @@ scf: Any = typed_scf
 WARPS, LANES = 4, 32  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
+PAIR = 2  # channels of a key, likewise
 _ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
 _LEAST_INTEGER = -(1 << 31)
@@ -55,6 +56,16 @@ def tiles_layout(height: int, columns: int) -> Any:
     """
     tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
     tiles = (*tiles, (LANES * ADJACENT // columns, columns), (1, ADJACENT))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+
+
+def key_layout(channels: int) -> Any:
+    """The 64 keys of a block over a warpgroup, 16 adjacent ones per warp.
+
+    A register holds two adjacent channels of a key; those of a warp are whole keys, in order.
+    """
+    tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
+    tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
 
 
@@ -143,6 +154,47 @@ def maxima(
         return [_as_array(x) for x in found]
 
     return largest(*arrays, scratch)
+
+
+def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
+    """For every channel of a key whether any of its flags is set, in one instruction of each warp.
+
+    Each lane has a bit for each of its warp's 16 keys, and a warp has all channels of a key.
+
+    Args:
+      flags: By key and channel, in `key_layout`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    shape = flags.shape
+    if interpret:
+        return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
+    layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys in a warp's registers
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout),
+    )
+    def spread(_: Any, flags: Any) -> Any:
+        registers = _scalars(flags)
+        bits = _constant(0)
+        for place in range(0, len(registers), PAIR):
+            is_set = functools.reduce(arith.ori, registers[place : place + PAIR])
+            bit = _constant(1 << (place // PAIR * together))
+            bits = arith.ori(bits, arith.select(is_set, bit, _constant(0)))
+        lanes = LANES // together  # that share a key, a power of two
+        first = arith.shrui(_lane(), _constant(lanes.bit_length() - 1))
+        bits = _over_lanes(arith.shli(bits, first), nvvm.ReductionKind.OR)
+        bits = arith.shrui(bits, first)
+        found = np.empty(flags.registers.size, dtype=object)
+        for place in range(found.size):
+            own = arith.andi(bits, _constant(1 << (place * together)))
+            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, _constant(0))
+            found[place] = vector.broadcast(flags.registers.flat[place].type, is_set)
+        return mgpu.FragmentedArray(
+            _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
+        )
+
+    return spread(flags)
 
 
 def count_kept(

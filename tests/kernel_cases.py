@@ -446,6 +446,60 @@ EVIDENCE_CASES = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodesKernelCase:
+    """The codes of the keys of a prompt, or of one token of each sequence (`rows` of 0)."""
+
+    kv_heads: int
+    head_dim: int
+    rows: int = 0
+    batch: int = 1
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        what = f"{self.rows} rows" if self.rows else "a token"
+        return f"codes {self.kv_heads} of {self.head_dim}, {what}, {self.batch}, {self.dtype}"
+
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """Statistics of all layers, with the keys added to one of them."""
+        policy, kernels = RecommendedConfig(), config or KernelConfig()
+        shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
+
+        def empty() -> Any:
+            codes = policy.init_statistics(shape, batch=self.batch, num_blocks=self.rows + 5)
+            return jax.tree.map(lambda x: jnp.stack([x] * NUM_LAYERS), codes)
+
+        def observe(key: Any, codes: Any, valid: Any, end: Any) -> Any:
+            layer = jnp.asarray(LAYER, jnp.int32)
+            span = Span(jnp.maximum(0, end // 64 - self.rows), valid, end, end)
+            found = policy.observe_in_place(
+                key, key, codes, layer=layer, span=span, kernels=kernels
+            )
+            assert found is not None
+            return found
+
+        tokens = 64 * self.rows or 1
+        key = (self.batch, tokens, self.kv_heads, self.head_dim)
+        return observe, (
+            jax.ShapeDtypeStruct(key, self.dtype),
+            jax.eval_shape(empty),
+            jax.ShapeDtypeStruct(key[:2], jnp.bool_),
+            jax.ShapeDtypeStruct(key[:1], jnp.int32),
+        )
+
+
+CODES_CASES = (
+    CodesKernelCase(kv_heads=8, head_dim=128, rows=256),
+    CodesKernelCase(kv_heads=8, head_dim=64, rows=256, batch=3),
+    CodesKernelCase(kv_heads=3, head_dim=64, rows=1),
+    CodesKernelCase(kv_heads=4, head_dim=128, rows=7, dtype="float16"),
+    CodesKernelCase(kv_heads=8, head_dim=128),
+    CodesKernelCase(kv_heads=2, head_dim=64, batch=32),
+    CodesKernelCase(kv_heads=3, head_dim=64, dtype="float16"),
+)
+
+
 def _promised() -> tuple[Case, ...]:
     """Every combination of dtype, head_dim, group, kind of list and block size."""
     dtypes, head_dims, groups = ("bfloat16", "float16"), (64, 128), (1, 3, 4, 7, 8)
@@ -470,7 +524,7 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES)
+    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *CODES_CASES)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}

@@ -198,6 +198,31 @@ class Policy(abc.ABC):
         """
         return statistics
 
+    def observe_in_place(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> PyTree | None:
+        """`observe` in one of all layers, where a policy can do it without taking that layer out.
+
+        Args:
+          query: Queries of the span's tokens.
+          key: Their keys.
+          statistics: Those of all layers so far, on a leading axis.
+          layer: Which of them the tokens are added to.
+          span: The tokens.
+          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
+
+        Returns:
+          The statistics of all layers, or `None` to be asked for `observe`.
+        """
+        return None
+
     @abc.abstractmethod
     def select(
         self,

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
@@ -111,13 +112,29 @@ class BlockCodes:
         """Keys of a block."""
         return self.code.shape[2]
 
-    def add(self, key: Float[Array, "B T K C"], span: Span) -> Self:
+    def add(
+        self,
+        key: Float[Array, "B T K H"],
+        span: Span,
+        *,
+        channels: Int[np.ndarray, "C"] | None = None,
+        kernels: KernelConfig | None = None,
+    ) -> Self:
         """The codes with those of a span's keys.
 
         Args:
-          key: Keys of the span's tokens, in the channels that count.
+          key: Keys of the span's tokens.
           span: The tokens; padding among them leaves no trace.
+          channels: Which channels of the keys count; all if left out.
+          kernels: What Hopper kernels run with, or `None` for plain JAX; they take keys in 16 bits,
+            blocks of 64 tokens and the slow half of the channels.
         """
+        if kernels is not None and channels is not None:
+            stacked, first = jax.tree.map(lambda x: x[None], self), jnp.zeros((), jnp.int32)
+            found = stacked.add_to_layer(first, key, span, channels=channels, kernels=kernels)
+            if found is not None:
+                return jax.tree.map(lambda x: x[0], found)
+        key = key if channels is None else key[..., channels]
         batch, size = self.unfinished.shape[:2]
         sequence = jnp.arange(batch, dtype=jnp.int32)
         key = key.astype(self.unfinished.dtype)
@@ -150,6 +167,33 @@ class BlockCodes:
             for old, new in zip((self.code, self.centre, self.step), found, strict=True)
         )
         return type(self)(code, centre, step, unfinished)
+
+    def add_to_layer(
+        self,
+        layer: Int[Array, ""],
+        key: Float[Array, "B T K H"],
+        span: Span,
+        *,
+        channels: Int[np.ndarray, "C"],
+        kernels: KernelConfig,
+    ) -> Self | None:
+        """`add` to one layer of codes that lie on a leading axis, in place under `jit`.
+
+        Args:
+          layer: Which one.
+          key: Keys of the span's tokens.
+          span: The tokens.
+          channels: Which channels of the keys count.
+          kernels: What Hopper kernels run with.
+
+        Returns:
+          The codes of all layers, or `None` if no kernel can take the call.
+        """
+        codes = self.code, self.centre, self.step, self.unfinished
+        found = kernel_selection.block_codes(
+            codes, key, span, layer=layer, channels=channels, kernels=kernels
+        )
+        return None if found is None else type(self)(*found)
 
     def residual(
         self, block: Int[Array, ""], count: int, dtype: DTypeLike

@@ -198,7 +198,26 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> PyTree:
         """Codes of the span's keys too."""
-        return statistics.add(key[..., self.channels(key.shape[-1])], span)
+        channels = self.channels(key.shape[-1])
+        if kernels is None or not isinstance(statistics, BlockCodes):
+            return statistics.add(key[..., channels], span)
+        return statistics.add(key, span, channels=channels, kernels=kernels)
+
+    def observe_in_place(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig | None = None,
+    ) -> PyTree | None:
+        """Codes of all layers, with those of the span's keys in one."""
+        if kernels is None or not isinstance(statistics, BlockCodes):
+            return None
+        channels = self.channels(key.shape[-1])
+        return statistics.add_to_layer(layer, key, span, channels=channels, kernels=kernels)
 
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
         """The channels that count."""
