@@ -1,26 +1,30 @@
 """What blocks of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
 
 A row is stood for by a few queries of every head; those of the heads that share a key/value head
-follow each other here, row after row, as `m`. The first kernel multiplies in eight bits,
+follow each other here, row after row, as `m`. The first kernel multiplies in eight bits, queries
+times a power of two of each,
 
-    peaks[j, m] = max_{s in block j} q'_m · k'_s
+    peaks[j, m] = 2^{a_m} max_{s in block j} (2^{-a_m} q_m) · k'_s
 
 and the second adds what the keys of a block have in common and takes the softmax over blocks,
 
-    l[j, m] = scale · (2^{a_m} peaks[j, m] + q_m · centre_j)
+    l[j, m] = scale · (peaks[j, m] + q_m · centre_j)
     S[i, j] = Σ_{m of row i} softmax(l[0 .. i, m])_j ^ exponent
 
 for the blocks up to the row's own (`policies.block_codes`).
 
-*Peaks.* A program has 64 queries for each of its computing warpgroups, and one more warpgroup, the
-loader, which brings the keys block by block: every block is read once for all of them. While one
-warpgroup takes the maximum over the keys of a block, the tensor cores multiply for the others.
-Maxima are put down in shared memory and copied out eight blocks at a time. A block is needed up to
-the row of the program's last query; what lies behind that is never written.
+*Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
+bits and keep them in registers, and one more warpgroup, the loader, which brings the keys two
+blocks at a time: every block is read once for all of them. While one warpgroup takes the maxima of
+its products (`eight_bits`), the tensor cores multiply for the others: a step of two blocks takes
+them 128 cycles for each warpgroup, and 90 instructions of each warp. Maxima are put down in shared
+memory and copied out eight blocks at a time. A block is needed up to the row of the program's last
+query; what lies behind that is never written.
 
-*Scores.* A program has 32 queries, of one row, or of up to four rows that have few. It goes through
-the blocks twice, 64 at a time, once for the denominators and once for the shares, which are never
-written: what it finds in the GPU's cache the second time is what it brought there the first.
+*Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
+program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
+and once for the shares, which are never written: what it finds in the GPU's cache the second time
+is what it brought there the first.
 """
 
 import dataclasses
@@ -330,19 +334,19 @@ def _scores(
         load(step + _STAGES - 1)
         values = (found + shared) * plan.factor
         block = place_of(step) * _STEP + ops.matrix_index(shape, 0)
-        # What is not a number is in no range.
-        seen = (block <= reach) & (jnp.abs(values) < -MASK_VALUE)
-        return jnp.where(seen, values, MASK_VALUE)
+        # Who is to see the block, and how large a number counts; one that is not a number is not.
+        limit = jnp.where(block <= reach, -MASK_VALUE, -1.0)
+        return jnp.where(jnp.abs(values) < limit, values, MASK_VALUE)
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         maximum, total = state
         values = logits(step)
-        larger = jnp.maximum(maximum, values)
+        above = values - maximum
         # Of the powers of the old maximum and of the new value, the larger one is 1.
-        power = jnp.exp2(jnp.minimum(maximum, values) - larger)
-        is_larger = values > maximum
+        power = jnp.exp2(0.0 - jnp.abs(above))
+        is_larger = above > 0.0
         total = total * jnp.where(is_larger, power, 1.0) + jnp.where(is_larger, 1.0, power)
-        return larger, total
+        return jnp.maximum(maximum, values), total
 
     start = (ops.full(shape, FIRST_MAXIMUM), ops.full(shape, 0.0))
     maximum, total = jax.lax.fori_loop(0, steps, gather, start)

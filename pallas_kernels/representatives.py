@@ -1,14 +1,14 @@
 """Queries that stand for those of a row, on Hopper GPUs: its mean, and the farthest ones.
 
 Farthest-point traversal, head by head (`policies.recommended.representative_queries`): after the
-mean, the query whose distance to the nearest one taken is largest. A program takes one row of four
+mean, the query whose distance to the nearest one taken is largest. A program takes one row of two
 heads. Of each, all its threads find the mean, the distances to it, and all products of two queries,
 by which
 
     |q_i - q_j|^2 = q_i q_i + q_j q_j - 2 q_i q_j
 
 is one number read for each step and query. So the steps, which wait for each other, are those of a
-single warp, a head for each of four, and no warp waits for another one.
+single warp for each head, and no warp waits for another one.
 
 Distance and place of a query are one integer, so that one reduction finds both: distances that
 differ by less than 2^-17 of themselves count as equal, and of equal ones the first is taken.
@@ -39,7 +39,7 @@ scf: Any = typed_scf
 
 _QUERIES = 64  # of a row
 _PLACES = _QUERIES - 1  # the low bits, which tell the place
-_HEADS = warp_ops.WARPS  # of a program
+_HEADS = 2  # of a program, as many warps as take steps; with four, two programs fit and not four
 _HALVES = _QUERIES // words.LANES  # queries of a thread
 
 
@@ -72,7 +72,7 @@ def _represent(
     distances: Any,
     filled: Any,
 ) -> None:
-    """One program: one row of four heads; of fewer the last one several times."""
+    """One program: one row of two heads; of a single one, that one twice."""
     row, group, batch = (jax.lax.axis_index(name) for name in ("row", "group", "batch"))
     quarter, rows = plan.head_dim // 4, pl.ds(row * _QUERIES, _QUERIES)
     heads = [jnp.minimum(group * _HEADS + index, plan.heads - 1) for index in range(_HEADS)]
@@ -131,7 +131,9 @@ def _represent(
         _: Any, first: Any, queries: Any, products: Any, means: Any, distances: Any, out: Any
     ) -> None:
         (first,) = words.scalars(first)
-        _emit_traversal(plan, first, queries, products, means, distances, out)
+        has_head = arith.cmpi(arith.CmpIPredicate.slt, words.warp(), words.constant(_HEADS))
+        with mgpu.when(has_head):
+            _emit_traversal(plan, first, queries, products, means, distances, out)
 
     traverse(group * _HEADS, queries, products, means, distances, target)
 
@@ -178,10 +180,10 @@ def _emit_traversal(
     Args:
       plan: What is static.
       first: The first warp's head.
-      queries: `[4, 2, 64, H/4]` in shared memory, tiled.
-      products: `[4, 64, 64]` in shared memory, tiled.
-      means: `[4, 2, H/4]` in shared memory.
-      distances: To the mean, `[4, 64]` in shared memory, negative of those that do not count.
+      queries: `[2, 2, 64, H/4]` in shared memory, tiled.
+      products: `[2, 64, 64]` in shared memory, tiled.
+      means: `[2, 2, H/4]` in shared memory.
+      distances: To the mean, `[2, 64]` in shared memory, negative of those that do not count.
       out: `[R, N, 2, H/4]` in global memory.
     """
     constant, number = words.constant, ir.F32Type.get()

@@ -1,8 +1,9 @@
 """Reads machine code for Hopper: registers that a matrix product still reads and others overwrite.
 
-A product (`HGMMA`, `QGMMA`) whose left operand lies in registers reads them while later instructions run,
-until a wait (`WARPGROUP.DEPBAR`) for it. The assembler does not keep the registers free if the wait
-stands in another turn of a loop; what comes out is then wrong only on a GPU, and only sometimes.
+A product (`HGMMA`, `QGMMA`) whose left operand lies in registers reads them while later
+instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. The assembler does not keep the
+registers free if the wait stands in another turn of a loop; what comes out is then wrong only on a
+GPU, and only sometimes.
 """
 
 import re
