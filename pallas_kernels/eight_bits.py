@@ -5,7 +5,8 @@ the program: as many instructions again as the maxima themselves, which take as 
 So one step is emitted in the compiler's own language (MLIR) and the assembler's (PTX):
 
 * The queries stay in registers, so that shared memory is read for the keys alone.
-* The first product of a step ignores what the sums were.
+* The first product of a block ignores what the sums were.
+* While a thread takes the maxima of the first block, the tensor cores multiply for the second one.
 * Maxima are those of 32-bit integers, which take three numbers where those of floats take two.
   Floats and the integers of the same bits are in the same order where either is positive. Only
   where all products of a query with a block are negative, the least of the unsigned integers is
@@ -47,7 +48,7 @@ BY_ROW = LAYOUT.reduce(1)
 
 _CHANNELS = 32  # of one instruction
 _LEFT = 4  # registers of a thread that hold queries of one instruction
-_SUMS = QUERIES * KEYS // warp_ops.THREADS  # products that a thread holds
+_SUMS = QUERIES * BLOCK // warp_ops.THREADS  # products of a block that a thread holds
 # How the keys' addresses go on: by this many rows, whose bytes follow each other.
 _ROWS = 8
 _SWIZZLES = {128: 1, 64: 2, 32: 3}
@@ -113,8 +114,7 @@ def write_maxima(
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, BY_ROW, plgpu.RefType(transforms), plgpu.RefType()))
     def write(_: Any, queries: Any, factors: Any, keys: Any, found: Any) -> None:
-        products = _emit_products(queries, keys, width)
-        value = arith.bitcast(ir.F32Type.get(), _emit_maxima(products))
+        value = arith.bitcast(ir.F32Type.get(), _emit_maxima(queries, keys, width))
         # Whose maximum the thread has, by the exchanges of `_over_threads`.
         lane = words.lane()
         block, half = (arith.andi(lane, words.constant(bit)) for bit in (1, 2))
@@ -130,33 +130,71 @@ def write_maxima(
     write(queries, factors, keys, found)
 
 
-def _emit_products(queries: mgpu.FragmentedArray, keys: ir.Value, width: int) -> list[ir.Value]:
-    """What one thread holds of the products, in the order of the instruction, as integers."""
+def _emit_maxima(queries: mgpu.FragmentedArray, keys: ir.Value, width: int) -> ir.Value:
+    """The maximum that this thread is to write, as an integer of the same bits.
+
+    The first block's maxima are taken while the tensor cores multiply for the second one.
+    """
+    products = _start(queries, keys, width)
+    largest, seen = [], []
+    for block in range(BLOCKS):
+        seen.append(_await(products[block], BLOCKS - 1 - block))
+        largest.append(_over_registers(seen[block], arith.maxsi))
+    found = _over_threads(largest, arith.maxsi)
+    is_negative = arith.cmpi(arith.CmpIPredicate.slt, found, words.constant(0))
+    again = scf.IfOp(words.is_any(is_negative), [words.i32()], has_else=True)
+    with ir.InsertionPoint(again.then_block):
+        least = _over_threads([_over_registers(x, arith.minui) for x in seen], arith.minui)
+        scf.yield_([arith.select(is_negative, least, found)])
+    with ir.InsertionPoint(again.else_block):
+        scf.yield_([found])
+    return again.results[0]
+
+
+def _start(queries: mgpu.FragmentedArray, keys: ir.Value, width: int) -> list[list[ir.Value]]:
+    """Starts the products of each block: where a thread will hold its own, in order."""
     left = [_as_integer(x) for x in queries.registers.flat]
-    steps = width // _CHANNELS
-    sums = ", ".join(f"${index}" for index in range(_SUMS))
+    steps, every = width // _CHANNELS, BLOCKS * _SUMS
     lines = []
-    for step in range(steps):
-        first = _SUMS + _LEFT * step
-        registers = ", ".join(f"${first + index}" for index in range(_LEFT))
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{KEYS}k{_CHANNELS}.f32.e4m3.e4m3 "
-            f"{{{sums}}}, {{{registers}}}, ${_SUMS + _LEFT * steps + step}, "
-            f"{'goes_on' if step else 'begins'}, 1, 1;"
-        )
+    for block in range(BLOCKS):
+        sums = ", ".join(f"${block * _SUMS + index}" for index in range(_SUMS))
+        for step in range(steps):
+            first = every + _LEFT * step
+            registers = ", ".join(f"${first + index}" for index in range(_LEFT))
+            place = every + _LEFT * steps + block * steps + step
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{BLOCK}k{_CHANNELS}.f32.e4m3.e4m3 "
+                f"{{{sums}}}, {{{registers}}}, ${place}, {'goes_on' if step else 'begins'}, 1, 1;"
+            )
+        lines.append("wgmma.commit_group.sync.aligned;")
     code = (
         "{ .reg .pred begins, goes_on; .reg .b32 zero; mov.b32 zero, 0; "
         "setp.ne.b32 begins, zero, 0; setp.eq.b32 goes_on, zero, 0; "
         # What was read from the registers of the sums has been read.
-        f"wgmma.fence.sync.aligned; {' '.join(lines)} "
-        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
+        f"wgmma.fence.sync.aligned; {' '.join(lines)} }}"
     )
+    descriptors = _descriptors(keys, width)
+    number = ir.F32Type.get()
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * every),
+        [*left, *descriptors],
+        code,
+        ",".join(["=f"] * every + ["r"] * len(left) + ["l"] * len(descriptors)),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    found = [llvm.extractvalue(number, result, [index]) for index in range(every)]
+    return [found[block * _SUMS :][:_SUMS] for block in range(BLOCKS)]
+
+
+def _await(products: list[ir.Value], in_flight: int) -> list[ir.Value]:
+    """Products, as integers, once only so many later groups are in flight."""
     number = ir.F32Type.get()
     result = llvm.inline_asm(
         llvm.StructType.get_literal([number] * _SUMS),
-        [*left, *_descriptors(keys, width)],
-        code,
-        ",".join(["=f"] * _SUMS + ["r"] * len(left) + ["l"] * steps),
+        products,
+        f"wgmma.wait_group.sync.aligned {in_flight};",
+        ",".join(["=f"] * _SUMS + [str(index) for index in range(_SUMS)]),
         asm_dialect=0,
         has_side_effects=True,
     )
@@ -171,7 +209,7 @@ def _as_integer(register: ir.Value) -> ir.Value:
 
 
 def _descriptors(keys: ir.Value, width: int) -> list[ir.Value]:
-    """Where the keys are, for each instruction: address, stride between rows, and swizzle."""
+    """Where the keys of each instruction are: address, stride between rows, and swizzle."""
     long = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(long, mgpu.utils.memref_ptr(keys))
     address = arith.andi(address, arith.constant(long, 0x3FFFF))
@@ -180,39 +218,20 @@ def _descriptors(keys: ir.Value, width: int) -> list[ir.Value]:
     rest -= (rest >> 63) << 64  # as a signed number
     start = arith.ori(address, arith.constant(long, rest))
     return [
-        arith.addi(start, arith.constant(long, channel >> 4))
+        arith.addi(start, arith.constant(long, (block * BLOCK * width + channel) >> 4))
+        for block in range(BLOCKS)
         for channel in range(0, width, _CHANNELS)
     ]
 
 
-def _emit_maxima(products: list[ir.Value]) -> ir.Value:
-    """The maximum that this thread is to write, as an integer of the same bits."""
-    largest = _over_threads(_over_registers(products, arith.maxsi), arith.maxsi)
-    is_negative = arith.cmpi(arith.CmpIPredicate.slt, largest, words.constant(0))
-    again = scf.IfOp(words.is_any(is_negative), [words.i32()], has_else=True)
-    with ir.InsertionPoint(again.then_block):
-        least = _over_threads(_over_registers(products, arith.minui), arith.minui)
-        scf.yield_([arith.select(is_negative, least, largest)])
-    with ir.InsertionPoint(again.else_block):
-        scf.yield_([largest])
-    return again.results[0]
-
-
-def _over_registers(products: list[ir.Value], choose: _Choice) -> list[list[ir.Value]]:
-    """The thread's own best, for two blocks and two queries.
+def _over_registers(products: list[ir.Value], choose: _Choice) -> list[ir.Value]:
+    """The thread's own best of a block, for two queries.
 
     Of each eight keys, it has two products with its first query, then two with its second one.
     """
-    size = len(products) // BLOCKS
     return [
-        [
-            functools.reduce(
-                choose,
-                [x for i, x in enumerate(products[block * size :][:size]) if i // 2 % 2 == query],
-            )
-            for query in range(2)
-        ]
-        for block in range(BLOCKS)
+        functools.reduce(choose, [x for i, x in enumerate(products) if i // 2 % 2 == query])
+        for query in range(2)
     ]
 
 
