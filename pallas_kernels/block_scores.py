@@ -1,26 +1,30 @@
 """What blocks of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
 
 A row is stood for by a few queries of every head; those of the heads that share a key/value head
-follow each other here, row after row, as `m`. The first kernel multiplies in eight bits,
+follow each other here, row after row, as `m`. The first kernel multiplies in eight bits, queries
+times a power of two of each,
 
-    peaks[j, m] = max_{s in block j} q'_m · k'_s
+    peaks[j, m] = 2^{a_m} max_{s in block j} (2^{-a_m} q_m) · k'_s
 
 and the second adds what the keys of a block have in common and takes the softmax over blocks,
 
-    l[j, m] = scale · (2^{a_m} peaks[j, m] + q_m · centre_j)
+    l[j, m] = scale · (peaks[j, m] + q_m · centre_j)
     S[i, j] = Σ_{m of row i} softmax(l[0 .. i, m])_j ^ exponent
 
 for the blocks up to the row's own (`policies.block_codes`).
 
-*Peaks.* A program has 64 queries for each of its computing warpgroups, and one more warpgroup, the
-loader, which brings the keys block by block: every block is read once for all of them. While one
-warpgroup takes the maximum over the keys of a block, the tensor cores multiply for the others.
-Maxima are put down in shared memory and copied out eight blocks at a time. A block is needed up to
-the row of the program's last query; what lies behind that is never written.
+*Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
+bits and keep them in registers, and one more warpgroup, the loader, which brings the keys two
+blocks at a time: every block is read once for all of them. While one warpgroup takes the maxima of
+its products (`eight_bits`), the tensor cores multiply for the others: a step of two blocks takes
+them 128 cycles for each warpgroup, and 90 instructions of each warp. Maxima are put down in shared
+memory and copied out eight blocks at a time. A block is needed up to the row of the program's last
+query; what lies behind that is never written.
 
-*Scores.* A program has 32 queries, of one row, or of up to four rows that have few. It goes through
-the blocks twice, 64 at a time, once for the denominators and once for the shares, which are never
-written: what it finds in the GPU's cache the second time is what it brought there the first.
+*Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
+program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
+and once for the shares, which are never written: what it finds in the GPU's cache the second time
+is what it brought there the first.
 """
 
 import dataclasses
@@ -34,16 +38,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels import eight_bits, ops, warp_ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_QUERIES = 64  # of a warpgroup of the first kernel
-_KEYS = 64  # of a block
+_QUERIES = eight_bits.QUERIES  # of a warpgroup of the first kernel
+_KEYS = eight_bits.BLOCK
 _GROUP = 8  # blocks whose maxima are copied out together
+_STEPS = _GROUP // eight_bits.BLOCKS  # in which that many are multiplied
 _COMPUTING = 4  # warpgroups of the first kernel that compute
 _REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
-_KEY_STAGES = 8  # blocks of keys in shared memory
-_PART = 32  # queries of a program of the second kernel
+_KEY_STAGES = 8  # steps of keys in shared memory
+_WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
+_PART = 32  # queries of each
 _STEP = 64  # blocks that it takes at a time
 _STAGES = 3  # steps in shared memory
 
@@ -73,12 +79,14 @@ class _PeaksPlan:
     Attributes:
       tiles: Programs of a key/value head.
       per_row: Queries of a row.
+      wanted: Those of them that are queries; the others fill up.
       blocks: Blocks of keys that there are.
       interpret: Whether the interpreter runs the kernel.
     """
 
     tiles: int
     per_row: int
+    wanted: int
     blocks: int
     interpret: bool
 
@@ -117,12 +125,14 @@ def _peaks(
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            block = jnp.minimum(step, plan.blocks - 1)
-            source = key.at[batch, pl.ds(block * _KEYS, _KEYS), kv_head]
-            plgpu.copy_gmem_to_smem(source, keys.at[slot], filled.at[slot])
+            for place in range(eight_bits.BLOCKS):
+                block = jnp.minimum(step * eight_bits.BLOCKS + place, plan.blocks - 1)
+                source = key.at[batch, pl.ds(block * _KEYS, _KEYS), kv_head]
+                target = keys.at[slot, pl.ds(place * _KEYS, _KEYS)]
+                plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
             return nothing
 
-        jax.lax.fori_loop(0, groups * _GROUP, load, ())
+        jax.lax.fori_loop(0, groups * _STEPS, load, ())
 
     @pl.when(warpgroup < _COMPUTING)
     def _() -> None:
@@ -131,25 +141,25 @@ def _peaks(
         source = query.at[batch, kv_head, own]
         plgpu.copy_gmem_to_smem(source, queries.at[warpgroup], arrived.at[warpgroup])
         plgpu.barrier_wait(arrived.at[warpgroup])
-
-        def peak(step: Any) -> Any:
-            slot = jax.lax.rem(step, _KEY_STAGES)
-            plgpu.barrier_wait(filled.at[slot])
-
-            def product(sums: ops.Accumulator) -> Any:
-                sums.add_product(queries.at[warpgroup], keys.at[slot].transpose((1, 0)))
-                return sums.load()
-
-            shape = (_QUERIES, _KEYS)
-            products = ops.with_accumulator(product, shape, interpret=plan.interpret)
-            plgpu.barrier_arrive(freed.at[slot])
-            return jnp.max(products, axis=1)
+        mine = ops.read(queries.at[warpgroup], eight_bits.LAYOUT)
+        mine, factors = eight_bits.round_queries(mine)
+        place = tile * TILE + warpgroup * _QUERIES
+        place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=eight_bits.BY_ROW)
+        # What fills up a row is left out.
+        factors = jnp.where(jax.lax.rem(place, plan.per_row) < plan.wanted, factors, jnp.nan)
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before the last
-            for place in range(_GROUP):
-                found[warpgroup, buffer, place] = peak(index * _GROUP + place)
+            for place in range(_STEPS):
+                slot = jax.lax.rem(index * _STEPS + place, _KEY_STAGES)
+                plgpu.barrier_wait(filled.at[slot])
+                some = pl.ds(place * eight_bits.BLOCKS, eight_bits.BLOCKS)
+                target = found.at[warpgroup, buffer, some]
+                eight_bits.write_maxima(
+                    mine, factors, keys.at[slot], target, interpret=plan.interpret
+                )
+                plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
             target = out.at[batch, kv_head, pl.ds(index * _GROUP, _GROUP), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
@@ -165,15 +175,17 @@ def block_peaks_kernel(
     *,
     first_row: Int[Array, "B"],
     per_row: int,
+    wanted: int,
     interpret: bool = False,
 ) -> Float[Array, "B K J M"]:
     """`peaks` of the module; those of blocks after a query's own row may be anything.
 
     Args:
-      query: Queries in float8_e4m3fn, row after row; their number is a multiple of `TILE`.
+      query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
       key: Keys beside their block's centre, in float8_e4m3fn, of whole blocks of 64.
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
+      wanted: Those of them that count; of the others the peaks are NaN.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -182,18 +194,22 @@ def block_peaks_kernel(
     batch, kv_heads, num_queries, channels = query.shape
     num_blocks = key.shape[1] // _KEYS
     plan = _PeaksPlan(
-        tiles=num_queries // TILE, per_row=per_row, blocks=num_blocks, interpret=interpret
+        tiles=num_queries // TILE,
+        per_row=per_row,
+        wanted=wanted,
+        blocks=num_blocks,
+        interpret=interpret,
     )
     shape = (batch, kv_heads, -(-num_blocks // _STEP) * _STEP, num_queries)
-    swizzle = channels * query.dtype.itemsize
+    wide, narrow = (channels * one.dtype.itemsize for one in (query, key))
     kernel = plgpu.kernel(
         functools.partial(_peaks, plan=plan),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
-            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=swizzle),
-            "keys": ops.tiled((_KEY_STAGES, _KEYS, channels), key.dtype, swizzle=swizzle),
+            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=wide),
+            "keys": ops.tiled((_KEY_STAGES, eight_bits.KEYS, channels), key.dtype, swizzle=narrow),
             "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
+            "filled": plgpu.Barrier(num_arrivals=eight_bits.BLOCKS, num_barriers=_KEY_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
         },
@@ -233,19 +249,18 @@ class _ScoresPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of a program."""
+        """Rows of a warpgroup."""
         return max(1, _PART // self.per_row)
 
     @property
     def parts(self) -> int:
-        """Programs of a row."""
+        """Warpgroups of a row."""
         return max(1, self.per_row // _PART)
 
 
 def _scores(
     peaks: Any,
     query: Any,
-    scales: Any,
     centre: Any,
     first_row: Any,
     out: Any,
@@ -255,82 +270,102 @@ def _scores(
     centres: Any,
     tiles: Any,
     sums: Any,
-    factors: Any,
     filled: Any,
+    freed: Any,
     arrived: Any,
 ) -> None:
-    """One program: 32 queries."""
-    place = plan.programs - 1 - jax.lax.axis_index("part")
+    """One program: two warpgroups of 32 queries; the first one brings the centres for both."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    program = plan.programs - 1 - jax.lax.axis_index("program")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    place = program * _WARPGROUPS + warpgroup
     first = jax.lax.div(place * _PART, plan.per_row)  # its rows, among those of the call
     part = jax.lax.rem(place, plan.parts)
-    last = jnp.minimum(first_row[batch] + first + plan.rows - 1, plan.blocks - 1)
-    steps = jax.lax.div(last, _STEP) + 1
+    last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of all warpgroups, which go along
+    last = first_row[batch] + jax.lax.div(last_query, plan.per_row)
+    steps = jax.lax.div(jnp.minimum(last, plan.blocks - 1), _STEP) + 1
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
+    mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
+
+    def place_of(step: Any) -> Any:
+        """Among those of its pass."""
+        return jnp.where(step < steps, step, step - steps)
 
     def load(step: Any) -> None:
         @pl.when(step < 2 * steps)
         def _() -> None:
             slot = jax.lax.rem(step, _STAGES)
-            some = pl.ds(jax.lax.rem(step, steps) * _STEP, _STEP)
-            source = centre.at[batch, some, kv_head]
-            plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+            some = pl.ds(place_of(step) * _STEP, _STEP)
             source = peaks.at[batch, kv_head, some, own]
-            plgpu.copy_gmem_to_smem(source, tiles.at[slot], filled.at[slot])
+            plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
 
-    plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries, arrived)
-    plgpu.copy_gmem_to_smem(scales.at[batch, kv_head, own], factors, arrived)
+            @pl.when(warpgroup == 0)
+            def _() -> None:
+                @pl.when(step >= _STAGES)
+                def _() -> None:
+                    plgpu.barrier_wait(freed.at[slot])
+
+                source = centre.at[batch, some, kv_head]
+                plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+
+    plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
     for step in range(_STAGES - 1):
         load(jnp.int32(step))
-    plgpu.barrier_wait(arrived)
-    by_query = ops.spread(ops.read(factors, ops.BY_COLUMN), shape, 1)
+    plgpu.barrier_wait(ready)
     # The row of each query, and its last block.
     row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row)
     reach = first_row[batch] + first + row
 
-    def logits(step: Any) -> tuple[Any, Any]:
-        """Of one step, in powers of two, and which of them count."""
+    def logits(step: Any) -> Any:
+        """Of one step, in powers of two."""
         slot = jax.lax.rem(step, _STAGES)
         plgpu.barrier_wait(filled.at[slot])
 
         def product(accumulator: ops.Accumulator) -> Any:
-            accumulator.add_product(centres.at[slot], queries.transpose((1, 0)))
+            right = queries.at[warpgroup].transpose((1, 0))
+            accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
 
         shared = ops.with_accumulator(product, shape, interpret=plan.interpret)
-        found = ops.read(tiles.at[slot])
+        found = ops.read(mine.at[slot])
+        plgpu.barrier_arrive(freed.at[slot])
         # The slot that is filled next is that of the step before, which all warps have read now.
         warp_ops.barrier(interpret=plan.interpret)
         load(step + _STAGES - 1)
-        values = (found * by_query + shared) * plan.factor
-        block = jax.lax.rem(step, steps) * _STEP + ops.matrix_index(shape, 0)
-        # What is not a number is in neither range.
-        seen = (block <= reach) & (values > MASK_VALUE) & (values < -MASK_VALUE)
-        return jnp.where(seen, values, MASK_VALUE), seen
+        values = (found + shared) * plan.factor
+        block = place_of(step) * _STEP + ops.matrix_index(shape, 0)
+        # Who is to see the block, and how large a number counts; one that is not a number is not.
+        limit = jnp.where(block <= reach, -MASK_VALUE, -1.0)
+        return jnp.where(jnp.abs(values) < limit, values, MASK_VALUE)
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         maximum, total = state
-        values, _ = logits(step)
-        larger = jnp.maximum(maximum, values)
-        return larger, total * jnp.exp2(maximum - larger) + jnp.exp2(values - larger)
+        values = logits(step)
+        above = values - maximum
+        # Of the powers of the old maximum and of the new value, the larger one is 1.
+        power = jnp.exp2(0.0 - jnp.abs(above))
+        is_larger = above > 0.0
+        total = total * jnp.where(is_larger, power, 1.0) + jnp.where(is_larger, 1.0, power)
+        return jnp.maximum(maximum, values), total
 
     start = (ops.full(shape, FIRST_MAXIMUM), ops.full(shape, 0.0))
     maximum, total = jax.lax.fori_loop(0, steps, gather, start)
     highest = jnp.max(maximum, axis=0)
     total = jnp.sum(total * jnp.exp2(maximum - ops.spread(highest, shape, 1)), axis=0)
-    offset = ops.spread(highest + jnp.log2(total), shape, 1)
+    # Of a query that saw nothing any number will do: what is masked is 0.
+    offset = ops.spread(jnp.where(total > 0.0, highest + jnp.log2(total), 0.0), shape, 1)
 
     def share(step: Any, _: Any) -> Any:
-        values, seen = logits(steps + step)
-        parts = jnp.where(seen, jnp.exp2((values - offset) * float(plan.exponent)), 0.0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        parts = jnp.exp2((logits(steps + step) - offset) * float(plan.exponent))
+        buffer = sums.at[warpgroup, jax.lax.rem(step, 2)]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the step before the last
         for index in range(plan.rows):
-            mine = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
-            sums[index] = jnp.sum(mine, axis=1)
+            some = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
+            buffer[index] = jnp.sum(some, axis=1)
         plgpu.commit_smem()
         some = pl.ds(step * _STEP, _STEP)
         target = out.at[batch, kv_head, part, pl.ds(first, plan.rows), some]
-        plgpu.copy_smem_to_gmem(sums, target)
+        plgpu.copy_smem_to_gmem(buffer, target)
         return ()
 
     jax.lax.fori_loop(0, steps, share, ())
@@ -340,7 +375,6 @@ def _scores(
 def block_scores_kernel(
     peaks: Float[Array, "B K J M"],
     query: Float[Array, "B K M C"],
-    scales: Float[Array, "B K M"],
     centre: Float[Array, "B J K C"],
     *,
     first_row: Int[Array, "B"],
@@ -352,9 +386,8 @@ def block_scores_kernel(
     """`S` of the module, of each key/value head and each 32 queries of a row.
 
     Args:
-      peaks: From `block_peaks_kernel`.
+      peaks: From `block_peaks_kernel`; NaN leaves one out.
       query: The queries in 16 bits.
-      scales: `2^a` of each query; NaN leaves one out.
       centre: Centres of the blocks in 16 bits.
       first_row: Block of each sequence's first row.
       per_row: Queries of a row, from `queries_per_row`.
@@ -367,7 +400,7 @@ def block_scores_kernel(
     """
     batch, kv_heads, num_queries, channels = query.shape
     plan = _ScoresPlan(
-        programs=num_queries // _PART,
+        programs=num_queries // (_WARPGROUPS * _PART),
         per_row=per_row,
         blocks=peaks.shape[2],
         factor=scale * math.log2(math.e),
@@ -380,18 +413,20 @@ def block_scores_kernel(
         functools.partial(_scores, plan=plan),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
-            "queries": ops.tiled((_PART, channels), query.dtype, swizzle=swizzle),
+            "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled((_STAGES, _STEP, _PART), jnp.float32),
-            "sums": plgpu.SMEM((plan.rows, _STEP), jnp.float32),
-            "factors": plgpu.SMEM((_PART,), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-            "arrived": plgpu.Barrier(num_arrivals=2),
+            "tiles": ops.tiled((_WARPGROUPS, _STAGES, _STEP, _PART), jnp.float32),
+            "sums": plgpu.SMEM((_WARPGROUPS, 2, plan.rows, _STEP), jnp.float32),
+            "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS + 1, num_barriers=_STAGES),
+            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
+            "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),
         },
         grid=(plan.programs, kv_heads, batch),
-        grid_names=("part", "kv_head", "batch"),
+        grid_names=("program", "kv_head", "batch"),
+        num_threads=_WARPGROUPS,
+        thread_name="warpgroup",
         compiler_params=ops.compiler_params(approx_math=True),
         interpret=ops.interpreter(interpret),
         kernel_name="block_scores",
     )
-    return kernel(peaks, query, scales, centre, first_row.astype(jnp.int32))
+    return kernel(peaks, query, centre, first_row.astype(jnp.int32))

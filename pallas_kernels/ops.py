@@ -83,9 +83,13 @@ def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -
       dtype: Of their entries.
       swizzle: Bytes of a row that stay together; a divisor of the row's.
     """
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, swizzle))
+
+
+def transforms(dtype: Any, swizzle: int) -> tuple[Any, ...]:
+    """How `tiled` memory lies."""
     width = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (_tiling((8, width)), _swizzle(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return _tiling((8, width)), _swizzle(swizzle)
 
 
 def read(ref: Any, layout: Any = ACCUMULATOR) -> Array:

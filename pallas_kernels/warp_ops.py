@@ -7,7 +7,7 @@ one barrier is all that a step costs.
 
 First come layouts and shared memory, then the operations from the smallest to the largest: a
 barrier, maxima, counts, writing a row, writing the columns that a row keeps, adding up the parts of
-a row. The last section has the words of the compiler's language that all of them use.
+a row.
 """
 
 import functools
@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.pallas_kernels import words
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
 # Their annotations lack the operands that their functions take.
@@ -31,11 +32,10 @@ arith: Any = typed_arith
 math: Any = typed_math
 scf: Any = typed_scf
 
-WARPS, LANES = 4, 32  # warps of a warpgroup, threads of a warp
+WARPS, LANES = 4, words.LANES  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 PAIR = 2  # channels of a key, likewise
-_ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
 _LEAST_INTEGER = -(1 << 31)
 
@@ -108,17 +108,19 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
     if interpret:
         return jnp.max(x)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_integer_type())
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=words.integer_type())
     def largest(_: Any, x: Any, scratch: Any) -> Any:
-        own = _over_lanes(functools.reduce(arith.maxsi, _scalars(x)), nvvm.ReductionKind.MAX)
-        thread, warp = _thread(), _warp()
-        memref.store(own, scratch, [_index(warp)])
+        own = words.over_lanes(
+            functools.reduce(arith.maxsi, words.scalars(x)), nvvm.ReductionKind.MAX
+        )
+        thread, warp = words.thread(), words.warp()
+        memref.store(own, scratch, [words.index(warp)])
         mgpu.warpgroup_barrier()
         # Every lane reads what one of the warpgroup's warps has left.
-        first = arith.andi(warp, _constant(-WARPS))
-        other = arith.ori(first, arith.andi(thread, _constant(WARPS - 1)))
-        theirs = memref.load(scratch, [_index(other)])
-        return _as_array(_over_lanes(theirs, nvvm.ReductionKind.MAX))
+        first = arith.andi(warp, words.constant(-WARPS))
+        other = arith.ori(first, arith.andi(thread, words.constant(WARPS - 1)))
+        theirs = memref.load(scratch, [words.index(other)])
+        return words.as_array(words.over_lanes(theirs, nvvm.ReductionKind.MAX))
 
     return largest(x, scratch)
 
@@ -142,16 +144,16 @@ def maxima(
         return [jnp.max(x) for x in arrays]
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType()), return_type=[_integer_type()] * 2
+        arg_types=(layout, layout, plgpu.RefType()), return_type=[words.integer_type()] * 2
     )
     def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
         found = []
         for x in (first, second):
-            own = functools.reduce(arith.maxsi, _scalars(x))
-            found.append(_over_lanes(own, nvvm.ReductionKind.MAX))
-        turn = _constant(1)  # 0 is that of the first counts, which may come next
+            own = functools.reduce(arith.maxsi, words.scalars(x))
+            found.append(words.over_lanes(own, nvvm.ReductionKind.MAX))
+        turn = words.constant(1)  # 0 is that of the first counts, which may come next
         found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
-        return [_as_array(x) for x in found]
+        return [words.as_array(x) for x in found]
 
     return largest(*arrays, scratch)
 
@@ -175,20 +177,20 @@ def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Ar
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout),
     )
     def spread(_: Any, flags: Any) -> Any:
-        registers = _scalars(flags)
-        bits = _constant(0)
+        registers = words.scalars(flags)
+        bits = words.constant(0)
         for place in range(0, len(registers), PAIR):
             is_set = functools.reduce(arith.ori, registers[place : place + PAIR])
-            bit = _constant(1 << (place // PAIR * together))
-            bits = arith.ori(bits, arith.select(is_set, bit, _constant(0)))
+            bit = words.constant(1 << (place // PAIR * together))
+            bits = arith.ori(bits, arith.select(is_set, bit, words.constant(0)))
         lanes = LANES // together  # that share a key, a power of two
-        first = arith.shrui(_lane(), _constant(lanes.bit_length() - 1))
-        bits = _over_lanes(arith.shli(bits, first), nvvm.ReductionKind.OR)
+        first = arith.shrui(words.lane(), words.constant(lanes.bit_length() - 1))
+        bits = words.over_lanes(arith.shli(bits, first), nvvm.ReductionKind.OR)
         bits = arith.shrui(bits, first)
         found = np.empty(flags.registers.size, dtype=object)
         for place in range(found.size):
-            own = arith.andi(bits, _constant(1 << (place * together)))
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, _constant(0))
+            own = arith.andi(bits, words.constant(1 << (place * together)))
+            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, words.constant(0))
             found[place] = vector.broadcast(flags.registers.flat[place].type, is_set)
         return mgpu.FragmentedArray(
             _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
@@ -221,12 +223,12 @@ def count_kept(
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[_integer_type()] * 3
+        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[words.integer_type()] * 3
     )
     def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
-        limits = [_scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(_scalars(keys), limits, _scalars(turn)[0], scratch)
-        return [_as_array(x) for x in counts]
+        limits = [words.scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(words.scalars(keys), limits, words.scalars(turn)[0], scratch)
+        return [words.as_array(x) for x in counts]
 
     return count(keys, *limits, turn, scratch)
 
@@ -235,15 +237,15 @@ def _emit_count(
     registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
 ) -> list[ir.Value]:
     """Counts of three limits; the first two in the halves of one integer."""
-    first, second = _constant(0), _constant(0)
+    first, second = words.constant(0), words.constant(0)
     for key in registers:
         first = _add_if_kept(first, key, limits[0], 1)
         first = _add_if_kept(first, key, limits[1], 1 << 16)
         second = _add_if_kept(second, key, limits[2], 1)
-    packed = [_over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
+    packed = [words.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
-    low = arith.andi(totals[0], _constant(0xFFFF))
-    return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
+    low = arith.andi(totals[0], words.constant(0xFFFF))
+    return [low, arith.shrui(totals[0], words.constant(16)), totals[1]]
 
 
 def _add_if_kept(total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
@@ -265,24 +267,24 @@ def _exchange(
     none of the others is reading.
     """
     warps = _warps(scratch)
-    start = arith.muli(turn, _constant(2 * warps))
-    starts = [arith.addi(start, _constant(index * warps)) for index in range(len(values))]
+    start = arith.muli(turn, words.constant(2 * warps))
+    starts = [arith.addi(start, words.constant(index * warps)) for index in range(len(values))]
     for start, value in zip(starts, values, strict=True):
-        memref.store(value, scratch, [_index(arith.addi(start, _warp()))])
+        memref.store(value, scratch, [words.index(arith.addi(start, words.warp()))])
     _wait(scratch)
-    return [_over_warps(scratch, start, _constant(warps), kind, identity) for start in starts]
+    return [_over_warps(scratch, start, words.constant(warps), kind, identity) for start in starts]
 
 
 def _over_warps(
     scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
 ) -> ir.Value:
     """Reduces what so many warps have left: each lane reads what one of them has."""
-    lane = _lane()
-    last = _constant(_warps(scratch) - 1)
-    theirs = memref.load(scratch, [_index(arith.addi(start, arith.minsi(lane, last)))])
+    lane = words.lane()
+    last = words.constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [words.index(arith.addi(start, arith.minsi(lane, last)))])
     is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
-    theirs = arith.select(is_one, theirs, _constant(identity))
-    return _over_lanes(theirs, kind)
+    theirs = arith.select(is_one, theirs, words.constant(identity))
+    return words.over_lanes(theirs, kind)
 
 
 def _warps(scratch: ir.Value) -> int:
@@ -309,10 +311,10 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
     def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
-        limit = _constant(ir.MemRefType(ref.type).shape[0])
-        for value, column in zip(_scalars(values), _scalars(columns), strict=True):
+        limit = words.constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(words.scalars(values), words.scalars(columns), strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
-                memref.store(value, ref, [_index(column)])
+                memref.store(value, ref, [words.index(column)])
 
     write(values, columns, ref)
 
@@ -357,7 +359,7 @@ def write_kept(
     def write(
         _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
     ) -> None:
-        lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
+        lower, upper, missing, count = (words.scalars(x)[0] for x in (lower, upper, missing, count))
         _emit_write_kept(keys, lower, upper, missing, ids, scratch)
         _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
 
@@ -399,34 +401,34 @@ def _emit_write_kept(
         above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
-    lane, warp = _lane(), _warp()
-    earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
-    registers = _scalars(keys)
+    lane, warp = words.lane(), words.warp()
+    earlier_lanes = arith.subi(arith.shli(words.constant(1), lane), words.constant(1))
+    registers = words.scalars(keys)
 
     # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
-    packed = _constant(0)
+    packed = words.constant(0)
     for key in registers:
         above, tied = tests(key)
-        packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
-        packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
-    packed = _over_lanes(packed, nvvm.ReductionKind.ADD)
-    start = _constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [_index(arith.addi(start, warp))])
+        packed = arith.addi(packed, arith.select(above, words.constant(1), words.constant(0)))
+        packed = arith.addi(packed, arith.select(tied, words.constant(1 << 16), words.constant(0)))
+    packed = words.over_lanes(packed, nvvm.ReductionKind.ADD)
+    start = words.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [words.index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    num_above = arith.andi(before, _constant(0xFFFF))
-    num_tied = arith.shrui(before, _constant(16))
+    num_above = arith.andi(before, words.constant(0xFFFF))
+    num_tied = arith.shrui(before, words.constant(16))
 
     adjacent = len(registers) // keys.registers.size
     column = arith.addi(
-        arith.muli(warp, _constant(LANES * len(registers))),
-        arith.muli(lane, _constant(adjacent)),
+        arith.muli(warp, words.constant(LANES * len(registers))),
+        arith.muli(lane, words.constant(adjacent)),
     )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
-    registers = _scalars(mgpu.optimization_barrier(keys))
+    registers = words.scalars(mgpu.optimization_barrier(keys))
     for group in range(0, len(registers), adjacent):
         found = [tests(key) for key in registers[group : group + adjacent]]
-        votes = [[_ballot(test) for test in both] for both in found]
+        votes = [[words.ballot(test) for test in both] for both in found]
         # Of earlier lanes, then of earlier columns of this lane's.
         place, rank = num_above, num_tied
         for above_votes, tied_votes in votes:
@@ -438,11 +440,11 @@ def _emit_write_kept(
             has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
             with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
                 target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, _constant(index)), ids, [_index(target)])
+                memref.store(arith.addi(column, words.constant(index)), ids, [words.index(target)])
             if index + 1 < adjacent:
                 place = arith.addi(place, arith.extui(missing.type, above))
                 rank = arith.addi(rank, arith.extui(missing.type, tied))
-        column = arith.addi(column, _constant(LANES * adjacent))
+        column = arith.addi(column, words.constant(LANES * adjacent))
 
 
 def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
@@ -450,12 +452,12 @@ def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
     index = ir.IndexType.get()
     length = ir.MemRefType(ids.type).shape[0]
     loop = scf.ForOp(
-        _index(arith.addi(count, _thread())),
+        words.index(arith.addi(count, words.thread())),
         arith.constant(index, length),
         arith.constant(index, step),
     )
     with ir.InsertionPoint(loop.body):
-        memref.store(_constant(pad), ids, [loop.induction_variable])
+        memref.store(words.constant(pad), ids, [loop.induction_variable])
         scf.yield_([])
 
 
@@ -548,19 +550,19 @@ def _emit_add_parts(
     num_splits, _, columns = ir.MemRefType(parts.type).shape
     width = ir.MemRefType(exponents.type).shape[-1]
     lanes = columns // ADJACENT  # that hold a tile, a power of two
-    lane = _lane()
-    first = arith.muli(_warp(), _constant(height // WARPS))
-    first = arith.addi(first, arith.shrui(lane, _constant(lanes.bit_length() - 1)))
-    column = arith.muli(arith.andi(lane, _constant(lanes - 1)), _constant(ADJACENT))
+    lane = words.lane()
+    first = arith.muli(words.warp(), words.constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, words.constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, words.constant(lanes - 1)), words.constant(ADJACENT))
     found = []
     for pair in range(height // (WARPS * 2)):
-        tile = arith.addi(first, _constant(2 * pair))
-        least = arith.shrui(tile, _constant(1)) if is_triangle else _constant(0)
-        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, _constant(num_tiles))
-        least = arith.select(is_tile, least, _constant(num_splits))
-        place = arith.addi(arith.muli(tile, _constant(columns)), column)
-        start = _address(parts, place)
-        exponent = _address(exponents, arith.muli(tile, _constant(width)))
+        tile = arith.addi(first, words.constant(2 * pair))
+        least = arith.shrui(tile, words.constant(1)) if is_triangle else words.constant(0)
+        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, words.constant(num_tiles))
+        least = arith.select(is_tile, least, words.constant(num_splits))
+        place = arith.addi(arith.muli(tile, words.constant(columns)), column)
+        start = words.address(parts, place)
+        exponent = words.address(exponents, arith.muli(tile, words.constant(width)))
         found.append(_sum_of_tile(parts, start, exponent, least))
     return found
 
@@ -580,23 +582,23 @@ def _sum_of_tile(
     number = ir.F32Type.get()
     exponents: list[ir.Value] = []
     for split in range(0, num_splits, ADJACENT):
-        exponents += _load(exponent, 4 * split, _constant(0), 0, _i32(), "b32")
+        exponents += _load(exponent, 4 * split, words.constant(0), 0, words.i32(), "b32")
     stride = 4 * height * columns  # bytes
     loaded = [
         _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
     ]
-    none = _constant(NO_EXPONENT)
+    none = words.constant(NO_EXPONENT)
     shifts = []
     for split in range(num_splits):
-        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, _constant(split))
+        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, words.constant(split))
         shifts.append(arith.select(is_there, exponents[split], none))
     # More than that of none, so that the factor of none is 0.
-    largest = functools.reduce(arith.maxsi, shifts, _constant(NO_EXPONENT // 2))
+    largest = functools.reduce(arith.maxsi, shifts, words.constant(NO_EXPONENT // 2))
     totals = [arith.constant(number, 0.0)] * ADJACENT
     for values, shift in zip(loaded, shifts, strict=True):
-        factor = _power_of_two(arith.subi(shift, largest))
+        factor = words.power_of_two(arith.subi(shift, largest))
         totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
-    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, _i32()))
+    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, words.i32()))
     sums, same = (
         vector.from_elements(kind, list(values))
         for kind, values in zip(vectors, (totals, [largest] * ADJACENT), strict=True)
@@ -620,80 +622,3 @@ def _load(
             code, pointer, least, result_types=[kind] * ADJACENT, has_side_effects=True
         )
     )
-
-
-# Words of the compiler's own language
-
-
-def _integer_type() -> Any:
-    """What a function returns that gives one integer to all threads."""
-    return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
-
-
-def _as_array(value: ir.Value) -> mgpu.FragmentedArray:
-    """An integer that all threads have, as an array."""
-    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-
-def _i32() -> ir.Type:
-    """The type of 32-bit integers."""
-    return ir.IntegerType.get_signless(32)
-
-
-def _constant(value: int) -> ir.Value:
-    """An integer that is known."""
-    return arith.constant(_i32(), value)
-
-
-def _index(value: ir.Value) -> ir.Value:
-    """An integer as an index of memory."""
-    return arith.index_cast(ir.IndexType.get(), value)
-
-
-def _address(ref: ir.Value, place: ir.Value) -> ir.Value:
-    """The address of an entry of global memory, counted through all axes."""
-    kind = ir.MemRefType(ref.type).element_type
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
-
-
-def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """What one thread holds of an array, in order."""
-    found: list[ir.Value] = []
-    for x in array.registers.flat:
-        places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
-        found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
-        found += [] if places else [x]
-    return found
-
-
-def _thread() -> ir.Value:
-    """Number of the thread in its program."""
-    return arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
-
-
-def _lane() -> ir.Value:
-    """Number of the thread in its warp."""
-    return arith.andi(_thread(), _constant(LANES - 1))
-
-
-def _warp() -> ir.Value:
-    """Number of the warp in its program."""
-    return arith.shrui(_thread(), _constant(LANES.bit_length() - 1))
-
-
-def _ballot(predicate: ir.Value) -> ir.Value:
-    """For which lanes of the warp a predicate holds, one bit for each."""
-    kind = nvvm.VoteSyncKind.ballot
-    return nvvm.vote_sync(_constant(_ALL_LANES), predicate, kind, results=[_i32()])
-
-
-def _over_lanes(value: ir.Value, kind: nvvm.ReductionKind) -> ir.Value:
-    """Reduces the integers of a warp's lanes."""
-    return nvvm.redux_sync(value, kind, _constant(_ALL_LANES))
-
-
-def _power_of_two(exponent: ir.Value) -> ir.Value:
-    """`scaled.power_of_two`: `2^exponent` for exponents of at most 127, 0 below -126."""
-    field = arith.maxsi(exponent, _constant(-127))
-    field = arith.shli(arith.addi(field, _constant(127)), _constant(23))
-    return arith.bitcast(ir.F32Type.get(), field)

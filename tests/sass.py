@@ -1,8 +1,9 @@
 """Reads machine code for Hopper: registers that a matrix product still reads and others overwrite.
 
-A product (`HGMMA`) whose left operand lies in registers reads them while later instructions run,
-until a wait (`WARPGROUP.DEPBAR`) for it. The assembler does not keep the registers free if the wait
-stands in another turn of a loop; what comes out is then wrong only on a GPU, and only sometimes.
+A product (`HGMMA`, `QGMMA`) whose left operand lies in registers reads them while later
+instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. The assembler does not keep the
+registers free if the wait stands in another turn of a loop; what comes out is then wrong only on a
+GPU, and only sometimes.
 """
 
 import re
@@ -10,13 +11,13 @@ from collections.abc import Iterator
 
 _LINE = re.compile(r"\s/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
-_PRODUCT = re.compile(r"HGMMA\.(\S+) R\d+, R(\d+), gdesc")
+_PRODUCT = re.compile(r"[HQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 # Instructions whose first register is read, not written.
-_READERS = ("ST", "RED", "BAR", "SYNCS", "HGMMA", "WARP", "UTMA", "NANOSLEEP", "R2UR")
-_LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers
+_READERS = ("ST", "RED", "BAR", "SYNCS", "HGMMA", "QGMMA", "WARP", "UTMA", "NANOSLEEP", "R2UR")
+_LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers, or a 64 x 32 one of 8-bit ones
 
 
 def hazards(text: str) -> list[str]:

@@ -28,7 +28,7 @@ CASES = {
     "several parts": (4, 1, 32, 16, 1, (3 * SIZE + 1, SIZE)),
     "a hundred blocks": (1, 1, 32, 4, 70, (33 * SIZE, 40 * SIZE + 9)),
 }
-HOSTILE = ("equal", "nan", "huge")
+HOSTILE = ("equal", "nan", "huge", "below")
 KEPT = [("eight of a row", "random"), ("three heads for one", "nan")]
 
 
@@ -52,6 +52,10 @@ def draw(case, kind):
     if kind == "huge":
         key[0, 7] *= 1e20
         queries[0, 1] *= 1e18
+    if kind == "below":  # each channel is large in one key: all products beside a centre are < 0
+        queries = np.abs(queries)
+        for channel in range(channels):
+            key[:, channel % SIZE :: SIZE, :, channel] += 30.0
     lengths = jnp.asarray(lengths, jnp.int32)
     valid = jnp.arange(num_blocks * SIZE)[None] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)

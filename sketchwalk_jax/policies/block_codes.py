@@ -425,30 +425,22 @@ def _scores_of_kernels(
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
-    beside = codes.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
     # In the place of tokens that are not there, one that is: a maximum does not see it twice.
-    blocks = beside.reshape(batch, num_blocks, size, kv_heads, channels)
     position = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(1, num_blocks, size)
     is_key = (position < kv_lengths[:, None, None])[..., None, None]
-    beside = jnp.where(is_key, blocks, blocks[:, :, :1]).reshape(beside.shape)
+    present = jnp.where(is_key, codes.code, codes.code[:, :, :1])
+    beside = dataclasses.replace(codes, code=present)
+    beside = beside.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
     beside = beside.astype(jnp.float8_e4m3fn)
     centre = jnp.pad(codes.centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
-    is_query = jnp.arange(tile * per_row, dtype=jnp.int32) % per_row < wanted
 
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
         index, own = part
-        rounded, factors = _eight_bits(own)
         where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
-        peaks = kernel.block_peaks_kernel(rounded, beside, **where, interpret=kernels.interpret)
+        where["interpret"] = kernels.interpret
+        peaks = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
         found = kernel.block_scores_kernel(
-            peaks,
-            own,
-            jnp.where(is_query[None, None], factors[..., 0], jnp.nan),  # or left out
-            centre,
-            **where,
-            scale=scale,
-            exponent=exponent,
-            interpret=kernels.interpret,
+            peaks, own, centre, scale=scale, exponent=exponent, **where
         )
         return jnp.sum(found[..., :num_blocks], axis=(1, 2))
 

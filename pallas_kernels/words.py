@@ -1,0 +1,97 @@
+"""Words of the compiler's own language (MLIR), for what kernels do with single threads."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import gpu, nvvm, vector
+
+# Its annotations lack the operands that its functions take.
+arith: Any = typed_arith
+
+LANES = 32  # threads of a warp
+_ALL_LANES = -1  # as a mask
+
+
+def integer_type() -> Any:
+    """What a function returns that gives one integer to all threads."""
+    return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
+
+
+def as_array(value: ir.Value) -> mgpu.FragmentedArray:
+    """An integer that all threads have, as an array."""
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def i32() -> ir.Type:
+    """The type of 32-bit integers."""
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(value: int) -> ir.Value:
+    """An integer that is known."""
+    return arith.constant(i32(), value)
+
+
+def index(value: ir.Value) -> ir.Value:
+    """An integer as an index of memory."""
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def address(ref: ir.Value, place: ir.Value) -> ir.Value:
+    """The address of an entry of global memory, counted through all axes."""
+    kind = ir.MemRefType(ref.type).element_type
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
+
+
+def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """What one thread holds of an array, in order."""
+    found: list[ir.Value] = []
+    for x in array.registers.flat:
+        places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
+        found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
+        found += [] if places else [x]
+    return found
+
+
+def thread() -> ir.Value:
+    """Number of the thread in its program."""
+    return arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
+
+
+def lane() -> ir.Value:
+    """Number of the thread in its warp."""
+    return arith.andi(thread(), constant(LANES - 1))
+
+
+def warp() -> ir.Value:
+    """Number of the warp in its program."""
+    return arith.shrui(thread(), constant(LANES.bit_length() - 1))
+
+
+def ballot(predicate: ir.Value) -> ir.Value:
+    """For which lanes of the warp a predicate holds, one bit for each."""
+    kind = nvvm.VoteSyncKind.ballot
+    return nvvm.vote_sync(constant(_ALL_LANES), predicate, kind, results=[i32()])
+
+
+def is_any(predicate: ir.Value) -> ir.Value:
+    """Whether a predicate holds for any lane of the warp."""
+    kind = nvvm.VoteSyncKind.any
+    is_true = ir.IntegerType.get_signless(1)
+    return nvvm.vote_sync(constant(_ALL_LANES), predicate, kind, results=[is_true])
+
+
+def over_lanes(value: ir.Value, kind: nvvm.ReductionKind) -> ir.Value:
+    """Reduces the integers of a warp's lanes."""
+    return nvvm.redux_sync(value, kind, constant(_ALL_LANES))
+
+
+def power_of_two(exponent: ir.Value) -> ir.Value:
+    """`scaled.power_of_two`: `2^exponent` for exponents of at most 127, 0 below -126."""
+    field = arith.maxsi(exponent, constant(-127))
+    field = arith.shli(arith.addi(field, constant(127)), constant(23))
+    return arith.bitcast(ir.F32Type.get(), field)
