@@ -33,6 +33,7 @@ scf: Any = typed_scf
 
 WARPS, LANES = 4, 32  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
+_HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 _ALL_LANES = -1  # as a mask
 _COUNTS_PER_WARP = 5  # two turns of two, and one
@@ -85,6 +86,17 @@ def barrier(*, interpret: bool) -> None:
         wait()
 
 
+def program_barrier(*, interpret: bool) -> None:
+    """Waits for all warps of a program; the interpreter runs them together."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            gpu.barrier()
+
+        wait()
+
+
 def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
     """The largest of the integers of one warpgroup, at the price of one barrier.
 
@@ -99,15 +111,15 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_integer_type())
     def largest(_: Any, x: Any, scratch: Any) -> Any:
-        own = _over_lanes(functools.reduce(arith.maxsi, _scalars(x)), nvvm.ReductionKind.MAX)
-        thread, warp = _thread(), _warp()
-        memref.store(own, scratch, [_index(warp)])
+        own = over_lanes(functools.reduce(arith.maxsi, scalars(x)), nvvm.ReductionKind.MAX)
+        thread, warp = thread_index(), warp_index()
+        memref.store(own, scratch, [as_index(warp)])
         mgpu.warpgroup_barrier()
         # Every lane reads what one of the warpgroup's warps has left.
-        first = arith.andi(warp, _constant(-WARPS))
-        other = arith.ori(first, arith.andi(thread, _constant(WARPS - 1)))
-        theirs = memref.load(scratch, [_index(other)])
-        return _as_array(_over_lanes(theirs, nvvm.ReductionKind.MAX))
+        first = arith.andi(warp, constant(-WARPS))
+        other = arith.ori(first, arith.andi(thread, constant(WARPS - 1)))
+        theirs = memref.load(scratch, [as_index(other)])
+        return _as_array(over_lanes(theirs, nvvm.ReductionKind.MAX))
 
     return largest(x, scratch)
 
@@ -136,9 +148,9 @@ def maxima(
     def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
         found = []
         for x in (first, second):
-            own = functools.reduce(arith.maxsi, _scalars(x))
-            found.append(_over_lanes(own, nvvm.ReductionKind.MAX))
-        turn = _constant(1)  # 0 is that of the first counts, which may come next
+            own = functools.reduce(arith.maxsi, scalars(x))
+            found.append(over_lanes(own, nvvm.ReductionKind.MAX))
+        turn = constant(1)  # 0 is that of the first counts, which may come next
         found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
         return [_as_array(x) for x in found]
 
@@ -172,8 +184,8 @@ def count_kept(
         arg_types=(layout, *(scalar,) * 4, plgpu.RefType()), return_type=[_integer_type()] * 3
     )
     def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
-        limits = [_scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(_scalars(keys), limits, _scalars(turn)[0], scratch)
+        limits = [scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(scalars(keys), limits, scalars(turn)[0], scratch)
         return [_as_array(x) for x in counts]
 
     return count(keys, *limits, turn, scratch)
@@ -183,15 +195,15 @@ def _emit_count(
     registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
 ) -> list[ir.Value]:
     """Counts of three limits; the first two in the halves of one integer."""
-    first, second = _constant(0), _constant(0)
+    first, second = constant(0), constant(0)
     for key in registers:
         first = _add_if_kept(first, key, limits[0], 1)
         first = _add_if_kept(first, key, limits[1], 1 << 16)
         second = _add_if_kept(second, key, limits[2], 1)
-    packed = [_over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
+    packed = [over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
-    low = arith.andi(totals[0], _constant(0xFFFF))
-    return [low, arith.shrui(totals[0], _constant(16)), totals[1]]
+    low = arith.andi(totals[0], constant(0xFFFF))
+    return [low, arith.shrui(totals[0], constant(16)), totals[1]]
 
 
 def _add_if_kept(total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
@@ -213,24 +225,24 @@ def _exchange(
     none of the others is reading.
     """
     warps = _warps(scratch)
-    start = arith.muli(turn, _constant(2 * warps))
-    starts = [arith.addi(start, _constant(index * warps)) for index in range(len(values))]
+    start = arith.muli(turn, constant(2 * warps))
+    starts = [arith.addi(start, constant(index * warps)) for index in range(len(values))]
     for start, value in zip(starts, values, strict=True):
-        memref.store(value, scratch, [_index(arith.addi(start, _warp()))])
+        memref.store(value, scratch, [as_index(arith.addi(start, warp_index()))])
     _wait(scratch)
-    return [_over_warps(scratch, start, _constant(warps), kind, identity) for start in starts]
+    return [_over_warps(scratch, start, constant(warps), kind, identity) for start in starts]
 
 
 def _over_warps(
     scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
 ) -> ir.Value:
     """Reduces what so many warps have left: each lane reads what one of them has."""
-    lane = _lane()
-    last = _constant(_warps(scratch) - 1)
-    theirs = memref.load(scratch, [_index(arith.addi(start, arith.minsi(lane, last)))])
+    lane = lane_index()
+    last = constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [as_index(arith.addi(start, arith.minsi(lane, last)))])
     is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
-    theirs = arith.select(is_one, theirs, _constant(identity))
-    return _over_lanes(theirs, kind)
+    theirs = arith.select(is_one, theirs, constant(identity))
+    return over_lanes(theirs, kind)
 
 
 def _warps(scratch: ir.Value) -> int:
@@ -257,12 +269,52 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
     def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
-        limit = _constant(ir.MemRefType(ref.type).shape[0])
-        for value, column in zip(_scalars(values), _scalars(columns), strict=True):
+        limit = constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(scalars(values), scalars(columns), strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
-                memref.store(value, ref, [_index(column)])
+                memref.store(value, ref, [as_index(column)])
 
     write(values, columns, ref)
+
+
+def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
+    """Floats of a row of global memory, and zeros in columns that do not exist."""
+    if interpret:
+        row = ref[...]
+        return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.float32), layout),
+    )
+    def read(_: Any, columns: Any, ref: Any) -> Any:
+        limit = ir.MemRefType(ref.type).shape[0]
+        code = (
+            f"{{ .reg .pred p; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
+            "@p ld.global.f32 $0, [$1]; }"
+        )
+        number = ir.F32Type.get()
+        values = [
+            mgpu.utils.inline_ptx(
+                code, address(ref, column), column, result_types=number, has_side_effects=True
+            )
+            for column in scalars(columns)
+        ]
+        return _as_row(values, columns.shape, layout)
+
+    return read(columns, ref)
+
+
+def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
+    """Writes values to their places in global memory, counted through all axes, from 0 on."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def write(_: Any, values: Any, places: Any, ref: Any) -> None:
+        for value, place in zip(scalars(values), scalars(places), strict=True):
+            code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.f32 [$0], $2; }"
+            mgpu.utils.inline_ptx(code, address(ref, place), place, value)
+
+    write(values, places, ref)
 
 
 def write_kept(
@@ -305,7 +357,7 @@ def write_kept(
     def write(
         _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
     ) -> None:
-        lower, upper, missing, count = (_scalars(x)[0] for x in (lower, upper, missing, count))
+        lower, upper, missing, count = (scalars(x)[0] for x in (lower, upper, missing, count))
         _emit_write_kept(keys, lower, upper, missing, ids, scratch)
         _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
 
@@ -347,31 +399,31 @@ def _emit_write_kept(
         above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
-    lane, warp = _lane(), _warp()
-    earlier_lanes = arith.subi(arith.shli(_constant(1), lane), _constant(1))
-    registers = _scalars(keys)
+    lane, warp = lane_index(), warp_index()
+    earlier_lanes = arith.subi(arith.shli(constant(1), lane), constant(1))
+    registers = scalars(keys)
 
     # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
-    packed = _constant(0)
+    packed = constant(0)
     for key in registers:
         above, tied = tests(key)
-        packed = arith.addi(packed, arith.select(above, _constant(1), _constant(0)))
-        packed = arith.addi(packed, arith.select(tied, _constant(1 << 16), _constant(0)))
-    packed = _over_lanes(packed, nvvm.ReductionKind.ADD)
-    start = _constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [_index(arith.addi(start, warp))])
+        packed = arith.addi(packed, arith.select(above, constant(1), constant(0)))
+        packed = arith.addi(packed, arith.select(tied, constant(1 << 16), constant(0)))
+    packed = over_lanes(packed, nvvm.ReductionKind.ADD)
+    start = constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [as_index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    num_above = arith.andi(before, _constant(0xFFFF))
-    num_tied = arith.shrui(before, _constant(16))
+    num_above = arith.andi(before, constant(0xFFFF))
+    num_tied = arith.shrui(before, constant(16))
 
     adjacent = len(registers) // keys.registers.size
     column = arith.addi(
-        arith.muli(warp, _constant(LANES * len(registers))),
-        arith.muli(lane, _constant(adjacent)),
+        arith.muli(warp, constant(LANES * len(registers))),
+        arith.muli(lane, constant(adjacent)),
     )
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
-    registers = _scalars(mgpu.optimization_barrier(keys))
+    registers = scalars(mgpu.optimization_barrier(keys))
     for group in range(0, len(registers), adjacent):
         found = [tests(key) for key in registers[group : group + adjacent]]
         votes = [[_ballot(test) for test in both] for both in found]
@@ -386,11 +438,11 @@ def _emit_write_kept(
             has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
             with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
                 target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, _constant(index)), ids, [_index(target)])
+                memref.store(arith.addi(column, constant(index)), ids, [as_index(target)])
             if index + 1 < adjacent:
                 place = arith.addi(place, arith.extui(missing.type, above))
                 rank = arith.addi(rank, arith.extui(missing.type, tied))
-        column = arith.addi(column, _constant(LANES * adjacent))
+        column = arith.addi(column, constant(LANES * adjacent))
 
 
 def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
@@ -398,12 +450,12 @@ def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
     index = ir.IndexType.get()
     length = ir.MemRefType(ids.type).shape[0]
     loop = scf.ForOp(
-        _index(arith.addi(count, _thread())),
+        as_index(arith.addi(count, thread_index())),
         arith.constant(index, length),
         arith.constant(index, step),
     )
     with ir.InsertionPoint(loop.body):
-        memref.store(_constant(pad), ids, [loop.induction_variable])
+        memref.store(constant(pad), ids, [loop.induction_variable])
         scf.yield_([])
 
 
@@ -496,19 +548,19 @@ def _emit_add_parts(
     num_splits, _, columns = ir.MemRefType(parts.type).shape
     width = ir.MemRefType(exponents.type).shape[-1]
     lanes = columns // ADJACENT  # that hold a tile, a power of two
-    lane = _lane()
-    first = arith.muli(_warp(), _constant(height // WARPS))
-    first = arith.addi(first, arith.shrui(lane, _constant(lanes.bit_length() - 1)))
-    column = arith.muli(arith.andi(lane, _constant(lanes - 1)), _constant(ADJACENT))
+    lane = lane_index()
+    first = arith.muli(warp_index(), constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, constant(lanes - 1)), constant(ADJACENT))
     found = []
     for pair in range(height // (WARPS * 2)):
-        tile = arith.addi(first, _constant(2 * pair))
-        least = arith.shrui(tile, _constant(1)) if is_triangle else _constant(0)
-        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, _constant(num_tiles))
-        least = arith.select(is_tile, least, _constant(num_splits))
-        place = arith.addi(arith.muli(tile, _constant(columns)), column)
-        start = _address(parts, place)
-        exponent = _address(exponents, arith.muli(tile, _constant(width)))
+        tile = arith.addi(first, constant(2 * pair))
+        least = arith.shrui(tile, constant(1)) if is_triangle else constant(0)
+        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, constant(num_tiles))
+        least = arith.select(is_tile, least, constant(num_splits))
+        place = arith.addi(arith.muli(tile, constant(columns)), column)
+        start = address(parts, place)
+        exponent = address(exponents, arith.muli(tile, constant(width)))
         found.append(_sum_of_tile(parts, start, exponent, least))
     return found
 
@@ -528,23 +580,23 @@ def _sum_of_tile(
     number = ir.F32Type.get()
     exponents: list[ir.Value] = []
     for split in range(0, num_splits, ADJACENT):
-        exponents += _load(exponent, 4 * split, _constant(0), 0, _i32(), "b32")
+        exponents += _load(exponent, 4 * split, constant(0), 0, i32(), "b32")
     stride = 4 * height * columns  # bytes
     loaded = [
         _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
     ]
-    none = _constant(NO_EXPONENT)
+    none = constant(NO_EXPONENT)
     shifts = []
     for split in range(num_splits):
-        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, _constant(split))
+        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, constant(split))
         shifts.append(arith.select(is_there, exponents[split], none))
     # More than that of none, so that the factor of none is 0.
-    largest = functools.reduce(arith.maxsi, shifts, _constant(NO_EXPONENT // 2))
+    largest = functools.reduce(arith.maxsi, shifts, constant(NO_EXPONENT // 2))
     totals = [arith.constant(number, 0.0)] * ADJACENT
     for values, shift in zip(loaded, shifts, strict=True):
         factor = _power_of_two(arith.subi(shift, largest))
         totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
-    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, _i32()))
+    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, i32()))
     sums, same = (
         vector.from_elements(kind, list(values))
         for kind, values in zip(vectors, (totals, [largest] * ADJACENT), strict=True)
@@ -570,6 +622,106 @@ def _load(
     )
 
 
+# A row that comes by heads
+
+
+def add_powers(
+    power_ref: Any,
+    factors: Any,
+    there: Int[Array, ""],
+    *,
+    height: int,
+    columns: int,
+    part: int,
+    interpret: bool,
+) -> Float[Array, "height columns"]:
+    """Adds up a row of every head, each part of which has a factor; columns beyond are anything.
+
+    Args:
+      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      factors: `[heads or more, parts]` in shared memory.
+      there: Columns that there are in all warpgroups.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      part: Columns of a part, a multiple of four.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The sums, in `tiles_layout(height, columns)`.
+    """
+    shape = (height, columns)
+    if interpret:
+        powers = power_ref[...]
+        places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
+        weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
+        return jnp.sum(powers * weights, axis=0).reshape(shape)
+    layout = tiles_layout(*shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    )
+    def add(_: Any, powers: Any, factors: Any, there: Any) -> Any:
+        found = _emit_add_powers(powers, factors, scalars(there)[0], shape, part)
+        return _as_row(found, shape, layout)
+
+    return add(power_ref, factors, there)
+
+
+def _emit_add_powers(
+    powers: ir.Value, factors: ir.Value, there: ir.Value, shape: tuple[int, int], part: int
+) -> list[ir.Value]:
+    """A thread's sums, four columns at a time; some heads are read before any is added."""
+    num_heads, width = ir.MemRefType(powers.type).shape
+    number = ir.F32Type.get()
+    found = []
+    for place in _tile_places(*shape):
+        start = address(powers, place)
+        own = arith.shrui(place, constant(part.bit_length() - 1))
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, place, there)
+        unread = arith.select(is_there, constant(0), constant(1))
+        own = arith.select(is_there, own, constant(0))
+        totals = [arith.constant(number, 0.0)] * ADJACENT
+        for first in range(0, num_heads, _HEADS_AT_ONCE):
+            heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
+            loaded = [_load(start, 4 * head * width, unread, 0, number, "f32") for head in heads]
+            for head, values in zip(heads, loaded, strict=True):
+                factor = memref.load(factors, [as_index(constant(head)), as_index(own)])
+                totals = [
+                    math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)
+                ]
+        found += totals
+    return found
+
+
+def _tile_places(height: int, columns: int) -> list[ir.Value]:
+    """Where each four adjacent columns of a thread begin in a row in `tiles_layout`.
+
+    A thread has four columns of every second tile of its warp's, a half of the warp each of two.
+    """
+    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lane = lane_index()
+    first = arith.muli(warp_index(), constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, constant(lanes - 1)), constant(ADJACENT))
+    tiles = [arith.addi(first, constant(2 * pair)) for pair in range(height // (WARPS * 2))]
+    return [arith.addi(arith.muli(tile, constant(columns)), column) for tile in tiles]
+
+
+def _as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
+    """Numbers of a thread, four adjacent columns after the other, as an array of tiles."""
+    kind = ir.VectorType.get((ADJACENT,), values[0].type)
+    groups = [values[start : start + ADJACENT] for start in range(0, len(values), ADJACENT)]
+    registers = np.empty(len(groups), dtype=object)
+    registers[:] = [vector.from_elements(kind, group) for group in groups]
+    target = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(target.registers_shape(shape)),
+        _layout=target,
+        _is_signed=None,
+    )
+
+
 # Words of the compiler's own language
 
 
@@ -583,28 +735,28 @@ def _as_array(value: ir.Value) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
-def _i32() -> ir.Type:
+def i32() -> ir.Type:
     """The type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
-def _constant(value: int) -> ir.Value:
+def constant(value: int) -> ir.Value:
     """An integer that is known."""
-    return arith.constant(_i32(), value)
+    return arith.constant(i32(), value)
 
 
-def _index(value: ir.Value) -> ir.Value:
+def as_index(value: ir.Value) -> ir.Value:
     """An integer as an index of memory."""
     return arith.index_cast(ir.IndexType.get(), value)
 
 
-def _address(ref: ir.Value, place: ir.Value) -> ir.Value:
+def address(ref: ir.Value, place: ir.Value) -> ir.Value:
     """The address of an entry of global memory, counted through all axes."""
     kind = ir.MemRefType(ref.type).element_type
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
 
 
-def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
+def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """What one thread holds of an array, in order."""
     found: list[ir.Value] = []
     for x in array.registers.flat:
@@ -614,34 +766,34 @@ def _scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
     return found
 
 
-def _thread() -> ir.Value:
+def thread_index() -> ir.Value:
     """Number of the thread in its program."""
-    return arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+    return arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
 
 
-def _lane() -> ir.Value:
+def lane_index() -> ir.Value:
     """Number of the thread in its warp."""
-    return arith.andi(_thread(), _constant(LANES - 1))
+    return arith.andi(thread_index(), constant(LANES - 1))
 
 
-def _warp() -> ir.Value:
+def warp_index() -> ir.Value:
     """Number of the warp in its program."""
-    return arith.shrui(_thread(), _constant(LANES.bit_length() - 1))
+    return arith.shrui(thread_index(), constant(LANES.bit_length() - 1))
 
 
 def _ballot(predicate: ir.Value) -> ir.Value:
     """For which lanes of the warp a predicate holds, one bit for each."""
     kind = nvvm.VoteSyncKind.ballot
-    return nvvm.vote_sync(_constant(_ALL_LANES), predicate, kind, results=[_i32()])
+    return nvvm.vote_sync(constant(_ALL_LANES), predicate, kind, results=[i32()])
 
 
-def _over_lanes(value: ir.Value, kind: nvvm.ReductionKind) -> ir.Value:
+def over_lanes(value: ir.Value, kind: nvvm.ReductionKind) -> ir.Value:
     """Reduces the integers of a warp's lanes."""
-    return nvvm.redux_sync(value, kind, _constant(_ALL_LANES))
+    return nvvm.redux_sync(value, kind, constant(_ALL_LANES))
 
 
 def _power_of_two(exponent: ir.Value) -> ir.Value:
     """`scaled.power_of_two`: `2^exponent` for exponents of at most 127, 0 below -126."""
-    field = arith.maxsi(exponent, _constant(-127))
-    field = arith.shli(arith.addi(field, _constant(127)), _constant(23))
+    field = arith.maxsi(exponent, constant(-127))
+    field = arith.shli(arith.addi(field, constant(127)), constant(23))
     return arith.bitcast(ir.F32Type.get(), field)
