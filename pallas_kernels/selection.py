@@ -14,6 +14,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     MAX_BLOCKS,
     MAX_PROMPT_BLOCKS,
     MAX_TOKEN_HEADS,
+    MAX_TOKEN_SCORES,
     SCORED_BLOCK,
     SCORED_GROUP,
     SCORED_HEADS,
@@ -259,7 +260,8 @@ def select_token_by_evidence(
     num_heads, head_dim = query.shape[2:]
     num_blocks, block_size, kv_heads = code.shape[1:4]
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
-    fits = num_blocks <= MAX_BLOCKS and num_heads <= min(SCORED_GROUP * kv_heads, MAX_TOKEN_HEADS)
+    fits = num_blocks <= MAX_BLOCKS and num_heads * num_blocks <= MAX_TOKEN_SCORES
+    fits = fits and num_heads <= min(SCORED_GROUP * kv_heads, MAX_TOKEN_HEADS)
     if not is_right or block_size != SCORED_BLOCK or not fits:
         return None
     from sketchwalk_jax.pallas_kernels.token_lists import select_token_by_evidence_kernel

@@ -9,7 +9,8 @@ parts that programs of the first one have written, and selects:
 A program has one sequence, whose row lies in the registers of up to four warpgroups, as in
 `select_decode`. Each warpgroup makes the factors of some heads, a number for each head and part,
 which all then read from shared memory; the powers come from the GPU's cache, 4 bytes for each head
-and block, and are what takes the time.
+and block, and are what takes the time: those of the first heads are on their way before there are
+factors.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
 from sketchwalk_jax.pallas_kernels.select import select_row
 from sketchwalk_jax.pallas_kernels.select_decode import room_of
 from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
@@ -94,21 +95,15 @@ def _list_blocks(
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
     place = jnp.where(there > 0, jnp.minimum(row, plan.num_blocks - 1), plan.num_blocks - 1)
     count = budget_ref[layer, place]
+    powers = powers_ref.at[sequence]
+    tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=plan.interpret)
+    read = warp_ops.read_powers(powers, there, **tiles)
     previous = warp_ops.read_row(columns, state_ref.at[sequence], **where)
-
     _write_factors(
         top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, plan=plan
     )
     warp_ops.program_barrier(interpret=plan.interpret)
-    sums = warp_ops.add_powers(
-        powers_ref.at[sequence],
-        factors,
-        there,
-        height=own,
-        columns=TILE,
-        part=plan.count,
-        interpret=plan.interpret,
-    )
+    sums = warp_ops.add_powers(read, powers, factors, there, part=plan.count, **tiles)
     sums = jnp.where(columns < there, sums, 0.0)
     evidence = jnp.maximum(_root(sums, plan.exponent), plan.decay * previous)
     warp_ops.write_row(evidence, columns, evidence_ref.at[sequence], **where)
@@ -211,14 +206,15 @@ def select_token_by_evidence_kernel(
       A `BlockSelection` shared by all heads, the evidence, and `layers + 1`.
 
     Raises:
-      ValueError: If there are more than 16,384 blocks or 64 heads.
+      ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
     """
     batch, num_blocks = step.shape[:2]
     num_heads = query.shape[1]
-    if num_blocks > MAX_BLOCKS or num_heads > MAX_TOKEN_HEADS:
+    is_long = num_blocks > MAX_BLOCKS or num_heads * num_blocks > MAX_TOKEN_SCORES
+    if is_long or num_heads > MAX_TOKEN_HEADS:
         raise ValueError(
-            f"there must be at most {MAX_BLOCKS} blocks and {MAX_TOKEN_HEADS} heads, got "
-            f"{num_blocks} and {num_heads}"
+            f"there must be at most {MAX_BLOCKS} blocks, {MAX_TOKEN_HEADS} heads and "
+            f"{MAX_TOKEN_SCORES} of both together, got {num_blocks} and {num_heads}"
         )
     height, warpgroups = room_of(-(-num_blocks // TILE), interpret=interpret)
     together = _HEADS * warpgroups

@@ -33,6 +33,8 @@ scf: Any = typed_scf
 
 WARPS, LANES = 4, 32  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
+_AHEAD = 64  # registers of a thread for what is read before it is needed
+_MOST_AHEAD = 8  # of one head
 _HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 _ALL_LANES = -1  # as a mask
@@ -625,7 +627,48 @@ def _load(
 # A row that comes by heads
 
 
+def read_powers(
+    power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
+) -> list[Float[Array, "height columns"]]:
+    """Starts to read the row of the first heads, as many as registers have room for.
+
+    Args:
+      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      there: Columns that there are in all warpgroups; those beyond are anything.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      What `add_powers` takes, in `tiles_layout(height, columns)`.
+    """
+    shape = (height, columns)
+    of_head = height * columns // THREADS
+    # None of long rows, which leave no room beside what makes the factors.
+    number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
+    if interpret:
+        return [power_ref[head, :].reshape(shape) for head in range(number)]
+    if not number:
+        return []
+    layout = tiles_layout(*shape)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
+    )
+    def read(_: Any, powers: Any, there: Any) -> Any:
+        place = _places_of_tiles(powers, scalars(there)[0], shape)
+        rows = [
+            [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
+            for head in range(number)
+        ]
+        return [_as_row(row, shape, layout) for row in rows]
+
+    return list(read(power_ref, there))
+
+
 def add_powers(
+    read: list[Float[Array, "height columns"]],
     power_ref: Any,
     factors: Any,
     there: Int[Array, ""],
@@ -638,6 +681,7 @@ def add_powers(
     """Adds up a row of every head, each part of which has a factor; columns beyond are anything.
 
     Args:
+      read: What `read_powers` has read.
       power_ref: Floats, `[heads, tiles * columns]` in global memory.
       factors: `[heads or more, parts]` in shared memory.
       there: Columns that there are in all warpgroups.
@@ -658,40 +702,80 @@ def add_powers(
     layout = tiles_layout(*shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        arg_types=(*[layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
     )
-    def add(_: Any, powers: Any, factors: Any, there: Any) -> Any:
-        found = _emit_add_powers(powers, factors, scalars(there)[0], shape, part)
+    def add(_: Any, *arguments: Any) -> Any:
+        *rows, powers, factors, there = arguments
+        places = _places_of_tiles(powers, scalars(there)[0], shape)
+        held = [scalars(row) for row in rows]
+        found: list[ir.Value] = []
+        for index, (start, unread, column) in enumerate(places):
+            own = slice(ADJACENT * index, ADJACENT * (index + 1))
+            first = [row[own] for row in held]
+            found += _sum_of_heads(powers, factors, first, start, unread, column, part)
         return _as_row(found, shape, layout)
 
-    return add(power_ref, factors, there)
+    return add(*read, power_ref, factors, there)
 
 
-def _emit_add_powers(
-    powers: ir.Value, factors: ir.Value, there: ir.Value, shape: tuple[int, int], part: int
+def _sum_of_heads(
+    powers: ir.Value,
+    factors: ir.Value,
+    held: list[list[ir.Value]],
+    start: ir.Value,
+    unread: ir.Value,
+    column: ir.Value,
+    part: int,
 ) -> list[ir.Value]:
-    """A thread's sums, four columns at a time; some heads are read before any is added."""
-    num_heads, width = ir.MemRefType(powers.type).shape
-    number = ir.F32Type.get()
+    """Four adjacent sums; some heads are read before any of them is added.
+
+    Args:
+      powers: Of all heads.
+      factors: Of all heads and parts.
+      held: What has been read of the first heads.
+      start: Address of the four columns in the first head's row.
+      unread: 1 if none of them is there, else 0.
+      column: The first of them.
+      part: Columns of a part.
+    """
+    num_heads = ir.MemRefType(powers.type).shape[0]
+    # Of columns that are not there, any part that is.
+    own = arith.shrui(column, constant(part.bit_length() - 1))
+    own = as_index(arith.select(_is_one(unread), constant(0), own))
+    totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
+    for first in range(0, num_heads, _HEADS_AT_ONCE):
+        heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
+        loaded = [
+            held[head] if head < len(held) else _load_power(powers, start, unread, head)
+            for head in heads
+        ]
+        for head, values in zip(heads, loaded, strict=True):
+            factor = memref.load(factors, [as_index(constant(head)), own])
+            totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
+    return totals
+
+
+def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
+    """Four adjacent numbers of a head, or zeros."""
+    width = ir.MemRefType(powers.type).shape[1]
+    return _load(start, 4 * head * width, unread, 0, ir.F32Type.get(), "f32")
+
+
+def _places_of_tiles(
+    powers: ir.Value, there: ir.Value, shape: tuple[int, int]
+) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
+    """Of each four adjacent columns of a thread: the address, 1 if none is there, the column."""
     found = []
-    for place in _tile_places(*shape):
-        start = address(powers, place)
-        own = arith.shrui(place, constant(part.bit_length() - 1))
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, place, there)
+    for column in _tile_places(*shape):
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
         unread = arith.select(is_there, constant(0), constant(1))
-        own = arith.select(is_there, own, constant(0))
-        totals = [arith.constant(number, 0.0)] * ADJACENT
-        for first in range(0, num_heads, _HEADS_AT_ONCE):
-            heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
-            loaded = [_load(start, 4 * head * width, unread, 0, number, "f32") for head in heads]
-            for head, values in zip(heads, loaded, strict=True):
-                factor = memref.load(factors, [as_index(constant(head)), as_index(own)])
-                totals = [
-                    math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)
-                ]
-        found += totals
+        found.append((address(powers, column), unread, column))
     return found
+
+
+def _is_one(flag: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, flag, constant(1))
 
 
 def _tile_places(height: int, columns: int) -> list[ir.Value]:

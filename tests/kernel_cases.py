@@ -447,7 +447,7 @@ EVIDENCE_CASES = (
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, blocks=45),
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=63),
     *(EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=n) for n in (256, 2048, 16384)),
-    EvidenceKernelCase(heads=64, kv_heads=8, head_dim=128, blocks=16384),
+    EvidenceKernelCase(heads=64, kv_heads=8, head_dim=128, blocks=8192),
     EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, blocks=2048),
     EvidenceKernelCase(heads=3, kv_heads=3, head_dim=64, blocks=1),
 )
