@@ -50,13 +50,13 @@ class TokenParts(NamedTuple):
       powers: `[B, N, room]` as in the module's text, float32.
       top: `[B, more than N, parts]`, float32.
       total: Likewise.
-      count: Blocks of a part, a divisor of 64.
+      size: Blocks of a part, a divisor of 64.
     """
 
     powers: Float[Array, "B N W"]
     top: Float[Array, "B M P"]
     total: Float[Array, "B M P"]
-    count: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,10 @@ def _score(
     @pl.when(there > 0)
     def _() -> None:
         block_products(
-            *(x.at[batch] for x in (query, code, centre, step)),
+            query.at[batch],
+            code.at[batch],
+            centre.at[batch],
+            step.at[batch],
             peaks,
             shared,
             kv_head=kv_head,
@@ -226,4 +229,5 @@ def token_scores_kernel(
         interpret=ops.interpreter(interpret),
         kernel_name="token_scores",
     )(query, code, centre, step, lengths)
-    return TokenParts(*found, count)
+    powers, top, total = found
+    return TokenParts(powers, top, total, count)
