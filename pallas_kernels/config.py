@@ -18,7 +18,8 @@ LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice 
 SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
 SCORED_HEADS = (64, 128)  # features of their heads
 SCORED_GROUP = 8  # heads that share keys, for one token
-LEAST_SCORED = 32  # blocks, for one token
+MAX_TOKEN_HEADS = 64  # of one token, put together by one program
+MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ _WARPGROUPS = 4  # at most, that share a row
 _TILES = 8  # of key blocks, of which a warpgroup has a multiple
 
 
-def _room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
+def room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
     """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
     height = -(-num_key_tiles // _TILES) * _TILES
     if interpret:  # whose warpgroups cannot count together
@@ -194,7 +194,7 @@ def select_token_kernel(
         overlaps=overlaps and not interpret,
         interpret=interpret,
     )
-    height, warpgroups = _room_of(plan.num_key_tiles, interpret=interpret)
+    height, warpgroups = room_of(plan.num_key_tiles, interpret=interpret)
     parts = walk_row_kernel(
         token, query_sums, key_sums, state, layers[None], positions, plan=plan, height=height
     )

@@ -8,14 +8,15 @@ themselves import Pallas, which takes long, and are imported when one is called.
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
-    LEAST_SCORED,
     MAX_BLOCKS,
     MAX_PROMPT_BLOCKS,
+    MAX_TOKEN_HEADS,
+    MAX_TOKEN_SCORES,
     SCORED_BLOCK,
     SCORED_GROUP,
     SCORED_HEADS,
@@ -262,13 +263,56 @@ def block_codes(
     )
 
 
-def takes_block_scores(
-    queries: Float[Array, "B I R N C"], *, block_size: int, num_blocks: int, kv_heads: int
-) -> bool:
-    """Whether kernels score blocks for these queries: of a prompt's rows, or one token's."""
+def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int) -> bool:
+    """Whether kernels score blocks for these queries of a prompt's rows."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
-    if not is_right or block_size != SCORED_BLOCK:
-        return False
     is_token = queries.shape[1] * queries.shape[2] == 1
-    fits_token = queries.shape[3] <= SCORED_GROUP * kv_heads and num_blocks >= LEAST_SCORED
-    return fits_token or not is_token
+    return is_right and block_size == SCORED_BLOCK and not is_token
+
+
+def select_token_by_evidence(
+    query: Float[Array, "B 1 N H"],
+    code: UInt8[Array, "B J S K C2"],
+    centre: Float[Array, "B J K C"],
+    step: Int8[Array, "B J K C"],
+    walk: WalkState,
+    *,
+    lengths: Int[Array, "B"],
+    budgets: Int[np.ndarray, "Ls J"],
+    scale: float,
+    exponent: int,
+    decay: float,
+    sink_blocks: int,
+    local_blocks: int,
+    kernels: KernelConfig,
+) -> tuple[BlockSelection, WalkState] | None:
+    """Scores, evidence and list of one token per sequence, of the recommended policy.
+
+    The keys are those of the slow half of the channels, as `BlockCodes` has them.
+    """
+    num_heads, head_dim = query.shape[2:]
+    num_blocks, block_size, kv_heads = code.shape[1:4]
+    is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
+    fits = num_blocks <= MAX_BLOCKS and num_heads * num_blocks <= MAX_TOKEN_SCORES
+    fits = fits and num_heads <= min(SCORED_GROUP * kv_heads, MAX_TOKEN_HEADS)
+    if not is_right or block_size != SCORED_BLOCK or not fits:
+        return None
+    from sketchwalk_jax.pallas_kernels.token_lists import select_token_by_evidence_kernel
+
+    selection, evidence, layers = select_token_by_evidence_kernel(
+        query[:, 0],
+        code,
+        centre,
+        step,
+        walk.scores[:, 0],
+        walk.layers,
+        lengths,
+        budgets,
+        scale=scale,
+        exponent=exponent,
+        decay=decay,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+        interpret=kernels.interpret,
+    )
+    return selection, WalkState(evidence[:, None], layers)

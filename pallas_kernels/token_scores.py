@@ -1,33 +1,62 @@
 """What blocks of keys are worth to one token, on Hopper GPUs, from keys at four bits.
 
-    l[n, j] = q_n · centre_j + max_{s in block j} q'_n · step_j code_s
+    l[n, j] = scale · (q_n · centre_j + max_{s in block j} q'_n · step_j code_s)
 
-for the query heads `n` of one key/value head (`policies.block_codes`). A program has 32 blocks of
-one key/value head. Codes of a block are 64 rows of C/2 bytes, each of two channels: what the low
-four bits say and what the high ones say are two matrices, which become bfloat16 in registers,
-exactly, and are multiplied with the queries by the tensor cores. Each code is read once, half a
-byte.
+for the query heads `n` of one key/value head (`policies.block_codes`). A program has some blocks of
+one key/value head, as few as it takes to fill the GPU, and four warps that share them; the products
+are those of `code_products`. What is wanted are powers of shares,
+
+    share[n, j] = exp(l[n, j]) / Σ_i exp(l[n, i])
+
+whose denominators no program knows, so that each writes what its own blocks say:
+
+    top[n] = max_j l[n, j],   total[n] = Σ_j exp(l[n, j] - top[n]),
+    powers[n, j] = exp(l[n, j] - top[n]) ^ exponent
+
+and `token_lists` puts the programs' parts together. Exponentials are taken here, by all of the GPU.
+What is not finite counts as no attention. Each code is read once, half a byte.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.code_products import (
+    KEYS,
+    MOST_BLOCKS,
+    QUERIES,
+    block_products,
+)
+from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.scaled import integer_power
 
-_KEYS = 64  # of a block
-_QUERIES = 8  # the least that tensor cores take
-_BLOCKS = 32  # of a program
-_ROWS = 64  # of a product; half of those of the centres are empty
-_STAGES = 8
-_TILE = 8  # blocks whose centres lie together in shared memory
+_PROGRAMS = 528  # of 128 threads, that a GPU of 132 processors runs at a time
+_PARTS = 64  # of a head, where these are not too large
+_SHAPE = (MOST_BLOCKS, QUERIES)
+
+
+class TokenParts(NamedTuple):
+    """What programs say of their blocks; what is beyond a sequence is not written.
+
+    Attributes:
+      powers: `[B, N, room]` as in the module's text, float32.
+      top: `[B, more than N, parts]`, float32.
+      total: Likewise.
+      size: Blocks of a part, a divisor of 64.
+    """
+
+    powers: Float[Array, "B N W"]
+    top: Float[Array, "B M P"]
+    total: Float[Array, "B M P"]
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,167 +64,170 @@ class _Plan:
     """What is static about a call.
 
     Attributes:
-      blocks: Blocks that there is room for, a multiple of 8.
-      half: Half of the channels.
+      group: Query heads of a key/value head.
+      count: Blocks of a program.
+      scale: Factor of the logits.
+      exponent: Of the shares.
       interpret: Whether the interpreter runs the kernel.
     """
 
-    blocks: int
-    half: int
+    group: int
+    count: int
+    scale: float
+    exponent: int
     interpret: bool
+
+
+def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
+    """Blocks of a program, 4 to 64: few for many programs, and not too many of one head.
+
+    Example:
+      >>> [blocks_of_part(1, 8, num_blocks) for num_blocks in (45, 256, 2048)]
+      [4, 4, 32]
+    """
+    least = max(batch * kv_heads * num_blocks / _PROGRAMS, num_blocks / _PARTS, warp_ops.WARPS)
+    return min(1 << math.ceil(math.log2(least)), MOST_BLOCKS)
 
 
 def _score(
     query: Any,
-    rounded: Any,
     code: Any,
     centre: Any,
     step: Any,
     lengths: Any,
-    out: Any,
+    powers_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
     *,
     plan: _Plan,
-    queries: Any,
-    rounds: Any,
-    codes: Any,
-    centres: Any,
-    steps: Any,
-    found: Any,
-    filled: Any,
-    arrived: Any,
+    peaks: Any,
+    shared: Any,
 ) -> None:
     """One program: some blocks of one key/value head."""
-    part, kv_head, batch = (jax.lax.axis_index(name) for name in ("part", "kv_head", "batch"))
-    first = jnp.minimum(part * _BLOCKS, plan.blocks - _BLOCKS)  # some of the last perhaps twice
+    batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
+    first = part * plan.count
     length = lengths[batch]
-    present = jnp.clip(jax.lax.div(length + _KEYS - 1, _KEYS) - first, 0, _BLOCKS)
+    there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, plan.count)
 
-    def load(index: Any) -> None:
-        @pl.when(index < present)
-        def _() -> None:
-            slot = jax.lax.rem(index, _STAGES)
-            source = code.at[batch, first + index, :, kv_head]
-            plgpu.copy_gmem_to_smem(source, codes.at[slot], filled.at[slot])
-
-    @pl.when(present > 0)
+    @pl.when(there > 0)
     def _() -> None:
-        blocks = pl.ds(first, _BLOCKS)
-        plgpu.copy_gmem_to_smem(query.at[batch, kv_head], queries, arrived)
-        plgpu.copy_gmem_to_smem(rounded.at[batch, kv_head], rounds, arrived)
-        plgpu.copy_gmem_to_smem(
-            centre.at[batch, blocks, kv_head], centres.at[pl.ds(0, _BLOCKS)], arrived
+        block_products(
+            query.at[batch],
+            code.at[batch],
+            centre.at[batch],
+            step.at[batch],
+            peaks,
+            shared,
+            kv_head=kv_head,
+            group=plan.group,
+            first=first,
+            count=plan.count,
+            there=there,
+            length=length,
+            interpret=plan.interpret,
         )
-        plgpu.copy_gmem_to_smem(step.at[batch, blocks, kv_head], steps, arrived)
-        for index in range(_STAGES - 1):
-            load(jnp.int32(index))
-        plgpu.barrier_wait(arrived)
-        shape = (_KEYS, plan.half)
-
-        def peak(index: Any, nothing: Any) -> Any:
-            slot = jax.lax.rem(index, _STAGES)
-            plgpu.barrier_wait(filled.at[slot])
-            pair = ops.read(codes.at[slot])
-            exponent = [
-                ops.read(steps.at[index, pl.ds(part * plan.half, plan.half)], ops.BY_COLUMN)
-                for part in range(2)
-            ]
-            warp_ops.barrier(interpret=plan.interpret)  # all have read the last block's slot
-            load(index + _STAGES - 1)
-            low = jnp.bitwise_xor(jnp.bitwise_and(pair, jnp.int8(15)), jnp.int8(8))  # code + 8
-            high = jnp.bitwise_and(pair, jnp.int8(-16))  # 16 code
-            scales = [_power_of_two(one) for one in exponent]
-            left = [
-                (low.astype(jnp.bfloat16) - 8.0) * ops.spread(scales[0], shape, 1),
-                high.astype(jnp.bfloat16) * ops.spread(scales[1] * 0.0625, shape, 1),
-            ]
-
-            def product(sums: ops.Accumulator) -> Any:
-                for half in range(2):
-                    sums.add_product(left[half], rounds.at[half].transpose((1, 0)))
-                return sums.load()
-
-            products = ops.with_accumulator(product, (_KEYS, _QUERIES), interpret=plan.interpret)
-            place = (first + index) * _KEYS + ops.matrix_index((_KEYS, _QUERIES), 0)
-            products = jnp.where(place < length, products, -jnp.inf)
-            found[index] = jnp.max(products, axis=0)
-            return nothing
-
-        jax.lax.fori_loop(0, present, peak, ())
-
-        def shared(sums: ops.Accumulator) -> Any:
-            sums.add_product(centres, queries.transpose((1, 0)))
-            return sums.load()
-
-        plgpu.commit_smem()
-        logits = ops.with_accumulator(shared, (_ROWS, _QUERIES), interpret=plan.interpret)
-        logits = logits + ops.read(found)
-        ops.write(found, logits)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(found.at[pl.ds(0, _BLOCKS)], out.at[batch, kv_head, part])
-        plgpu.wait_smem_to_gmem(0)
+        warp_ops.barrier(interpret=plan.interpret)
+        # As powers of two.
+        logits = (ops.read(peaks) + ops.read(shared)) * (plan.scale * math.log2(math.e))
+        is_seen = (ops.matrix_index(_SHAPE, 0) < there) & (jnp.abs(logits) < jnp.inf)
+        logits = jnp.where(is_seen, logits, MASK_VALUE)
+        top = jnp.max(logits, axis=0)
+        shares = jnp.exp2(logits - ops.spread(top, _SHAPE, 1))
+        shares = jnp.where(is_seen, shares, 0.0)
+        total = jnp.sum(shares, axis=0)
+        _write(
+            integer_power(shares, plan.exponent),
+            (top, total),
+            powers_ref.at[batch],
+            (top_ref.at[batch], total_ref.at[batch]),
+            head=kv_head * plan.group,
+            part=part,
+            there=there,
+            plan=plan,
+        )
 
 
-def _power_of_two(exponent: Int8[Array, "C"]) -> Float[Array, "C"]:
-    """`2^exponent` in bfloat16; NaN for -128, which says that there is no key."""
-    wide = exponent.astype(jnp.int32)
-    bits = jnp.left_shift(wide + 127, 23)
-    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(wide == -128, jnp.nan, found).astype(jnp.bfloat16)
+def _write(
+    powers: Array,
+    sums: tuple[Array, Array],
+    powers_ref: Any,
+    sum_refs: tuple[Any, Any],
+    *,
+    head: Array,
+    part: Array,
+    there: Array,
+    plan: _Plan,
+) -> None:
+    """Writes what is of heads and blocks that there are."""
+    if plan.interpret:
+        heads = pl.ds(head, plan.group)
+        powers_ref[heads, pl.ds(part * plan.count, plan.count)] = powers[
+            : plan.count, : plan.group
+        ].T
+        for ref, one in zip(sum_refs, sums, strict=True):
+            ref[heads, pl.ds(part, 1)] = one[: plan.group, None]
+        return
+    row, column = (ops.matrix_index(_SHAPE, axis) for axis in range(2))
+    own = plgpu.layout_cast(jnp.max(column, axis=0), ops.BY_COLUMN)
+    width = powers_ref.shape[1]
+    place = (head + column) * width + part * plan.count + row
+    place = jnp.where((row < there) & (column < plan.group), place, place * 0 - 1)
+    warp_ops.write_places(powers, place, powers_ref, layout=ops.ACCUMULATOR)
+    place = (head + own) * sum_refs[0].shape[1] + part
+    place = jnp.where(own < plan.group, place, place * 0 - 1)
+    for ref, one in zip(sum_refs, sums, strict=True):
+        warp_ops.write_places(one, place, ref, layout=ops.BY_COLUMN)
 
 
 def token_scores_kernel(
-    query: Float[Array, "B K 8 C"],
-    rounded: Float[Array, "B K 2 8 C2"],
+    query: Float[Array, "B N H"],
     code: UInt8[Array, "B J S K C2"],
     centre: Float[Array, "B J K C"],
     step: Int8[Array, "B J K C"],
     *,
     lengths: Int[Array, "B"],
+    scale: float,
+    exponent: int,
+    room: tuple[int, int],
     interpret: bool = False,
-) -> Float[Array, "B K J 8"]:
-    """`l` of the module; of blocks beyond the sequence it may be anything.
+) -> TokenParts:
+    """The parts of the module's text, of every token and head.
 
     Args:
-      query: Queries in bfloat16, up to eight heads for one of keys.
-      rounded: `round_queries` of them, the halves of the channels one after the other.
-      code: As `BlockCodes` has it, of at least 32 blocks.
+      query: Queries in bfloat16, of at most eight heads for one of keys, in all their channels.
+      code: As `BlockCodes` has it, of blocks of 64 keys and the slow half of the channels.
       centre: Likewise.
       step: Likewise.
       lengths: Keys present in each sequence.
+      scale: Factor of the products.
+      exponent: Of the shares.
+      room: Heads and blocks that there is to be room for in the result.
       interpret: Whether the interpreter runs the kernel.
     """
-    batch, kv_heads, _, channels = query.shape
-    # Centres are copied in tiles, from a multiple of their size on; no interpreter minds.
-    num_blocks = code.shape[1]
-    blocks = -(-num_blocks // _TILE) * _TILE
-    padding = ((0, 0), (0, blocks - num_blocks), (0, 0), (0, 0))
-    centre, step = jnp.pad(centre, padding), jnp.pad(step, padding)
-    parts = -(-blocks // _BLOCKS)
-    plan = _Plan(blocks=blocks, half=channels // 2, interpret=interpret)
-    kernel = plgpu.kernel(
+    batch, num_heads, _ = query.shape
+    num_blocks, kv_heads = code.shape[1], code.shape[3]
+    count = blocks_of_part(batch, kv_heads, num_blocks)
+    parts = -(-num_blocks // count)
+    plan = _Plan(
+        group=num_heads // kv_heads,
+        count=count,
+        scale=scale,
+        exponent=exponent,
+        interpret=interpret,
+    )
+    sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
+    found = plgpu.kernel(
         functools.partial(_score, plan=plan),
-        out_type=jax.ShapeDtypeStruct((batch, kv_heads, parts, _BLOCKS, _QUERIES), jnp.float32),
+        out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.float32), sums, sums],
         scratch_types={
-            "queries": ops.tiled((_QUERIES, channels), query.dtype, swizzle=2 * channels),
-            "rounds": ops.tiled((2, _QUERIES, plan.half), query.dtype, swizzle=channels),
-            "codes": plgpu.SMEM((_STAGES, _KEYS, plan.half), jnp.int8),
-            "centres": ops.tiled((_ROWS, channels), query.dtype, swizzle=2 * channels),
-            "steps": plgpu.SMEM((_BLOCKS, channels), jnp.int8),
-            "found": plgpu.SMEM((_ROWS, _QUERIES), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES),
-            "arrived": plgpu.Barrier(num_arrivals=4),
+            "peaks": plgpu.SMEM(_SHAPE, jnp.float32),
+            "shared": plgpu.SMEM(_SHAPE, jnp.float32),
         },
-        grid=(parts, kv_heads, batch),
-        grid_names=("part", "kv_head", "batch"),
+        grid=(batch, parts, kv_heads),
+        grid_names=("batch", "part", "kv_head"),  # heads side by side share lines of memory
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),
         kernel_name="token_scores",
-    )
-    code = jax.lax.bitcast_convert_type(code, jnp.int8)
-    found = kernel(query, rounded, code, centre, step, lengths.astype(jnp.int32))
-    found = found.reshape(batch, kv_heads, parts * _BLOCKS, _QUERIES)
-    if not blocks % _BLOCKS:
-        return found[:, :, :num_blocks]
-    place = np.arange(num_blocks)
-    place[(parts - 1) * _BLOCKS :] += parts * _BLOCKS - blocks  # the last part ends with the last
-    return found[:, :, place]
+    )(query, code, centre, step, lengths)
+    powers, top, total = found
+    return TokenParts(powers, top, total, count)

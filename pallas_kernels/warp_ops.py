@@ -34,6 +34,9 @@ scf: Any = typed_scf
 
 WARPS, LANES = 4, words.LANES  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
+_AHEAD = 64  # registers of a thread for what is read before it is needed
+_MOST_AHEAD = 8  # of one head
+_HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 PAIR = 2  # channels of a key, likewise
 _COUNTS_PER_WARP = 5  # two turns of two, and one
@@ -96,6 +99,17 @@ def barrier(*, interpret: bool) -> None:
         wait()
 
 
+def program_barrier(*, interpret: bool) -> None:
+    """Waits for all warps of a program; the interpreter runs them together."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            gpu.barrier()
+
+        wait()
+
+
 def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
     """The largest of the integers of one warpgroup, at the price of one barrier.
 
@@ -110,9 +124,8 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=words.integer_type())
     def largest(_: Any, x: Any, scratch: Any) -> Any:
-        own = words.over_lanes(
-            functools.reduce(arith.maxsi, words.scalars(x)), nvvm.ReductionKind.MAX
-        )
+        own = functools.reduce(arith.maxsi, words.scalars(x))
+        own = words.over_lanes(own, nvvm.ReductionKind.MAX)
         thread, warp = words.thread(), words.warp()
         memref.store(own, scratch, [words.index(warp)])
         mgpu.warpgroup_barrier()
@@ -317,6 +330,46 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
                 memref.store(value, ref, [words.index(column)])
 
     write(values, columns, ref)
+
+
+def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
+    """Floats of a row of global memory, and zeros in columns that do not exist."""
+    if interpret:
+        row = ref[...]
+        return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.float32), layout),
+    )
+    def read(_: Any, columns: Any, ref: Any) -> Any:
+        limit = ir.MemRefType(ref.type).shape[0]
+        code = (
+            f"{{ .reg .pred p; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
+            "@p ld.global.f32 $0, [$1]; }"
+        )
+        number = ir.F32Type.get()
+        values = [
+            mgpu.utils.inline_ptx(
+                code, words.address(ref, column), column, result_types=number, has_side_effects=True
+            )
+            for column in words.scalars(columns)
+        ]
+        return _as_row(values, columns.shape, layout)
+
+    return read(columns, ref)
+
+
+def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
+    """Writes values to their places in global memory, counted through all axes, from 0 on."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def write(_: Any, values: Any, places: Any, ref: Any) -> None:
+        for value, place in zip(words.scalars(values), words.scalars(places), strict=True):
+            code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.f32 [$0], $2; }"
+            mgpu.utils.inline_ptx(code, words.address(ref, place), place, value)
+
+    write(values, places, ref)
 
 
 def write_kept(
@@ -621,4 +674,186 @@ def _load(
         mgpu.utils.inline_ptx(
             code, pointer, least, result_types=[kind] * ADJACENT, has_side_effects=True
         )
+    )
+
+
+# A row that comes by heads
+
+
+def read_powers(
+    power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
+) -> list[Float[Array, "height columns"]]:
+    """Starts to read the row of the first heads, as many as registers have room for.
+
+    Args:
+      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      there: Columns that there are in all warpgroups; those beyond are anything.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      What `add_powers` takes, in `tiles_layout(height, columns)`.
+    """
+    shape = (height, columns)
+    of_head = height * columns // THREADS
+    # None of long rows, which leave no room beside what makes the factors.
+    number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
+    if interpret:
+        return [power_ref[head, :].reshape(shape) for head in range(number)]
+    if not number:
+        return []
+    layout = tiles_layout(*shape)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
+    )
+    def read(_: Any, powers: Any, there: Any) -> Any:
+        place = _places_of_tiles(powers, words.scalars(there)[0], shape)
+        rows = [
+            [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
+            for head in range(number)
+        ]
+        return [_as_row(row, shape, layout) for row in rows]
+
+    return list(read(power_ref, there))
+
+
+def add_powers(
+    read: list[Float[Array, "height columns"]],
+    power_ref: Any,
+    factors: Any,
+    there: Int[Array, ""],
+    *,
+    height: int,
+    columns: int,
+    part: int,
+    interpret: bool,
+) -> Float[Array, "height columns"]:
+    """Adds up a row of every head, each part of which has a factor; columns beyond are anything.
+
+    Args:
+      read: What `read_powers` has read.
+      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      factors: `[heads or more, parts]` in shared memory.
+      there: Columns that there are in all warpgroups.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      part: Columns of a part, a multiple of four.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The sums, in `tiles_layout(height, columns)`.
+    """
+    shape = (height, columns)
+    if interpret:
+        powers = power_ref[...]
+        places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
+        weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
+        return jnp.sum(powers * weights, axis=0).reshape(shape)
+    layout = tiles_layout(*shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    )
+    def add(_: Any, *arguments: Any) -> Any:
+        *rows, powers, factors, there = arguments
+        places = _places_of_tiles(powers, words.scalars(there)[0], shape)
+        held = [words.scalars(row) for row in rows]
+        found: list[ir.Value] = []
+        for index, (start, unread, column) in enumerate(places):
+            own = slice(ADJACENT * index, ADJACENT * (index + 1))
+            first = [row[own] for row in held]
+            found += _sum_of_heads(powers, factors, first, start, unread, column, part)
+        return _as_row(found, shape, layout)
+
+    return add(*read, power_ref, factors, there)
+
+
+def _sum_of_heads(
+    powers: ir.Value,
+    factors: ir.Value,
+    held: list[list[ir.Value]],
+    start: ir.Value,
+    unread: ir.Value,
+    column: ir.Value,
+    part: int,
+) -> list[ir.Value]:
+    """Four adjacent sums; some heads are read before any of them is added.
+
+    Args:
+      powers: Of all heads.
+      factors: Of all heads and parts.
+      held: What has been read of the first heads.
+      start: Address of the four columns in the first head's row.
+      unread: 1 if none of them is there, else 0.
+      column: The first of them.
+      part: Columns of a part.
+    """
+    num_heads = ir.MemRefType(powers.type).shape[0]
+    # Of columns that are not there, any part that is.
+    own = arith.shrui(column, words.constant(part.bit_length() - 1))
+    own = words.index(arith.select(_is_one(unread), words.constant(0), own))
+    totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
+    for first in range(0, num_heads, _HEADS_AT_ONCE):
+        heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
+        loaded = [
+            held[head] if head < len(held) else _load_power(powers, start, unread, head)
+            for head in heads
+        ]
+        for head, values in zip(heads, loaded, strict=True):
+            factor = memref.load(factors, [words.index(words.constant(head)), own])
+            totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
+    return totals
+
+
+def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
+    """Four adjacent numbers of a head, or zeros."""
+    width = ir.MemRefType(powers.type).shape[1]
+    return _load(start, 4 * head * width, unread, 0, ir.F32Type.get(), "f32")
+
+
+def _places_of_tiles(
+    powers: ir.Value, there: ir.Value, shape: tuple[int, int]
+) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
+    """Of each four adjacent columns of a thread: the address, 1 if none is there, the column."""
+    found = []
+    for column in _tile_places(*shape):
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
+        unread = arith.select(is_there, words.constant(0), words.constant(1))
+        found.append((words.address(powers, column), unread, column))
+    return found
+
+
+def _is_one(flag: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, flag, words.constant(1))
+
+
+def _tile_places(height: int, columns: int) -> list[ir.Value]:
+    """Where each four adjacent columns of a thread begin in a row in `tiles_layout`.
+
+    A thread has four columns of every second tile of its warp's, a half of the warp each of two.
+    """
+    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lane = words.lane()
+    first = arith.muli(words.warp(), words.constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, words.constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, words.constant(lanes - 1)), words.constant(ADJACENT))
+    tiles = [arith.addi(first, words.constant(2 * pair)) for pair in range(height // (WARPS * 2))]
+    return [arith.addi(arith.muli(tile, words.constant(columns)), column) for tile in tiles]
+
+
+def _as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
+    """Numbers of a thread, four adjacent columns after the other, as an array of tiles."""
+    kind = ir.VectorType.get((ADJACENT,), values[0].type)
+    groups = [values[start : start + ADJACENT] for start in range(0, len(values), ADJACENT)]
+    registers = np.empty(len(groups), dtype=object)
+    registers[:] = [vector.from_elements(kind, group) for group in groups]
+    target = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(target.registers_shape(shape)),
+        _layout=target,
+        _is_signed=None,
     )

@@ -389,9 +389,10 @@ SKETCH_CASES: tuple[Case, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvidenceKernelCase:
-    """The kernels of the recommended policy, from queries to scores of blocks.
+    """The kernels of the recommended policy.
 
-    Of a prompt, with `count` representatives of a row, or of one token of each sequence.
+    Of a prompt, with `count` representatives of a row, from queries to scores of blocks; or of one
+    token of each sequence, from its queries to its list.
     """
 
     heads: int
@@ -406,29 +407,31 @@ class EvidenceKernelCase:
         return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, config: KernelConfig | None = None) -> Program:
-        """Representatives, peaks and scores; of a token the scores alone."""
+        """Representatives, peaks and scores; of a token scores, evidence and list."""
         policy = RecommendedConfig()
         kernels, blocks = config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
-        codes = jax.eval_shape(
-            functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
-        )
+        make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
+        codes = jax.eval_shape(make)
 
-        def run(query: Any, codes: Any, lengths: Any) -> Any:
-            if self.count is None:
-                span = Span.of_tokens(lengths - 1, 64)
-                queries = query[:, None][..., policy.channels(self.head_dim)]
-            else:
-                valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-                span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-                queries = policy.represent(query, span, self.count, kernels=kernels)
+        def select(query: Any, codes: Any, lengths: Any) -> Any:
+            walk = policy.init_walk(batch=1, num_rows=1, num_blocks=blocks)
+            key = jnp.zeros((1, 1, 1, self.kv_heads, self.head_dim), query.dtype)  # not read
+            span, layer = Span.of_tokens(lengths - 1, 64), jnp.zeros((), jnp.int32)
+            return policy.select(query, key, codes, walk, layer=layer, span=span, kernels=kernels)
+
+        def score(query: Any, codes: Any, lengths: Any) -> Any:
+            valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+            span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+            queries = policy.represent(query, span, self.count, kernels=kernels)
             return policy.evidence(
                 queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernels=kernels
             )
 
         tokens = 1 if self.count is None else 64 * blocks
         query = jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_dim), jnp.bfloat16)
-        return run, (query, codes, jax.ShapeDtypeStruct((1,), jnp.int32))
+        arguments = (query, codes, jax.ShapeDtypeStruct((1,), jnp.int32))
+        return select if self.count is None else score, arguments
 
 
 EVIDENCE_CASES = (
@@ -443,6 +446,10 @@ EVIDENCE_CASES = (
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64),
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, blocks=45),
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=63),
+    *(EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=n) for n in (256, 2048, 16384)),
+    EvidenceKernelCase(heads=64, kv_heads=8, head_dim=128, blocks=8192),
+    EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, blocks=2048),
+    EvidenceKernelCase(heads=3, kv_heads=3, head_dim=64, blocks=1),
 )
 
 

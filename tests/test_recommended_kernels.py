@@ -15,6 +15,9 @@ from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.walk import WalkState
+
+token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
 
 pytestmark = pytest.mark.interpreted
 
@@ -162,32 +165,98 @@ def test_a_prompt_is_selected_alike():
     assert np.mean(np.asarray(found.ids) == np.asarray(wanted.ids)) > 0.95  # but for near ties
 
 
-@pytest.mark.parametrize("kind", slow_unless("nan".__eq__, ["random", "nan"]))
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "channels", "blocks"),
-    [(4, 1, 64, 32), (6, 2, 32, 45), (4, 1, 32, 63)],
-)
-def test_tokens_score_alike(heads, kv_heads, channels, blocks, kind):
+TOKEN_KINDS = ("random", "equal", "nan", "huge")
+# Heads, key/value heads, features of a head, room in blocks.
+TOKEN_SHAPES = [(4, 1, 128, 32), (4, 1, 64, 33), (6, 2, 64, 45), (14, 2, 64, 63), (4, 1, 128, 64)]
+
+
+def draw_token(heads, kv_heads, head_dim, blocks, kind):
+    """Queries, codes, evidence of the layer before and lengths, down to one token and none."""
     rng = np.random.default_rng(heads)
-    lengths = np.array([blocks * SIZE - 9, 70, 17 * SIZE])
-    key = rng.normal(size=(3, blocks * SIZE, kv_heads, channels))
-    key += 3.0 * rng.normal(size=(1, 1, kv_heads, channels))
-    queries = rng.normal(size=(3, 1, 1, heads, channels)) * 2.0
+    lengths = np.array([blocks * SIZE - 9, 17 * SIZE, 1, 0])
+    key = rng.normal(size=(4, blocks * SIZE, kv_heads, head_dim // 2))
+    key += 3.0 * rng.normal(size=(1, 1, kv_heads, head_dim // 2))
+    queries = rng.normal(size=(4, 1, heads, head_dim)) * 2.0
+    slow = head_dim // 4
+    if kind == "equal":
+        queries[:], key[:] = queries[:1, :, :1], key[:, :1]
     if kind == "nan":
-        key[0, 5 * SIZE : 6 * SIZE] = key[2, 7, 0, 1] = np.nan
-        queries[1, 0, 0, 0, 3] = np.inf
+        key[0, 5 * SIZE : 6 * SIZE] = key[1, 7, 0, 1] = np.nan
+        queries[0, 0, 0, slow], queries[0, 0, 1, slow + 1] = np.inf, np.nan
+        queries[1] = np.nan  # nothing finite is seen
+    if kind == "huge":
+        key[0, 7] *= 1e20
+        queries[0] *= 1e18
     lengths = jnp.asarray(lengths, jnp.int32)
     valid = jnp.arange(blocks * SIZE)[None] < lengths[:, None]
-    sizes = {"batch": 3, "num_blocks": blocks, "block_size": SIZE, "num_kv_heads": kv_heads}
-    codes = BlockCodes.zeros(**sizes, num_channels=channels, dtype=jnp.bfloat16)
+    sizes = {"batch": 4, "num_blocks": blocks, "block_size": SIZE, "num_kv_heads": kv_heads}
+    codes = BlockCodes.zeros(**sizes, num_channels=head_dim // 2, dtype=jnp.bfloat16)
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     codes = codes.add(jnp.asarray(key, jnp.bfloat16), span)
-    rows = ((lengths - 1) // SIZE)[:, None]
-    found, wanted = (
-        np.asarray(run(jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths, kernels=one))
-        for one in (KERNELS, None)
-    )
-    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-6)
+    evidence = jnp.asarray(rng.random((4, 1, blocks)) ** 4, jnp.float32)
+    return jnp.asarray(queries, jnp.bfloat16), codes, WalkState(evidence, jnp.int32(1)), lengths
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "kernels"))
+def select_token(policy, queries, codes, walk, lengths, *, kernels):
+    span = Span.of_tokens(lengths - 1, SIZE)
+    layer = jnp.zeros((), jnp.int32)
+    batch, _, _, head_dim = queries.shape
+    key = jnp.zeros((1, batch, 1, codes.centre.shape[2], head_dim), queries.dtype)  # not read
+    return policy.select(queries, key, codes, walk, layer=layer, span=span, kernels=kernels)
+
+
+def check_tokens_are_selected_alike(policy, drawn):
+    found, wanted = (select_token(policy, *drawn, kernels=one) for one in (KERNELS, None))
+    scores = np.asarray(wanted[1].scores)[:, 0]
+    np.testing.assert_allclose(found[1].scores[:, 0], scores, rtol=1e-4, atol=1e-6)
+    assert found[1].layers == wanted[1].layers == drawn[2].layers + 1
+    np.testing.assert_array_equal(found[0].counts, wanted[0].counts)
+    lists = [np.asarray(one[0].ids)[:, 0, 0] for one in (found, wanted)]
+    assert lists[0].shape == lists[1].shape
+    for own, other, row, length in zip(*lists, scores, np.asarray(drawn[3]), strict=True):
+        # The same blocks, but for ties within rounding.
+        for missed, taken in zip(
+            sorted(set(other) - set(own)), sorted(set(own) - set(other)), strict=True
+        ):
+            np.testing.assert_allclose(row[missed], row[taken], rtol=1e-4, atol=1e-6)
+        assert not length or (length - 1) // SIZE in own
+        assert (np.diff(own) >= 0).all()
+    for one, other in zip(
+        jax.tree.leaves(found),
+        jax.tree.leaves(select_token(policy, *drawn, kernels=KERNELS)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", slow_unless(("nan", "equal").__contains__, TOKEN_KINDS))
+@pytest.mark.parametrize(
+    "shape", slow_unless([TOKEN_SHAPES[0], TOKEN_SHAPES[2]].__contains__, TOKEN_SHAPES)
+)
+def test_tokens_are_selected_alike(shape, kind):
+    policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
+    check_tokens_are_selected_alike(policy, draw_token(*shape, kind))
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize("exponent", slow_unless((1).__eq__, [1, 2, 3, 8]))
+def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, monkeypatch):
+    monkeypatch.setattr(token_scores, "_PROGRAMS", programs)
+    jax.clear_caches()
+    policy = RecommendedConfig(density=0.2, exponent=exponent, decay=0.0)
+    check_tokens_are_selected_alike(policy, draw_token(4, 1, 64, 80, "random"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [(9, 1, 64, jnp.bfloat16), (2, 2, 32, jnp.bfloat16), (2, 1, 64, jnp.float32)],
+)
+def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, head_dim, dtype):
+    queries, *rest = draw_token(heads, kv_heads, head_dim, 20, "random")
+    drawn, policy = (queries.astype(dtype), *rest), RecommendedConfig(density=0.3)
+    found, wanted = (select_token(policy, *drawn, kernels=one)[0] for one in (KERNELS, None))
+    np.testing.assert_array_equal(found.ids, wanted.ids)
 
 
 # Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).

@@ -21,11 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
-from sketchwalk_jax.pallas_kernels.config import (
-    SCORED_GROUP,
-    KernelConfig,
-    default_kernel_config,
-)
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
 
@@ -311,11 +307,8 @@ def block_scores(
       Float32 `[B, I, J]`; 0 where nothing finite was seen.
     """
     if kernels is not None and isinstance(codes, BlockCodes):
-        sizes = {"num_blocks": codes.num_blocks, "kv_heads": codes.centre.shape[2]}
-        if kernel_selection.takes_block_scores(queries, block_size=codes.block_size, **sizes):
-            is_token = queries.shape[1] * queries.shape[2] == 1
-            find = _token_scores_of_kernels if is_token else _scores_of_kernels
-            return find(
+        if kernel_selection.takes_block_scores(queries, block_size=codes.block_size):
+            return _scores_of_kernels(
                 queries, codes, rows, kv_lengths, scale=scale, exponent=exponent, kernels=kernels
             )
     batch, num_rows, count, num_heads, channels = queries.shape
@@ -449,35 +442,3 @@ def _scores_of_kernels(
     found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
     is_before = jnp.arange(num_blocks, dtype=jnp.int32)[None, None] <= rows[..., None]
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
-
-
-def _token_scores_of_kernels(
-    queries: Float[Array, "B 1 1 N C"],
-    codes: BlockCodes,
-    rows: Int[Array, "B 1"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    scale: float,
-    exponent: int,
-    kernels: KernelConfig,
-) -> Float[Array, "B 1 J"]:
-    """`block_scores` of one token by a Hopper kernel, the softmax apart."""
-    from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
-
-    batch, _, _, num_heads, channels = queries.shape
-    kv_heads = codes.centre.shape[2]
-    group = num_heads // kv_heads
-    grouped = queries.reshape(batch, kv_heads, group, channels)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, SCORED_GROUP - group), (0, 0)))
-    halves = jnp.stack(jnp.split(round_queries(grouped), 2, axis=-1), axis=2)
-    found = token_scores_kernel(
-        grouped,
-        halves,
-        codes.code,
-        codes.centre,
-        codes.step,
-        lengths=kv_lengths,
-        interpret=kernels.interpret,
-    )
-    logits = jnp.moveaxis(found[..., :group], -1, 2).reshape(batch, num_heads, 1, 1, -1) * scale
-    return _put_together(logits, rows, exponent)

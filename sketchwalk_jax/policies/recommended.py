@@ -40,6 +40,8 @@ PyTree = Any
 _REPAID = Fraction(1, 5)
 # Powers of shares below 1e-38 vanish: of 1e-5 with this one.
 _MAX_EXPONENT = 8
+# A token's own query has seen every key; what stands for a row may miss its neighbours.
+_LOCAL_OF_TOKEN = 1
 # A layer to which a plan gives so much attends to everything.
 _AS_GOOD_AS_DENSE = 0.9
 
@@ -235,6 +237,10 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token."""
+        if span.is_token:
+            found = self._select_token(query, statistics, walk, span=span, kernels=kernels)
+            if found is not None:
+                return found
         rows = span.rows(self.block_size)
         score = functools.partial(
             self.evidence,
@@ -252,6 +258,36 @@ class RecommendedConfig(BudgetPolicy):
         evidence = jnp.maximum(scores, self.decay * walk.scores)
         lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token, kernels=kernels)
         return lists, WalkState(evidence, walk.layers + 1)
+
+    def _select_token(
+        self,
+        query: Float[Array, "B 1 N H"],
+        statistics: PyTree,
+        walk: WalkState,
+        *,
+        span: Span,
+        kernels: KernelConfig | None,
+    ) -> tuple[BlockSelection, WalkState] | None:
+        """All of `select` for a token, by kernels; None where these cannot."""
+        head_dim = query.shape[-1]
+        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
+        if kernels is None or not is_slow or not isinstance(statistics, BlockCodes):
+            return None
+        return kernel_selection.select_token_by_evidence(
+            query,
+            statistics.code,
+            statistics.centre,
+            statistics.step,
+            walk,
+            lengths=span.end,
+            budgets=self.budgets(statistics.num_blocks, is_token=True),
+            scale=default_scale(head_dim),
+            exponent=self.exponent,
+            decay=self.decay,
+            sink_blocks=self.sink_blocks,
+            local_blocks=_LOCAL_OF_TOKEN,
+            kernels=kernels,
+        )
 
     def evidence(
         self,
@@ -323,8 +359,7 @@ class RecommendedConfig(BudgetPolicy):
         counts = own[jnp.minimum(rows, num_blocks - 1)]
         rule: dict[str, Any] = dict(
             sink_blocks=self.sink_blocks,
-            # A token's own query has seen every key; what stands for a row may miss its neighbours.
-            local_blocks=1 if is_token else self.local_blocks,
+            local_blocks=_LOCAL_OF_TOKEN if is_token else self.local_blocks,
             max_count=int(budgets.max()),
             block_size=self.block_size,
         )

@@ -1,0 +1,270 @@
+"""Evidence and block list of one token per sequence, on Hopper GPUs, from the scores of its heads.
+
+The second kernel of the recommended policy's decoding step, after `token_scores`. It weighs the
+parts that programs of the first one have written, and selects:
+
+    share[n, j] ^ e = powers[n, j] · (exp(top[n, part of j] - max top[n]) / Σ ...) ^ e
+    S[j] = ( Σ_n share[n, j] ^ e ) ^ (1 / e),    R[j] = max(S[j], decay · R[j] of the layer before)
+
+A program has one sequence, whose row lies in the registers of up to four warpgroups, as in
+`select_decode`. Each warpgroup makes the factors of some heads, a number for each head and part,
+which all then read from shared memory; the powers come from the GPU's cache, 4 bytes for each head
+and block, and are what takes the time: those of the first heads are on their way before there are
+factors.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
+from sketchwalk_jax.pallas_kernels.select import select_row
+from sketchwalk_jax.pallas_kernels.select_decode import room_of
+from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
+from sketchwalk_jax.pallas_kernels.walk_row import TILE
+from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.scaled import integer_power
+from sketchwalk_jax.selection import BlockSelection
+
+_KEYS = 64  # of a block
+_HEADS = 8  # of which a warpgroup has a multiple
+_PARTS = 64  # side by side in registers
+# Keys of 2^-12, 2^-8 and 2^-4: a share that decides is seldom beyond these.
+_GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static about a call.
+
+    Attributes:
+      num_heads: Query heads.
+      num_blocks: Blocks of a sequence.
+      count: Blocks of a part.
+      warpgroups: That share a row.
+      exponent: Of the norm over heads.
+      decay: What remains of the evidence of the layer before.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    num_heads: int
+    num_blocks: int
+    count: int
+    warpgroups: int
+    exponent: int
+    decay: float
+    interpret: bool
+
+
+def _list_blocks(
+    powers_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    state_ref: Any,
+    length_ref: Any,
+    layers_ref: Any,
+    budget_ref: Any,
+    ids_ref: Any,
+    evidence_ref: Any,
+    count_ref: Any,
+    walked_ref: Any,
+    *,
+    plan: _Plan,
+    factors: Any,
+    scratch: Any,
+    **sizes: Any,
+) -> None:
+    """One sequence's evidence and list."""
+    sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
+    own = powers_ref.shape[2] // (TILE * plan.warpgroups)  # tiles of this warpgroup
+    layout = warp_ops.tiles_layout(own, TILE)
+    where: dict[str, Any] = dict(layout=layout, interpret=plan.interpret)
+    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
+    columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
+    there = jax.lax.div(length_ref[sequence] + _KEYS - 1, _KEYS)
+    row, layers = there - 1, layers_ref[0]
+    layer = jnp.minimum(layers, budget_ref.shape[0] - 1)
+    # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
+    place = jnp.where(there > 0, jnp.minimum(row, plan.num_blocks - 1), plan.num_blocks - 1)
+    count = budget_ref[layer, place]
+    powers = powers_ref.at[sequence]
+    tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=plan.interpret)
+    read = warp_ops.read_powers(powers, there, **tiles)
+    previous = warp_ops.read_row(columns, state_ref.at[sequence], **where)
+    _write_factors(
+        top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, plan=plan
+    )
+    warp_ops.program_barrier(interpret=plan.interpret)
+    sums = warp_ops.add_powers(read, powers, factors, there, part=plan.count, **tiles)
+    sums = jnp.where(columns < there, sums, 0.0)
+    evidence = jnp.maximum(_root(sums, plan.exponent), plan.decay * previous)
+    warp_ops.write_row(evidence, columns, evidence_ref.at[sequence], **where)
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        count_ref[sequence] = count
+
+    @pl.when((warpgroup == 0) & (sequence == 0))
+    def _() -> None:
+        walked_ref[0] = layers + 1
+
+    select_row(
+        evidence,
+        columns,
+        row,
+        count,
+        ids_ref.at[sequence],
+        scratch,
+        num_blocks=plan.num_blocks,
+        guesses=_GUESSES,
+        **where,
+        **sizes,
+    )
+
+
+def _write_factors(
+    top_ref: Any, total_ref: Any, factors: Any, warpgroup: Array, there: Array, *, plan: _Plan
+) -> None:
+    """Writes what makes powers of shares of each head's parts, to shared memory."""
+    heads, parts = factors.shape[0] // plan.warpgroups, factors.shape[1]
+    layout = warp_ops.tiles_layout(heads, _PARTS)
+    shape = (heads, _PARTS)
+    rows = pl.ds(warpgroup * heads, heads)
+    chunks = [pl.ds(start, _PARTS) for start in range(0, parts, _PARTS)]
+    tops, totals = [], []
+    for index, chunk in enumerate(chunks):
+        first = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        is_part = (first + index * _PARTS) * plan.count < there
+        tops.append(jnp.where(is_part, ops.read(top_ref.at[rows, chunk], layout), MASK_VALUE))
+        totals.append(jnp.where(is_part, ops.read(total_ref.at[rows, chunk], layout), 0.0))
+
+    def of_rows(x: Array) -> Array:
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (0,)), layout)
+
+    largest = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in tops])
+    weights = [jnp.exp2(x - of_rows(largest)) for x in tops]
+    sums = [jnp.sum(x * w, axis=1) for x, w in zip(totals, weights, strict=True)]
+    total = of_rows(functools.reduce(jnp.add, sums))
+    for chunk, weight in zip(chunks, weights, strict=True):
+        share = jnp.where(total > 0.0, weight / total, 0.0)  # 0 where nothing finite was seen
+        ops.write(factors.at[rows, chunk], integer_power(share, plan.exponent))
+
+
+def _root(x: Array, exponent: int) -> Array:
+    """`x ^ (1 / exponent)` of what is not negative."""
+    if exponent == 1:
+        return x
+    if exponent % 2 == 0:
+        return _root(jnp.sqrt(x), exponent // 2)
+    return jnp.exp2(jnp.log2(x) / exponent)
+
+
+def select_token_by_evidence_kernel(
+    query: Float[Array, "B N H"],
+    code: UInt8[Array, "B J S K C2"],
+    centre: Float[Array, "B J K C"],
+    step: Int8[Array, "B J K C"],
+    state: Float[Array, "B J"],
+    layers: Int[Array, ""],
+    lengths: Int[Array, "B"],
+    budgets: Int[np.ndarray, "Ls J"],
+    *,
+    scale: float,
+    exponent: int,
+    decay: float,
+    sink_blocks: int,
+    local_blocks: int,
+    interpret: bool = False,
+) -> tuple[BlockSelection, Float[Array, "B J"], Int[Array, ""]]:
+    """Scores of one token per sequence, evidence and list: both kernels.
+
+    Args:
+      query: Queries in bfloat16, of at most eight heads for one of keys.
+      code: As `BlockCodes` has it, of blocks of 64 keys and the slow half of the channels.
+      centre: Likewise.
+      step: Likewise.
+      state: Evidence of the layer before.
+      layers: Layers walked so far.
+      lengths: Keys present in each sequence, the token's own included.
+      budgets: Blocks to keep, by layer and by the token's block.
+      scale: Factor of the products.
+      exponent: Order of the norm over heads.
+      decay: What remains of the evidence of the layer before.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the token's own that are always kept.
+      interpret: Whether to interpret the kernels, which needs no GPU.
+
+    Returns:
+      A `BlockSelection` shared by all heads, the evidence, and `layers + 1`.
+
+    Raises:
+      ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
+    """
+    batch, num_blocks = step.shape[:2]
+    num_heads = query.shape[1]
+    is_long = num_blocks > MAX_BLOCKS or num_heads * num_blocks > MAX_TOKEN_SCORES
+    if is_long or num_heads > MAX_TOKEN_HEADS:
+        raise ValueError(
+            f"there must be at most {MAX_BLOCKS} blocks, {MAX_TOKEN_HEADS} heads and "
+            f"{MAX_TOKEN_SCORES} of both together, got {num_blocks} and {num_heads}"
+        )
+    height, warpgroups = room_of(-(-num_blocks // TILE), interpret=interpret)
+    together = _HEADS * warpgroups
+    heads = -(-num_heads // together) * together
+    lengths = lengths.astype(jnp.int32)
+    *parts, count = token_scores_kernel(
+        query,
+        code,
+        centre,
+        step,
+        lengths=lengths,
+        scale=scale,
+        exponent=exponent,
+        room=(heads, height * TILE),
+        interpret=interpret,
+    )
+    plan = _Plan(
+        num_heads=num_heads,
+        num_blocks=num_blocks,
+        count=count,
+        warpgroups=warpgroups,
+        exponent=exponent,
+        decay=decay,
+        interpret=interpret,
+    )
+    max_count = min(int(budgets.max()), num_blocks)
+    ids, evidence, kept, walked = plgpu.kernel(
+        functools.partial(
+            _list_blocks,
+            plan=plan,
+            is_padded=height * TILE != num_blocks,
+            sink_blocks=sink_blocks,
+            local_blocks=local_blocks,
+        ),
+        out_type=[
+            jax.ShapeDtypeStruct((batch, max_count), jnp.int32),
+            jax.ShapeDtypeStruct((batch, num_blocks), jnp.float32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ],
+        grid=(batch,),
+        grid_names=("sequence",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types={
+            "factors": plgpu.SMEM(parts[1].shape[1:], jnp.float32),
+            "scratch": warp_ops.scratch_of_counts(warpgroups),
+        },
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret, detect_races=False),
+        kernel_name="token_lists",
+    )(*parts, state, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    return BlockSelection(ids[:, None, None], kept[:, None, None], _KEYS), evidence, walked[0]
