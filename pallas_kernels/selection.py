@@ -272,11 +272,12 @@ def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int) -
 
 def select_token_by_evidence(
     query: Float[Array, "B 1 N H"],
-    code: UInt8[Array, "B J S K C2"],
-    centre: Float[Array, "B J K C"],
-    step: Int8[Array, "B J K C"],
+    code: UInt8[Array, "L B J S K C2"],
+    centre: Float[Array, "L B J K C"],
+    step: Int8[Array, "L B J K C"],
     walk: WalkState,
     *,
+    layer: Int[Array, ""],
     lengths: Int[Array, "B"],
     budgets: Int[np.ndarray, "Ls J"],
     scale: float,
@@ -288,10 +289,11 @@ def select_token_by_evidence(
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
-    The keys are those of the slow half of the channels, as `BlockCodes` has them.
+    The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
+    them.
     """
     num_heads, head_dim = query.shape[2:]
-    num_blocks, block_size, kv_heads = code.shape[1:4]
+    num_blocks, block_size, kv_heads = code.shape[2:5]
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
     fits = num_blocks <= MAX_BLOCKS and num_heads * num_blocks <= MAX_TOKEN_SCORES
     fits = fits and num_heads <= min(SCORED_GROUP * kv_heads, MAX_TOKEN_HEADS)
@@ -308,6 +310,7 @@ def select_token_by_evidence(
         walk.layers,
         lengths,
         budgets,
+        layer=layer,
         scale=scale,
         exponent=exponent,
         decay=decay,

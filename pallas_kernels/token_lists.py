@@ -169,14 +169,15 @@ def _root(x: Array, exponent: int) -> Array:
 
 def select_token_by_evidence_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "B J S K C2"],
-    centre: Float[Array, "B J K C"],
-    step: Int8[Array, "B J K C"],
+    code: UInt8[Array, "L B J S K C2"],
+    centre: Float[Array, "L B J K C"],
+    step: Int8[Array, "L B J K C"],
     state: Float[Array, "B J"],
     layers: Int[Array, ""],
     lengths: Int[Array, "B"],
     budgets: Int[np.ndarray, "Ls J"],
     *,
+    layer: Int[Array, ""],
     scale: float,
     exponent: int,
     decay: float,
@@ -188,13 +189,15 @@ def select_token_by_evidence_kernel(
 
     Args:
       query: Queries in bfloat16, of at most eight heads for one of keys.
-      code: As `BlockCodes` has it, of blocks of 64 keys and the slow half of the channels.
+      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and the slow half of the
+        channels.
       centre: Likewise.
       step: Likewise.
       state: Evidence of the layer before.
       layers: Layers walked so far.
       lengths: Keys present in each sequence, the token's own included.
       budgets: Blocks to keep, by layer and by the token's block.
+      layer: Which of the codes.
       scale: Factor of the products.
       exponent: Order of the norm over heads.
       decay: What remains of the evidence of the layer before.
@@ -208,7 +211,7 @@ def select_token_by_evidence_kernel(
     Raises:
       ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
     """
-    batch, num_blocks = step.shape[:2]
+    batch, num_blocks = step.shape[1:3]
     num_heads = query.shape[1]
     is_long = num_blocks > MAX_BLOCKS or num_heads * num_blocks > MAX_TOKEN_SCORES
     if is_long or num_heads > MAX_TOKEN_HEADS:
@@ -225,6 +228,7 @@ def select_token_by_evidence_kernel(
         code,
         centre,
         step,
+        layer=layer,
         lengths=lengths,
         scale=scale,
         exponent=exponent,

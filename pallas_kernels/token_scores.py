@@ -95,6 +95,7 @@ def _score(
     centre: Any,
     step: Any,
     lengths: Any,
+    layer: Any,
     powers_ref: Any,
     top_ref: Any,
     total_ref: Any,
@@ -106,16 +107,16 @@ def _score(
     """One program: some blocks of one key/value head."""
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
     first = part * plan.count
-    length = lengths[batch]
+    length, own = lengths[batch], layer[0]
     there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, plan.count)
 
     @pl.when(there > 0)
     def _() -> None:
         block_products(
             query.at[batch],
-            code.at[batch],
-            centre.at[batch],
-            step.at[batch],
+            code.at[own, batch],
+            centre.at[own, batch],
+            step.at[own, batch],
             peaks,
             shared,
             kv_head=kv_head,
@@ -181,10 +182,11 @@ def _write(
 
 def token_scores_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "B J S K C2"],
-    centre: Float[Array, "B J K C"],
-    step: Int8[Array, "B J K C"],
+    code: UInt8[Array, "L B J S K C2"],
+    centre: Float[Array, "L B J K C"],
+    step: Int8[Array, "L B J K C"],
     *,
+    layer: Int[Array, ""],
     lengths: Int[Array, "B"],
     scale: float,
     exponent: int,
@@ -195,9 +197,11 @@ def token_scores_kernel(
 
     Args:
       query: Queries in bfloat16, of at most eight heads for one of keys, in all their channels.
-      code: As `BlockCodes` has it, of blocks of 64 keys and the slow half of the channels.
+      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and the slow half of the
+        channels.
       centre: Likewise.
       step: Likewise.
+      layer: The layer.
       lengths: Keys present in each sequence.
       scale: Factor of the products.
       exponent: Of the shares.
@@ -205,7 +209,7 @@ def token_scores_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape
-    num_blocks, kv_heads = code.shape[1], code.shape[3]
+    num_blocks, kv_heads = code.shape[2], code.shape[4]
     count = blocks_of_part(batch, kv_heads, num_blocks)
     parts = -(-num_blocks // count)
     plan = _Plan(
@@ -228,6 +232,6 @@ def token_scores_kernel(
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),
         kernel_name="token_scores",
-    )(query, code, centre, step, lengths)
+    )(query, code, centre, step, lengths, layer.astype(jnp.int32)[None])
     powers, top, total = found
     return TokenParts(powers, top, total, count)

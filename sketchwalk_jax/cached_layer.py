@@ -148,16 +148,10 @@ def observe_layer(
     kernels: KernelConfig | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
-
-    def take(statistics: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics
-        )
-
     found = config.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
     if found is not None:
-        return take(found), found
-    one = take(statistics)
+        return config.of_layer(found, index), found
+    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics)
     one = config.observe(query, key, one, span=span, kernels=kernels)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one

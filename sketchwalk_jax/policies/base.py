@@ -223,6 +223,17 @@ class Policy(abc.ABC):
         """
         return None
 
+    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
+        """What `select` takes of one layer, of the statistics of all.
+
+        Args:
+          statistics: Those of all layers, on a leading axis.
+          layer: The layer.
+        """
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), statistics
+        )
+
     @abc.abstractmethod
     def select(
         self,

@@ -212,6 +212,25 @@ class BlockCodes:
         return found.reshape(found.shape[0], -1, *found.shape[3:])
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerCodes:
+    """The codes of one layer where they lie, among those of all.
+
+    Attributes:
+      stack: Codes of all layers, on a leading axis.
+      layer: The layer.
+    """
+
+    stack: BlockCodes
+    layer: Int[Array, ""]
+
+    def take(self) -> BlockCodes:
+        """A copy of the layer's own."""
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack
+        )
+
+
 def encode(
     key: Float[Array, "B I S K C"], present: Bool[Array, "B I S"]
 ) -> tuple[UInt8[Array, "B I S K C2"], Float[Array, "B I K C"], Int8[Array, "B I K C"]]:

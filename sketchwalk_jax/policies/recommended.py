@@ -29,7 +29,7 @@ from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
-from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, block_scores
+from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.validation import check_integer, check_number
@@ -221,6 +221,12 @@ class RecommendedConfig(BudgetPolicy):
         channels = self.channels(key.shape[-1])
         return statistics.add_to_layer(layer, key, span, channels=channels, kernels=kernels)
 
+    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
+        """Codes are left where they lie."""
+        if isinstance(statistics, BlockCodes):
+            return LayerCodes(statistics, layer)
+        return super().of_layer(statistics, layer)
+
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
         """The channels that count."""
         return slow_channels(head_dim)
@@ -236,11 +242,16 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """The blocks with the most evidence, for every query block or for the decoded token."""
+        """The blocks with the most evidence, for every query block or for the decoded token.
+
+        `statistics` may be `LayerCodes`, which token's kernels read where they lie.
+        """
         if span.is_token:
             found = self._select_token(query, statistics, walk, span=span, kernels=kernels)
             if found is not None:
                 return found
+        if isinstance(statistics, LayerCodes):
+            statistics = statistics.take()
         rows = span.rows(self.block_size)
         score = functools.partial(
             self.evidence,
@@ -271,16 +282,21 @@ class RecommendedConfig(BudgetPolicy):
         """All of `select` for a token, by kernels; None where these cannot."""
         head_dim = query.shape[-1]
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
-        if kernels is None or not is_slow or not isinstance(statistics, BlockCodes):
+        if isinstance(statistics, BlockCodes):
+            stacked = jax.tree.map(lambda x: x[None], statistics)
+            statistics = LayerCodes(stacked, jnp.zeros((), jnp.int32))
+        if kernels is None or not is_slow or not isinstance(statistics, LayerCodes):
             return None
+        stack = statistics.stack
         return kernel_selection.select_token_by_evidence(
             query,
-            statistics.code,
-            statistics.centre,
-            statistics.step,
+            stack.code,
+            stack.centre,
+            stack.step,
             walk,
+            layer=statistics.layer,
             lengths=span.end,
-            budgets=self.budgets(statistics.num_blocks, is_token=True),
+            budgets=self.budgets(stack.code.shape[2], is_token=True),
             scale=default_scale(head_dim),
             exponent=self.exponent,
             decay=self.decay,
