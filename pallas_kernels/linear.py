@@ -31,6 +31,7 @@ _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 _MOST_STAGES = 8
 _STEPS = 16  # tiles of a program, at least, where there are as many
+_PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 
 MOST_ROWS = 64
 """Rows that the kernel takes; with more, products are no longer bound by memory."""
@@ -172,7 +173,7 @@ def linear_kernel(
     for width in widths:
         starts.append(starts[-1] + width // _TILE)
     steps = num_inputs // _TILE
-    parts = max(1, steps // _STEPS)
+    parts = max(1, min(steps // _STEPS, _PROGRAMS // starts[-1]))
     stage_bytes = 2 * _TILE * (_TILE + rows)
     plan = _Plan(
         rows=rows,

@@ -2,10 +2,12 @@
 
 As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of cases
 of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
-answers each with a line of JSON. The tests use `Compiler`, which starts that program.
+answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
+`program`, what the whole program writes to memory. The tests use `Compiler`, which starts it.
 """
 
 import json
+import math
 import os
 import re
 import runpy
@@ -61,6 +63,41 @@ def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
     if len(kernels) != len(_NAME.findall(printed)):
         raise ValueError(f"no code of some kernel in what was printed:\n{printed[-4000:]}")
     return kernels
+
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
+_NO_WRITES = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+_NO_WRITES |= {"while", "custom-call"}
+
+
+def read_writes(text: str) -> list[tuple[int, str]]:
+    """What a compiled program writes to memory outside of custom calls: bytes and instruction.
+
+    Entries of a buffer that are replaced where they lie count for the whole of it; their line says
+    `dynamic_update_slice` or `scatter`.
+    """
+    inlined = set(re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", text))
+    found = []
+    for computation in re.split(r"\n\n", text):
+        head, *lines = computation.strip().split("\n")
+        name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", head)
+        if name is None or name[1] in inlined:
+            continue
+        for line in lines:
+            written = _INSTRUCTION.match(line)
+            if written is not None and written[2] not in _NO_WRITES:
+                found.append((_largest(written[1]), line.strip()[:200]))
+    return found
+
+
+def _largest(shape: str) -> int:
+    """Bytes of an array, or of the largest of a tuple."""
+    found = [0]
+    for kind, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
+        sizes = [int(size) for size in sizes.split(",") if size]
+        found.append(math.prod(sizes) * _BYTES.get(kind, 4))
+    return max(found)
 
 
 class Compiler:
@@ -148,6 +185,8 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         sharding = NamedSharding(mesh, PartitionSpec())
 
         def compile_case(name: str) -> dict[str, Any]:
+            kind, is_program, rest = name.partition("program ")
+            name = rest if is_program and not kind else name
             file, is_file, case = name.rpartition(":")
             table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
             function, arguments = kernel_cases.program(table[case])
@@ -156,7 +195,13 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
             )
             printed.seek(0)
             printed.truncate()
-            jax.jit(function).lower(*arguments).compile()
+            donated = getattr(table[case], "donated", ())
+            compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            if is_program:
+                return {
+                    "writes": read_writes(compiled.as_text()),
+                    "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                }
             printed.seek(0)
             return read_kernels(printed.read())
 

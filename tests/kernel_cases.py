@@ -507,6 +507,54 @@ CODES_CASES = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearKernelCase:
+    """Rows times one layer of stacked weights.
+
+    Attributes:
+      rows: Rows.
+      inputs: Their width.
+      columns: Columns of each array of weights.
+      is_transposed: Whether they are `[L, F, D]`.
+    """
+
+    rows: int
+    inputs: int
+    columns: tuple[int, ...]
+    is_transposed: bool = False
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        columns = "+".join(map(str, self.columns))
+        kind = " transposed" if self.is_transposed else ""
+        return f"linear {self.rows}x{self.inputs} to {columns}{kind}"
+
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """The products."""
+        from sketchwalk_jax.pallas_kernels.linear import linear_kernel
+
+        def multiply(x: Any, layer: Any, *kernels: Any) -> Any:
+            return linear_kernel(x, kernels, layer, is_transposed=self.is_transposed)
+
+        shapes = [(self.rows, self.inputs)]
+        for width in self.columns:
+            own = (width, self.inputs) if self.is_transposed else (self.inputs, width)
+            shapes.append((NUM_LAYERS, *own))
+        x, *kernels = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+        return multiply, (x, jax.ShapeDtypeStruct((), jnp.int32), *kernels)
+
+
+LINEAR_CASES = (
+    LinearKernelCase(rows=1, inputs=4096, columns=(4096, 1024, 1024)),
+    LinearKernelCase(rows=8, inputs=4096, columns=(14336, 14336)),
+    LinearKernelCase(rows=24, inputs=14336, columns=(4096,)),
+    LinearKernelCase(rows=64, inputs=3584, columns=(18944, 18944)),
+    LinearKernelCase(rows=1, inputs=2048, columns=(128256,), is_transposed=True),
+    LinearKernelCase(rows=64, inputs=896, columns=(151936,), is_transposed=True),
+    LinearKernelCase(rows=3, inputs=576, columns=(576, 192, 192)),
+)
+
+
 def _promised() -> tuple[Case, ...]:
     """Every combination of dtype, head_dim, group, kind of list and block size."""
     dtypes, head_dims, groups = ("bfloat16", "float16"), (64, 128), (1, 3, 4, 7, 8)
@@ -531,7 +579,7 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *CODES_CASES)
+    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *CODES_CASES, *LINEAR_CASES)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}

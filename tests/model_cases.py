@@ -1,0 +1,114 @@
+"""Whole models at real sizes, as programs that compile for Hopper without one: `hopper.Compiler`.
+
+What a GPU would run is chosen by asking the device; here it is told what it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sketchwalk_jax import Dense, SketchWalkConfig, dispatch, init_cache
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.inference import decode_token, read_prompt
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.policies.base import Policy
+
+dispatch.is_hopper = lambda: True
+dispatch._is_ampere_or_later = lambda: True
+
+_LLAMA_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128256,
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+)
+_LLAMA_1B = dataclasses.replace(
+    _LLAMA_8B,
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+_QWEN_7B = dataclasses.replace(
+    _LLAMA_8B,
+    model_type="qwen2",
+    vocab_size=152064,
+    num_layers=28,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_heads=28,
+    num_kv_heads=4,
+    qkv_bias=True,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """One step of a model.
+
+    Attributes:
+      model_config: The model.
+      policy: What selects.
+      batch: Sequences.
+      tokens: Tokens that a cache has room for.
+      new: Tokens of each that are read, or 1 for decoding.
+    """
+
+    model_config: ModelConfig
+    policy: Policy
+    batch: int = 1
+    tokens: int = 131072
+    new: int = 1
+
+    donated = (2,)  # the cache
+
+    def program(self, *, config: Any = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The step as a function of arrays, and their shapes."""
+        settings = Settings(model_config=self.model_config, config=self.policy)
+        make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
+        cache = jax.eval_shape(lambda: make(self.model_config, self.policy))
+        params = param_shapes(self.model_config)
+        if self.new > 1:
+            shape = (self.batch, self.new)
+
+            def read(params: Any, tokens: Any, cache: Any) -> Any:
+                lengths = jnp.full((self.batch,), self.new, jnp.int32)
+                columns = (lengths - 1)[:, None]
+                where = {"is_fresh": False, "settings": settings}
+                return read_prompt(params, tokens, lengths, columns, cache, **where)
+
+            return read, (params, jax.ShapeDtypeStruct(shape, jnp.int32), cache)
+
+        def decode(params: Any, tokens: Any, cache: Any) -> Any:
+            active = jnp.ones(tokens.shape, bool)
+            return decode_token(params, tokens, cache, active=active, settings=settings)
+
+        return decode, (params, jax.ShapeDtypeStruct((self.batch,), jnp.int32), cache)
+
+
+_RECOMMENDED, _DENSE = SketchWalkConfig.recommended(density=0.1), Dense()
+decode_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED)
+decode_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE)
+decode_llama_8b_of_8 = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, batch=8, tokens=65536)
+decode_llama_8b_paper = ModelCase(
+    model_config=_LLAMA_8B, policy=SketchWalkConfig.paper(density=0.1, dense_layers=2)
+)
+decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
+decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
+decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
+read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
+read_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE, new=32768)
+
+NAMES = tuple(name for name, value in list(globals().items()) if isinstance(value, ModelCase))
