@@ -27,7 +27,7 @@ from sketchwalk_jax.policies.base import LayerShape
 
 DENSITY, SIZE, LENGTH = 0.3, 64, 384
 STREAMING = by_name("streaming", density=DENSITY)
-FULL = by_name("sketchwalk", density=1.0)
+FULL = by_name("sketchwalk", preset="paper", density=1.0)
 POLICIES = Together.of([STREAMING, FULL, by_name("sketchwalk", preset="damped", density=DENSITY)])
 
 
@@ -214,7 +214,9 @@ def test_dense_reads_all_keys_and_the_oracle_looks_at_them():
     assert by_name("oracle").metadata_bytes(LAYER, positions).tolist() == dense.keys.tolist()
     assert by_name("streaming").metadata_bytes(LAYER, positions).tolist() == [0.0, 0.0]
     # Sums of queries and keys of one block: 4 channels, float32.
-    sums = by_name("sketchwalk", sketch_dim=4).metadata_bytes(LAYER, jnp.array([63, 64], jnp.int32))
+    sums = by_name("sketchwalk", preset="paper", sketch_dim=4).metadata_bytes(
+        LAYER, jnp.array([63, 64], jnp.int32)
+    )
     assert sums.tolist() == [2 * 4 * 4, 2 * 2 * 4 * 4]
 
 
