@@ -363,8 +363,8 @@ def _scores(
             some = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
             buffer[index] = jnp.sum(some, axis=1)
         plgpu.commit_smem()
-        some = pl.ds(step * _STEP, _STEP)
-        target = out.at[batch, kv_head, part, pl.ds(first, plan.rows), some]
+        blocks = pl.ds(step * _STEP, _STEP)
+        target = out.at[batch, kv_head, part, pl.ds(first, plan.rows), blocks]
         plgpu.copy_smem_to_gmem(buffer, target)
         return ()
 

@@ -209,7 +209,9 @@ def _rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
     for name in names:
         if name not in RIVALS:
             raise UsageError(f"--policy must be one of {RIVALS}, got {name!r}")
-        fields = {"dense_layers": 0} if hasattr(by_name(name), "dense_layers") else {}
+        fields: dict[str, Any] = (
+            {"dense_layers": 0} if hasattr(by_name(name), "dense_layers") else {}
+        )
         policy: Any = by_name(name, **fields)
         if density is not None and takes_density(policy):
             policy = dataclasses.replace(policy, density=density)

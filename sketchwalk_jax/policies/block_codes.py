@@ -441,8 +441,8 @@ def _scores_of_kernels(
     position = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(1, num_blocks, size)
     is_key = (position < kv_lengths[:, None, None])[..., None, None]
     present = jnp.where(is_key, codes.code, codes.code[:, :, :1])
-    beside = dataclasses.replace(codes, code=present)
-    beside = beside.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
+    whole = dataclasses.replace(codes, code=present)
+    beside = whole.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
     beside = beside.astype(jnp.float8_e4m3fn)
     centre = jnp.pad(codes.centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
 
