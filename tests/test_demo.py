@@ -343,7 +343,7 @@ def test_mistake_is_named_before_anything_is_read(
 
 
 @pytest.mark.slow
-def test_short_context_is_the_default_length_and_released_the_preset(
+def test_short_context_is_the_default_length_and_recommended_the_preset(
     model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -351,9 +351,9 @@ def test_short_context_is_the_default_length_and_released_the_preset(
     found = json.loads(capsys.readouterr().out)
     assert 512 - ROOM - 32 < found["tokens"] <= 512 - ROOM
     assert (found["preset"], found["nominal_density"], found["phase"]) == (
-        "released",
-        None,
-        "prefill",
+        "recommended",
+        0.2,
+        "both",
     )
 
 
