@@ -20,7 +20,7 @@ from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kern
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy, Span
+from sketchwalk_jax.policies.base import Policy, Span, take_layer
 from sketchwalk_jax.selection import causal_pairs
 
 PyTree = Any
@@ -151,7 +151,7 @@ def observe_layer(
     found = config.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
     if found is not None:
         return config.of_layer(found, index), found
-    one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), statistics)
+    one = take_layer(statistics, index)
     one = config.observe(query, key, one, span=span, kernels=kernels)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxtyping
@@ -161,3 +162,16 @@ def run_benchmark() -> Callable[..., None]:
         assert done.returncode == 0, done.stdout + done.stderr
 
     return run
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Any]:
+    """Compiles for Hopper, in another environment."""
+    import hopper
+
+    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
+    if python is None:
+        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
+    compiler = hopper.Compiler(python)
+    yield compiler
+    compiler.close()

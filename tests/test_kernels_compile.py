@@ -5,9 +5,6 @@ Without spills, and without writing to registers that a matrix product still rea
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
 
-import os
-from collections.abc import Iterator
-
 import hopper
 import kernel_cases
 import pytest
@@ -32,16 +29,6 @@ LOOP = """\
    -:-:-:Y:01   /*0040*/   @P0 BRA `(.L_x_1)
    -:-:-:Y:01   /*0050*/   EXIT
 """
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[hopper.Compiler]:
-    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
-    if python is None:
-        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
-    compiler = hopper.Compiler(python)
-    yield compiler
-    compiler.close()
 
 
 @pytest.mark.parametrize("name", kernel_cases.COMPILED)

@@ -3,8 +3,6 @@
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import hopper
@@ -25,16 +23,6 @@ DECODING = (
 READING = ("read_llama_8b", "read_llama_8b_dense")
 A_FEW_ROWS = 6 * 2**20  # the logits of eight sequences and their sums
 IN_PLACE = ("dynamic_update_slice", "scatter")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[hopper.Compiler]:
-    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
-    if python is None:
-        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
-    compiler = hopper.Compiler(python)
-    yield compiler
-    compiler.close()
 
 
 def written(found: dict, *, limit: int) -> list[str]:

@@ -121,6 +121,11 @@ class LayerShape:
     dtype: DTypeLike = jnp.float32
 
 
+def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
+    """A copy of one layer's arrays, of those of all on a leading axis."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(abc.ABC):
     """A rule that selects key blocks. Subclasses are frozen, hashable dataclasses.
@@ -230,9 +235,7 @@ class Policy(abc.ABC):
           statistics: Those of all layers, on a leading axis.
           layer: The layer.
         """
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), statistics
-        )
+        return take_layer(statistics, layer)
 
     @abc.abstractmethod
     def select(

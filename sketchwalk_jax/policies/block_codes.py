@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
 
 LARGEST_CODE = 7
@@ -226,9 +226,7 @@ class LayerCodes:
 
     def take(self) -> BlockCodes:
         """A copy of the layer's own."""
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack
-        )
+        return take_layer(self.stack, self.layer)
 
 
 def encode(
