@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import Tables, if_measured, write_own_tables
+from pages import Tables, if_measured, read_whole, write_own_tables
 
 from sketchwalk_jax.evaluation.plots import style_of
 from sketchwalk_jax.evaluation.report import describe_results
-from sketchwalk_jax.evaluation.results import Row, read_results
+from sketchwalk_jax.evaluation.results import Row
 from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
     PHASES,
@@ -55,7 +55,7 @@ def main() -> None:
     """Draws the figure and writes the tables."""
 
     def draw(results: Path, plots: Path) -> None:
-        rows = read_results(results / "ablations.json").rows
+        rows = read_whole(results / "ablations.json").rows
         ablations_figure(rows).savefig(plots / Path(FIGURE).name, dpi=_DPI)
 
     write_own_tables(__doc__, TABLES, draw)
@@ -63,7 +63,7 @@ def main() -> None:
 
 def ablation_tables(path: Path) -> str:
     """Each preset with one thing changed, then all densities, then what was run."""
-    results = read_results(path)
+    results = read_whole(path)
     rows = results.rows
     density = base_density(rows)
     anchors = [rows_with(rows, label="dense"), rows_with(rows, label="random", density=density)]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.models.bundled import bundled_model
@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help=f"a field, or '{NO_MASK}'")
     parser.add_argument("--reduced", action="store_true", help="two short prompts of two tasks")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "ablations.json")
+    parser.add_argument(
+        "--other-code", action="store_true", help="go on with a file that other code began"
+    )
     options = parser.parse_args()
     keep_compiled_programs()
     amount: dict[str, Any] = {
@@ -103,6 +106,7 @@ def main() -> None:
         config=config,
         text=read_text(options.text, tail=options.text_tail),
         out=options.out,
+        other_code=options.other_code,
         progress=True,
     )
 

@@ -79,6 +79,32 @@ def memory(compiled: Any) -> dict[str, int]:
     }
 
 
+def check_same(
+    path: str | Path, old: Mapping[str, Any], new: Mapping[str, Any], *names: str
+) -> None:
+    """Refuses to add rows to a file of something else, or to replace it.
+
+    Args:
+      path: The file.
+      old: Its `meta`.
+      new: What `meta` would be now.
+      *names: Entries that must not differ.
+
+    Raises:
+      SystemExit: If one differs.
+    """
+    found = [
+        f"{name} {old.get(name)!r} there, {new.get(name)!r} now"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+    if found:
+        raise SystemExit(
+            f"{path} must hold results of the same kind, got {'; '.join(found)}; pass another "
+            f"--out or remove the file"
+        )
+
+
 def write_results(path: str | Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Writes the JSON file that `report.py` reads."""
     from sketchwalk_jax.evaluation import results

@@ -9,10 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pages import Results, Tables, if_measured  # which finds the package in any checkout
+# `pages` finds the package in any checkout.
+from pages import Results, Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.report import NOT_MEASURED, describe_run
-from sketchwalk_jax.evaluation.results import Row, read_results
+from sketchwalk_jax.evaluation.report import NOT_MEASURED
+from sketchwalk_jax.evaluation.results import Row
 from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
     densities,
@@ -43,14 +44,14 @@ _BYTES = tuple(f"decode_bytes_{name}" for name in ("keys", "values", "metadata")
 
 def quality_comparison(path: Path) -> str:
     """The paper's tables on the rows of an evaluation, at every density."""
-    rows = read_results(path).rows
+    rows = read_whole(path).rows
     nominal = [*densities(rows)[::-1]] or [None]
     return "\n\n".join(comparison_blocks(rows, nominal)) or NOT_MEASURED
 
 
 def quality_common(path: Path) -> str:
     """The same where policies leave the same layers dense, and what was run."""
-    return f"{quality_comparison(path)}\n\n{describe_run(read_results(path).meta)}"
+    return f"{quality_comparison(path)}\n\n{describe_whole(read_whole(path))}"
 
 
 def comparison_blocks(rows: Sequence[Row], nominal: Sequence[float | None]) -> list[str]:

@@ -20,7 +20,7 @@ from kernel_inputs import Shape
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.pallas_kernels.config import default_kernel_config
 
 # What differs from the default, by the fields of `KernelConfig`

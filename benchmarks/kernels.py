@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 
 IMPLEMENTATION = "mosaic_gpu" if dispatch.is_hopper() else "xla"
 PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"

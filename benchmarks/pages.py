@@ -14,7 +14,8 @@ from typing import Any
 
 from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
 
-from sketchwalk_jax.evaluation.report import describe_run
+from sketchwalk_jax.evaluation import results as evaluations
+from sketchwalk_jax.evaluation.report import describe_gaps, describe_run
 
 PAGES = (ROOT / "README.md", *(ROOT / "benchmarks" / name for name in ("QUALITY.md", "KERNELS.md")))
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -102,6 +103,24 @@ def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
         return f"{make(data)}\n\n{describe_run(data['meta'])}"
 
     return section
+
+
+def read_whole(path: Path) -> evaluations.Results:
+    """The results of an evaluation for a page, which shows whole ones alone.
+
+    Raises:
+      ValueError: If it is not finished.
+    """
+    results = evaluations.read_results(path)
+    if results.missing:
+        gap = describe_gaps(results)[0]
+        raise ValueError(f"{path.name} must be of a finished evaluation, got: {gap}")
+    return results
+
+
+def describe_whole(results: evaluations.Results) -> str:
+    """Hardware, versions, date and command; where rows are of several codes, that too."""
+    return " ".join([describe_run(results.meta), *describe_gaps(results)])
 
 
 def if_measured(make: Callable[[Path], str], command: str) -> Callable[[Path], str]:

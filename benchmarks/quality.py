@@ -12,13 +12,13 @@ from pathlib import Path
 
 import matplotlib
 from common import RESULTS
-from pages import PAGES, PLOTS, update
+from pages import PAGES, PLOTS, read_whole, update
 from report import TABLES
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.report import drawings, model_drawings, save_drawings
-from sketchwalk_jax.evaluation.results import hash_weights, read_results
+from sketchwalk_jax.evaluation.results import hash_weights
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.tokenizer import load_tokenizer
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, action="append", help="default: all pages")
     options = parser.parse_args()
 
-    found = read_results(options.results / "quality.json")
+    found = read_whole(options.results / "quality.json")
     model = options.model or bundled_model()
     if hash_weights(model) != found.meta["model"]["sha256"]:
         raise SystemExit(

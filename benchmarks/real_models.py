@@ -22,8 +22,9 @@ import common
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
+from sketchwalk_jax.evaluation.report import describe_gaps
 from sketchwalk_jax.evaluation.results import (
     ResultsFile,
     Row,
@@ -98,13 +99,17 @@ def main(
     parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     parser.add_argument("--text-tail", type=float, default=1.0)
+    parser.add_argument(
+        "--other-code", action="store_true", help="go on with a file that other code began"
+    )
     parser.add_argument("--seconds", type=float, help="stop after so long; another call goes on")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--compare", nargs=2, metavar="POLICY", help="only compare two policies")
     parser.set_defaults(**defaults)
     options = parser.parse_args(arguments)
     if options.compare:
-        print(comparison(read_results(options.out).rows, *options.compare))
+        results = read_results(options.out)
+        print(*describe_gaps(results), comparison(results.rows, *options.compare), sep="\n\n")
         return
     if not options.model:
         parser.error("--model must name at least one model")
@@ -168,6 +173,7 @@ def run_model(
         joined_meta(options.out, meta, growing),
         common={"model": name, "stage": options.stage},
         may_differ=growing,
+        other_code=options.other_code,
     )
     rules = find_rules(file, name, options, model_config)
     config = EvaluationConfig(**{**vars(base), "variants": rules})

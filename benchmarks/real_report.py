@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pages import Tables, if_measured  # which finds the package in any checkout
+# `pages` finds the package in any checkout.
+from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.report import describe_run
-from sketchwalk_jax.evaluation.results import Results, Row, read_results
+from sketchwalk_jax.evaluation.results import Results, Row
 from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
     TASK_TITLES,
@@ -39,7 +39,7 @@ _COMMAND = "`python benchmarks/real_models.py --model FILE.gguf`"
 
 def reported(path: Path) -> Results:
     """The results without what dense layers were chosen on."""
-    results = read_results(path)
+    results = read_whole(path)
     rows = tuple(row for row in results.rows if row["stage"] == "report")
     return Results(meta=results.meta, rows=rows)
 
@@ -61,6 +61,7 @@ def summary(path: Path) -> str:
         for label in _in_order(policy_labels(own)):
             cells = [
                 share(pool(counted(rows_with(own, label=label, phase=phase, density=density))))
+                + _mark(own, label, phase, density)
                 for density, phase in columns
             ]
             if set(cells) != {NOTHING}:
@@ -71,9 +72,21 @@ def summary(path: Path) -> str:
     what = (
         "Density over all layers, dense ones included, and where the policy selects. Of prompts "
         "that dense attention answers, so that it has all of them right by choice; Wilson's 95 % "
-        "intervals, tasks pooled. `oracle, max` is exact: the ceiling of a list that heads share"
+        "intervals, tasks pooled. `oracle, max` is exact: the ceiling of a list that heads share. "
+        f"{_FEWER_NOTE}"
     )
-    return "\n\n".join([*blocks, f"{what}. {describe_run(results.meta)}"])
+    return "\n\n".join([*blocks, f"{what}. {describe_whole(results)}"])
+
+
+_FEWER = "†"
+_FEWER_NOTE = f"{_FEWER}: measured on some of the tasks alone"
+
+
+def _mark(rows: Sequence[Row], label: str, phase: str, density: float) -> str:
+    """A mark where a policy was measured on fewer tasks than dense attention."""
+    own = tasks_of(counted(rows_with(rows, label=label, phase=phase, density=density)))
+    is_part = own and len(own) < len(tasks_of(counted(rows_with(rows, label="dense"))))
+    return _FEWER if is_part else ""
 
 
 _SHOWN = ("recommended", "minference", "flexprefill", "quest", "adamas", "paper")
@@ -100,14 +113,17 @@ def answers(path: Path) -> str:
             body.append([name_of(label), *cells])
     what = (
         f"Of the answers that dense attention gives, at density {_DENSITY:g} over all layers, "
-        "dense ones included; intervals, other densities and losses are on the results page"
+        "dense ones included; intervals, other densities and losses are on the results page. "
+        f"{_FEWER_NOTE}"
     )
-    return f"{markdown_table(header, body)}\n\n{what}. {describe_run(results.meta)}"
+    return f"{markdown_table(header, body)}\n\n{what}. {describe_whole(results)}"
 
 
 def _right(rows: Sequence[Row], label: str, phase: str, density: float = _DENSITY) -> str:
     found = pool(counted(rows_with(rows, label=label, phase=phase, density=density)))
-    return NOTHING if found is None or found.exact is None else f"{found.exact:.2f}"
+    if found is None or found.exact is None:
+        return NOTHING
+    return f"{found.exact:.2f}{_mark(rows, label, phase, density)}"
 
 
 def which_policy(path: Path) -> str:
@@ -134,7 +150,7 @@ def which_policy(path: Path) -> str:
         ),
         (
             "sparse answers to a prompt read densely",
-            "`recommended`; `adamas` at low densities, if it may keep tokens instead of blocks",
+            "`recommended`",
             f"right answers in decode {of('recommended', 'decode')} and, at density 0.1, "
             f"{of('recommended', 'decode', 0.1)}; Adamas {of('adamas', 'decode')} and "
             f"{of('adamas', 'decode', 0.1)}; Quest {of('quest', 'decode')} and "
@@ -152,7 +168,7 @@ def which_policy(path: Path) -> str:
         ),
     ]
     table = markdown_table(("For", "Take", "Evidence, density 0.2"), lines, num_names=3)
-    return f"{table}\n\nOf the answers that dense attention gives."
+    return f"{table}\n\nOf the answers that dense attention gives. {_FEWER_NOTE}."
 
 
 def _in_order(labels: Sequence[str]) -> list[str]:

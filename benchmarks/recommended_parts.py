@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import real_models
 from jaxtyping import Array, DTypeLike, Float, Int
-from pages import Tables, if_measured
+from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.report import describe_run
-from sketchwalk_jax.evaluation.results import ResultsFile, Row, read_results
+from sketchwalk_jax.evaluation.results import ResultsFile, Row
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
@@ -45,7 +44,7 @@ from sketchwalk_jax.evaluation.tables import (
 )
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -192,6 +191,7 @@ class PagesConfig(ExactConfig):
         *,
         kv_lengths: Int[Array, "B"],
         scale: float,
+        heads: Heads | None = None,
         kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """The scores of the best page of each block, made of products with twice the channels."""
@@ -219,6 +219,7 @@ class PagesConfig(ExactConfig):
             kv_lengths=lengths,
             scale=scale,
             exponent=self.exponent,
+            heads=heads,
         )
 
 
@@ -300,7 +301,7 @@ def _rule(
 
 def parts_table(path: Path) -> str:
     """Right answers and text loss beyond the policy's own, model by model."""
-    results = read_results(path)
+    results = read_whole(path)
     rows, blocks = results.rows, list[str]()
     for model in values_of(rows, "model"):
         for tokens in values_of(rows_with(rows, model=model), "tokens"):
@@ -327,7 +328,7 @@ def parts_table(path: Path) -> str:
         "Right answers and text loss beyond those of the policy itself, whose own are beyond "
         "dense attention's; 95 % intervals of paired differences"
     )
-    return "\n\n".join([*blocks, f"{text}. {describe_run(results.meta)}"])
+    return "\n\n".join([*blocks, f"{text}. {describe_whole(results)}"])
 
 
 def _line(rows: Sequence[Row], label: str, columns: Sequence[tuple[float, str]]) -> list[str]:

@@ -17,16 +17,16 @@ from typing import Any
 import ablation_report
 import claims
 import comparison
+import end_to_end_report
 import kernel_report
 import real_report
 import recommended_parts
 import retrieval
 import selection_report
 from common import RESULTS  # which finds the package in a checkout that is not installed
-from pages import PAGES, Results, Tables, captioned, if_measured, update
+from pages import PAGES, Results, Tables, captioned, describe_whole, if_measured, read_whole, update
 
 from sketchwalk_jax.evaluation.report import SUMMARY_NOTE, TITLES, describe_run, sections
-from sketchwalk_jax.evaluation.results import read_results
 from sketchwalk_jax.evaluation.summaries import densities
 from sketchwalk_jax.evaluation.tables import longest, markdown_table, summary_table
 
@@ -122,22 +122,22 @@ def cpu_start_table(data: Results) -> str:
 @functools.cache
 def quality_sections(path: Path) -> dict[str, str]:
     """The sections of a quality report, by name."""
-    return sections(read_results(path), plots="plots")
+    return sections(read_whole(path), plots="plots")
 
 
 def quality_summary(path: Path) -> str:
     """All tasks together at the highest density below 1, for README.md."""
-    results = read_results(path)
+    results = read_whole(path)
     density = max(one for one in densities(results.rows) if one < 1)
     tokens = longest(results.rows)
     table = summary_table(results.rows, density=density, tokens=tokens)
     what = f"Nominal density {density:g}, prompts of {tokens:,} tokens, 95 % intervals"
-    return f"{table}\n\n{what}. {SUMMARY_NOTE} {describe_run(results.meta)}"
+    return f"{table}\n\n{what}. {SUMMARY_NOTE} {describe_whole(results)}"
 
 
 def quality_claims(path: Path) -> str:
     """What becomes of each claim on these results."""
-    return claims.claims_text(claims.check_claims(read_results(path).rows))
+    return claims.claims_text(claims.check_claims(read_whole(path).rows))
 
 
 def ruler_table(path: Path) -> str:
@@ -190,6 +190,7 @@ TABLES: Tables = (
     }
     | kernel_report.TABLES
     | selection_report.TABLES
+    | end_to_end_report.TABLES
     | ablation_report.TABLES
     | comparison.TABLES
     | real_report.TABLES

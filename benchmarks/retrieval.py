@@ -31,7 +31,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.attention.mass import block_mass
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import read_text
 from sketchwalk_jax.evaluation.planning import (
     observe_prompt,
@@ -90,8 +90,13 @@ def main() -> None:
     keep_compiled_programs()
     text = read_text(options.text, tail=options.text_tail)
     found: dict[str, Any] = {"meta": {"models": {}}, "rows": []}
+    machine = common.describe_machine(
+        seed=options.seed, text={"name": text.name, "sha256": text.sha256, "tail": text.tail}
+    )
     if options.out.exists():
         found = json.loads(options.out.read_text(encoding="utf-8"))
+        same = ("seed", "text", "device", "versions")
+        common.check_same(options.out, found["meta"], machine, *same)
     for path in options.model:
         name = path.stem if path.is_file() else path.name
         tokenizer = load_tokenizer(path)
@@ -106,13 +111,10 @@ def main() -> None:
             "tokens": options.tokens,
             "prompts": len(samples),
             "plan": None if plan is None else plan.short_hash,
+            "sources": machine["sources"],
         }
-        meta = common.describe_machine(
-            models=found["meta"]["models"] | {name: about},
-            seed=options.seed,
-            text={"name": text.name, "sha256": text.sha256, "tail": text.tail},
-        )
-        found = {"meta": meta, "rows": [*others, *rows]}
+        models = found["meta"]["models"] | {name: about}
+        found = {"meta": machine | {"models": models}, "rows": [*others, *rows]}
         write_results(options.out, **found)
 
 
@@ -267,6 +269,10 @@ def retrieval_table(path: Path) -> str:
             f"of {about['prompts']} prompts)"
         )
         blocks.append(markdown_table(header, body))
+    codes = {name: one.get("sources") for name, one in results["meta"]["models"].items()}
+    if len({*codes.values()}) > 1:
+        found = ", ".join(f"{name} with `{code or 'unknown'}`" for name, code in codes.items())
+        blocks.append(f"**Of more than one code.** The package was changed in between: {found}.")
     return "\n\n".join([*blocks, describe_run(results["meta"])])
 
 

@@ -5,7 +5,7 @@
 The prompts are the harness's own, drawn once and the same for every policy, and so are its scores.
 Another task stands beside them, `multi_key` of this package: it asks in sentences that the small
 model was trained on, which RULER's are not. Writes `results/ruler.json`, policy by policy; with
-`--policy`, rows of other policies stay if they are of the same model, prompts and versions.
+`--policy`, rows of other policies stay, and must be of the same model, prompts, code and versions.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, describe_machine, write_results  # which finds the package
+# `common` finds the package.
+from common import RESULTS, check_same, describe_machine, write_results
 
 from sketchwalk_jax.evaluation.results import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
@@ -65,13 +66,15 @@ def main() -> None:
 
 
 def finished_rows(path: Path, meta: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of an earlier run by policy, whose command then stays too; none of another kind."""
+    """Rows of an earlier run by policy, whose command then stays too.
+
+    Raises:
+      SystemExit: If they are of another kind.
+    """
     if not path.exists():
         return {}
     old = json.loads(path.read_text(encoding="utf-8"))
-    varying = {"command", "dtype", "date"}
-    if any(old["meta"].get(name) != meta[name] for name in set(meta) - varying):
-        return {}
+    check_same(path, old["meta"], meta, *sorted(set(meta) - {"command", "dtype", "date"}))
     meta["command"] = old["meta"]["command"]
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in old["rows"]:

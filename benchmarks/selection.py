@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob

@@ -6,10 +6,12 @@ holds.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,16 +160,28 @@ def _written_beside(target: Path) -> Iterator[Path]:
         yield partial
         _wait_for_processes("written")
         if is_first:
-            _replace(target, partial, replaced)
+            replace_folder(target, partial, replaced)
         _wait_for_processes("renamed")
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _replace(target: Path, new: Path, replaced: Path) -> None:
-    """Renames `new` to `target`; an old one is kept as `replaced` until that is done."""
+def replace_folder(target: Path, new: Path, replaced: Path) -> None:
+    """Renames `new` to `target`, in whose place it stands at every moment where that is possible.
+
+    Linux exchanges two names in one step. Elsewhere the old folder is kept as `replaced` until the
+    new one is in its place: who is killed between the two finds it there.
+
+    Args:
+      target: The place.
+      new: A finished folder beside it.
+      replaced: A free name beside it.
+    """
     shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists() and _exchange(target, new):
+        shutil.rmtree(new, ignore_errors=True)
+        return
     if target.exists():
         os.replace(target, replaced)
     try:
@@ -177,6 +191,18 @@ def _replace(target: Path, new: Path, replaced: Path) -> None:
             os.replace(replaced, target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; returns whether the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _wait_for_processes(step: str) -> None:

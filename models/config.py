@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sketchwalk_jax.models.gguf_header import is_gguf, model_fields, read_header
-from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, translate
+from sketchwalk_jax.models.hf_config import FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.validation import check_choice, check_integer
+from sketchwalk_jax.validation import DTYPES, check_choice, check_flag, check_integer, check_number
 
 SAVED_CONFIG_FILE = "model_config.json"
 """The file that marks a directory written by `sketchwalk_jax.models.save`."""
@@ -103,11 +102,18 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
-        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
-            raise ValueError(f"rms_norm_eps must be finite and >= 0, got {self.rms_norm_eps}")
+        check_number("rms_norm_eps", self.rms_norm_eps, "[0, inf)")
+        if not isinstance(self.rope, RopeConfig):
+            raise ValueError(f"rope must be a RopeConfig, got {self.rope!r}")
+        for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+            check_flag(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
-        if not isinstance(self.eos_token_ids, tuple):
-            raise ValueError(f"eos_token_ids must be a tuple, got {self.eos_token_ids!r}")
+        if not isinstance(self.eos_token_ids, tuple) or not all(
+            isinstance(one, int) for one in self.eos_token_ids
+        ):
+            raise ValueError(
+                f"eos_token_ids must be a tuple of token ids, got {self.eos_token_ids!r}"
+            )
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise ValueError(f"plan must be a Plan or None, got {self.plan!r}")
         if self.plan is not None and self.plan.num_layers != self.num_layers:
@@ -197,8 +203,9 @@ class ModelConfig:
 
     @classmethod
     def _from_saved(cls, saved: Mapping[str, Any]) -> "ModelConfig":
-        fields = dict(saved.get("model_config", {}))
+        fields: dict[str, Any] = {}
         try:
+            fields |= saved["model_config"]
             rope = RopeConfig(**fields.pop("rope"))
             eos_token_ids = tuple(fields.pop("eos_token_ids"))
             return cls(**fields, rope=rope, eos_token_ids=eos_token_ids)
@@ -220,8 +227,8 @@ def check_checkpoint(path: str | Path) -> Path:
         )
     raise FileNotFoundError(
         f"must be an existing checkpoint directory or GGUF file, got {str(path)!r}. A model of "
-        f"the Hugging Face hub has to be downloaded first: `hf download ORG/NAME --local-dir DIR`, "
-        f"then pass DIR"
+        f"the Hugging Face hub has to be downloaded first: by sketchwalk_jax.load('ORG/NAME'), or "
+        f"`hf download ORG/NAME --local-dir DIR`"
     )
 
 
@@ -234,7 +241,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} does not exist: {str(path.parent)!r} must be a checkpoint directory with "
             f"{path.name} and its safetensors files"
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON file, got {error}; download it again") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")

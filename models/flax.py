@@ -46,7 +46,7 @@ class CausalLM(nnx.Module):
 
     Attributes:
      model_config: The model's sizes and switches; static.
-     embed: `nnx.Param`s of the embedding.
+     embed: The `nnx.Param` of the embedding.
      layers: Those of all layers, stacked on a leading axis.
      final_norm: That of the last norm.
      lm_head: That of the output head, unless the embedding is tied.

@@ -17,16 +17,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from sketchwalk_jax.models.family import Family
+from sketchwalk_jax.models.fields import (
+    MAX_LAYERS,
+    read_flag,
+    read_integer,
+    read_number,
+    read_object,
+)
 from sketchwalk_jax.models.llama import LLAMA
 from sketchwalk_jax.models.qwen import QWEN2, QWEN3
 from sketchwalk_jax.models.rope import ROPE_TYPES, RopeConfig
-from sketchwalk_jax.validation import check_choice
+from sketchwalk_jax.validation import DTYPES, check_choice
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
 """Every family that loads; a new one is a record and its name here."""
-
-DTYPES = ("float32", "float16", "bfloat16")
-"""The types that parameters may have."""
 
 RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (),
@@ -103,13 +107,18 @@ def translate(
     if missing:
         raise ValueError(f"config.json must have {', '.join(REQUIRED.values())}; missing {missing}")
 
-    fields: dict[str, Any] = {name: raw[key] for name, key in REQUIRED.items()}
+    fields: dict[str, Any] = {name: read_integer(raw, key) for name, key in REQUIRED.items()}
+    if fields["num_layers"] > MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers must be at most {MAX_LAYERS}, got {fields['num_layers']}; correct "
+            f"config.json"
+        )
     fields |= family.read_fields(raw)
     fields |= {
         "model_type": model_type,
-        "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": read_number(raw, "rms_norm_eps", 1e-6),
         "rope": rope_config(raw, fields["max_position_embeddings"]),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": read_flag(raw, "tie_word_embeddings"),
         "eos_token_ids": eos_token_ids(raw, generation_config),
         "dtype": checkpoint_dtype(raw) or "float32",
     }
@@ -135,7 +144,13 @@ def eos_token_ids(
     for source in (generation_config or {}, raw):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list | tuple) else (value,)
+            found = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in found):
+                raise ValueError(
+                    f"eos_token_id must be a token id or a list of them, got {value!r}; correct "
+                    f"generation_config.json or config.json"
+                )
+            return found
     return ()
 
 
@@ -150,7 +165,7 @@ def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
       'bfloat16'
     """
     declared = raw.get("dtype") or raw.get("torch_dtype")
-    if declared in (None, "auto"):
+    if declared is None or declared == "auto":
         return None
     dtype = str(declared).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -180,7 +195,7 @@ def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
       >>> rope_config({"rope_theta": 1e6}, 4096).theta
       1000000.0
     """
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    parameters = _rope_parameters(raw)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise NotImplementedError(
             f"a rotary embedding for each kind of layer ({sorted(parameters)}) is not supported; "
@@ -202,27 +217,35 @@ def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
             f"rope_type {rope_type!r} must have {', '.join(needed)}; missing {missing}"
         )
 
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    fields: dict[str, Any] = {name: parameters[name] for name in needed}
+    theta = read_number(raw, "rope_theta", 10000.0, above=1.0)
+    theta = read_number(parameters, "rope_theta", theta, above=1.0)
+    fields: dict[str, Any] = {name: read_number(parameters, name, above=0.0) for name in needed}
+    if rope_type != "yarn":
+        missing = [name for name in needed if fields[name] is None]
+        if missing:
+            raise ValueError(f"{missing[0]} must be a number for rope_type {rope_type!r}, got null")
     if rope_type in ("llama3", "yarn"):
-        original = (
-            raw.get("original_max_position_embeddings")
-            or parameters.get("original_max_position_embeddings")
-            or max_position_embeddings
-        )
+        name = "original_max_position_embeddings"
+        original = read_integer(parameters, name, max_position_embeddings)
+        original = read_integer(raw, name, original)
         fields["original_max_position_embeddings"] = original
     if rope_type == "yarn":
         if fields["factor"] is None:
             fields["factor"] = max_position_embeddings / original
         fields |= {
-            "attention_factor": parameters.get("attention_factor"),
-            "beta_fast": float(parameters.get("beta_fast") or 32),
-            "beta_slow": float(parameters.get("beta_slow") or 1),
-            "mscale": parameters.get("mscale"),
-            "mscale_all_dim": parameters.get("mscale_all_dim"),
-            "truncate": parameters.get("truncate", True),
+            "attention_factor": read_number(parameters, "attention_factor"),
+            # 0 stands for the default here, as it does in transformers.
+            "beta_fast": read_number(parameters, "beta_fast") or 32.0,
+            "beta_slow": read_number(parameters, "beta_slow") or 1.0,
+            "mscale": read_number(parameters, "mscale"),
+            "mscale_all_dim": read_number(parameters, "mscale_all_dim"),
+            "truncate": read_flag(parameters, "truncate", True),
         }
-    return RopeConfig(rope_type=rope_type, theta=float(theta), **fields)
+    return RopeConfig(rope_type=rope_type, theta=theta, **fields)
+
+
+def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return read_object(raw, "rope_scaling") or read_object(raw, "rope_parameters")
 
 
 def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
@@ -230,7 +253,7 @@ def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
     # "swish" is torch's other name of silu.
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act={raw['hidden_act']!r} (supported: 'silu')")
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    parameters = _rope_parameters(raw)
     nested = {key: parameters[key] for key in ("partial_rotary_factor",) if key in parameters}
     for name, value in (*raw.items(), *nested.items()):
         part = next((part for part in RESULT_CHANGING if part in name), None)
@@ -253,6 +276,14 @@ def _sliding_layers(
     """Lists layers whose attention is not over the whole context, in transformers' terms."""
     window, first = family.read_window(raw)
     layer_types = raw.get("layer_types")
+    is_list = isinstance(layer_types, list | tuple)
+    if layer_types is not None and not (
+        is_list and all(isinstance(kind, str) for kind in layer_types)
+    ):
+        raise ValueError(
+            f"layer_types must be a list of names, got {str(layer_types)[:80]!r}; correct "
+            f"config.json"
+        )
     if layer_types is None:
         layer_types = [
             "sliding_attention" if window is not None and layer >= first else "full_attention"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from sketchwalk_jax.models.family import LAYER, Family, RawConfig
+from sketchwalk_jax.models.fields import read_flag, read_integer
 
 KEYS: dict[tuple[str, ...], str] = {
     ("embed", "embedding"): "model.embed_tokens.weight",
@@ -44,21 +45,23 @@ def read_fields(raw: RawConfig) -> dict[str, Any]:
       2
     """
     num_heads = raw["num_attention_heads"]
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = read_flag(raw, "attention_bias")
     return {
-        "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
+        "num_kv_heads": read_integer(raw, "num_key_value_heads", num_heads),
+        "head_dim": read_integer(raw, "head_dim", raw["hidden_size"] // num_heads),
+        "max_position_embeddings": read_integer(raw, "max_position_embeddings", 2048),
         "qkv_bias": attention_bias,
         "o_bias": attention_bias,
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "bos_token_id": raw.get("bos_token_id", 1),
+        "mlp_bias": read_flag(raw, "mlp_bias"),
+        # Absent it is 1, null it is none.
+        "bos_token_id": read_integer({"bos_token_id": 1, **raw}, "bos_token_id", least=0),
     }
 
 
 def read_window(raw: RawConfig) -> tuple[int | None, int]:
     """Returns the sliding window, which Llama has only where one is given, for all layers."""
-    return raw.get("sliding_window") if raw.get("use_sliding_window", True) else None, 0
+    window = read_integer(raw, "sliding_window", least=0)
+    return window if read_flag(raw, "use_sliding_window", True) else None, 0
 
 
 LLAMA = Family(model_type="llama", keys=KEYS, read_fields=read_fields, read_window=read_window)

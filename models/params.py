@@ -17,19 +17,19 @@ and value heads, H head_dim, F mlp::
     lm_head/kernel                  [D, V]                           unless tie_word_embeddings
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.hf_config import DTYPES
+from sketchwalk_jax.validation import DTYPES
 
 Params = dict[str, Any]
 """A nested dict of arrays with the layout of this module."""
@@ -98,7 +98,11 @@ def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> P
 
 
 def init_params(
-    key: PRNGKeyArray, model_config: ModelConfig, dtype: DTypeLike | None = None
+    key: PRNGKeyArray,
+    model_config: ModelConfig,
+    dtype: DTypeLike | None = None,
+    *,
+    sharding: ParamsSharding = None,
 ) -> Params:
     """Draws random parameters: kernels and embedding normal, norms 1, biases 0.
 
@@ -109,6 +113,9 @@ def init_params(
       key: Random key.
       model_config: Sizes and switches of the model.
       dtype: Dtype of the parameters; None takes the checkpoint's own.
+      sharding: Where the parameters go, as in `load`. Each device then draws its own part, a layer
+        at a time, and holds no more: how a model is made that fits onto no single one. These are
+        other draws than without, and the same ones for every sharding.
 
     Returns:
       The parameter tree.
@@ -120,20 +127,41 @@ def init_params(
       >>> init_params(jax.random.key(0), config)["layers"]["query_norm"]["scale"].shape
       (2, 16)
     """
-    shapes = flatten_params(param_shapes(model_config, dtype))
+    tree = param_shapes(model_config, dtype)
+    shapes, shardings = flatten_params(tree), shardings_by_path(sharding, tree)
+
     drawn = {}
-    for (path, shape), leaf_key in zip(
-        shapes.items(), jax.random.split(key, len(shapes)), strict=True
-    ):
-        if path[-1] == "scale":
-            drawn[path] = jnp.ones(shape.shape, shape.dtype)
-        elif path[-1] == "bias":
-            drawn[path] = jnp.zeros(shape.shape, shape.dtype)
+    keys = jax.random.split(key, len(shapes))
+    for (path, shape), leaf_key in zip(shapes.items(), keys, strict=True):
+        where = shardings[path]
+        if where is None:
+            drawn[path] = _draw(path, shape, leaf_key)
         else:
-            inputs = shape.shape[-1:] if path[-1] == "embedding" else input_axes(path, shape.shape)
-            normal = jax.random.normal(leaf_key, shape.shape, jnp.float32)
-            drawn[path] = (normal / math.sqrt(math.prod(inputs))).astype(shape.dtype)
+            draw = functools.partial(_draw_by_layer, path, shape)
+            drawn[path] = jax.jit(draw, out_shardings=where)(leaf_key)
     return unflatten_params(drawn)
+
+
+def _draw(path: tuple[str, ...], shape: jax.ShapeDtypeStruct, key: PRNGKeyArray) -> jax.Array:
+    """One random parameter."""
+    if path[-1] == "scale":
+        return jnp.ones(shape.shape, shape.dtype)
+    if path[-1] == "bias":
+        return jnp.zeros(shape.shape, shape.dtype)
+    inputs = shape.shape[-1:] if path[-1] == "embedding" else input_axes(path, shape.shape)
+    normal = jax.random.normal(key, shape.shape, jnp.float32)
+    return (normal / math.sqrt(math.prod(inputs))).astype(shape.dtype)
+
+
+def _draw_by_layer(
+    path: tuple[str, ...], shape: jax.ShapeDtypeStruct, key: PRNGKeyArray
+) -> jax.Array:
+    """One random parameter; drawing takes several times the memory of what is drawn at once."""
+    if path[0] != "layers":
+        return _draw(path, shape, key)
+    one = jax.ShapeDtypeStruct((1, *shape.shape[1:]), shape.dtype)
+    draw = functools.partial(_draw, path, one)
+    return jax.lax.map(draw, jax.random.split(key, shape.shape[0])).reshape(shape.shape)
 
 
 def input_axes(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -236,19 +264,83 @@ def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
       ValueError: If arrays are missing, unknown, of another shape or not floating point; all of
         them in one message.
     """
-    expected = flatten_params(param_shapes(model_config))
-    found = flatten_params(params)
-    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
-    problems += [f"{'/'.join(path)} is unknown" for path in found if path not in expected]
-    problems += [
-        f"{'/'.join(path)} must be {leaf.shape}, got {np.shape(found[path])}"
-        for path, leaf in expected.items()
-        if path in found and np.shape(found[path]) != leaf.shape
-    ]
-    problems += [
-        f"{'/'.join(path)} must be one of {DTYPES}, got {leaf.dtype}"
-        for path, leaf in found.items()
-        if jnp.dtype(leaf.dtype).name not in DTYPES
-    ]
+    problems = _differences(params, model_config)
     if problems:
         raise ValueError("params must fit model_config:\n  " + "\n  ".join(problems))
+
+
+def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
+    """`check_params`, and that the layers compute in one dtype, that of the embedding.
+
+    Args:
+      params: A nested dict of arrays.
+      model_config: The model.
+
+    Raises:
+      ValueError: As `check_params`, or for layers of another dtype.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    try:
+        kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    except AttributeError:  # no arrays
+        check_params(params, model_config)
+        raise
+    _check_kinds(structure, kinds, model_config)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_kinds(
+    structure: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], model_config: ModelConfig
+) -> None:
+    """`check_runs` of arrays of these shapes and dtypes; a decode step takes no time for it."""
+    params = structure.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    check_params(params, model_config)
+    dtype = params["embed"]["embedding"].dtype
+    others = {
+        "/".join(path): leaf.dtype
+        for path, leaf in flatten_params(params["layers"]).items()
+        if leaf.dtype != dtype
+    }
+    if others:
+        name, other = next(iter(others.items()))
+        raise ValueError(
+            f"params must have layers of the embedding's dtype {dtype}, got {other} for "
+            f"layers/{name} and {len(others) - 1} others; load(..., dtype=...) makes all alike"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(model_config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The shape of every parameter by its path."""
+    return {path: leaf.shape for path, leaf in flatten_params(param_shapes(model_config)).items()}
+
+
+def _differences(params: Any, model_config: ModelConfig) -> list[str]:
+    """What is wrong with a parameter tree, a line for each array."""
+    if not isinstance(params, Mapping):
+        return [f"a nested dict of arrays is needed, got {type(params).__name__}"]
+    expected, found = _expected(model_config), flatten_params(params)
+    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
+    wrong_layers = set[int]()
+    for path, leaf in found.items():
+        name = "/".join(map(str, path))
+        if path not in expected:
+            problems.append(f"{name} is unknown")
+            continue
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            problems.append(f"{name} must be an array, got {type(leaf).__name__}")
+            continue
+        shape = tuple(leaf.shape)
+        if shape != expected[path]:
+            problems.append(f"{name} must be {expected[path]}, got {shape}")
+            if path[0] == "layers" and shape[1:] == expected[path][1:]:
+                wrong_layers.add(shape[0])
+        if leaf.dtype.name not in DTYPES:
+            problems.append(f"{name} must be one of {DTYPES}, got {leaf.dtype}")
+    if len(wrong_layers) == 1:
+        problems.insert(
+            0,
+            f"num_layers is {model_config.num_layers}, the arrays have {wrong_layers.pop()} "
+            f"layers; take the configuration that load returned with them",
+        )
+    return problems

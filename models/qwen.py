@@ -3,6 +3,7 @@
 from typing import Any
 
 from sketchwalk_jax.models.family import LAYER, Family, RawConfig
+from sketchwalk_jax.models.fields import read_flag, read_integer
 from sketchwalk_jax.models.llama import KEYS as LLAMA_KEYS
 
 KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
@@ -29,7 +30,8 @@ def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
       >>> fields["qkv_bias"], "o_bias" in fields
       (True, False)
     """
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    usual = raw["hidden_size"] // raw["num_attention_heads"]
+    head_dim = read_integer(raw, "head_dim", usual)
     return _common_fields(raw) | {"head_dim": head_dim, "qkv_bias": True}
 
 
@@ -51,8 +53,10 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
       >>> fields["qk_norm"], fields["head_dim"]
       (True, 128)
     """
-    attention_bias = bool(raw.get("attention_bias", False))
-    head_dim = raw.get("head_dim", 128) or raw["hidden_size"] // raw["num_attention_heads"]
+    attention_bias = read_flag(raw, "attention_bias")
+    # Absent it is 128, null what the width gives.
+    usual = raw["hidden_size"] // raw["num_attention_heads"]
+    head_dim = read_integer({"head_dim": 128, **raw}, "head_dim", usual)
     return _common_fields(raw) | {
         "head_dim": head_dim,
         "qkv_bias": attention_bias,
@@ -63,16 +67,21 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
 
 def _common_fields(raw: RawConfig) -> dict[str, Any]:
     return {
-        "num_kv_heads": raw.get("num_key_value_heads", 32) or raw["num_attention_heads"],
-        "max_position_embeddings": raw.get("max_position_embeddings", 32768),
-        "bos_token_id": raw.get("bos_token_id"),
+        # Absent they are 32, null as many as there are heads.
+        "num_kv_heads": read_integer(
+            {"num_key_value_heads": 32, **raw}, "num_key_value_heads", raw["num_attention_heads"]
+        ),
+        "max_position_embeddings": read_integer(raw, "max_position_embeddings", 32768),
+        "bos_token_id": read_integer(raw, "bos_token_id", least=0),
     }
 
 
 def read_window(raw: RawConfig) -> tuple[int | None, int]:
     """Returns the sliding window, which must be switched on, and the first layer that has it."""
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    return window, raw.get("max_window_layers", 28)
+    # Absent it is 4096, null none.
+    window = read_integer({"sliding_window": 4096, **raw}, "sliding_window", least=0)
+    window = window if read_flag(raw, "use_sliding_window") else None
+    return window, read_integer(raw, "max_window_layers", 28, least=0)
 
 
 QWEN2 = Family(

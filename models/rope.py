@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from sketchwalk_jax.validation import check_choice
+from sketchwalk_jax.validation import check_choice, check_flag, check_integer, check_number
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -57,12 +57,16 @@ class RopeConfig:
     def __post_init__(self) -> None:
         """Checks every field once."""
         check_choice("rope_type", self.rope_type, ROPE_TYPES)
-        if not self.theta > 1:
-            raise ValueError(f"theta must be larger than 1, got {self.theta}")
-        if not self.factor > 0:
-            raise ValueError(f"factor must be positive, got {self.factor}")
+        check_number("theta", self.theta, "(1, 1e30)")  # the angles are float32
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check_number(name, getattr(self, name), "[1e-30, 1e30)")  # 1e-320 of JSON overflows
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "(-1e30, 1e30)")
+        check_flag("truncate", self.truncate)
         original = self.original_max_position_embeddings
-        if self.rope_type in ("llama3", "yarn") and (original is None or original < 1):
+        check_integer("original_max_position_embeddings", original, is_optional=True)
+        if self.rope_type in ("llama3", "yarn") and original is None:
             raise ValueError(
                 f"original_max_position_embeddings must be a positive number of tokens for "
                 f"rope_type {self.rope_type!r}, got {original}"
@@ -71,10 +75,6 @@ class RopeConfig:
             raise ValueError(
                 "high_freq_factor must be larger than a positive low_freq_factor, "
                 f"got {self.high_freq_factor} and {self.low_freq_factor}"
-            )
-        if not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(
-                f"beta_fast and beta_slow must be positive, got {self.beta_fast}, {self.beta_slow}"
             )
 
     def stretched_context(self, max_position_embeddings: int) -> int:

@@ -40,25 +40,30 @@ class LayerWeights:
     Attributes:
       stacks: Parameters of all layers.
       layer: The layer.
+      eps: Of the norms.
       kernels: What Hopper's kernel for few rows may run with, or `None` for XLA, which copies the
         layer's weights out of their stack first: little beside the products of many rows.
     """
 
     stacks: PyTree
     layer: Int[Array, ""]
+    eps: float
     kernels: KernelConfig | None
 
-    def scale(self, name: str) -> Float[Array, "D"]:
-        """The scale of a norm."""
-        return self._own(self.stacks[name]["scale"])
+    def norm(self, x: Array, name: str) -> Array:
+        """The input behind a norm."""
+        return rms_norm(x, self._own(self.stacks[name]["scale"]), eps=self.eps)
 
-    def linear(self, x: Array, names: Sequence[str], equation: str) -> list[Array]:
+    def linear(
+        self, x: Array, names: Sequence[str], equation: str, *, norm: str | None = None
+    ) -> list[Array]:
         """Products of one input with several arrays of weights, and their biases if there are any.
 
         Args:
           x: The input.
           names: Of the weights.
           equation: Of one product, as for `einsum`.
+          norm: Of the norm that the input goes through first.
         """
         stacks = [self.stacks[name] for name in names]
         inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
@@ -70,9 +75,12 @@ class LayerWeights:
                 for one, out in zip(stacks, outputs, strict=True)
             ],
             self.layer,
+            scale=None if norm is None else self.stacks[norm]["scale"],
+            eps=self.eps,
             kernels=self.kernels,
         )
         if found is None:
+            x = x if norm is None else self.norm(x, norm)
             kernels = [self._own(one["kernel"]) for one in stacks]
             precision = matmul_precision(x)
             found = [jnp.einsum(equation, x, one, precision=precision) for one in kernels]
@@ -92,22 +100,36 @@ def linear_of_rows(
     kernels_of_layers: Sequence[Float[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
+    scale: Float[Array, "L D"] | None,
+    eps: float,
     kernels: KernelConfig | None,
     is_transposed: bool = False,
 ) -> list[Float[Array, "B T _"]] | None:
-    """The products by Hopper's kernel for few rows, or `None` where it cannot make them."""
+    """The products by Hopper's kernel for few rows, or `None` where it cannot make them.
+
+    Args:
+      x: The input.
+      kernels_of_layers: Arrays of weights, or transposed ones.
+      layer: The layer.
+      scale: Of the norm that the input goes through first, of all layers, if there is one.
+      eps: Of the norm.
+      kernels: What the kernel may run with.
+      is_transposed: Whether weights are `[L, F, D]`.
+    """
     if kernels is None:
         return None
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
     rows = x.reshape(-1, x.shape[-1])
-    if why_not_linear(rows, kernels_of_layers, is_transposed=is_transposed):
+    if why_not_linear(rows, kernels_of_layers, scale, is_transposed=is_transposed):
         return None
     found = linear_kernel(
         rows,
         kernels_of_layers,
         layer,
+        scale=scale,
+        eps=eps,
         is_transposed=is_transposed,
         interpret=kernels.interpret,
     )
@@ -134,7 +156,7 @@ def unembed(
       model_config: The model.
       kernels: What Hopper's kernel for few rows may run with.
     """
-    hidden = rms_norm(hidden, params["final_norm"]["scale"], eps=model_config.rms_norm_eps)
+    scale, eps = params["final_norm"]["scale"], model_config.rms_norm_eps
     is_tied = model_config.tie_word_embeddings
     if is_tied:
         head, equation = params["embed"]["embedding"], "...d,vd->...v"
@@ -144,11 +166,14 @@ def unembed(
         hidden.reshape(1, -1, hidden.shape[-1]),
         [head[None]],
         jnp.zeros((), jnp.int32),
+        scale=scale[None],
+        eps=eps,
         kernels=kernels,
         is_transposed=is_tied,
     )
     if found is not None:
         return found[0].reshape(*hidden.shape[:-1], -1).astype(jnp.float32)
+    hidden = rms_norm(hidden, scale, eps=eps)
     logits = jnp.einsum(equation, hidden, head, precision=matmul_precision(hidden))
     return logits.astype(jnp.float32)
 
@@ -178,32 +203,36 @@ def run_layers(
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
     """
-    eps, found = model_config.rms_norm_eps, []
+    found = []
     cos, sin = rope_cos_sin(positions, rope=model_config.rope, head_dim=model_config.head_dim)
 
-    def layer_step(carry: tuple[Array, PyTree], layer: Int[Array, ""], attend: Attend) -> Any:
-        hidden, state = carry
-        weights = LayerWeights(params["layers"], layer, kernels)
+    def layer_step(
+        carry: tuple[Array, PyTree, Array], layer: Int[Array, ""] | None, attend: Attend
+    ) -> Any:
+        hidden, state, count = carry
+        layer = count if layer is None else layer
+        weights = LayerWeights(params["layers"], layer, model_config.rms_norm_eps, kernels)
         with jax.named_scope("attention"):
-            x = rms_norm(hidden, weights.scale("attn_norm"), eps=eps)
-            query, key, value = weights.linear(x, ("query", "key", "value"), "btd,dnh->btnh")
+            names = "query", "key", "value"
+            query, key, value = weights.linear(hidden, names, "btd,dnh->btnh", norm="attn_norm")
             if model_config.qk_norm:
-                query = rms_norm(query, weights.scale("query_norm"), eps=eps)
-                key = rms_norm(key, weights.scale("key_norm"), eps=eps)
+                query, key = weights.norm(query, "query_norm"), weights.norm(key, "key_norm")
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             out, state, aux = attend(query, key, value, layer, state)
             (out,) = weights.linear(out, ("out",), "btnh,nhd->btd")
             hidden = hidden + out
         with jax.named_scope("mlp"):
-            x = rms_norm(hidden, weights.scale("mlp_norm"), eps=eps)
-            gate, up = weights.linear(x, ("gate", "up"), "btd,df->btf")
+            gate, up = weights.linear(hidden, ("gate", "up"), "btd,df->btf", norm="mlp_norm")
             (out,) = weights.linear(jax.nn.silu(gate) * up, ("down",), "btf,fd->btd")
             hidden = hidden + out
-        return (hidden, state), aux
+        return (hidden, state, count + 1), aux
 
     for part, attend in layers:
         step = functools.partial(layer_step, attend=attend)
-        index = jnp.arange(part.start, part.stop, dtype=jnp.int32)
-        (hidden, state), aux = jax.lax.scan(step, (hidden, state), index)
+        # Taking a layer's number out of an array is a launch, and counting is none. But of numbers
+        # that it can foresee, XLA copies weights by other means than kernels, if it copies any.
+        numbers = None if kernels else jnp.arange(part.start, part.stop, dtype=jnp.int32)
+        carry = hidden, state, jnp.asarray(part.start, jnp.int32)
+        (hidden, state, _), aux = jax.lax.scan(step, carry, numbers, length=len(part))
         found.append(aux)
     return hidden, state, found

@@ -13,13 +13,11 @@ weights are half-split already.
 import contextlib
 import dataclasses
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -29,13 +27,13 @@ from sketchwalk_jax.models.checkpoint import save as save
 from sketchwalk_jax.models.config import (
     SAVED_CONFIG_FILE,
     ModelConfig,
-    check_checkpoint,
     read_json,
 )
 from sketchwalk_jax.models.gguf_files import IGNORED, GgufFiles
 from sketchwalk_jax.models.gguf_files import KEYS as GGUF_KEYS
 from sketchwalk_jax.models.gguf_header import model_fields, read_header
-from sketchwalk_jax.models.hf_config import DTYPES, FAMILIES, checkpoint_dtype
+from sketchwalk_jax.models.hf_config import FAMILIES, checkpoint_dtype
+from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import (
     Params,
     ParamsSharding,
@@ -48,6 +46,8 @@ from sketchwalk_jax.models.params import (
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.plans import fingerprint as fingerprint
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+from sketchwalk_jax.progress import progress_bar
+from sketchwalk_jax.validation import DTYPES, check_dtype
 
 Files = TensorFiles | GgufFiles
 """Where tensors come from, by name: both read a part of one at a time."""
@@ -92,7 +92,7 @@ def load(
     progress: bool = True,
     use_plan: bool = True,
 ) -> tuple[Params, ModelConfig]:
-    """Loads a checkpoint: a directory of Hugging Face safetensors, one of `save`, or a GGUF file.
+    """Loads a checkpoint: a directory, a GGUF file, or a model of the Hugging Face hub by its name.
 
     Linear weights are transposed and the layers stacked, see `sketchwalk_jax.models.params` for
     the tree. Names and shapes are compared with the config before any weight is read. Weights of
@@ -100,17 +100,20 @@ def load(
 
     Args:
       directory: A local directory with `config.json` and safetensors files, single or
-        sharded, or one written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3.
+        sharded, or one written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3; or a name
+        such as `"Qwen/Qwen3-0.6B"`, which is downloaded once through huggingface_hub
+        (configuration, tokenizer and safetensors only) unless there is a directory of that name.
       dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps that of the
         checkpoint: what its config declares, else what its embedding is stored in; bfloat16
         for a quantised GGUF file, whose values float32 has exactly.
       sharding: Where the parameters go. None: the default device. One
         `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
         parameters, or a function of a parameter's path (a tuple such as
-        `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct` that returns one.
+        `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct` that returns one, such
+        as `sketchwalk_jax.sharding.plan(mesh, model_config)`.
         Each process reads only what its devices hold.
       progress: Whether to show a progress bar on standard error when it takes longer than a
-        second.
+        second; where that is no terminal, a line every half minute.
       use_plan: Whether to take the plan that `sketchwalk calibrate` left beside the checkpoint,
         if there is one. It is refused where it is of another checkpoint.
 
@@ -118,7 +121,10 @@ def load(
       The parameters and the model's configuration, its plan included.
 
     Raises:
-      FileNotFoundError: If the directory, its config or files of its index are missing.
+      FileNotFoundError: If the directory, its config or files of its index are missing, or there
+        is no model of that name.
+      ConnectionError: If the hub cannot be reached.
+      PermissionError: If the model is gated, and you have no access.
       ImportError: If the file is GGUF and the package `gguf` is missing.
       ValueError: If the weights are not safetensors or GGUF, a file is truncated or corrupt, or
         tensors are missing, unknown, of another shape or of a type that cannot be read (all
@@ -130,8 +136,8 @@ def load(
       >>> params["layers"]["query"]["kernel"].shape  # doctest: +SKIP
       (16, 2048, 32, 64)
     """
-    target = None if dtype is None else _param_dtype(dtype)
-    directory = check_checkpoint(directory)
+    target = None if dtype is None else check_dtype("dtype", dtype)
+    directory = find_checkpoint(directory, progress=progress)
     plan = find_plan(directory) if use_plan else None
     if directory.is_file():
         found = _load_gguf(directory, dtype=target, sharding=sharding, progress=progress)
@@ -195,12 +201,6 @@ def _read_params(
     return unflatten_params(params)
 
 
-def _param_dtype(dtype: DTypeLike) -> np.dtype:
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {jnp.dtype(dtype).name!r}")
-    return jnp.dtype(dtype)
-
-
 def _load_leaf(
     files: Files,
     source: LeafSource,
@@ -228,23 +228,14 @@ def _load_leaf(
 def _progress_bar(
     shapes: Params, shardings: dict[tuple[str, ...], Sharding | None], *, is_shown: bool
 ) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
     total = 0
     for path, shape in flatten_params(shapes).items():
         sharding = shardings[path]
         part = shape.shape if sharding is None else sharding.shard_shape(shape.shape)
         indices = sharding and sharding.addressable_devices_indices_map(shape.shape).values()
         total += len(set(indices or [()])) * int(np.prod(part)) * shape.dtype.itemsize
-    with tqdm(
-        total=total,
-        desc="loading",
-        unit="B",
-        unit_scale=True,
-        delay=1,
-        disable=not is_shown or jax.process_index() != 0,
-        file=sys.stderr,
-    ) as bar:
+    is_wanted = is_shown and jax.process_index() == 0
+    with progress_bar(total, "loading", unit="B", unit_scale=True, is_wanted=is_wanted) as bar:
         yield bar.update
 
 

@@ -34,7 +34,8 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
     subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", f"{SOURCE}[plots]"])
 
 # %% [markdown]
-# Import what is used below.
+# Import what is used below. Programs that are compiled from here on are kept on disk: the next run
+# of this notebook compiles none of them again.
 
 # %%
 import os
@@ -44,6 +45,8 @@ import sketchwalk_jax as sw
 from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.plots import plot_block_map, plot_density
 from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+
+sw.keep_compiled_programs()
 
 # %% [markdown]
 # Name a Hugging Face directory of a Llama, Qwen2, Qwen2.5 or Qwen3 checkpoint in `MODEL_DIR`.
@@ -73,7 +76,8 @@ print(tokens.shape[1], "tokens")
 
 # %% [markdown]
 # Dense attention first: `make_generate` returns a jitted function, which stops at the model's end
-# token. The first call compiles; later ones do not, whatever the prompt says.
+# token. The first call compiles; later ones do not, whatever the prompt says, nor with another
+# `max_new_tokens` up to 256.
 
 # %%
 dense_generate = sw.make_generate(model_config, sw.Dense(), max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""What the attention kernels take, and why they have no derivative.
+"""What the attention kernels take, and where their derivative is.
 
 The kernels themselves are in `block_sparse_prefill` and `block_sparse_decode`. These import Pallas,
 which takes long, so that whoever calls them imports them late; this file imports little.
@@ -16,9 +16,9 @@ MAX_HEAD_DIM = 128
 LEAST_DECODE_HEAD = 64
 
 _NO_DERIVATIVE = (
-    "the Mosaic GPU kernels have no derivative; differentiate through "
-    "sketchwalk_jax.reference.masked_attention, or through jax.nn.dot_product_attention with the "
-    "lists as a mask"
+    "the Mosaic GPU kernels have no derivative of their own; call sketchwalk_jax's "
+    "block_sparse_attention, block_sparse_decode or dense_attention, which run them and are "
+    "differentiable"
 )
 
 

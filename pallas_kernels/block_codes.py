@@ -16,7 +16,8 @@ of 128, 128 bytes of each key are read, once, and 32 bytes of codes are written.
 
 The arrays of codes are those of all layers and stay in place: a program writes its own block, and
 nothing else moves. The program of the first row also goes on with the unfinished block of the last
-call and leaves that of this one. A decoded token is one new key of such a block.
+call and leaves that of this one. A decoded token is one new key of such a block, which the programs
+may write to the cache as well, with its value: a launch less.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ class _Plan:
       blocks: Blocks that there is room for.
       rows: Blocks of the call.
       quarter: Channels in each of the two slow runs.
-      is_token: Whether the call has one key of each sequence, anywhere in its block.
+      is_token: Whether the call has one key of each sequence, anywhere in its block; a value may
+        follow it.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -75,6 +77,12 @@ class _Plan:
         """The same run among the channels of a key: `d` and `d + H/2` turn together."""
         return pl.ds((2 * half + 1) * self.quarter, self.quarter)
 
+    def write_token(self, new: Any, target: Any) -> None:
+        """Copies a head of a key or value."""
+        for start in range(0, 4 * self.quarter, self.quarter):
+            run = pl.ds(start, self.quarter)
+            ops.write(target.at[run], ops.read(new.at[run], self.layout.reduce(0)))
+
     def spread(self, vector: Array) -> Array:
         """A number of each channel for all keys."""
         shape = (_KEYS, self.quarter)
@@ -91,10 +99,13 @@ def _observe(
     centre: Any,
     step: Any,
     unfinished: Any,
-    *,
+    *cache: Any,
     plan: _Plan,
 ) -> None:
-    """One program: one block of one key/value head."""
+    """One program: one block of one key/value head.
+
+    `cache` is that of keys, that of values, and the layer in them, where a token is to be written.
+    """
     batch, row, head = (jax.lax.axis_index(name) for name in ("batch", "row", "head"))
     which, length = layer[0], end[batch]
     if plan.is_token:
@@ -147,6 +158,11 @@ def _observe(
             for half in range(2):
                 target = unfinished.at[which, batch, left - 1, head, plan.run(half)]
                 ops.write(target, new[half])
+            if cache:
+                *targets, own_layer = cache
+                for index, one in enumerate(targets):
+                    target = one.at[own_layer[0], batch, length - 1, head]
+                    plan.write_token(key.at[batch, index, head], target)
 
         return
 
@@ -222,13 +238,9 @@ def block_codes_kernel(
     first_block: Int[Array, "B"],
     end: Int[Array, "B"],
     layer: Int[Array, ""],
+    write: tuple[Array, Array, Array, Array] | None = None,
     interpret: bool = False,
-) -> tuple[
-    UInt8[Array, "L B J S K C2"],
-    Float[Array, "L B J K C"],
-    Int8[Array, "L B J K C"],
-    Float[Array, "L B S K C"],
-]:
+) -> tuple[Array, ...]:
     """The statistics of all layers with a call's keys put into one; in place under `jit`.
 
     Args:
@@ -241,7 +253,12 @@ def block_codes_kernel(
       first_block: Block of the first row; of single keys any number.
       end: Keys of each sequence, with the new ones.
       layer: Which layer's they are.
+      write: Of single keys: their values `[B, 1, K, H]`, the caches of keys and values
+        `[Lc, B, S, K, H]` that both are to be written to, and the layer in these.
       interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Code, centre, step and unfinished, and both caches if there are any.
     """
     batch, tokens, kv_heads, head_dim = key.shape
     plan = _Plan(
@@ -263,6 +280,12 @@ def block_codes_kernel(
     code = jax.lax.bitcast_convert_type(code, jnp.int8)
     refs = [jax.new_ref(x) for x in (code, centre, step, unfinished)]
     first_block, end, layer = (x.astype(jnp.int32) for x in (first_block, end, layer))
-    kernel(key, valid, first_block, end, layer[None], *refs)
-    code, centre, step, unfinished = (jax.freeze(ref) for ref in refs)
-    return jax.lax.bitcast_convert_type(code, jnp.uint8), centre, step, unfinished
+    last = []
+    if write is not None:
+        value, keys, values, own_layer = write
+        key = jnp.concatenate([key, value], axis=1)
+        refs += [jax.new_ref(x) for x in (keys, values)]
+        last = [own_layer.astype(jnp.int32)[None]]
+    kernel(key, valid, first_block, end, layer[None], *refs, *last)
+    code, *found = (jax.freeze(ref) for ref in refs)
+    return jax.lax.bitcast_convert_type(code, jnp.uint8), *found

@@ -14,17 +14,19 @@ and the second adds what the keys of a block have in common and takes the softma
 for the blocks up to the row's own (`policies.block_codes`).
 
 *Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
-bits and keep them in registers, and one more warpgroup, the loader, which brings the keys two
-blocks at a time: every block is read once for all of them. While one warpgroup takes the maxima of
-its products (`eight_bits`), the tensor cores multiply for the others: a step of two blocks takes
-them 128 cycles for each warpgroup, and 90 instructions of each warp. Maxima are put down in shared
-memory and copied out eight blocks at a time. A block is needed up to the row of the program's last
-query; what lies behind that is never written.
+bits and keep them in registers, and one more warpgroup, the loader, which brings the keys eight
+blocks at a time: every block is read once for all of them. While a warpgroup takes the maxima of
+one block, the tensor cores multiply for it with the next one (`eight_bits`): a block of 64 channels
+takes them 64 cycles for each warpgroup, and some 25 instructions of each warp at half the rate.
+Maxima are put down in shared memory and copied out eight blocks at a time. A block is needed up to
+the row of the program's last query; what lies behind that is never written.
 
 *Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
 program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
-and once for the shares, which are never written: what it finds in the GPU's cache the second time
-is what it brought there the first.
+and once back for the shares, which are never written: it begins with what is still in shared
+memory, and goes on with what came last into the GPU's cache. A thread adds powers beside references
+of its own, which move only when a logit exceeds one by far. So a number takes seven instructions
+the first time and six the second, and the steps about as many.
 """
 
 import dataclasses
@@ -43,20 +45,22 @@ from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = eight_bits.QUERIES  # of a warpgroup of the first kernel
 _KEYS = eight_bits.BLOCK
-_GROUP = 8  # blocks whose maxima are copied out together
-_STEPS = _GROUP // eight_bits.BLOCKS  # in which that many are multiplied
+_GROUP = 8  # blocks that are brought together, and whose maxima are copied out together
 _COMPUTING = 4  # warpgroups of the first kernel that compute
 _REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
-_KEY_STAGES = 8  # steps of keys in shared memory
+_KEY_STAGES = 4  # groups of keys in shared memory
 _WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
 _PART = 32  # queries of each
 _STEP = 64  # blocks that it takes at a time
-_STAGES = 3  # steps in shared memory
+_STAGES = 4  # steps in shared memory, a power of two
+_SLACK = 64.0  # how far above its reference a logit may be, in powers of two
 
 TILE = _QUERIES * _COMPUTING
 """The number of queries is a multiple of this."""
 STEP = _STEP
 """The number of blocks of centres is a multiple of this."""
+COPIED = 4
+"""And the number of blocks of keys of this: TMA copies that many at a time, 256 rows."""
 
 
 def queries_per_row(wanted: int) -> int:
@@ -80,7 +84,7 @@ class _PeaksPlan:
       tiles: Programs of a key/value head.
       per_row: Queries of a row.
       wanted: Those of them that are queries; the others fill up.
-      blocks: Blocks of keys that there are.
+      blocks: Blocks of keys that there are, a multiple of `COPIED`.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -118,21 +122,22 @@ def _peaks(
     def _() -> None:
         share_registers(is_loader=True)
 
-        def load(step: Any, nothing: Any) -> Any:
-            slot = jax.lax.rem(step, _KEY_STAGES)
+        def load(group: Any, nothing: Any) -> Any:
+            slot = jax.lax.rem(group, _KEY_STAGES)
 
-            @pl.when(step >= _KEY_STAGES)
+            @pl.when(group >= _KEY_STAGES)
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            for place in range(eight_bits.BLOCKS):
-                block = jnp.minimum(step * eight_bits.BLOCKS + place, plan.blocks - 1)
-                source = key.at[batch, pl.ds(block * _KEYS, _KEYS), kv_head]
-                target = keys.at[slot, pl.ds(place * _KEYS, _KEYS)]
+            for place in range(0, _GROUP, COPIED):
+                block = jnp.minimum(group * _GROUP + place, plan.blocks - COPIED)
+                source = key.at[batch, pl.ds(block * _KEYS, COPIED * _KEYS), kv_head]
+                target = keys.at[slot, pl.ds(place * _KEYS, COPIED * _KEYS)]
                 plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
             return nothing
 
-        jax.lax.fori_loop(0, groups * _STEPS, load, ())
+        # And one more group, with which the computing ones start and do not go on.
+        jax.lax.fori_loop(0, groups + 1, load, ())
 
     @pl.when(warpgroup < _COMPUTING)
     def _() -> None:
@@ -148,21 +153,31 @@ def _peaks(
         # What fills up a row is left out.
         factors = jnp.where(jax.lax.rem(place, plan.per_row) < plan.wanted, factors, jnp.nan)
 
+        plgpu.barrier_wait(filled.at[0])
+        eight_bits.begin(mine, keys.at[0, pl.ds(0, _KEYS)], interpret=plan.interpret)
+
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before the last
-            for place in range(_STEPS):
-                slot = jax.lax.rem(index * _STEPS + place, _KEY_STAGES)
-                plgpu.barrier_wait(filled.at[slot])
-                some = pl.ds(place * eight_bits.BLOCKS, eight_bits.BLOCKS)
-                target = found.at[warpgroup, buffer, some]
+            slot, after = (jax.lax.rem(one, _KEY_STAGES) for one in (index, index + 1))
+            for place in range(0, _GROUP, eight_bits.BLOCKS):
+                following = place + eight_bits.BLOCKS
+                is_last = following == _GROUP
+                if is_last:
+                    plgpu.barrier_wait(filled.at[after])
                 eight_bits.write_maxima(
-                    mine, factors, keys.at[slot], target, interpret=plan.interpret
+                    mine,
+                    factors,
+                    keys.at[slot, pl.ds(place * _KEYS, eight_bits.KEYS)],
+                    keys.at[after if is_last else slot, pl.ds(following % _GROUP * _KEYS, _KEYS)],
+                    found.at[warpgroup, buffer, pl.ds(place, eight_bits.BLOCKS)],
+                    interpret=plan.interpret,
                 )
-                plgpu.barrier_arrive(freed.at[slot])
+            plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
             target = out.at[batch, kv_head, pl.ds(index * _GROUP, _GROUP), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
+            eight_bits.settle(interpret=plan.interpret)
             return ()
 
         jax.lax.fori_loop(0, groups, group, ())
@@ -182,7 +197,8 @@ def block_peaks_kernel(
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
-      key: Keys beside their block's centre, in float8_e4m3fn, of whole blocks of 64.
+      key: Keys beside their block's centre, in float8_e4m3fn, of whole blocks of 64; the number of
+        blocks is a multiple of `COPIED`.
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
       wanted: Those of them that count; of the others the peaks are NaN.
@@ -207,9 +223,9 @@ def block_peaks_kernel(
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
             "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=wide),
-            "keys": ops.tiled((_KEY_STAGES, eight_bits.KEYS, channels), key.dtype, swizzle=narrow),
+            "keys": ops.tiled((_KEY_STAGES, _GROUP * _KEYS, channels), key.dtype, swizzle=narrow),
             "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=eight_bits.BLOCKS, num_barriers=_KEY_STAGES),
+            "filled": plgpu.Barrier(num_arrivals=_GROUP // COPIED, num_barriers=_KEY_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
         },
@@ -269,7 +285,7 @@ def _scores(
     queries: Any,
     centres: Any,
     tiles: Any,
-    sums: Any,
+    meeting: Any,
     filled: Any,
     freed: Any,
     arrived: Any,
@@ -287,89 +303,113 @@ def _scores(
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
     mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
 
-    def place_of(step: Any) -> Any:
-        """Among those of its pass."""
-        return jnp.where(step < steps, step, step - steps)
+    def load(step: Any, *, waits: Any) -> None:
+        """Brings a step; `waits` if another one is to be read in its place first."""
+        slot = jnp.bitwise_and(step, _STAGES - 1)
+        some = pl.ds(step * _STEP, _STEP)
+        source = peaks.at[batch, kv_head, some, own]
+        plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
 
-    def load(step: Any) -> None:
-        @pl.when(step < 2 * steps)
+        @pl.when(warpgroup == 0)
         def _() -> None:
-            slot = jax.lax.rem(step, _STAGES)
-            some = pl.ds(place_of(step) * _STEP, _STEP)
-            source = peaks.at[batch, kv_head, some, own]
-            plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
-
-            @pl.when(warpgroup == 0)
+            @pl.when(waits)
             def _() -> None:
-                @pl.when(step >= _STAGES)
-                def _() -> None:
-                    plgpu.barrier_wait(freed.at[slot])
+                plgpu.barrier_wait(freed.at[slot])
 
-                source = centre.at[batch, some, kv_head]
-                plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+            source = centre.at[batch, some, kv_head]
+            plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
 
     plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
     for step in range(_STAGES - 1):
-        load(jnp.int32(step))
+        pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
     plgpu.barrier_wait(ready)
     # The row of each query, and its last block.
-    row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row)
+    row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row) if plan.rows > 1 else 0
     reach = first_row[batch] + first + row
 
-    def logits(step: Any) -> Any:
-        """Of one step, in powers of two."""
-        slot = jax.lax.rem(step, _STAGES)
-        plgpu.barrier_wait(filled.at[slot])
+    def products(step: Any, *, is_new: Any, following: Any) -> Any:
+        """Of one step, and what stays of it in the kernel's memory may then be written over.
+
+        Args:
+          step: The step.
+          is_new: Whether nobody has waited for it yet.
+          following: The step that is to take its place, if there is such a one.
+        """
+        slot = jnp.bitwise_and(step, _STAGES - 1)
+
+        @pl.when(is_new)
+        def _() -> None:
+            plgpu.barrier_wait(filled.at[slot])
 
         def product(accumulator: ops.Accumulator) -> Any:
+            accumulator.store(ops.read(mine.at[slot]))
             right = queries.at[warpgroup].transpose((1, 0))
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
 
-        shared = ops.with_accumulator(product, shape, interpret=plan.interpret)
-        found = ops.read(mine.at[slot])
-        plgpu.barrier_arrive(freed.at[slot])
-        # The slot that is filled next is that of the step before, which all warps have read now.
+        found = ops.with_accumulator(product, shape, interpret=plan.interpret)
+
+        @pl.when((following >= 0) & (following < steps))
+        def _() -> None:
+            plgpu.barrier_arrive(freed.at[slot])
+
+        # The place that is filled next is that of the step before, which all warps have read now.
         warp_ops.barrier(interpret=plan.interpret)
-        load(step + _STAGES - 1)
-        values = (found + shared) * plan.factor
-        block = place_of(step) * _STEP + ops.matrix_index(shape, 0)
-        # Who is to see the block, and how large a number counts; one that is not a number is not.
-        limit = jnp.where(block <= reach, -MASK_VALUE, -1.0)
-        return jnp.where(jnp.abs(values) < limit, values, MASK_VALUE)
+        return found
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        maximum, total = state
-        values = logits(step)
-        above = values - maximum
-        # Of the powers of the old maximum and of the new value, the larger one is 1.
-        power = jnp.exp2(0.0 - jnp.abs(above))
-        is_larger = above > 0.0
-        total = total * jnp.where(is_larger, power, 1.0) + jnp.where(is_larger, 1.0, power)
-        return jnp.maximum(maximum, values), total
+        reference, total = state
+        values = products(step, is_new=True, following=step + _STAGES)
+        after = step + _STAGES - 1
+        pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
+        is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
+        away = (values - reference) * plan.factor
 
-    start = (ops.full(shape, FIRST_MAXIMUM), ops.full(shape, 0.0))
-    maximum, total = jax.lax.fori_loop(0, steps, gather, start)
-    highest = jnp.max(maximum, axis=0)
-    total = jnp.sum(total * jnp.exp2(maximum - ops.spread(highest, shape, 1)), axis=0)
-    # Of a query that saw nothing any number will do: what is masked is 0.
-    offset = ops.spread(jnp.where(total > 0.0, highest + jnp.log2(total), 0.0), shape, 1)
+        def keep() -> tuple[Any, Any, Any]:
+            return reference, total, away
 
-    def share(step: Any, _: Any) -> Any:
-        parts = jnp.exp2((logits(steps + step) - offset) * float(plan.exponent))
-        buffer = sums.at[warpgroup, jax.lax.rem(step, 2)]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the step before the last
+        def move() -> tuple[Any, Any, Any]:
+            # How large a number counts; one that is not a number does not.
+            counts = is_seen & (jnp.abs(values) < -MASK_VALUE / plan.factor)
+            higher = jnp.where(counts, jnp.maximum(reference, values), reference)
+            less = total * jnp.exp2((reference - higher) * plan.factor)
+            return higher, less, (values - higher) * plan.factor
+
+        is_far = warp_ops.any_of_warp(
+            away > _SLACK, layout=ops.ACCUMULATOR, interpret=plan.interpret
+        )
+        reference, total, away = jax.lax.cond(is_far != 0, move, keep)
+        limit = jnp.where(is_seen, _SLACK, -jnp.inf)
+        return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
+
+    start = (ops.full(shape, FIRST_MAXIMUM / plan.factor), ops.full(shape, 0.0))
+    reference, total = jax.lax.fori_loop(0, steps, gather, start)
+    over_rows = functools.partial(
+        ops.over_rows, scratch=meeting.at[warpgroup], interpret=plan.interpret
+    )
+    highest = over_rows(reference, "max")
+    below = (reference - ops.spread(highest, shape, 1)) * plan.factor
+    total = over_rows(total * jnp.exp2(below), "add")
+    # Of a query that saw nothing any number will do: nothing that it saw counts.
+    offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / plan.factor), 0.0)
+    offset = ops.spread(offset, shape, 1)
+
+    def share(index: Any, _: Any) -> Any:
+        step = steps - 1 - index
+        is_new = index >= _STAGES
+        values = products(step, is_new=is_new, following=step - _STAGES)
+        before = step + 1 - _STAGES
+        is_needed = (before >= 0) & (index > 0)
+        pl.when(is_needed)(functools.partial(load, before, waits=True))
+        away = (values - offset) * (plan.factor * plan.exponent)
+        parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)  # no share is above 1 but by rounding
+        blocks = pl.ds(step * _STEP, _STEP)
         for index in range(plan.rows):
             some = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
-            buffer[index] = jnp.sum(some, axis=1)
-        plgpu.commit_smem()
-        blocks = pl.ds(step * _STEP, _STEP)
-        target = out.at[batch, kv_head, part, pl.ds(first, plan.rows), blocks]
-        plgpu.copy_smem_to_gmem(buffer, target)
+            ops.write(out.at[batch, kv_head, part, first + index, blocks], jnp.sum(some, axis=1))
         return ()
 
     jax.lax.fori_loop(0, steps, share, ())
-    plgpu.wait_smem_to_gmem(0)
 
 
 def block_scores_kernel(
@@ -416,7 +456,7 @@ def block_scores_kernel(
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
             "tiles": ops.tiled((_WARPGROUPS, _STAGES, _STEP, _PART), jnp.float32),
-            "sums": plgpu.SMEM((_WARPGROUPS, 2, plan.rows, _STEP), jnp.float32),
+            "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS + 1, num_barriers=_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),

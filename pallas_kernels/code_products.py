@@ -408,22 +408,6 @@ def _in_pairs(words: list[ir.Value]) -> list[ir.Value]:
     return found
 
 
-def _multiply(
-    kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
-) -> list[ir.Value]:
-    """`total + left · right`, of 16 rows, 16 channels and 8 columns."""
-    code = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    kinds = [ir.F32Type.get()] * 4
-    return list(
-        mgpu.utils.inline_ptx(
-            code, *left, *right, *total, result_types=kinds, has_side_effects=True
-        )
-    )
-
-
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
     """The larger number; of a number and NaN the number."""
     return mgpu.utils.inline_ptx("max.f32 $0, $1, $2;", left, right, result_types=left.type)
@@ -463,4 +447,4 @@ def _flag(condition: ir.Value) -> ir.Value:
     return arith.extui(_i32(), condition)
 
 
-_i32, _int, _address = words.i32, words.constant, words.address
+_i32, _int, _address, _multiply = words.i32, words.constant, words.address, words.multiply

@@ -20,6 +20,7 @@ SCORED_HEADS = (64, 128)  # features of their heads
 SCORED_GROUP = 8  # heads that share keys, for one token
 MAX_TOKEN_HEADS = 64  # of one token, put together by one program
 MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block
+WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

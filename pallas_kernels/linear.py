@@ -4,13 +4,17 @@
 
 for one or several arrays of weights that share their input, such as those of queries, keys and
 values. The weights are read once, where they lie: XLA would copy a layer out of the stack before it
-multiplies, which takes three passes over it instead of one.
+multiplies, which takes three passes over it instead of one. Where the input goes through a norm,
+
+    out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
+
+the programs multiply by `g` on the way, and some add up the squares.
 
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
 a part of the inputs; it reads them 64 x 64 at a time, several such tiles on their way, and
 multiplies with the tensor cores, the weights for the left operand, so that as few as eight columns
-of the right one are enough for the rows. The parts are added up by whoever reads the result, in
-their order: the same sum every time.
+of the right one are enough for the rows. The parts are added up, and divided by the root, by
+whoever reads the result, in their order: the same sum every time.
 """
 
 import dataclasses
@@ -29,9 +33,12 @@ from sketchwalk_jax.pallas_kernels import ops, warp_ops
 _TILE = 64  # columns and inputs of a tile of weights
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
+_REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
+# How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
+_TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
 MOST_ROWS = 64
 """Rows that the kernel takes; with more, products are no longer bound by memory."""
@@ -43,21 +50,49 @@ class _Plan:
 
     Attributes:
       rows: Rows, a multiple of eight.
+      num_rows: Rows that there are: as many, or fewer than eight.
       starts: The first tile of each array of weights, and of none behind the last.
       steps: Tiles of inputs that there are.
       own_steps: Tiles of inputs of a program; the last part may have fewer.
       stages: Tiles in shared memory.
+      has_norm: Whether the input goes through a norm.
       is_transposed: Whether weights are `[L, F, D]`.
       interpret: Whether the interpreter runs the kernel.
     """
 
     rows: int
+    num_rows: int
     starts: tuple[int, ...]
     steps: int
     own_steps: int
     stages: int
+    has_norm: bool
     is_transposed: bool
     interpret: bool
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are fewer rows than tensor cores take."""
+        return self.num_rows < self.rows
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory, of which each stage has a piece, and a barrier for each stage.
+
+        Rows that are fewer than tensor cores take cannot be copied to where these read.
+        """
+        stages = self.stages
+        own: dict[str, Any] = {
+            "inputs": ops.tiled((stages, self.rows, _TILE), jnp.bfloat16),
+            "weights": ops.tiled((stages, _TILE, _TILE), jnp.bfloat16),
+            "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
+            "filled": plgpu.Barrier(num_arrivals=2 + self.has_norm, num_barriers=stages),
+        }
+        if self.is_padded:
+            own["arrived"] = plgpu.SMEM((stages, self.rows, _TILE), jnp.bfloat16)
+        if self.has_norm:
+            own["scales"] = plgpu.SMEM((stages, _TILE), jnp.bfloat16)
+        return own
 
 
 def _multiply(
@@ -69,10 +104,15 @@ def _multiply(
     weights: Any,
     sums: Any,
     filled: Any,
+    arrived: Any = None,
+    scales: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
+    arrived = arrived if plan.is_padded else inputs
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
-    sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    every: tuple[Any, ...] = arrays if plan.has_norm else (None, *arrays, None)
+    scale, *others, squares = every
+    sources, targets = others[: len(others) // 2], others[len(others) // 2 :]
     first = part * plan.own_steps
     count = jnp.minimum(plan.own_steps, plan.steps - first)
     own_layer = layer[0]
@@ -90,7 +130,11 @@ def _multiply(
         def _() -> None:
             slot = jax.lax.rem(step, plan.stages)
             own = pl.ds((first + step) * _TILE, _TILE)
-            plgpu.copy_gmem_to_smem(x.at[:, own], inputs.at[slot], filled.at[slot])
+            target = arrived.at[slot]
+            target = target.at[pl.ds(0, plan.num_rows)] if plan.is_padded else target
+            plgpu.copy_gmem_to_smem(x.at[:, own], target, filled.at[slot])
+            if plan.has_norm:
+                plgpu.copy_gmem_to_smem(scale.at[own_layer, own], scales.at[slot], filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
                 axes = (columns, own) if plan.is_transposed else (own, columns)
@@ -102,42 +146,75 @@ def _multiply(
     for step in range(plan.stages - 1):
         load(jnp.int32(step))
 
+    def prepare(slot: Any, found: Any) -> Any:
+        """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
+        source = arrived.at[slot].transpose((1, 0))
+        own = plgpu.load(source, layout=_TURNED, optimized=not plan.is_padded)
+        if plan.has_norm:
+            wide = own.astype(jnp.float32)
+            found = found + wide * wide
+            factor = ops.read(scales.at[slot], _TURNED.reduce(1)).astype(jnp.float32)
+            factor = jax.lax.broadcast_in_dim(factor, wide.shape, (0,))
+            own = (wide * plgpu.layout_cast(factor, _TURNED)).astype(jnp.bfloat16)
+        ops.write(inputs.at[slot].transpose((1, 0)), own, optimized=True)
+        return found
+
     def add_up(total: ops.Accumulator) -> Any:
-        def step(index: Any, nothing: Any) -> Any:
+        def step(index: Any, found: Any) -> Any:
             slot = jax.lax.rem(index, plan.stages)
             plgpu.barrier_wait(filled.at[slot])
+            if plan.has_norm or plan.is_padded:
+                found = prepare(slot, found)
+            # All warps have multiplied what lies in the slot that is filled next.
+            total.wait(in_flight=0)
+            if plan.has_norm or plan.is_padded:
+                plgpu.commit_smem()
+            else:
+                warp_ops.barrier(interpret=plan.interpret)
+            load(index + plan.stages - 1)
             left = weights.at[slot]
             left = left if plan.is_transposed else left.transpose((1, 0))
             total.add_product(left, inputs.at[slot].transpose((1, 0)))
-            # All warps have multiplied what lies in the slot that is filled next.
-            total.wait(in_flight=1)
-            warp_ops.barrier(interpret=plan.interpret)
-            load(index + plan.stages - 1)
-            return nothing
+            return found
 
-        total.loop(count, step, ())
-        return total.load()
+        none = ops.full((_TILE, plan.rows), 0.0, _TURNED) if plan.has_norm else ()
+        found = total.loop(count, step, none)
+        return total.load(), found
 
-    ops.write(sums, ops.with_accumulator(add_up, (_TILE, plan.rows), interpret=plan.interpret))
+    shape = (_TILE, plan.rows)
+    products, found = ops.with_accumulator(add_up, shape, interpret=plan.interpret)
+    # By rows, so that whoever adds up the parts reads those that there are, one after the other.
+    ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()
+    if plan.has_norm:
+
+        @pl.when(tile == 0)
+        def _() -> None:
+            ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
-        plgpu.copy_smem_to_gmem(sums, targets[index].at[part, columns])
+        own = pl.ds(0, plan.num_rows)
+        plgpu.copy_smem_to_gmem(sums.at[own], targets[index].at[part, own, columns])
 
     of_array(put)
     plgpu.wait_smem_to_gmem(0)
 
 
-def why_not_linear(x: Any, kernels: Sequence[Any], *, is_transposed: bool = False) -> str | None:
+def why_not_linear(
+    x: Any, kernels: Sequence[Any], scale: Any = None, *, is_transposed: bool = False
+) -> str | None:
     """Why the kernel cannot take these rows and weights, or `None` if it can.
 
     Args:
       x: Rows `[B, D]`, an array or its abstract shape.
       kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
+      scale: Of a norm `[L, D]`, likewise.
       is_transposed: Which of them.
     """
     if x.dtype != jnp.bfloat16 or any(one.dtype != x.dtype for one in kernels):
         return f"it takes bfloat16, not {x.dtype} times {kernels[0].dtype}"
+    if scale is not None and scale.dtype != x.dtype:
+        return f"it takes a scale in bfloat16, not {scale.dtype}"
     if x.shape[0] > MOST_ROWS:
         return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
@@ -151,6 +228,8 @@ def linear_kernel(
     kernels: Sequence[Float[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
+    scale: Float[Array, "L D"] | None = None,
+    eps: float = 0.0,
     is_transposed: bool = False,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
@@ -160,6 +239,8 @@ def linear_kernel(
       x: Rows in bfloat16, at most `MOST_ROWS`.
       kernels: Weights of all layers, in bfloat16, whose `D` and `F` are multiples of 64.
       layer: The layer.
+      scale: `g` of all layers, in bfloat16; without it there is no norm.
+      eps: What the norm adds to the mean of squares.
       is_transposed: Whether the weights are `[L, F, D]`.
       interpret: Whether the interpreter runs the kernel.
 
@@ -174,33 +255,39 @@ def linear_kernel(
         starts.append(starts[-1] + width // _TILE)
     steps = num_inputs // _TILE
     parts = max(1, min(steps // _STEPS, _PROGRAMS // starts[-1]))
-    stage_bytes = 2 * _TILE * (_TILE + rows)
+    is_padded = num_rows < _LEAST_ROWS
+    stage_bytes = 2 * _TILE * (_TILE + (2 if is_padded else 1) * rows + 1)
+    other_bytes = 4 * _TILE * rows + (0 if scale is None else _REDUCTION_BYTES)
     plan = _Plan(
         rows=rows,
+        num_rows=num_rows if is_padded else rows,
         starts=tuple(starts),
         steps=steps,
         own_steps=-(-steps // parts),
-        stages=min(_MOST_STAGES, _SHARED_BYTES // stage_bytes),
+        stages=min(_MOST_STAGES, (_SHARED_BYTES - other_bytes) // stage_bytes),
+        has_norm=scale is not None,
         is_transposed=is_transposed,
         interpret=interpret,
     )
     parts = -(-steps // plan.own_steps)
-    shapes = [(parts, width, rows) for width in widths]
+    shapes: list[tuple[int, ...]] = [(parts, plan.num_rows, width) for width in widths]
+    shapes += [] if scale is None else [(parts, rows)]
     kernel = plgpu.kernel(
         functools.partial(_multiply, plan=plan),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        scratch_types={
-            "inputs": ops.tiled((plan.stages, rows, _TILE), x.dtype),
-            "weights": ops.tiled((plan.stages, _TILE, _TILE), x.dtype),
-            "sums": plgpu.SMEM((_TILE, rows), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
-        },
+        scratch_types=plan.scratch,
         grid=(starts[-1], parts),
         grid_names=("tile", "part"),
-        compiler_params=ops.compiler_params(),
+        # Where warps meet is said above; they would also meet at every copy.
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="linear",
     )
-    x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
-    found = kernel(x, layer.astype(jnp.int32).reshape(1), *kernels)
-    return [jnp.sum(one, axis=0)[:, :num_rows].T for one in found]
+    if not is_padded:
+        x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
+    norm = [] if scale is None else [scale]
+    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
+    if scale is None:
+        return [jnp.sum(one, axis=0)[:num_rows] for one in [*found, last]]
+    inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+    return [jnp.sum(one, axis=0)[:num_rows] * inverse[:, None] for one in found]

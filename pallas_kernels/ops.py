@@ -121,6 +121,36 @@ def matrix_index(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR)
 
 
+def over_rows(matrix: Array, operation: str, scratch: Any, *, interpret: bool) -> Array:
+    """The sum or the largest of each column, in `BY_COLUMN`, where several warpgroups ask.
+
+    Pallas has one piece of memory in which the warps of a warpgroup meet. Of several warpgroups
+    each one needs its own, or they overwrite each other's numbers; no interpreter shows that.
+
+    Args:
+      matrix: Float32, in an accumulator's layout.
+      operation: `"add"` or `"max"`.
+      scratch: `scratch_of_rows` in shared memory, of this warpgroup.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return jnp.sum(matrix, axis=0) if operation == "add" else jnp.max(matrix, axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype, layout=BY_COLUMN),
+    )
+    def reduce(_: Any, matrix: Any, scratch: Any) -> Any:
+        return matrix.reduce(operation, 0, scratch)
+
+    return reduce(matrix, scratch)
+
+
+def scratch_of_rows(warpgroups: int) -> Any:
+    """Shared memory that `over_rows` needs, one piece for each warpgroup."""
+    return plgpu.SMEM((warpgroups, 4 * _WARPGROUP), jnp.float32)
+
+
 def pinned(matrix: Array) -> Array:
     """A matrix in an accumulator's layout, computed here: no compiler moves that elsewhere."""
 

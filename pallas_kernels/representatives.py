@@ -1,14 +1,15 @@
 """Queries that stand for those of a row, on Hopper GPUs: its mean, and the farthest ones.
 
 Farthest-point traversal, head by head (`policies.recommended.representative_queries`): after the
-mean, the query whose distance to the nearest one taken is largest. A program takes one row of two
-heads. Of each, all its threads find the mean, the distances to it, and all products of two queries,
-by which
+mean, the query whose distance to the nearest one taken is largest. Each warp takes one row of one
+head and waits for no other warp. It holds all 64 queries in registers, as the left operand of
+tensor cores, which give their products with any other one; so a distance is
 
     |q_i - q_j|^2 = q_i q_i + q_j q_j - 2 q_i q_j
 
-is one number read for each step and query. So the steps, which wait for each other, are those of a
-single warp for each head, and no warp waits for another one.
+and so is that to the mean, which is multiplied in three parts, 24 bits in bfloat16. A step of the
+traversal is one reduction over the lanes of a warp, a query read from shared memory, and 16
+products of 16 queries, 8 columns and 16 channels (of eight equal columns), about 70 instructions.
 
 Distance and place of a query are one integer, so that one reduction finds both: distances that
 differ by less than 2^-17 of themselves count as equal, and of equal ones the first is taken.
@@ -26,21 +27,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import llvm as typed_llvm
+from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref, nvvm
 from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
+from sketchwalk_jax.pallas_kernels import ops, words
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
+math: Any = typed_math
 scf: Any = typed_scf
 
 _QUERIES = 64  # of a row
 _PLACES = _QUERIES - 1  # the low bits, which tell the place
-_HEADS = 2  # of a program, as many warps as take steps; with four, two programs fit and not four
-_HALVES = _QUERIES // words.LANES  # queries of a thread
+_HEADS = 4  # of a program, one for each warp
+_TILE = 16  # queries that tensor cores take at a time, and channels
+_TILES = _QUERIES // _TILE
+_PARTS = 3  # 16 bits each, that add up to a mean
+_CHUNK = 8  # adjacent channels, in 16 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,16 +54,30 @@ class _Plan:
     """What is static about a call.
 
     Attributes:
+      rows: Rows of a sequence.
       heads: Heads.
       head_dim: Features of a head, of which the slow half counts.
       count: Representatives.
+      kind: Type of the queries.
       interpret: Whether the interpreter runs the kernel.
     """
 
+    rows: int
     heads: int
     head_dim: int
     count: int
+    kind: Any
     interpret: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a query in one of its two pieces."""
+        return self.head_dim // 4 * 2
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the channels that count."""
+        return self.head_dim // 2 // _CHUNK
 
 
 def _represent(
@@ -67,84 +87,52 @@ def _represent(
     *,
     plan: _Plan,
     queries: Any,
-    products: Any,
+    norms: Any,
     means: Any,
-    distances: Any,
     filled: Any,
 ) -> None:
-    """One program: one row of two heads; of a single one, that one twice."""
-    row, group, batch = (jax.lax.axis_index(name) for name in ("row", "group", "batch"))
-    quarter, rows = plan.head_dim // 4, pl.ds(row * _QUERIES, _QUERIES)
-    heads = [jnp.minimum(group * _HEADS + index, plan.heads - 1) for index in range(_HEADS)]
-    for index, head in enumerate(heads):
+    """One program: four rows of a head, those of the last one again where there are fewer."""
+    program, batch = jax.lax.axis_index("program"), jax.lax.axis_index("batch")
+    quarter, last = plan.head_dim // 4, plan.rows * plan.heads - 1
+    pairs = [jnp.minimum(program * _HEADS + index, last) for index in range(_HEADS)]
+    wheres = [(jax.lax.div(pair, plan.heads), jax.lax.rem(pair, plan.heads)) for pair in pairs]
+    for index, (row, head) in enumerate(wheres):
+        rows = pl.ds(row * _QUERIES, _QUERIES)
         for half in range(2):  # channels `d` and `d + H/2` turn together, slower the larger `d` is
             channels = pl.ds((2 * half + 1) * quarter, quarter)
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
-            plgpu.copy_gmem_to_smem(source, target, filled.at[index])
-    is_own = ops.read(valid.at[batch, rows], ops.BY_ROW) != 0
-    shape = (_QUERIES, quarter)
-
-    def prepare(index: Any, nothing: Any) -> Any:
-        """The mean of a head, the distances to it, and the products of its queries."""
-        plgpu.barrier_wait(filled.at[index])
-
-        def product(sums: ops.Accumulator) -> Any:
-            for half in range(2):
-                own = queries.at[index, half]
-                sums.add_product(own, own.transpose((1, 0)))
-            return sums.load()
-
-        found = ops.with_accumulator(product, (_QUERIES, _QUERIES), interpret=plan.interpret)
-        ops.write(products.at[index], found, optimized=True)
-        halves = [ops.read(queries.at[index, half]).astype(jnp.float32) for half in range(2)]
-        largest = jnp.maximum(*(jnp.abs(x) for x in halves))
-        is_bad = jnp.where(largest < jnp.inf, 0.0, 1.0)  # where one of them is NaN too
-        lost = jnp.where(is_own, jnp.max(is_bad, axis=1), 1.0)  # whether a query does not count
-        spread = ops.spread(lost, shape, 0)
-        halves = [jnp.where(spread == 0.0, x, 0.0) for x in halves]
-        share = 1.0 / jnp.maximum(jnp.sum(1.0 - spread, axis=0), 1.0)
-        mean = [jnp.sum(x, axis=0) * share for x in halves]
-        for half in range(2):
-            ops.write(means.at[index, half], mean[half].astype(means.dtype))
-        away = [x - ops.spread(one, shape, 1) for x, one in zip(halves, mean, strict=True)]
-        distance = jnp.sum(away[0] * away[0] + away[1] * away[1], axis=1)
-        ops.write(distances.at[index], jnp.where(lost == 0.0, distance, -1.0))
-        return nothing
-
-    jax.lax.fori_loop(0, _HEADS, prepare, ())
-    warp_ops.barrier(interpret=plan.interpret)
-    target = out.at[batch, row]
+            plgpu.copy_gmem_to_smem(source, target, filled)
+    plgpu.barrier_wait(filled)
     if plan.interpret:
-        for index, head in enumerate(heads):
-            places = _places(products[index], distances[index], plan.count)
-            _write_interpreted(places, queries.at[index], means.at[index], target.at[:, head])
+        for index, (row, head) in enumerate(wheres):
+            is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
+            out[batch, row, :, head] = _interpreted(queries[index], is_own, plan.count)
         return
-    transforms = [
-        ops.transforms(ref.dtype, width)
-        for ref, width in ((queries, plan.head_dim // 2), (products, ops.SWIZZLE_BYTES))
-    ]
-    shared = [plgpu.RefType(one) for one in transforms]
+    shared = plgpu.RefType(ops.transforms(queries.dtype, plan.width))
     scalar, plain = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=(scalar, *shared, plain, plain, plain))
+    @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, plain, plain, plain))
     def traverse(
-        _: Any, first: Any, queries: Any, products: Any, means: Any, distances: Any, out: Any
+        _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any
     ) -> None:
         (first,) = words.scalars(first)
-        has_head = arith.cmpi(arith.CmpIPredicate.slt, words.warp(), words.constant(_HEADS))
-        with mgpu.when(has_head):
-            _emit_traversal(plan, first, queries, products, means, distances, out)
+        _Traversal(plan, first, valid, queries, norms, means, out).emit()
 
-    traverse(group * _HEADS, queries, products, means, distances, target)
+    traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch])
 
 
-# The steps of a head
-
-
-def _places(products: Array, distance: Array, count: int) -> list[Any]:
-    """Which queries are taken after the mean, by the interpreter; -1 where none is left."""
+def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
+    """Representatives `[R, 2, H/4]` of queries `[2, 64, H/4]`, by the interpreter."""
+    usable = is_own & jnp.all(jnp.isfinite(halves), axis=(0, 2))
+    own = jnp.where(usable[None, :, None], halves.astype(jnp.float32), 0.0)
+    number = jnp.maximum(jnp.sum(usable.astype(jnp.float32)), 1.0)
+    mean = jnp.sum(own, axis=1) / number
+    away = own - mean[:, None]
+    distance = jnp.where(usable, jnp.sum(away * away, axis=(0, 2)), -1.0)
+    own_of_all = jnp.concatenate(list(own), axis=1)
+    products = jnp.dot(own_of_all, own_of_all.T, precision=jax.lax.Precision.HIGHEST)
     norm, place = jnp.diagonal(products), jnp.arange(_QUERIES, dtype=jnp.int32)
-    taken = []
+    found = [mean.astype(halves.dtype)]
     for _ in range(1, count):
         key = jax.lax.bitcast_convert_type(distance, jnp.int32)
         key = jnp.where(distance < 0.0, -1, (key & ~_PLACES) | (_PLACES - place))
@@ -154,118 +142,429 @@ def _places(products: Array, distance: Array, count: int) -> list[Any]:
         # What is not a number is no distance.
         distance = jnp.where(distance < 0.0, distance, jnp.fmin(distance, away))
         distance = jnp.where(place == best, -1.0, distance)
-        taken.append(jnp.where(largest >= 0, best, -1))
-    return taken
+        found.append(jnp.where(largest >= 0, halves[:, best], found[0]))
+    return jnp.stack(found)
 
 
-def _write_interpreted(places: list[Any], queries: Any, means: Any, out: Any) -> None:
-    own, mean = queries[...], means[...]
-    found = [mean, *(jnp.where(place >= 0, own[:, place], mean) for place in places)]
-    out[...] = jnp.stack(found)
+class _Traversal:
+    """What one warp does, which has one row of one head.
 
-
-def _emit_traversal(
-    plan: _Plan,
-    first: ir.Value,
-    queries: ir.Value,
-    products: ir.Value,
-    means: ir.Value,
-    distances: ir.Value,
-    out: ir.Value,
-) -> None:
-    """Takes queries of one head for each warp, as `_places` does, and writes them.
-
-    A thread has queries `lane` and `lane + 32`, and two adjacent channels of all.
-
-    Args:
-      plan: What is static.
-      first: The first warp's head.
-      queries: `[2, 2, 64, H/4]` in shared memory, tiled.
-      products: `[2, 64, 64]` in shared memory, tiled.
-      means: `[2, 2, H/4]` in shared memory.
-      distances: To the mean, `[2, 64]` in shared memory, negative of those that do not count.
-      out: `[R, N, 2, H/4]` in global memory.
+    Of each tile of 16 queries, four adjacent lanes share queries `lane / 4` and `lane / 4 + 8` in
+    tensor cores; of the four tiles each one then looks after one, two queries that are its own. In
+    every chunk of eight channels a lane has the pair `lane % 4`.
     """
-    constant, number = words.constant, ir.F32Type.get()
-    lane, warp = words.lane(), words.warp()
-    head = arith.minsi(arith.addi(first, warp), constant(plan.heads - 1))
-    channels, quarter = plan.head_dim // 2, plan.head_dim // 4
-    zero = arith.constant(number, 0.0)
-    lost = arith.constant(number, -1.0)
-    places = [arith.addi(lane, constant(words.LANES * half)) for half in range(_HALVES)]
 
-    def product(one: ir.Value, half: ir.Value, column: ir.Value) -> ir.Value:
-        """Of a query and of query `32 half + column`, by the swizzle of rows of 128 bytes."""
-        rest = arith.andi(one, constant(7))
-        column = arith.xori(column, arith.shli(rest, constant(2)))
-        tile = arith.shrui(one, constant(3))
-        return memref.load(products, [words.index(x) for x in (warp, tile, half, rest, column)])
+    def __init__(
+        self,
+        plan: _Plan,
+        first: ir.Value,
+        valid: ir.Value,
+        queries: ir.Value,
+        norms: ir.Value,
+        means: ir.Value,
+        out: ir.Value,
+    ) -> None:
+        """Finds out what the warp has.
 
-    norms = [product(place, constant(half), lane) for half, place in enumerate(places)]
-    distance = [memref.load(distances, [words.index(warp), words.index(place)]) for place in places]
+        Args:
+          plan: What is static.
+          first: The first warp's head, counted through all rows.
+          valid: Which queries count, `[T]` in global memory.
+          queries: `[4, 2, 64, H/4]` in shared memory, tiled.
+          norms: `[4, 64]` in shared memory.
+          means: Pairs of the parts of means, `[4, 4, H/4]` in shared memory.
+          out: Pairs `[I, R, N, H/4]` in global memory.
+        """
+        constant = words.constant
+        self._plan, self._valid, self._out = plan, valid, out
+        lane, self._warp = words.lane(), words.warp()
+        pair = arith.minsi(arith.addi(first, self._warp), constant(plan.rows * plan.heads - 1))
+        self._row = arith.divui(pair, constant(plan.heads))
+        self._head = arith.remui(pair, constant(plan.heads))
+        self._lane, self._place = lane, arith.shrui(lane, constant(2))
+        self._pair = arith.andi(lane, constant(3))
+        own = arith.addi(arith.muli(self._pair, constant(_TILE)), self._place)
+        self._own = [own, arith.addi(own, constant(_TILE // 2))]
+        self._queries = self._of_warp(queries, 2 * _QUERIES * plan.width)
+        self._norms = self._of_warp(norms, 4 * _QUERIES)
+        self._means = self._of_warp(means, (_PARTS + 1) * plan.head_dim)
+        self._kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(plan.kind).name]
 
-    # Two adjacent channels of 16 bits are a word.
-    shared = mgpu.utils.memref_ptr
-    is_channel = arith.cmpi(arith.CmpIPredicate.slt, lane, constant(channels // 2))
-    pair = arith.select(is_channel, lane, constant(0))
-    half = arith.divui(pair, constant(quarter // 2))
-    pair = arith.remui(pair, constant(quarter // 2))
-    place_of_mean = arith.addi(arith.muli(warp, constant(2)), half)
-    place_of_mean = arith.addi(arith.muli(place_of_mean, constant(quarter // 2)), pair)
-    mean = _word(shared(means), place_of_mean)
-    start = arith.addi(arith.muli(warp, constant(2)), half)
-    start = arith.muli(start, constant(_QUERIES * quarter // 2))
+    def _of_warp(self, ref: ir.Value, size: int) -> ir.Value:
+        """The address of the warp's own piece of shared memory, of so many bytes."""
+        start = llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
+        return arith.addi(start, arith.muli(self._warp, words.constant(size)))
 
-    def write(index: ir.Value, word: ir.Value) -> None:
-        place = arith.addi(arith.muli(index, constant(plan.heads)), head)
-        place = arith.addi(arith.muli(place, constant(channels // 2)), lane)
-        with mgpu.when(is_channel):
-            pointer = mgpu.utils.getelementptr(shared(out), [place], words.i32())
-            llvm.store(word, pointer)
+    def emit(self) -> None:
+        """Finds the representatives and writes them."""
+        constant, number = words.constant, ir.F32Type.get()
+        norms = self._find_norms()
+        counts = self._which_count(norms)
+        square = self._write_mean(counts)
+        # What was read for the norms is read once more: registers then suffice for four programs.
+        tiles = [self._tile(index) for index in range(_TILES)]
+        products = self._with_mean(tiles)
+        distances = []
+        for counted, norm, product in zip(counts, norms, products, strict=True):
+            away = _away(norm, square, product)
+            # Beyond the largest number all are equally far.
+            away = arith.minnumf(away, arith.constant(number, float("inf")))
+            distances.append(arith.select(counted, away, arith.constant(number, -1.0)))
+        mean = _load(arith.addi(self._means, arith.shli(self._word_of_lane(), constant(2))))
+        self._write(constant(0), mean)
+        self._walk(tiles, norms, distances, mean)
 
-    write(constant(0), mean)
-    loop = scf.ForOp(
-        words.index(constant(1)),
-        words.index(constant(plan.count)),
-        words.index(constant(1)),
-        distance,
+    def _address(self, lane_row: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Of a chunk, beside the start of its piece; and the bits that the swizzle flips."""
+        plan = self._plan
+        offset = arith.muli(lane_row, words.constant(plan.width))
+        mask = words.constant(plan.width - 16)
+        turn = arith.andi(arith.shrui(offset, words.constant(3)), mask)
+        place = arith.addi(offset, arith.shli(chunk, words.constant(4)))
+        return place, turn
+
+    def _matrices(self, tile: int, step: int, *, transposed: bool) -> list[ir.Value]:
+        """A tile's two chunks of one step: both halves of its rows of one, then of the other."""
+        plan, constant = self._plan, words.constant
+        lane_row = arith.andi(self._lane, constant(_TILE - 1))
+        place, turn = self._address(lane_row, arith.shrui(self._lane, constant(4)))
+        half, chunk = divmod(2 * step, plan.chunks // 2)
+        turn = arith.xori(turn, constant(16 * chunk))
+        place = arith.addi(self._queries, arith.xori(place, turn))
+        offset = (half * _QUERIES + tile * _TILE) * plan.width
+        return _load_matrices(place, offset, transposed=transposed)
+
+    def _tile(self, index: int) -> list[list[ir.Value]]:
+        """16 queries: by step four words, as tensor cores take a left operand."""
+        steps = range(self._plan.chunks // 2)
+        return [self._matrices(index, step, transposed=False) for step in steps]
+
+    def _find_norms(self) -> list[ir.Value]:
+        """`q_i q_i` of the own queries, and of all in shared memory: the diagonals of products."""
+        constant = words.constant
+        is_odd = _is_set(self._place, 1)
+        diagonal = []
+        for tile in map(self._tile, range(_TILES)):
+            for half in range(2):
+                sums = _zeros()
+                for left in tile:
+                    sums = words.multiply(self._kind, left, left[half::2], sums)
+                even, odd = sums[2 * half : 2 * half + 2]
+                diagonal.append(arith.select(is_odd, odd, even))
+        # Columns 2p and 2p + 1 are those of the lanes of pair p.
+        half_place = arith.shrui(self._place, constant(1))
+        has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, half_place, self._pair)
+        for index, norm in enumerate(diagonal):
+            place = arith.addi(self._place, constant(index * _TILE // 2))
+            _store(self._place_of_norm(place), norm, has_diagonal)
+        _wait_for_lanes()
+        return [self._norm(place) for place in self._own]
+
+    def _place_of_norm(self, query: ir.Value) -> ir.Value:
+        return arith.addi(self._norms, arith.shli(query, words.constant(2)))
+
+    def _norm(self, query: ir.Value) -> ir.Value:
+        return arith.bitcast(ir.F32Type.get(), _load(self._place_of_norm(query)))
+
+    def _which_count(self, norms: list[ir.Value]) -> list[ir.Value]:
+        """Which of the own queries count; those that are not finite are made 0 in shared memory."""
+        constant, number = words.constant, ir.F32Type.get()
+        first = arith.muli(self._row, constant(_QUERIES))
+        counts = []
+        for place in self._own:
+            flag = memref.load(self._valid, [words.index(arith.addi(first, place))])
+            counts.append(arith.cmpi(arith.CmpIPredicate.ne, flag, constant(0)))
+        infinity = arith.constant(number, float("inf"))
+        # A norm that is not finite may be that of large numbers.
+        doubtful = [arith.cmpf(arith.CmpFPredicate.UGE, norm, infinity) for norm in norms]
+        is_bit = ir.IntegerType.get_signless(1)
+        check = scf.IfOp(words.is_any(arith.ori(*doubtful)), [is_bit] * 2, has_else=True)
+        with ir.InsertionPoint(check.then_block):
+            found = []
+            for place, counted in zip(self._own, counts, strict=True):
+                is_finite = self._is_finite(place)
+                is_lost = arith.xori(is_finite, arith.constant(is_bit, 1))
+                self._make_zero(place, is_lost)
+                found.append(arith.andi(counted, is_finite))
+            _wait_for_lanes()
+            scf.yield_(found)
+        with ir.InsertionPoint(check.else_block):
+            scf.yield_(counts)
+        return list(check.results)
+
+    def _is_finite(self, place: ir.Value) -> ir.Value:
+        """Whether all channels of a query are."""
+        constant = words.constant
+        infinity = {"bf16": 0x7F80, "f16": 0x7C00}[self._kind]
+
+        def larger(where: ir.Value, largest: list[ir.Value]) -> list[ir.Value]:
+            word = _load(where)
+            low = arith.andi(word, constant(0x7FFF))
+            high = arith.andi(arith.shrui(word, constant(16)), constant(0x7FFF))
+            return [arith.maxsi(largest[0], arith.maxsi(low, high))]
+
+        (largest,) = self._over_words(place, [constant(0)], larger)
+        return arith.cmpi(arith.CmpIPredicate.slt, largest, constant(infinity))
+
+    def _make_zero(self, place: ir.Value, is_lost: ir.Value) -> None:
+        """Makes a query 0 in shared memory."""
+
+        def make(where: ir.Value, nothing: list[ir.Value]) -> list[ir.Value]:
+            _store(where, words.constant(0), is_lost)
+            return nothing
+
+        self._over_words(place, [], make)
+
+    def _over_words(self, place: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
+        """A loop over the words of a query, in whatever order they lie."""
+        plan, constant = self._plan, words.constant
+        row = arith.addi(self._queries, arith.muli(place, constant(plan.width)))
+        bounds = [words.index(constant(x)) for x in (0, plan.width, 4)]
+        loop = scf.ForOp(*bounds, start)
+        with ir.InsertionPoint(loop.body):
+            where = arith.addi(row, arith.index_cast(words.i32(), loop.induction_variable))
+            found = body(where, list(loop.inner_iter_args))
+            found = body(arith.addi(where, constant(_QUERIES * plan.width)), found)
+            scf.yield_(found)
+        return list(loop.results)
+
+    def _write_mean(self, counts: list[ir.Value]) -> ir.Value:
+        """Puts the mean of what counts in shared memory, and returns its square.
+
+        Three rows add up to it, of which the first is the mean in 16 bits; a fourth one is 0.
+        """
+        constant, number = words.constant, ir.F32Type.get()
+        ballots = [words.ballot(counted) for counted in counts]
+        total = functools.reduce(arith.addi, [math.ctpop(ballot) for ballot in ballots])
+        total = arith.sitofp(number, arith.maxsi(total, constant(1)))
+        share = arith.divf(arith.constant(number, 1.0), total)
+        # Queries `2p` and `2p + 1` of tile `i` have bits `8p + i` and `8p + 4 + i`.
+        one = {"bf16": 0x3F80, "f16": 0x3C00}[self._kind]
+        own = []
+        for ballot in ballots:
+            bits = arith.shrui(ballot, arith.shli(self._pair, constant(3)))
+            high = arith.shli(arith.andi(bits, constant(0xF0)), constant(12))
+            own.append(arith.ori(arith.andi(bits, constant(0xF)), high))
+        lefts = []
+        for tile in range(_TILES):
+            ones = []
+            for bits in own:
+                bits = arith.andi(arith.shrui(bits, constant(tile)), constant(0x10001))
+                ones.append(arith.muli(bits, constant(one)))
+            lefts.append([ones[0], ones[0], ones[1], ones[1]])
+        square = arith.constant(number, 0.0)
+        pair_start = arith.addi(self._means, arith.shli(self._pair, constant(2)))
+        for step in range(self._plan.chunks // 2):
+            sums = [_zeros(), _zeros()]
+            for tile, left in enumerate(lefts):
+                right = self._matrices(tile, step, transposed=True)
+                for place in range(2):
+                    pair = right[2 * place : 2 * place + 2]
+                    sums[place] = words.multiply(self._kind, left, pair, sums[place])
+            for place, chunk in enumerate(sums):
+                rest = [arith.mulf(x, share) for x in chunk[:2]]
+                for x in rest:
+                    square = arith.addf(square, arith.mulf(x, x))
+                parts = []
+                for _ in range(_PARTS):
+                    parts.append(self._pack(rest))
+                    taken = self._unpack(parts[-1])
+                    rest = [arith.subf(x, y) for x, y in zip(rest, taken, strict=True)]
+                column = (2 * step + place) * 2 * _CHUNK
+                for index, word in enumerate([*parts, constant(0)]):
+                    where = arith.addi(pair_start, constant(index * self._plan.head_dim + column))
+                    _store(where, word)  # eight lanes the same word
+        for distance in (1, 2):
+            square = arith.addf(square, mgpu.utils.shfl_bfly(square, distance))
+        _wait_for_lanes()
+        return square
+
+    def _with_mean(self, tiles: list[list[list[ir.Value]]]) -> list[ir.Value]:
+        """Products of the own queries and the mean, whose parts are even and odd columns."""
+        constant, row = words.constant, self._plan.head_dim
+        matrix = arith.shrui(self._lane, constant(3))
+        start = arith.addi(self._means, arith.muli(_bit(self._lane, 1), constant(row)))
+        start = arith.addi(start, arith.muli(matrix, constant(2 * _CHUNK)))
+        columns = []
+        for first in (0, 2):
+            some = range(0, self._plan.chunks, 4)  # a matrix for each eight lanes
+            loads = [first * row + 2 * _CHUNK * chunk for chunk in some]
+            found = [_load_matrices(start, offset, transposed=False) for offset in loads]
+            columns.append([word for four in found for word in four])
+        found = []
+        for sums in self._multiply(tiles, columns):
+            found.append([arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3])])
+        return self._of_own(found)
+
+    def _multiply(
+        self, tiles: list[list[list[ir.Value]]], columns: list[list[ir.Value]]
+    ) -> list[list[ir.Value]]:
+        """Sums of products of all tiles with words of each chunk."""
+        sums = [_zeros() for _ in tiles]
+        for right in columns:
+            for step in range(self._plan.chunks // 2):
+                for index, tile in enumerate(tiles):
+                    pair = right[2 * step : 2 * step + 2]
+                    sums[index] = words.multiply(self._kind, tile[step], pair, sums[index])
+        return sums
+
+    def _of_own(self, found: list[list[ir.Value]]) -> list[ir.Value]:
+        """Of what four lanes have of all tiles: that of the own one."""
+        low, high = (_is_set(self._pair, bit) for bit in (1, 2))
+        own = []
+        for first, second, third, fourth in zip(*found, strict=True):
+            left, right = arith.select(low, second, first), arith.select(low, fourth, third)
+            own.append(arith.select(high, right, left))
+        return own
+
+    def _walk(
+        self,
+        tiles: list[list[list[ir.Value]]],
+        norms: list[ir.Value],
+        distances: list[ir.Value],
+        mean: ir.Value,
+    ) -> None:
+        """Takes queries one by one, as `_interpreted` does, and writes them."""
+        plan, constant, number = self._plan, words.constant, ir.F32Type.get()
+        bounds = [words.index(constant(x)) for x in (1, plan.count, 1)]
+        loop = scf.ForOp(*bounds, distances)
+        with ir.InsertionPoint(loop.body):
+            index = arith.index_cast(words.i32(), loop.induction_variable)
+            distances = list(loop.inner_iter_args)
+            keys = []
+            for place, distance in zip(self._own, distances, strict=True):
+                # That of one that is lost is below 0, whatever its low bits are.
+                key = arith.andi(arith.bitcast(words.i32(), distance), constant(~_PLACES))
+                keys.append(arith.ori(key, arith.subi(constant(_PLACES), place)))
+            largest = words.over_lanes(arith.maxsi(*keys), nvvm.ReductionKind.MAX)
+            is_left = arith.cmpi(arith.CmpIPredicate.sge, largest, constant(0))
+            step = scf.IfOp(is_left, [number] * 2, has_else=True)
+            with ir.InsertionPoint(step.then_block):
+                best = arith.subi(constant(_PLACES), arith.andi(largest, constant(_PLACES)))
+                columns = self._columns(best)
+                norm = self._norm(best)
+                self._write(index, self._word(best))
+                sums = self._multiply(tiles, [columns])
+                products = self._of_own([[one[0], one[2]] for one in sums])
+                nearer = []
+                for place, distance, own, product in zip(
+                    self._own, distances, norms, products, strict=True
+                ):
+                    # What is not a number is no distance, and what is lost stays so.
+                    away = arith.minnumf(distance, _away(own, norm, product))
+                    is_taken = arith.cmpi(arith.CmpIPredicate.eq, place, best)
+                    lost = arith.constant(number, -1.0)
+                    nearer.append(arith.select(is_taken, lost, away))
+                scf.yield_(nearer)
+            with ir.InsertionPoint(step.else_block):
+                self._write(index, mean)
+                scf.yield_(distances)
+            scf.yield_(list(step.results))
+
+    def _columns(self, query: ir.Value) -> list[ir.Value]:
+        """A query as a right operand of equal columns: a word for each chunk."""
+        chunks, constant = self._plan.chunks, words.constant
+        found = []
+        for start in range(0, chunks, 4):  # a matrix for each eight lanes
+            chunk = arith.addi(arith.shrui(self._lane, constant(3)), constant(start))
+            found += _load_matrices(self._chunk(query, chunk), 0, transposed=False)
+        return found
+
+    def _chunk(self, query: ir.Value, chunk: ir.Value) -> ir.Value:
+        """The address of a chunk of a query."""
+        per_piece = words.constant(self._plan.chunks // 2)
+        half, chunk = arith.divui(chunk, per_piece), arith.remui(chunk, per_piece)
+        start = arith.muli(half, words.constant(_QUERIES * self._plan.width))
+        place, turn = self._address(query, chunk)
+        return arith.addi(arith.addi(self._queries, start), arith.xori(place, turn))
+
+    def _word_of_lane(self) -> ir.Value:
+        """The pair that a lane writes; of a small head half of the lanes have none of their own."""
+        return arith.andi(self._lane, words.constant(self._plan.head_dim // 4 - 1))
+
+    def _word(self, query: ir.Value) -> ir.Value:
+        """The lane's pair of a query."""
+        word = self._word_of_lane()
+        place = self._chunk(query, arith.shrui(word, words.constant(2)))
+        return _load(arith.addi(place, arith.shli(self._pair, words.constant(2))))
+
+    def _write(self, index: ir.Value, word: ir.Value) -> None:
+        """Writes a word of a representative for each lane."""
+        plan, constant = self._plan, words.constant
+        pairs = plan.head_dim // 4
+        row = arith.addi(arith.muli(self._row, constant(plan.count)), index)
+        place = arith.addi(arith.muli(row, constant(plan.heads)), self._head)
+        place = arith.addi(arith.muli(place, constant(pairs)), self._lane)
+        pointer = mgpu.utils.memref_ptr(self._out)
+        pointer = mgpu.utils.getelementptr(pointer, [place], words.i32())
+        has_word = arith.cmpi(arith.CmpIPredicate.slt, self._lane, constant(pairs))
+        mgpu.utils.inline_ptx("st.global.b32 [$0], $1;", pointer, word, predicate=has_word)
+
+    def _pack(self, pair: list[ir.Value]) -> ir.Value:
+        """Two numbers in 16 bits."""
+        code = f"cvt.rn.{self._kind}x2.f32 $0, $2, $1;"
+        return mgpu.utils.inline_ptx(code, *pair, result_types=words.i32())
+
+    def _unpack(self, word: ir.Value) -> list[ir.Value]:
+        """Two numbers of 16 bits."""
+        code = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            f"cvt.f32.{self._kind} $0, low; cvt.f32.{self._kind} $1, high; }}"
+        )
+        return list(mgpu.utils.inline_ptx(code, word, result_types=[ir.F32Type.get()] * 2))
+
+
+def _away(norm: ir.Value, other: ir.Value, product: ir.Value) -> ir.Value:
+    """The square of a distance."""
+    number = ir.F32Type.get()
+    twice = arith.mulf(product, arith.constant(number, 2.0))
+    away = arith.subf(arith.addf(norm, other), twice)
+    return arith.maximumf(away, arith.constant(number, 0.0))
+
+
+def _zeros() -> list[ir.Value]:
+    """No sums yet of a product."""
+    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
+
+
+def _bit(value: ir.Value, bit: int) -> ir.Value:
+    """A bit where it is."""
+    return arith.andi(value, words.constant(bit))
+
+
+def _is_set(value: ir.Value, bit: int) -> ir.Value:
+    """Whether a bit is."""
+    return arith.cmpi(arith.CmpIPredicate.ne, _bit(value, bit), words.constant(0))
+
+
+def _wait_for_lanes() -> None:
+    """Until what all lanes of the warp have written can be read."""
+    mgpu.utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+
+
+def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir.Value]:
+    """Four matrices of 8 rows of 16 bytes, whose addresses eight lanes have each."""
+    turned = ".trans" if transposed else ""
+    code = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    kinds = [words.i32()] * 4
+    return list(
+        mgpu.utils.inline_ptx(
+            code, place, result_types=kinds, has_side_effects=True, convergent=True
+        )
     )
-    with ir.InsertionPoint(loop.body):
-        distance = list(loop.inner_iter_args)
-        keys = []
-        for place, one in zip(places, distance, strict=True):
-            key = arith.andi(arith.bitcast(words.i32(), one), constant(~_PLACES))
-            key = arith.ori(key, arith.subi(constant(_PLACES), place))
-            is_lost = arith.cmpf(arith.CmpFPredicate.OLT, one, zero)
-            keys.append(arith.select(is_lost, constant(-1), key))
-        largest = words.over_lanes(functools.reduce(arith.maxsi, keys), nvvm.ReductionKind.MAX)
-        is_left = arith.cmpi(arith.CmpIPredicate.sge, largest, constant(0))
-        # The bits of -1 tell query 0, which is there.
-        best = arith.subi(constant(_PLACES), arith.andi(largest, constant(_PLACES)))
-        offset = arith.addi(arith.muli(best, constant(quarter // 2)), pair)
-        # A row of `quarter` channels is as wide as the swizzle, of 64 or 32 bytes.
-        line = arith.andi(arith.shrui(offset, constant(5)), constant(quarter // 8 - 1))
-        offset = arith.xori(offset, arith.shli(line, constant(2)))
-        word = _word(shared(queries), arith.addi(start, offset))
-        index = arith.index_cast(words.i32(), loop.induction_variable)
-        write(index, arith.select(is_left, word, mean))
-        last, column = arith.shrui(best, constant(5)), arith.andi(best, constant(words.LANES - 1))
-        norm = product(best, last, column)
-        nearer = []
-        for half, (place, one) in enumerate(zip(places, distance, strict=True)):
-            both = arith.addf(norms[half], norm)
-            twice = arith.mulf(product(best, constant(half), lane), arith.constant(number, 2.0))
-            away = arith.maximumf(arith.subf(both, twice), zero)
-            is_lost = arith.cmpf(arith.CmpFPredicate.OLT, one, zero)
-            is_taken = arith.cmpi(arith.CmpIPredicate.eq, place, best)
-            away = arith.minnumf(one, away)
-            nearer.append(arith.select(arith.ori(is_lost, is_taken), lost, away))
-        scf.yield_(nearer)
 
 
-def _word(pointer: ir.Value, place: ir.Value) -> ir.Value:
-    """A word of memory, counted in words."""
-    return llvm.load(words.i32(), mgpu.utils.getelementptr(pointer, [place], words.i32()))
+def _load(place: ir.Value) -> ir.Value:
+    """A word of shared memory."""
+    code = "ld.shared.b32 $0, [$1];"
+    return mgpu.utils.inline_ptx(code, place, result_types=words.i32(), has_side_effects=True)
+
+
+def _store(place: ir.Value, word: ir.Value, predicate: ir.Value | None = None) -> None:
+    """Writes a word of shared memory; all lanes stay together, whatever the predicate."""
+    mgpu.utils.inline_ptx(
+        "st.shared.b32 [$0], $1;", place, word, predicate=predicate, has_side_effects=True
+    )
 
 
 def representatives_kernel(
@@ -285,21 +584,27 @@ def representatives_kernel(
     """
     batch, tokens, heads, head_dim = query.shape
     rows, quarter = tokens // _QUERIES, head_dim // 4
-    plan = _Plan(heads=heads, head_dim=head_dim, count=count, interpret=interpret)
+    plan = _Plan(
+        rows=rows,
+        heads=heads,
+        head_dim=head_dim,
+        count=count,
+        kind=query.dtype,
+        interpret=interpret,
+    )
     shape = (batch, rows, count, heads, 2, quarter)
     size = (_HEADS, 2, _QUERIES, quarter)
     kernel = plgpu.kernel(
         functools.partial(_represent, plan=plan),
         out_type=jax.ShapeDtypeStruct(shape, query.dtype),
         scratch_types={
-            "queries": ops.tiled(size, query.dtype, swizzle=2 * quarter),
-            "products": ops.tiled((_HEADS, _QUERIES, _QUERIES), jnp.float32),
-            "means": plgpu.SMEM((_HEADS, 2, quarter), query.dtype),
-            "distances": plgpu.SMEM((_HEADS, _QUERIES), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=_HEADS),
+            "queries": ops.tiled(size, query.dtype, swizzle=plan.width),
+            "norms": plgpu.SMEM((_HEADS, _QUERIES), jnp.float32),
+            "means": plgpu.SMEM((_HEADS, _PARTS + 1, quarter), jnp.int32),
+            "filled": plgpu.Barrier(num_arrivals=2 * _HEADS),
         },
-        grid=(rows, -(-heads // _HEADS), batch),
-        grid_names=("row", "group", "batch"),
+        grid=(batch, -(-rows * heads // _HEADS)),
+        grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),
         kernel_name="representatives",

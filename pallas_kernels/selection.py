@@ -20,6 +20,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     SCORED_BLOCK,
     SCORED_GROUP,
     SCORED_HEADS,
+    WRITTEN_CHANNELS,
     KernelConfig,
     fills_rows,
 )
@@ -239,12 +240,18 @@ def block_codes(
     *,
     layer: Int[Array, ""],
     channels: Int[np.ndarray, "C"],
+    write: Any = None,
     kernels: KernelConfig,
-) -> tuple[Array, Array, Array, Array] | None:
-    """The arrays of `BlockCodes` of all layers with those of a span's keys in one, bit for bit."""
+) -> tuple[Array, ...] | None:
+    """The arrays of `BlockCodes` of all layers with those of a span's keys in one, bit for bit.
+
+    With a `TokenWrite` the token is written to the caches as well, and these follow.
+    """
     code, _, _, unfinished = codes
     head_dim = key.shape[-1]
     is_right = key.dtype == unfinished.dtype and key.dtype.itemsize == 2
+    if write is not None:
+        is_right = is_right and key.dtype == write.value.dtype == write.keys.dtype
     if not is_right or head_dim not in SCORED_HEADS or code.shape[3] != SCORED_BLOCK:
         return None
     slow = np.arange(head_dim).reshape(4, -1)[1::2]
@@ -259,8 +266,23 @@ def block_codes(
         first_block=span.first_block,
         end=span.end,
         layer=layer,
+        write=write,
         interpret=kernels.interpret,
     )
+
+
+def write_token(
+    key: Float[Array, "B 1 K H"], write: Any, span: Any, *, kernels: KernelConfig
+) -> tuple[Array, Array] | None:
+    """The caches of a `TokenWrite` with the token in them, in place under `jit`."""
+    is_right = key.dtype == write.value.dtype == write.keys.dtype == write.values.dtype
+    if not is_right or key.shape[2] * key.shape[3] % WRITTEN_CHANNELS:
+        return None
+    from sketchwalk_jax.pallas_kernels.token_writes import write_token_kernel
+
+    value, keys, values, layer = write
+    where: dict[str, Any] = {"end": span.end, "interpret": kernels.interpret}
+    return write_token_kernel(key, value, keys, values, layer, span.valid, **where)
 
 
 def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int) -> bool:
@@ -301,7 +323,7 @@ def select_token_by_evidence(
         return None
     from sketchwalk_jax.pallas_kernels.token_lists import select_token_by_evidence_kernel
 
-    selection, evidence, layers = select_token_by_evidence_kernel(
+    selection, evidence = select_token_by_evidence_kernel(
         query[:, 0],
         code,
         centre,
@@ -318,4 +340,4 @@ def select_token_by_evidence(
         local_blocks=local_blocks,
         interpret=kernels.interpret,
     )
-    return selection, WalkState(evidence[:, None], layers)
+    return selection, WalkState(evidence[:, None], walk.layers + 1)

@@ -68,21 +68,19 @@ def _list_blocks(
     powers_ref: Any,
     top_ref: Any,
     total_ref: Any,
-    state_ref: Any,
+    evidence_ref: Any,
     length_ref: Any,
     layers_ref: Any,
     budget_ref: Any,
     ids_ref: Any,
-    evidence_ref: Any,
     count_ref: Any,
-    walked_ref: Any,
     *,
     plan: _Plan,
     factors: Any,
     scratch: Any,
     **sizes: Any,
 ) -> None:
-    """One sequence's evidence and list."""
+    """One sequence's list, and its evidence in the place of that of the layer before."""
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = powers_ref.shape[2] // (TILE * plan.warpgroups)  # tiles of this warpgroup
     layout = warp_ops.tiles_layout(own, TILE)
@@ -90,15 +88,14 @@ def _list_blocks(
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     there = jax.lax.div(length_ref[sequence] + _KEYS - 1, _KEYS)
-    row, layers = there - 1, layers_ref[0]
-    layer = jnp.minimum(layers, budget_ref.shape[0] - 1)
+    row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
     place = jnp.where(there > 0, jnp.minimum(row, plan.num_blocks - 1), plan.num_blocks - 1)
     count = budget_ref[layer, place]
     powers = powers_ref.at[sequence]
     tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=plan.interpret)
     read = warp_ops.read_powers(powers, there, **tiles)
-    previous = warp_ops.read_row(columns, state_ref.at[sequence], **where)
+    previous = warp_ops.read_row(columns, evidence_ref.at[sequence], **where)
     _write_factors(
         top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, plan=plan
     )
@@ -111,10 +108,6 @@ def _list_blocks(
     @pl.when(warpgroup == 0)
     def _() -> None:
         count_ref[sequence] = count
-
-    @pl.when((warpgroup == 0) & (sequence == 0))
-    def _() -> None:
-        walked_ref[0] = layers + 1
 
     select_row(
         evidence,
@@ -184,7 +177,7 @@ def select_token_by_evidence_kernel(
     sink_blocks: int,
     local_blocks: int,
     interpret: bool = False,
-) -> tuple[BlockSelection, Float[Array, "B J"], Int[Array, ""]]:
+) -> tuple[BlockSelection, Float[Array, "B J"]]:
     """Scores of one token per sequence, evidence and list: both kernels.
 
     Args:
@@ -193,7 +186,7 @@ def select_token_by_evidence_kernel(
         channels.
       centre: Likewise.
       step: Likewise.
-      state: Evidence of the layer before.
+      state: Evidence of the layer before, in whose place the new one comes under `jit`.
       layers: Layers walked so far.
       lengths: Keys present in each sequence, the token's own included.
       budgets: Blocks to keep, by layer and by the token's block.
@@ -206,7 +199,7 @@ def select_token_by_evidence_kernel(
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
-      A `BlockSelection` shared by all heads, the evidence, and `layers + 1`.
+      A `BlockSelection` shared by all heads, and the evidence.
 
     Raises:
       ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
@@ -245,7 +238,8 @@ def select_token_by_evidence_kernel(
         interpret=interpret,
     )
     max_count = min(int(budgets.max()), num_blocks)
-    ids, evidence, kept, walked = plgpu.kernel(
+    evidence = jax.new_ref(state)
+    ids, kept = plgpu.kernel(
         functools.partial(
             _list_blocks,
             plan=plan,
@@ -255,9 +249,7 @@ def select_token_by_evidence_kernel(
         ),
         out_type=[
             jax.ShapeDtypeStruct((batch, max_count), jnp.int32),
-            jax.ShapeDtypeStruct((batch, num_blocks), jnp.float32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
         ],
         grid=(batch,),
         grid_names=("sequence",),
@@ -270,5 +262,8 @@ def select_token_by_evidence_kernel(
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret, detect_races=False),
         kernel_name="token_lists",
-    )(*parts, state, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
-    return BlockSelection(ids[:, None, None], kept[:, None, None], _KEYS), evidence, walked[0]
+    )(*parts, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    selection = BlockSelection(
+        ids[:, None, None], kept[:, None, None], _KEYS, has_diagonal=local_blocks > 0
+    )
+    return selection, jax.freeze(evidence)

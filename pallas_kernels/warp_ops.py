@@ -171,6 +171,25 @@ def maxima(
     return largest(*arrays, scratch)
 
 
+def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> Int[Array, ""]:
+    """1 if any flag is set, of each warp on its own: no two of them wait for each other.
+
+    Args:
+      flags: In registers.
+      layout: Of the flags.
+      interpret: Whether the interpreter runs the kernel, where all warps find the same.
+    """
+    if interpret:
+        return jnp.any(flags).astype(jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=words.integer_type())
+    def vote(_: Any, flags: Any) -> Any:
+        is_set = functools.reduce(arith.ori, words.scalars(flags))
+        return words.as_array(arith.extui(words.i32(), words.is_any(is_set)))
+
+    return vote(flags)
+
+
 def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
     """For every channel of a key whether any of its flags is set, in one instruction of each warp.
 
@@ -344,15 +363,14 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
     )
     def read(_: Any, columns: Any, ref: Any) -> Any:
         limit = ir.MemRefType(ref.type).shape[0]
+        # Addresses are made here, or all would be kept until the row is written in its place.
         code = (
-            f"{{ .reg .pred p; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
-            "@p ld.global.f32 $0, [$1]; }"
+            f"{{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
+            "mad.wide.s32 a, $2, 4, $1; @p ld.global.f32 $0, [a]; }"
         )
-        number = ir.F32Type.get()
+        number, start = ir.F32Type.get(), words.address(ref, words.constant(0))
         values = [
-            mgpu.utils.inline_ptx(
-                code, words.address(ref, column), column, result_types=number, has_side_effects=True
-            )
+            mgpu.utils.inline_ptx(code, start, column, result_types=number, has_side_effects=True)
             for column in words.scalars(columns)
         ]
         return _as_row(values, columns.shape, layout)

@@ -95,3 +95,25 @@ def power_of_two(exponent: ir.Value) -> ir.Value:
     field = arith.maxsi(exponent, constant(-127))
     field = arith.shli(arith.addi(field, constant(127)), constant(23))
     return arith.bitcast(ir.F32Type.get(), field)
+
+
+def multiply(
+    kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
+) -> list[ir.Value]:
+    """`total + left · right`, of 16 rows, 16 channels and 8 columns."""
+    code = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    kinds = [ir.F32Type.get()] * 4
+    return list(
+        mgpu.utils.inline_ptx(
+            code,
+            *left,
+            *right,
+            *total,
+            result_types=kinds,
+            has_side_effects=True,
+            convergent=True,
+        )
+    )

@@ -1,6 +1,9 @@
 """Sketch-and-Walk sparse attention (arXiv:2602.07397) for JAX.
 
-    params, model_config = load("Llama-3.2-1B")
+    lm = LanguageModel.load("Qwen/Qwen3-0.6B")
+    lm.generate("Walk with")
+
+    params, model_config = load("Qwen/Qwen3-0.6B")
     generate = make_generate(model_config, max_new_tokens=64)
     generation = generate(params, tokens)
 
@@ -15,6 +18,7 @@ _root = _Path(__file__).parent.parent
 if all((_root / _name / "__init__.py").exists() for _name in ("models", "pallas_kernels")):
     __path__.append(str(_root))
 
+from sketchwalk_jax import sharding  # noqa: E402
 from sketchwalk_jax._version import __version__  # noqa: E402
 from sketchwalk_jax.attention.api import (  # noqa: E402
     block_sparse_attention,
@@ -22,9 +26,16 @@ from sketchwalk_jax.attention.api import (  # noqa: E402
     dense_attention,
 )
 from sketchwalk_jax.cache import Cache, Density, init_cache  # noqa: E402
+from sketchwalk_jax.compiled import keep_compiled_programs  # noqa: E402
 from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
 from sketchwalk_jax.inference import decode_step, forward, prefill  # noqa: E402
+from sketchwalk_jax.language_model import LanguageModel  # noqa: E402
 from sketchwalk_jax.layer import init_walk, sketchwalk_attention  # noqa: E402
+from sketchwalk_jax.layer_cache import (  # noqa: E402
+    LayerCache,
+    init_layer_cache,
+    sketchwalk_cached_attention,
+)
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
 from sketchwalk_jax.policies.dense import Dense  # noqa: E402
@@ -40,6 +51,8 @@ __all__ = [
     "Density",
     "Generation",
     "KernelConfig",
+    "LanguageModel",
+    "LayerCache",
     "Sampling",
     "SketchWalkConfig",
     "WalkState",
@@ -51,11 +64,15 @@ __all__ = [
     "forward",
     "generate",
     "init_cache",
+    "init_layer_cache",
     "init_walk",
+    "keep_compiled_programs",
     "load",
     "make_generate",
     "prefill",
     "save",
+    "sharding",
     "sketchwalk_attention",
+    "sketchwalk_cached_attention",
     "stream",
 ]

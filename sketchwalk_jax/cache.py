@@ -1,15 +1,20 @@
 """The state of a batch of sequences: keys, values, a policy's statistics, lengths and density."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.sharding import Placement
+from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +78,7 @@ class Cache:
       statistics: The policy's statistics, one leading axis of sparse layers on every leaf.
       lengths: Tokens of each sequence, int32 `[B]`.
       density: Pairs attended to so far.
+      made_for: What the statistics are of, from `made_for`; empty where there are none.
     """
 
     key: Float[Array, "L B S K H"]
@@ -80,11 +86,44 @@ class Cache:
     statistics: Any
     lengths: Int[Array, "B"]
     density: Density
+    made_for: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """Tokens that each sequence can hold."""
         return self.key.shape[2]
+
+    def __repr__(self) -> str:
+        """What it holds, in one line; no array is printed."""
+        try:
+            num_layers, batch, capacity = self.key.shape[:3]
+            size = show_bytes(num_bytes(self))
+            said = f"{num_layers} layers, {batch} sequences of {capacity} tokens, {self.key.dtype}"
+            owner = self.made_for[1] if self.made_for else "none"
+            lengths = show_numbers(self.lengths)
+            return f"Cache({said}, {size}, lengths={lengths}, statistics of {owner})"
+        except (AttributeError, TypeError, ValueError):  # leaves that are no arrays, as JAX makes
+            return "Cache(...)"
+
+
+def show_numbers(x: Any) -> str:
+    """A few numbers of an array for a `repr`: what they are where that is known, else the shape."""
+    if is_known(x) and np.size(x) <= 16:
+        numbers = np.asarray(x)
+        is_whole = numbers.dtype.kind in "biu"
+        return str(numbers.tolist() if is_whole else numbers.astype(float).round(4).tolist())
+    is_gone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    return f"{x.dtype}{list(x.shape)}" + " (donated)" * is_gone
+
+
+def made_for(statistics: Any, model_config: ModelConfig, config: Policy) -> tuple[Any, ...]:
+    """What statistics are of: the sparse layers, the policy, and what changes their meaning.
+
+    Two caches with the same, and arrays of the same shapes, hold statistics of one meaning.
+    """
+    if not jax.tree.leaves(statistics):
+        return ()
+    return (sparse_layers(model_config, config), type(config).__name__, *config.statistics_key)
 
 
 def sparse_layers(model_config: ModelConfig, config: Policy) -> tuple[int, ...]:
@@ -114,7 +153,7 @@ def init_cache(
     batch: int,
     max_tokens: int,
     dtype: DTypeLike | None = None,
-    sharding: jax.sharding.Sharding | None = None,
+    sharding: jax.sharding.Sharding | Placement | None = None,
 ) -> Cache:
     """An empty cache.
 
@@ -125,41 +164,62 @@ def init_cache(
       batch: Sequences.
       max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks.
       dtype: Type of keys and values, the model's own by default.
-      sharding: Placement of keys and values.
+      sharding: Placement of keys and values; or a `Placement` on a mesh of all of it, which calls
+        with parameters on that mesh need. No device then holds more than its share.
 
     Returns:
       A `Cache` with lengths of zero.
 
     Raises:
-      ValueError: If a size is not positive, or the model's context is shorter than `max_tokens`.
+      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, or
+        the mesh's `data` axis does not divide `batch`.
     """
     config = recommended_policy(model_config) if config is None else config
-    if batch < 1 or max_tokens < 1:
-        raise ValueError(f"batch and max_tokens must be positive, got {batch} and {max_tokens}")
+    check_integer("batch", batch)
+    check_integer("max_tokens", max_tokens)
     if max_tokens > model_config.context_length:
         raise ValueError(
             f"max_tokens must not exceed the model's context of "
             f"{model_config.context_length} tokens, got {max_tokens}"
         )
     num_blocks = -(-max_tokens // config.block_size)
-    dtype = jnp.dtype(model_config.dtype if dtype is None else dtype)
+    dtype = check_dtype("dtype", model_config.dtype if dtype is None else dtype)
+    placement = sharding if isinstance(sharding, Placement) else None
+    device = None if isinstance(sharding, Placement) else sharding
     heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    shape = LayerShape(model_config.num_heads, heads, head_dim, dtype)
+    if placement is not None:
+        placement.check_batch(batch)
+        heads, shape = placement.num_kv_heads, placement.layer_shape(config, dtype)
     size = (model_config.num_layers, batch, num_blocks * config.block_size, heads, head_dim)
-    one_layer = config.init_statistics(
-        LayerShape(model_config.num_heads, heads, head_dim, dtype),
-        batch=batch,
-        num_blocks=num_blocks,
-    )
     num_sparse = len(sparse_layers(model_config, config))
-    return Cache(
-        key=jnp.zeros(size, dtype, device=sharding),
-        value=jnp.zeros(size, dtype, device=sharding),
-        statistics=jax.tree.map(
-            lambda x: jnp.broadcast_to(x[None], (num_sparse, *x.shape)), one_layer
-        ),
-        lengths=jnp.zeros((batch,), jnp.int32),
-        density=Density.zeros(model_config.num_layers, batch),
-    )
+
+    def make() -> Cache:
+        one_layer = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
+        return Cache(
+            key=jnp.zeros(size, dtype, device=device),
+            value=jnp.zeros(size, dtype, device=device),
+            statistics=jax.tree.map(
+                lambda x: jnp.broadcast_to(x[None], (num_sparse, *x.shape)), one_layer
+            ),
+            lengths=jnp.zeros((batch,), jnp.int32),
+            density=Density.zeros(model_config.num_layers, batch),
+            made_for=made_for(one_layer, model_config, config),
+        )
+
+    with advice(cache=2 * math.prod(size) * dtype.itemsize):
+        if placement is None:
+            return make()
+        return jax.jit(lambda: spread_cache(make(), placement, config))()
+
+
+def spread_cache(cache: Cache, placement: Placement | None, config: Policy) -> Cache:
+    """The cache as it lies on a mesh, under `jit`; as it is on one device."""
+    if placement is None:
+        return cache
+    shardings = placement.cache(config)
+    arrays = {name: getattr(cache, name) for name in shardings}
+    return dataclasses.replace(cache, **jax.lax.with_sharding_constraint(arrays, shardings))
 
 
 def write_layer(

@@ -3,56 +3,62 @@
 `layer_attention` builds the callback that `run_layers` calls, for the tokens of a prompt and for a
 decoded one alike. Its state is `(cache, walk)`, and its per-layer output the pairs attended to and,
 on request, the selection.
+
+On a mesh, this is where the rest of the model, which XLA partitions, hands over to ranks: each
+calls the same attention with its own sequences and heads, under `jax.shard_map`. Nothing here but
+the policy knows of heads that lie elsewhere (`Policy.heads_on_mesh`).
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.cache import sparse_layers, write_layer
+from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy, Span, take_layer
-from sketchwalk_jax.selection import causal_pairs
+from sketchwalk_jax.pallas_kernels.selection import write_token
+from sketchwalk_jax.policies.base import Heads, Policy, Span, TokenWrite, take_layer
+from sketchwalk_jax.selection import BlockSelection, causal_pairs
+from sketchwalk_jax.sharding import Placement, specs
 
 PyTree = Any
 PHASES = ("both", "prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything static about a call to the model; hashable, one compiled program each.
+class LayerSettings:
+    """Everything static about the attention of one layer with a cache; hashable.
 
     Attributes:
-      model_config: The model.
       config: The policy.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
-      chunk_size: Tokens that prefill processes at a time, or `None` for all.
+      scale: Factor of the attention scores, or `None` for `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes, or `None` for the defaults.
       return_selection: Whether the selected blocks are returned.
-      return_all_logits: Whether prefill returns the logits of every token.
+      placement: Where the model lies on a mesh, or `None` on one device.
 
     Raises:
       ValueError: If an option is unknown, or two contradict each other.
     """
 
-    model_config: ModelConfig
     config: Policy
     phase: str = "both"
-    chunk_size: int | None = None
+    scale: float | None = None
     implementation: str | None = None
     kernel_config: KernelConfig | None = None
     return_selection: bool = False
-    return_all_logits: bool = False
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -73,11 +79,6 @@ class Settings:
                 f"implementation must be None or one of {IMPLEMENTATIONS}, "
                 f"got {self.implementation!r}"
             )
-        size, chunk = self.config.block_size, self.chunk_size
-        if chunk is not None and (not isinstance(chunk, int) or chunk < size or chunk % size):
-            raise ValueError(
-                f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
-            )
 
     def selects_in(self, phase: str) -> bool:
         """Whether sparse layers select blocks in this phase; the other phase is dense."""
@@ -90,13 +91,52 @@ class Settings:
 
     @property
     def row_kernels(self) -> KernelConfig | None:
-        """What products of few rows may run their kernel with, or `None` where XLA makes them."""
+        """What products of few rows may run their kernel with, or `None` where XLA makes them.
+
+        On a mesh it does: their weights are spread.
+        """
+        if self.placement is not None:
+            return None
         return row_kernels(self.implementation, self.kernel_config)
+
+    @property
+    def token_kernels(self) -> KernelConfig | None:
+        """What a decoded token may be written with to caches, of which each rank has its own."""
+        return self.row_kernels if self.placement is None else self.selection_kernels
 
     @property
     def selection_kernels(self) -> KernelConfig | None:
         """What policies may run their kernels with, or `None` where they select on XLA."""
         return selection_kernels(self.implementation, self.kernel_config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(LayerSettings):
+    """Everything static about a call to the model; hashable, one compiled program each.
+
+    Attributes:
+      model_config: The model.
+      chunk_size: Tokens that prefill processes at a time, or `None` for all.
+      return_all_logits: Whether prefill returns the logits of every token.
+
+    Raises:
+      ValueError: If an option is unknown, or two contradict each other.
+    """
+
+    model_config: ModelConfig
+    chunk_size: int | None = None
+    return_all_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        if not isinstance(self.model_config, ModelConfig):
+            raise ValueError(f"model_config must be a ModelConfig, got {self.model_config!r}")
+        super().__post_init__()
+        size, chunk = self.config.block_size, self.chunk_size
+        if chunk is not None and (not isinstance(chunk, int) or chunk < size or chunk % size):
+            raise ValueError(
+                f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
+            )
 
 
 def attention_by_layer(
@@ -159,6 +199,65 @@ def observe_layer(
     return one, stacked
 
 
+def write_and_observe(
+    cache: Cache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    layer: Int[Array, ""],
+    index: Int[Array, ""] | None,
+    start: Int[Array, "B"] | None,
+    span: Span,
+    config: Policy,
+    settings: LayerSettings,
+    observed: tuple[Array, Array] | None = None,
+) -> tuple[Cache, PyTree]:
+    """Writes the span's keys and values into one layer, and adds them to its statistics.
+
+    Args:
+      cache: The cache.
+      query: Queries of the span's tokens.
+      key: Their keys.
+      value: Their values.
+      layer: The layer.
+      index: Its index among the sparse ones; `None` where it keeps no statistics.
+      start: Position of column 0, as `write_layer` takes it.
+      span: The tokens.
+      config: The policy.
+      settings: Static settings.
+      observed: Queries and keys that the statistics are of, where these are not the written ones.
+
+    Returns:
+      The cache, and the layer's statistics.
+    """
+    # Of a token, each launch takes longer than what it does.
+    kernels = settings.token_kernels if span.is_token else None
+    write = TokenWrite(value, cache.key, cache.value, layer)
+    if kernels is not None and index is not None and observed is None:
+        where: dict[str, Any] = {"layer": index, "span": span, "kernels": kernels}
+        found = config.append_in_place(key, cache.statistics, write, **where)
+        if found is not None:
+            statistics, keys, values = found
+            cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
+            return cache, config.of_layer(statistics, index)
+    written = None if kernels is None else write_token(key, write, span, kernels=kernels)
+    if written is None:
+        keys, values = (
+            write_layer(buffer, new, layer=layer, start=start, span=span)
+            for buffer, new in ((cache.key, key), (cache.value, value))
+        )
+    else:
+        keys, values = written
+    cache = dataclasses.replace(cache, key=keys, value=values)
+    if index is None:
+        return cache, None
+    where = {"index": index, "span": span, "kernels": settings.selection_kernels}
+    query, key = (query, key) if observed is None else observed
+    one, statistics = observe_layer(cache.statistics, query, key, config=config, **where)
+    return dataclasses.replace(cache, statistics=statistics), one
+
+
 def layer_attention(
     span: Span,
     *,
@@ -166,7 +265,7 @@ def layer_attention(
     is_sparse: bool,
     first_sparse: int,
     config: Policy,
-    settings: Settings,
+    settings: LayerSettings,
 ) -> Attend:
     """Attention of the span's tokens: those of a prompt, or one of each sequence.
 
@@ -180,26 +279,61 @@ def layer_attention(
       config: The policy as it selects in these layers.
       settings: Static settings.
     """
+    make = functools.partial(
+        _attention,
+        is_fresh=is_fresh,
+        is_sparse=is_sparse,
+        first_sparse=first_sparse,
+        config=config,
+        settings=settings,
+    )
+    placement = settings.placement
+    return make(span) if placement is None else _on_ranks(make, span, config, placement)
+
+
+def _attention(
+    span: Span,
+    *,
+    is_fresh: bool,
+    is_sparse: bool,
+    first_sparse: int,
+    config: Policy,
+    settings: LayerSettings,
+) -> Attend:
+    """`layer_attention` where all is here, or of one rank, whose heads `span.heads` counts."""
     kernels = settings.selection_kernels
     start = None if is_fresh else span.start(config.block_size)
     first_query, num_queries = span.queries_of_rows(config.block_size)
     num_new = jnp.sum(num_queries, axis=-1, dtype=jnp.int32)
     all_pairs = causal_pairs(span.end - num_new, num_new)
     selects = is_sparse and settings.selects_in(span.phase)
+    heads = span.heads
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
-        keys = write_layer(cache.key, key, layer=layer, start=start, span=span)
-        values = write_layer(cache.value, value, layer=layer, start=start, span=span)
-        statistics, pairs, kept = cache.statistics, all_pairs, None
-        if is_sparse:
-            index = layer - first_sparse
-            one, statistics = observe_layer(
-                statistics, query, key, index=index, span=span, config=config, kernels=kernels
-            )
+        observed = None
+        if heads is not None:
+            if is_sparse and config.heads_on_mesh == "all":
+                observed = heads.gather(query, axis=2), _all_keys(key, heads)
+            key, value = (_own_keys(x, heads) for x in (key, value))
+        cache, one = write_and_observe(
+            cache,
+            query,
+            key,
+            value,
+            layer=layer,
+            index=layer - first_sparse if is_sparse else None,
+            start=start,
+            span=span,
+            config=config,
+            settings=settings,
+            observed=observed,
+        )
+        keys, values, pairs, kept = cache.key, cache.value, all_pairs, None
         where: dict[str, Any] = {
             "layer": layer,
             "kv_lengths": span.end,
+            "scale": settings.scale,
             "implementation": settings.implementation,
             "kernel_config": settings.kernel_config,
         }
@@ -207,17 +341,108 @@ def layer_attention(
             where["implementation"] = settings.dense_implementation
             out = dense_attention(query, keys, values, query_offset=start, **where)
         else:
+            seen = query, keys
+            if heads is not None and observed is not None:
+                seen = observed[0], heads.gather_keys(keys, axis=3)
             selection, walk = config.select(
-                query, keys, one, walk, layer=layer, span=span, kernels=kernels
+                *seen, one, walk, layer=layer, span=span, kernels=kernels
             )
             pairs = selection.attended_pairs(first_query, num_queries)
             kept = selection if settings.return_selection else None
+            if heads is not None:
+                selection, kept, pairs = _share_lists(selection, kept, pairs, heads, config)
             if span.is_token:
                 out = block_sparse_decode(query, keys, values, selection, **where)
             else:
                 where |= {"first_block": span.first_block, "return_lse": False}
                 out, _ = attend_rows(query, keys, values, selection, **where)
-        cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
         return out, (cache, walk), (pairs, kept)
 
     return attend
+
+
+# On a mesh.
+
+
+def _on_ranks(
+    make: Callable[[Span], Attend], span: Span, config: Policy, placement: Placement
+) -> Attend:
+    """Attention on a mesh: every rank attends with its sequences and heads, to its cache.
+
+    Keys and values come whole where they have fewer heads than there are ranks. Beside what the
+    policy sends (`Policy.heads_on_mesh`), nothing travels between ranks.
+
+    Args:
+      make: Gives attention for a rank's tokens.
+      span: The tokens of all.
+      config: The policy.
+      placement: Where all lies.
+    """
+    span = dataclasses.replace(span, heads=placement.heads)
+    by_sequence = placement.sharding("data").spec
+    by_head = placement.sharding("data", None, "tensor").spec
+    is_spread = placement.model_config.num_kv_heads == placement.num_kv_heads
+    of_keys = by_head if is_spread else by_sequence
+    fields, walks = specs(placement.cache(config)), specs(placement.walk(config))
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
+        cache, walk = state
+
+        def on_rank(
+            span: Span,
+            arrays: dict[str, PyTree],
+            walk: PyTree,
+            query: Array,
+            key: Array,
+            value: Array,
+            layer: Array,
+        ) -> Any:
+            state = dataclasses.replace(cache, **arrays), walk
+            out, (own, walk), aux = make(span)(query, key, value, layer, state)
+            return out, {name: getattr(own, name) for name in arrays}, walk, aux
+
+        shared = jax.shard_map(
+            on_rank,
+            mesh=placement.mesh,
+            in_specs=(by_sequence, fields, walks, by_head, of_keys, of_keys, PartitionSpec()),
+            out_specs=(by_head, fields, walks, (by_sequence, by_sequence)),
+            check_vma=False,
+        )
+        arrays = {name: getattr(cache, name) for name in fields}
+        out, arrays, walk, aux = shared(span, arrays, walk, query, key, value, layer)
+        return out, (dataclasses.replace(cache, **arrays), walk), aux
+
+    return attend
+
+
+def _own_keys(x: Float[Array, "B T K H"], heads: Heads) -> Float[Array, "B T K1 H"]:
+    """Keys or values of this rank's heads, which came whole if there are fewer than ranks."""
+    return heads.own(x, axis=2) if heads.copies > 1 else x
+
+
+def _all_keys(x: Float[Array, "B T K1 H"], heads: Heads) -> Float[Array, "B T K H"]:
+    """Keys of all heads, which came whole if there are fewer than ranks."""
+    return x if heads.copies > 1 else heads.gather(x, axis=2)
+
+
+def _share_lists(
+    selection: BlockSelection,
+    kept: BlockSelection | None,
+    pairs: Float[Array, "B"],
+    heads: Heads,
+    config: Policy,
+) -> tuple[BlockSelection, BlockSelection | None, Float[Array, "B"]]:
+    """Lists of this rank's heads; lists to return, and pairs as a mean, of all ranks' heads."""
+
+    def each(take: Callable[..., Array], lists: BlockSelection) -> BlockSelection:
+        ids, counts = (take(x, axis=1) for x in (lists.ids, lists.counts))
+        return dataclasses.replace(lists, ids=ids, counts=counts)
+
+    num_lists = selection.ids.shape[1]
+    if config.heads_on_mesh == "all" and num_lists > 1:
+        return each(heads.own, selection), kept, pairs
+    if config.heads_on_mesh == "own":
+        pairs = jax.lax.pmean(pairs, heads.axis)
+        if kept is not None and num_lists == heads.num_heads // heads.ranks:
+            kept = each(heads.gather, kept)
+    return selection, kept, pairs

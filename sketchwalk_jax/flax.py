@@ -1,8 +1,18 @@
 """Attention for Flax's own multi-head layers: an `attention_fn`, and modules that carry the walk.
 
 `make_attention_fn` is stateless and serves nnx and Linen alike. The walk crosses layers: one
-`WalkAttention` (nnx) or one `LinenWalkAttention` is shared by all layers of a model. Where layers
-share nothing, as under `jax.lax.scan` or `nnx.scan`, carry the walk yourself; it is the same walk:
+`WalkAttention` (nnx) or one `LinenWalkAttention` is shared by all layers of a model. It goes into
+an nnx model that is there already by giving it to its layers:
+
+    walk = WalkAttention(config)
+    for _, layer in nnx.iter_graph(model):
+        if isinstance(layer, nnx.MultiHeadAttention):
+            layer.attention_fn = nnx.data(walk)
+    model.walk = walk  # and model.walk.reset(batch, num_tokens) before each forward pass
+
+`WalkSelfAttention` and `LinenWalkSelfAttention` are layers for one's own model that take the walk
+and return it, with a cache for decoding if they are given one. Where layers share nothing, as under
+`jax.lax.scan` or `nnx.scan`, carry the walk yourself; it is the same walk:
 
     def layer_step(carry, weights):
         x, walk = carry
@@ -13,11 +23,12 @@ share nothing, as under `jax.lax.scan` or `nnx.scan`, carry the walk yourself; i
     walk = init_walk(batch, num_tokens, config=config)
     (x, _), _ = jax.lax.scan(layer_step, (x, walk), weights_of_sparse_layers)
 
-Selection is for causal self-attention over whole sequences, which may be padded on the right. A
-layer's mask is honoured if it says just that. Any other mask raises a ValueError, or, under `jit`
-where its values are unknown, gives NaN; what else cannot be honoured (bias, attention dropout,
-sown weights, cross-attention, `decode=True`) raises a NotImplementedError. Padded queries give
-values without meaning. Sparse attention is not differentiable in reverse mode.
+Selection in an `attention_fn` is for causal self-attention over whole sequences, which may be
+padded on the right. A layer's mask is honoured if it says just that. Any other mask raises a
+ValueError, or, under `jit` where its values are unknown, gives NaN; what else cannot be honoured
+(bias, attention dropout, sown weights, cross-attention, `decode=True`) raises a
+NotImplementedError. Padded queries give values without meaning. All are differentiable in reverse
+mode, with the selected blocks as constants.
 """
 
 import dataclasses
@@ -33,6 +44,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.layer import init_walk, sketchwalk_attention
+from sketchwalk_jax.layer_cache import (
+    LayerCache,
+    init_layer_cache,
+    sketchwalk_cached_attention,
+)
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.policies.dense import Dense
@@ -41,7 +57,14 @@ from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.walk import WalkState
 
-__all__ = ["LinenWalkAttention", "Walk", "WalkAttention", "make_attention_fn"]
+__all__ = [
+    "LinenWalkAttention",
+    "LinenWalkSelfAttention",
+    "Walk",
+    "WalkAttention",
+    "WalkSelfAttention",
+    "make_attention_fn",
+]
 
 # What a layer asks of its `attention_fn`: causal self-attention, or refused.
 
@@ -608,3 +631,215 @@ class LinenWalkAttention(nn.Module):
         out, scores.value = _walk_layer(call, scores.value, layer.value, **options)
         layer.value = layer.value + 1
         return out
+
+
+# Layers that take the walk and return it.
+
+Rotate = Callable[[Float[Array, "B T Heads H"], Int[Array, "B T"]], Float[Array, "B T Heads H"]]
+
+
+def _attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    walk: Any,
+    cache: LayerCache | None,
+    *,
+    rotate: Rotate | None,
+    **options: Any,
+) -> tuple[Array, tuple[Any, ...]]:
+    """The output of one layer, and what it returns beside it: `(walk,)` or `(cache, walk)`."""
+    if rotate is not None:
+        positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
+        first = jnp.zeros((query.shape[0],), jnp.int32) if cache is None else cache.lengths
+        query, key = (rotate(x, first[:, None] + positions) for x in (query, key))
+    if cache is None:
+        out, walk = sketchwalk_attention(query, key, value, walk, **options)
+        return out, (walk,)
+    out, cache, walk = sketchwalk_cached_attention(query, key, value, cache, walk, **options)
+    return out, (cache, walk)
+
+
+class WalkSelfAttention(nnx.Module):
+    """Causal self-attention over the blocks that the walk selects, as an nnx layer.
+
+    The walk goes in and comes out, so that layers may be scanned, and so does a cache where there
+    is one. Every layer is sparse; for one that is to stay dense take `nnx.MultiHeadAttention`.
+
+    Attributes:
+      query: Projection to `[N, H]`, and so on for `key` and `value` to `[K, H]`.
+      out: Projection back.
+
+    Example:
+      >>> layer = WalkSelfAttention(4, 32, config=SketchWalkConfig.recommended(block_size=16),
+      ...                           rngs=nnx.Rngs(0))
+      >>> x = jnp.ones((2, 100, 32))
+      >>> y, walk = layer(x)  # training: a walk starts here, the next layer takes it
+      >>> y, cache, walk = layer(x, cache=layer.init_cache(2, 128))  # a prompt, then tokens
+      >>> y, cache, walk = layer(x[:, :1], cache=cache)
+      >>> y.shape, cache.lengths.tolist()
+      ((2, 1, 32), [101, 101])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        config: Policy | None = None,
+        rotate: Rotate | None = None,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
+        kernel_config: KernelConfig | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Draws the projections.
+
+        Args:
+          num_heads: Query heads `N`.
+          in_features: Features of the input and of the output.
+          num_kv_heads: Key/value heads `K`; as many as query heads by default.
+          head_dim: Features of a head, `in_features / num_heads` by default.
+          config: The policy, by default the recommended one.
+          rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
+          use_bias: Whether projections have a bias.
+          dtype: Type of the computation, promoted from input and parameters by default.
+          param_dtype: Type of the parameters.
+          implementation: Attention implementation, or `None` to choose.
+          kernel_config: Tile sizes.
+          rngs: Random streams.
+        """
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_dim = head_dim or in_features // num_heads
+        self.config = SketchWalkConfig.recommended() if config is None else config
+        self.rotate, self.dtype, self.param_dtype = rotate, dtype, param_dtype
+        self.implementation, self.kernel_config = implementation, kernel_config
+        options: dict[str, Any] = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
+        options["param_dtype"] = param_dtype
+        queries, keys = (num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        self.query = nnx.LinearGeneral(in_features, queries, **options)
+        self.key = nnx.LinearGeneral(in_features, keys, **options)
+        self.value = nnx.LinearGeneral(in_features, keys, **options)
+        self.out = nnx.LinearGeneral(queries, in_features, axis=(-2, -1), **options)
+
+    def init_cache(self, batch: int, max_tokens: int) -> LayerCache:
+        """An empty cache for this layer.
+
+        Args:
+          batch: Sequences.
+          max_tokens: Tokens that each must be able to hold.
+        """
+        return init_layer_cache(
+            batch,
+            max_tokens,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            config=self.config,
+            dtype=self.dtype or self.param_dtype,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        walk: Any = None,
+        *,
+        cache: LayerCache | None = None,
+        lengths: Int[Array, "B"] | None = None,
+    ) -> tuple[Any, ...]:
+        """One layer; with a cache `x` are the tokens behind it.
+
+        Args:
+          x: The input.
+          walk: What the previous layer returned; `None` starts a walk.
+          cache: From `init_cache` or the last call, for decoding.
+          lengths: Tokens of each right-padded sequence; all `T` by default.
+
+        Returns:
+          The output and the walk, with a cache the output, the cache and the walk.
+        """
+        out, rest = _attend(
+            self.query(x),
+            self.key(x),
+            self.value(x),
+            walk,
+            cache,
+            rotate=self.rotate,
+            lengths=lengths,
+            config=self.config,
+            implementation=self.implementation,
+            kernel_config=self.kernel_config,
+        )
+        return self.out(out), *rest
+
+
+class LinenWalkSelfAttention(nn.Module):
+    """`WalkSelfAttention` as a Linen layer; parameters are `query`, `key`, `value` and `out`.
+
+    Attributes:
+      num_heads: Query heads `N`.
+      num_kv_heads: Key/value heads `K`; as many as query heads by default.
+      head_dim: Features of a head, those of the input over the heads by default.
+      config: The policy.
+      rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
+      use_bias: Whether projections have a bias.
+      dtype: Type of the computation, promoted from input and parameters by default.
+      param_dtype: Type of the parameters.
+      implementation: Attention implementation, or `None` to choose.
+      kernel_config: Tile sizes.
+
+    Example:
+      >>> layer = LinenWalkSelfAttention(4, config=SketchWalkConfig.recommended(block_size=16))
+      >>> x = jnp.ones((2, 100, 32))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> y, walk = layer.apply(variables, x)
+      >>> y.shape
+      (2, 100, 32)
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    config: Policy = SketchWalkConfig.recommended()
+    rotate: Rotate | None = None
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: str | None = None
+    kernel_config: KernelConfig | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        walk: Any = None,
+        *,
+        cache: LayerCache | None = None,
+        lengths: Int[Array, "B"] | None = None,
+    ) -> tuple[Any, ...]:
+        """One layer, as `WalkSelfAttention`; `init_layer_cache` makes a cache for it."""
+        head_dim = self.head_dim or x.shape[-1] // self.num_heads
+        sizes = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
+        options: dict[str, Any] = {"use_bias": self.use_bias, "dtype": self.dtype}
+        options["param_dtype"] = self.param_dtype
+        query, key, value = (
+            nn.DenseGeneral((heads or self.num_heads, head_dim), name=name, **options)(x)
+            for name, heads in sizes.items()
+        )
+        out, rest = _attend(
+            query,
+            key,
+            value,
+            walk,
+            cache,
+            rotate=self.rotate,
+            lengths=lengths,
+            config=self.config,
+            implementation=self.implementation,
+            kernel_config=self.kernel_config,
+        )
+        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), name="out", **options)(out), *rest

@@ -1,13 +1,14 @@
-"""Text generation: `generate` in one program, `make_generate` for notebooks, `stream` in pieces.
+"""Text generation: `generate` in two programs, `make_generate` for notebooks, `stream` in pieces.
 
-One call is a prefill, which leaves a `DecodeState`, and a `while_loop` of decode steps on it.
-`generate` runs both in one program, `stream` a few steps at a time, and `make_generate` pads
-prompts to few lengths, so that a new one seldom compiles anew.
+One call is a prefill, which leaves a `DecodeState`, and a `while_loop` of decode steps on it: two
+programs, which `generate` and `stream` share. How many tokens to decode is an argument of the
+second, and the room for them comes in few sizes; `make_generate` pads prompts to few lengths. So a
+new number of tokens, or a new length, seldom compiles anew.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,25 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from sketchwalk_jax.cache import Cache, Density, init_cache, recommended_policy
+from sketchwalk_jax.cache import (
+    Cache,
+    Density,
+    init_cache,
+    recommended_policy,
+    show_numbers,
+    spread_cache,
+)
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.inference import (
+from sketchwalk_jax.calls import (
+    cache_bytes,
     check_cache,
+    check_model,
     check_prompt,
-    decode_token,
-    read_prompt,
+    first_rows,
+    prompt_rows,
     tokens_used,
 )
+from sketchwalk_jax.inference import decode_token, read_prompt
+from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sharding import Placement, constrain, constrain_logits, placement_of
 from sketchwalk_jax.validation import check_integer
 
 PyTree = Any
-_STATIC = ("capacity", "max_new_tokens", "eos_token_ids", "pad_token_id", "settings")
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +59,10 @@ class Generation:
       measured_density: Attended over causal pairs of this call, by phase and layer.
       cache: Holds prompt and new tokens; pass it to the next call to continue.
       selection: Blocks that the prompt's rows attended to, arrays with a leading axis of sparse
-        layers; `None` unless asked for.
+        layers; `None` unless asked for. As many rows as the longest prompt has blocks; those
+        beyond a shorter one are empty.
+      is_finite: Whether every logit of a sequence was finite, bool `[B]`; tokens that were chosen
+        from others mean nothing.
     """
 
     tokens: Int[Array, "B U"]
@@ -55,6 +70,18 @@ class Generation:
     measured_density: Density
     cache: Cache
     selection: BlockSelection | None
+    is_finite: Bool[Array, "B"]
+
+    def __repr__(self) -> str:
+        """Sizes and outcome in one line; the tokens are not printed."""
+        try:
+            parts = {name: show_numbers(getattr(self, name)) for name in ("lengths", "is_finite")}
+            parts["measured_density"] = show_numbers(self.measured_density.overall)
+            tokens = f"{self.tokens.dtype}{list(self.tokens.shape)}"
+        except (AttributeError, TypeError, ValueError):  # leaves that are no arrays, as JAX makes
+            return "Generation(...)"
+        more = ", ".join(f"{name}={value}" for name, value in parts.items())
+        return f"Generation(tokens={tokens}, {more}, cache={self.cache!r})"
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +96,7 @@ class DecodeState:
       keys: One random key per sequence.
       lengths: New tokens so far, int32 `[B]`.
       is_done: Sequences that have ended, bool `[B]`.
+      is_finite: Sequences whose logits were all finite so far, bool `[B]`.
     """
 
     logits: Float[Array, "B V"]
@@ -77,6 +105,7 @@ class DecodeState:
     keys: Key[Array, "B"]
     lengths: Int[Array, "B"]
     is_done: Bool[Array, "B"]
+    is_finite: Bool[Array, "B"]
 
 
 def start_decoding(
@@ -95,7 +124,12 @@ def start_decoding(
     if cache is None:
         dtype = params["embed"]["embedding"].dtype
         cache = init_cache(
-            model_config, settings.config, batch=batch, max_tokens=capacity, dtype=dtype
+            model_config,
+            settings.config,
+            batch=batch,
+            max_tokens=capacity,
+            dtype=dtype,
+            sharding=settings.placement,
         )
     cache = dataclasses.replace(cache, density=Density.zeros(model_config.num_layers, batch))
     last = (lengths - 1)[:, None]
@@ -103,6 +137,7 @@ def start_decoding(
         params, tokens, lengths, last, cache, is_fresh=is_fresh, settings=settings
     )
     logits = unembed(params, hidden[:, 0], model_config=model_config)
+    logits = constrain_logits(logits, settings.placement)
     state = DecodeState(
         logits=logits,
         cache=cache,
@@ -110,8 +145,9 @@ def start_decoding(
         keys=sequence_keys(key, batch=batch),
         lengths=jnp.zeros((batch,), jnp.int32),
         is_done=jnp.zeros((batch,), bool),
+        is_finite=jnp.all(jnp.isfinite(logits), axis=-1),
     )
-    return state, selection
+    return _spread_state(state, settings), selection
 
 
 def decode_tokens(
@@ -130,7 +166,6 @@ def decode_tokens(
     Every token that is returned is also in the returned cache, the last one included.
     """
     batch = state.lengths.shape[0]
-    settings = dataclasses.replace(settings, return_selection=False)
 
     def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
         step, _, state = carry
@@ -155,44 +190,42 @@ def decode_tokens(
             keys=state.keys,
             lengths=state.lengths + active.astype(jnp.int32),
             is_done=state.is_done | is_end,
+            is_finite=state.is_finite & (~active | jnp.all(jnp.isfinite(logits), axis=-1)),
         )
         return step + 1, tokens, state
 
     tokens = jnp.full((batch, num_tokens), pad_token_id, jnp.int32)
     carry = (jnp.zeros((), jnp.int32), tokens, state)
     _, tokens, state = jax.lax.while_loop(is_unfinished, one_token, carry)
-    return tokens, state
+    return constrain(tokens, settings.placement), _spread_state(state, settings)
 
 
-@partial(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
-def _generate(
-    params: PyTree,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    sampling: Sampling,
-    key: Key[Array, "..."],
-    cache: Cache | None,
-    *,
-    capacity: int,
-    max_new_tokens: int,
-    eos_token_ids: tuple[int, ...],
-    pad_token_id: int,
-    settings: Settings,
-) -> Generation:
-    state, selection = start_decoding(
-        params, tokens, lengths, key, cache, capacity=capacity, settings=settings
+def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
+    """The state as it lies on a mesh: what is as long as a vocabulary or a cache is spread.
+
+    The rest, a few numbers of each sequence, lies everywhere, so that every host can read it. As it
+    is on one device.
+    """
+    placement = settings.placement
+    if placement is None:
+        return state
+    return DecodeState(
+        logits=constrain(state.logits, placement, "data"),
+        cache=spread_cache(state.cache, placement, settings.config),
+        seen=constrain(state.seen, placement, "data"),
+        keys=constrain(state.keys, placement),
+        lengths=constrain(state.lengths, placement),
+        is_done=constrain(state.is_done, placement),
+        is_finite=constrain(state.is_finite, placement),
     )
-    tokens, state = decode_tokens(
-        params,
-        state,
-        sampling,
-        jnp.asarray(max_new_tokens, jnp.int32),
-        num_tokens=max_new_tokens,
-        eos_token_ids=eos_token_ids,
-        pad_token_id=pad_token_id,
-        settings=settings,
-    )
-    return Generation(tokens, state.lengths, state.cache.density, state.cache, selection)
+
+
+_start = jax.jit(start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache")
+_continue = jax.jit(
+    decode_tokens,
+    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
+    donate_argnames="state",
+)
 
 
 def generate(
@@ -215,10 +248,13 @@ def generate(
     max_tokens: int | None = None,
     return_selection: bool = False,
 ) -> Generation:
-    """Continues every prompt by up to `max_new_tokens` tokens, in one compiled program.
+    """Continues every prompt by up to `max_new_tokens` tokens, in two compiled programs.
 
-    Pure, and jitted itself; it may be called under a `jit` of the caller's. A batch gives what its
-    sequences give one by one.
+    One reads the prompts, one decodes: `stream` runs the same two, and another `max_new_tokens`
+    compiles neither as long as `new_token_room` of it is the same; with `max_tokens` or a cache the
+    first never. Pure; under a `jit` of the caller's all is one program. A batch gives what its
+    sequences give one by one. `sketchwalk_jax.keep_compiled_programs()` keeps programs on disk,
+    so that the first call of the next session compiles nothing.
 
     Args:
       params: Parameter tree from `load`.
@@ -239,8 +275,8 @@ def generate(
       kernel_config: Tile sizes.
       cache: Continues the sequences of an earlier call; donated. The repetition penalty then
         counts the tokens of this call only.
-      max_tokens: Tokens that a new cache can hold, to leave room for later calls; just enough for
-        this one by default.
+      max_tokens: Tokens that a new cache can hold, to leave room for later calls; by default those
+        of this one, the new ones rounded up by `new_token_room`.
       return_selection: Whether to return the blocks that the prompt's rows attended to.
 
     Returns:
@@ -248,7 +284,8 @@ def generate(
 
     Raises:
       ValueError: For arguments that do not fit, prompts longer than the model's context, or a
-        cache without room. Token values are not checked.
+        cache without room; for parameters or a cache of another model, policy or dtype; for ids
+        outside the vocabulary, which under `jit` are unknown and clamped.
 
     Example:
       >>> out = generate(params, tokens, model_config=model_config,
@@ -256,6 +293,7 @@ def generate(
     """
     call = check_call(
         tokens,
+        placement=placement_of(params, model_config),
         model_config=model_config,
         config=config,
         max_new_tokens=max_new_tokens,
@@ -272,20 +310,37 @@ def generate(
         max_tokens=max_tokens,
         return_selection=return_selection,
     )
-    return _generate(params, *call.arrays, **call.static)
+    check_model(params, cache, model_config)
+    limit = jnp.asarray(max_new_tokens, jnp.int32)
+    with memory_of(params, call):
+        state, selection = _start(params, *call.prompt, **call.reading)
+        new, state = _continue(params, state, call.sampling, limit, **call.decoding)
+    return Generation(
+        new[:, :max_new_tokens],
+        state.lengths,
+        state.cache.density,
+        state.cache,
+        first_rows(selection, call.num_rows),
+        state.is_finite,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The checked arguments of one generation, for `generate` and `stream`."""
+    """The checked arguments of one generation, for the programs of `generate` and `stream`."""
 
-    arrays: tuple[Any, ...]  # tokens, lengths, sampling, key, cache
-    static: dict[str, Any]
+    prompt: tuple[Any, ...]  # tokens, lengths, key, cache
+    sampling: Sampling
+    max_new_tokens: int
+    reading: dict[str, Any]  # what is static about `_start`
+    decoding: dict[str, Any]  # what is static about `_continue`
+    num_rows: int | None  # blocks of the longest prompt, where that is known
 
 
 def check_call(
     tokens: Any,
     *,
+    placement: Placement | None = None,
     model_config: ModelConfig,
     config: Policy | None = None,
     max_new_tokens: int,
@@ -312,25 +367,76 @@ def check_call(
         implementation=implementation,
         kernel_config=kernel_config,
         return_selection=return_selection,
+        placement=placement,
     )
-    lengths = check_prompt(tokens, lengths, None, config)
+    lengths = check_prompt(tokens, lengths, model_config)
     check_integer("max_new_tokens", max_new_tokens)
+    if placement is not None:
+        placement.check_batch(tokens.shape[0])
     if not isinstance(pad_token_id, int):
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
     capacity = _check_room(tokens, lengths, cache, max_new_tokens, max_tokens, settings)
+    num_rows = prompt_rows(tokens, lengths, cache, config.block_size)
+    if key is not None and sampling is None:
+        raise ValueError(
+            "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
+            "sampling=Sampling(...) as well"
+        )
     sampling = Sampling.greedy() if sampling is None else sampling
     key = jax.random.key(0) if key is None else key
-    eos = model_config.eos_token_ids if eos_token_ids is None else eos_token_ids
+    eos = _end_tokens(eos_token_ids, model_config)
     return Call(
-        arrays=(tokens, lengths, sampling, key, cache),
-        static={
-            "capacity": capacity,
-            "max_new_tokens": max_new_tokens,
-            "eos_token_ids": tuple(eos),
+        prompt=(tokens, lengths, key, cache),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        reading={"capacity": capacity, "settings": settings},
+        decoding={
+            "num_tokens": new_token_room(max_new_tokens),
+            "eos_token_ids": eos,
             "pad_token_id": pad_token_id,
-            "settings": settings,
+            # What only concerns prompts makes no other program.
+            "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
         },
+        num_rows=num_rows,
     )
+
+
+def memory_of(params: PyTree, call: Call) -> contextlib.AbstractContextManager[None]:
+    """Checks that a new cache fits onto the device; explains a failure for want of memory.
+
+    Raises:
+      OutOfDeviceMemory: If it is known not to fit.
+    """
+    tokens, _, _, cache = call.prompt
+    settings, capacity = call.reading["settings"], call.reading["capacity"]
+    embedding = params["embed"]["embedding"]
+    size = cache_bytes(
+        settings.model_config,
+        settings.config,
+        tokens.shape[0],
+        capacity,
+        embedding.dtype.name,
+        settings.placement,
+    )
+    if cache is None:
+        what = f"the cache of {tokens.shape[0]} sequences of {capacity} tokens"
+        check_memory(what, size, embedding)
+    return advice(params=params, cache=size)
+
+
+def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
+    """The end tokens of a call; the model's own are taken as they are."""
+    if given is None:
+        return model_config.eos_token_ids
+    if not isinstance(given, tuple | list):
+        raise ValueError(f"eos_token_ids must be a tuple of token ids, got {given!r}")
+    for one in given:
+        if not isinstance(one, int | np.integer) or not 0 <= one < model_config.vocab_size:
+            raise ValueError(
+                f"eos_token_ids must be ids of the model's vocabulary, from 0 to "
+                f"{model_config.vocab_size - 1}, got {one!r}"
+            )
+    return tuple(map(int, given))
 
 
 def _check_room(
@@ -345,6 +451,10 @@ def _check_room(
     context = settings.model_config.context_length
     width = tokens.shape[1]
     longest = width if isinstance(lengths, jax.core.Tracer) else int(np.asarray(lengths).max())
+    if cache is not None:
+        check_cache(
+            cache, tokens.shape[0], settings.model_config, settings.config, settings.placement
+        )
     used = tokens_used(cache)
     needed = used + longest + max_new_tokens
     if needed > context:
@@ -358,7 +468,6 @@ def _check_room(
             f"got {width}"
         )
     if cache is not None:
-        check_cache(cache, tokens.shape[0], settings.config)
         if max_tokens is not None:
             raise ValueError("max_tokens must be None when a cache is given: its size is fixed")
         if needed > cache.capacity:
@@ -367,12 +476,33 @@ def _check_room(
                 f"capacity of {cache.capacity}; make the first call with a larger max_tokens"
             )
         return cache.capacity
+    check_integer("max_tokens", max_tokens, is_optional=True)
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(f"max_tokens must be at least {needed} for this call, got {max_tokens!r}")
-    return min(width + max_new_tokens, context) if max_tokens is None else max(max_tokens, width)
+    if max_tokens is not None:
+        return max(max_tokens, width)
+    return min(width + new_token_room(max_new_tokens), context)
 
 
-# Prompts padded to few lengths.
+# Few sizes: of the room for new tokens, and of prompts.
+
+
+def new_token_room(max_new_tokens: int) -> int:
+    """The room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
+
+    Programs are made for a room, so that those with one room share them.
+
+    Args:
+      max_new_tokens: Most tokens to generate for a sequence, at least 1.
+
+    Returns:
+      The room in tokens.
+
+    Example:
+      >>> [new_token_room(n) for n in (1, 256, 257, 1000)]
+      [256, 256, 512, 1024]
+    """
+    return max(256, 1 << (max_new_tokens - 1).bit_length())
 
 
 def left_to_right_padding(
@@ -461,18 +591,6 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
     return -(-blocks // step) * step * multiple
 
 
-_STATIC_OPTIONS = (
-    "eos_token_ids",
-    "pad_token_id",
-    "phase",
-    "chunk_size",
-    "implementation",
-    "kernel_config",
-    "max_tokens",
-    "return_selection",
-)
-
-
 class Generate:
     """The callable that `make_generate` returns."""
 
@@ -529,7 +647,7 @@ class Generate:
 
 def pad_to_bucket(
     tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy
-) -> tuple[Array, Any]:
+) -> tuple[Array | np.ndarray, Any]:
     """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
     if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
         return tokens, lengths  # `generate` says what is wrong
@@ -538,7 +656,10 @@ def pad_to_bucket(
         lengths = np.full((batch,), width, np.int32)
     bucket = bucket_length(width, multiple=config.block_size)
     bucket = max(width, min(bucket, model_config.context_length))
-    return jnp.pad(jnp.asarray(tokens), ((0, 0), (0, bucket - width))), lengths
+    padding = ((0, 0), (0, bucket - width))
+    if isinstance(tokens, np.ndarray):  # ids are looked at on the host
+        return np.pad(tokens, padding), lengths
+    return jnp.pad(jnp.asarray(tokens), padding), lengths
 
 
 def make_generate(
@@ -546,35 +667,57 @@ def make_generate(
     config: Policy | None = None,
     *,
     max_new_tokens: int,
-    **static: Any,
+    eos_token_ids: tuple[int, ...] | None = None,
+    pad_token_id: int = 0,
+    phase: str = "both",
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    kernel_config: KernelConfig | None = None,
+    max_tokens: int | None = None,
+    return_selection: bool = False,
 ) -> Generate:
     """The jitted `generate(params, tokens)` for one model and policy.
 
-    Prompts are padded to buckets of lengths, so that a new length seldom compiles anew.
+    Prompts are padded to buckets of lengths, so that a new length seldom compiles anew; another
+    `max_new_tokens` shares the programs of this one as `generate` says. Another `config` compiles
+    anew, and so does another density: the lists of blocks are arrays with as many columns as a row
+    may keep, and attention works through them. Call `sketchwalk_jax.keep_compiled_programs()`
+    first to keep programs on disk, so that a sweep of densities compiles once and for all.
 
     Args:
       model_config: The model.
       config: The policy; by default the recommended one with the model's plan, as in `generate`.
       max_new_tokens: Most tokens to generate for a sequence.
-      **static: Any other option of `generate` that is not an array: `eos_token_ids`,
-        `pad_token_id`, `phase`, `chunk_size`, `implementation`, `kernel_config`, `max_tokens`,
-        `return_selection`.
+      eos_token_ids: Tokens that end a sequence; the model's own by default.
+      pad_token_id: Fills `tokens` after a sequence's end.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
+      implementation: Attention implementation, or `None` to choose.
+      kernel_config: Tile sizes.
+      max_tokens: Tokens that a new cache can hold, to leave room for later calls.
+      return_selection: Whether to return the blocks that the prompt's rows attended to.
 
     Returns:
       A callable `generate(params, tokens, *, lengths=None, attention_mask=None, sampling=None,
       key=None, cache=None)`.
 
-    Raises:
-      ValueError: If an option is unknown.
-
     Example:
       >>> generate = make_generate(cfg, max_new_tokens=32)  # doctest: +SKIP
       >>> generate(params, tokens).tokens  # doctest: +SKIP
     """
-    unknown = sorted(set(static) - set(_STATIC_OPTIONS))
-    if unknown:
-        raise ValueError(f"make_generate's options must be among {_STATIC_OPTIONS}, got {unknown}")
-    return Generate(model_config, config, max_new_tokens=max_new_tokens, **static)
+    return Generate(
+        model_config,
+        config,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        phase=phase,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        kernel_config=kernel_config,
+        max_tokens=max_tokens,
+        return_selection=return_selection,
+    )
 
 
 # Tokens as they come.
@@ -591,21 +734,15 @@ class StreamChunk:
       is_done: Sequences that have ended, bool `[B]` on the host.
       measured_density: Attended over causal pairs so far.
       selection: In the first chunk, if asked for: blocks that the prompt's rows attended to.
+      is_finite: Whether all logits of a sequence were finite so far, bool `[B]` on the host.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     is_done: np.ndarray
     measured_density: Density
-    selection: BlockSelection | None = None
-
-
-_start = jax.jit(start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache")
-_continue = jax.jit(
-    decode_tokens,
-    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
-    donate_argnames="state",
-)
+    selection: BlockSelection | None
+    is_finite: np.ndarray
 
 
 class Stream(Iterator[StreamChunk]):
@@ -615,7 +752,8 @@ class Stream(Iterator[StreamChunk]):
         """Keeps the checked call; nothing runs before the first `next`."""
         self._call, self._params, self._every = call, params, every
         self._state: DecodeState | None = None
-        self._left, self._is_first = call.static["max_new_tokens"], True
+        self._lengths = np.zeros(len(call.prompt[0]), np.int32)
+        self._left, self._is_done = call.max_new_tokens, False
 
     @property
     def cache(self) -> Cache:
@@ -626,36 +764,38 @@ class Stream(Iterator[StreamChunk]):
 
     def __next__(self) -> StreamChunk:
         """Computes the next chunk."""
-        tokens, lengths, sampling, key, cache = self._call.arrays
-        static = self._call.static
+        call, params = self._call, self._params
         if self._state is None:
-            prompt = {name: static[name] for name in ("capacity", "settings")}
-            self._state, selection = _start(self._params, tokens, lengths, key, cache, **prompt)
-            batch = self._state.lengths.shape[0]
-            return self._chunk(np.zeros((batch, 0), np.int32), np.zeros(batch, np.int32), selection)
-        if not self._left or bool(np.all(self._state.is_done)):
+            with memory_of(params, call):
+                self._state, selection = _start(params, *call.prompt, **call.reading)
+            no_tokens = np.zeros((len(self._lengths), 0), np.int32)
+            return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
+        if not self._left or self._is_done:
             raise StopIteration
         # The first token alone, as soon as there is one.
-        count = min(1 if self._is_first else self._every, self._left)
-        self._is_first = False
-        before = np.array(self._state.lengths)
-        steps = {name: static[name] for name in ("eos_token_ids", "pad_token_id", "settings")}
+        is_first = self._left == call.max_new_tokens
+        count = min(1 if is_first else self._every, self._left)
         limit = jnp.asarray(count, jnp.int32)
-        tokens, self._state = _continue(
-            self._params, self._state, sampling, limit, num_tokens=self._every, **steps
-        )
+        with advice(params=params, cache=self._state.cache):
+            tokens, self._state = _continue(
+                params, self._state, call.sampling, limit, **call.decoding
+            )
         self._left -= count
-        lengths = np.asarray(self._state.lengths) - before
-        return self._chunk(np.asarray(tokens)[:, :count], lengths, None)
+        return self._chunk(tokens, count, None)
 
-    def _chunk(
-        self, tokens: np.ndarray, lengths: np.ndarray, selection: BlockSelection | None
-    ) -> StreamChunk:
+    def _chunk(self, tokens: Any, count: int, selection: BlockSelection | None) -> StreamChunk:
         assert self._state is not None
-        # Copies: the next step consumes the state, its counts included.
-        density = jax.tree.map(np.array, self._state.cache.density)
-        is_done = np.array(self._state.is_done)
-        return StreamChunk(tokens, lengths, is_done, density, selection)
+        state, before = self._state, self._lengths
+        # Copies, all at once: the next step consumes the state, its counts included.
+        tokens, density, self._lengths, is_done, is_finite = jax.tree.map(
+            np.array,
+            jax.device_get(
+                (tokens, state.cache.density, state.lengths, state.is_done, state.is_finite)
+            ),
+        )
+        self._is_done = bool(is_done.all())
+        new = self._lengths - before
+        return StreamChunk(tokens[:, :count], new, is_done, density, selection, is_finite)
 
 
 def stream(
@@ -684,4 +824,7 @@ def stream(
       ...     print(chunk.tokens)
     """
     check_integer("every", every)
-    return Stream(check_call(tokens, **options), params, every=every)
+    placement = placement_of(params, options["model_config"]) if "model_config" in options else None
+    call = check_call(tokens, placement=placement, **options)
+    check_model(params, call.prompt[-1], call.reading["settings"].model_config)
+    return Stream(call, params, every=every)

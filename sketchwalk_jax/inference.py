@@ -16,20 +16,30 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
-from sketchwalk_jax.cache import Cache, init_cache, recommended_policy
+from sketchwalk_jax.cache import Cache, init_cache, recommended_policy, spread_cache
 from sketchwalk_jax.cached_layer import (
     Settings,
     attention_by_layer,
     join_layers,
     layer_attention,
 )
+from sketchwalk_jax.calls import (
+    check_cache,
+    check_model,
+    check_prompt,
+    check_room,
+    check_token,
+    first_rows,
+    prompt_rows,
+)
+from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import embed, run_layers, unembed
+from sketchwalk_jax.models.transformer import run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.validation import check_integers
+from sketchwalk_jax.sharding import constrain_logits, embed_tokens, placement_of
 
 PyTree = Any
 
@@ -139,7 +149,7 @@ def read_prompt(
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
         hidden, (written, _), found = run_layers(
             params,
-            embed(params, tokens),
+            embed_tokens(params, tokens, settings.placement),
             span.start(size)[:, None] + column,
             (cache, walk),
             model_config=settings.model_config,
@@ -149,8 +159,10 @@ def read_prompt(
         density = cache.density.add("prefill", pairs, causal_pairs(cache.lengths, num_new))
         return hidden, dataclasses.replace(written, lengths=span.end, density=density), selection
 
+    is_row = jnp.any(layout.valid.reshape(layout.valid.shape[0], -1, size), axis=-1)
     if num_chunks == 1:
         hidden, cache, selection = read(0, cache)
+        selection = _empty_others(selection, is_row, num_blocks=cache.capacity // size)
         return take_columns(hidden, jnp.clip(wanted, 0, chunk - 1)), cache, selection
 
     def step(carry: tuple[Cache, Array], index: Array) -> Any:
@@ -166,7 +178,22 @@ def read_prompt(
     start = jnp.zeros((*wanted.shape, embedding.shape[1]), embedding.dtype)
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
-    return taken, cache, jax.tree.map(_join_chunks, selection)
+    selection = jax.tree.map(_join_chunks, selection)
+    return taken, cache, _empty_others(selection, is_row, num_blocks=cache.capacity // size)
+
+
+def _empty_others(
+    selection: BlockSelection | None, is_row: Bool[Array, "B I"], *, num_blocks: int
+) -> BlockSelection | None:
+    """Lists of stacked layers, those of rows without a token of the prompts empty."""
+    if selection is None:
+        return None
+    is_row = is_row[None, :, None]
+    return BlockSelection(
+        jnp.where(is_row[..., None], selection.ids, num_blocks),
+        jnp.where(is_row, selection.counts, 0),
+        selection.block_size,
+    )
 
 
 def _join_chunks(x: Int[Array, "C L B M I *rest"]) -> Int[Array, "L B M CI *rest"]:
@@ -196,7 +223,7 @@ def decode_token(
     make = partial(layer_attention, span, is_fresh=False, settings=settings)
     hidden, (written, _), found = run_layers(
         params,
-        embed(params, tokens[:, None]),
+        embed_tokens(params, tokens[:, None], settings.placement),
         positions[:, None],
         (cache, walk),
         model_config=settings.model_config,
@@ -210,70 +237,8 @@ def decode_token(
     logits = unembed(
         params, hidden[:, 0], model_config=settings.model_config, kernels=settings.row_kernels
     )
-    return logits, cache, selection
-
-
-def check_cache(cache: Cache, batch: int, config: Policy) -> None:
-    """Raises unless the cache is one for this batch and policy."""
-    if cache.lengths.shape != (batch,):
-        raise ValueError(
-            f"tokens must have the cache's batch size {cache.lengths.shape[0]}, got {batch}"
-        )
-    if cache.capacity % config.block_size:
-        raise ValueError(
-            f"cache must be made by init_cache with the same config (block size "
-            f"{config.block_size}), got a capacity of {cache.capacity} tokens"
-        )
-
-
-def tokens_used(cache: Cache | None) -> int:
-    """Tokens of the longest sequence in a cache; 0 where that is unknown, as under `jit`."""
-    if cache is None or isinstance(cache.lengths, jax.core.Tracer):
-        return 0
-    return int(np.asarray(cache.lengths).max())  # NumPy's: under jit, JAX's would be traced
-
-
-def check_prompt(tokens: Any, lengths: Any, cache: Cache | None, config: Policy) -> Int[Array, "B"]:
-    """Checks prompt tokens against lengths and cache; returns the lengths as an int32 array."""
-    check_integers("tokens", tokens, "[B, T]", 2)
-    batch, num_tokens = tokens.shape
-    if batch == 0 or num_tokens == 0:
-        raise ValueError(f"tokens must hold at least one token, got shape {list(tokens.shape)}")
-    if cache is not None:
-        check_cache(cache, batch, config)
-        used, longest = tokens_used(cache), num_tokens
-        if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-            longest = int(np.asarray(lengths).max())
-        if used + longest > cache.capacity:
-            raise ValueError(
-                f"prompts must fit into the cache's {cache.capacity} tokens, got {longest} tokens "
-                f"after {used}; make the cache with a larger max_tokens"
-            )
-    if lengths is None:
-        return jnp.full((batch,), num_tokens, jnp.int32)
-    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
-    check_integers("lengths", lengths, "[B]", 1)
-    if lengths.shape != (batch,):
-        raise ValueError(f"lengths must have shape [B] = ({batch},), got {lengths.shape}")
-    if not isinstance(lengths, jax.core.Tracer):
-        values = np.asarray(lengths)
-        if values.min() < 1 or values.max() > num_tokens:
-            raise ValueError(
-                f"lengths must be between 1 and the {num_tokens} columns of tokens, "
-                f"got {values.tolist()}"
-            )
-    return jnp.asarray(lengths, jnp.int32)
-
-
-def _check_token(tokens: Any, cache: Cache, config: Policy) -> None:
-    """Checks the tokens of a decode step against the cache."""
-    check_integers("tokens", tokens, "[B]", 1)
-    check_cache(cache, tokens.shape[0], config)
-    if tokens_used(cache) >= cache.capacity:
-        raise ValueError(
-            f"the cache must have room for one more token, got {tokens_used(cache)} tokens in a "
-            f"capacity of {cache.capacity}; make it with a larger max_tokens"
-        )
+    cache = spread_cache(cache, settings.placement, config)
+    return constrain_logits(logits, settings.placement), cache, selection
 
 
 # The public functions.
@@ -296,7 +261,9 @@ def _read(
         params, tokens, lengths, columns, cache, is_fresh=is_fresh, settings=settings
     )
     hidden = hidden if settings.return_all_logits else hidden[:, 0]
-    return unembed(params, hidden, model_config=settings.model_config), cache, selection
+    logits = unembed(params, hidden, model_config=settings.model_config)
+    cache = spread_cache(cache, settings.placement, settings.config)
+    return constrain_logits(logits, settings.placement), cache, selection
 
 
 _prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argnames="cache")
@@ -326,7 +293,7 @@ def prefill(
 
     Args:
       params: Parameter tree from `load`.
-      tokens: Token ids, right-padded. Ids outside the vocabulary are clamped.
+      tokens: Token ids, right-padded.
       cache: From `init_cache` with the same `config`; donated, use the returned one.
       model_config: The model.
       config: The policy that the cache was made for; by default the recommended one.
@@ -342,12 +309,14 @@ def prefill(
     Returns:
       Float32 logits after the last token of each sequence `[B, V]` (or `[B, T, V]`), the cache,
       and with `return_selection` a `BlockSelection` whose arrays have a leading axis of sparse
-      layers (`None` if nothing was selected).
+      layers (`None` if nothing was selected). It has the rows of blocks that the longest prompt
+      touches, and no more where the cache's fill is known; rows that a shorter one lacks are empty:
+      their counts are 0.
 
     Raises:
-      ValueError: For shapes, dtypes or options that do not fit, an empty prompt, or prompts longer
-        than the cache. The fill level of the cache and token values are unknown under `jit` and
-        are not checked.
+      ValueError: For parameters, a cache or options that do not fit, an empty prompt, prompts
+        longer than the cache, or ids outside the vocabulary. The fill level of the cache and token
+        values are unknown under `jit` and are not checked there (such ids are clamped).
     """
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
@@ -359,10 +328,16 @@ def prefill(
         kernel_config=kernel_config,
         return_selection=return_selection,
         return_all_logits=return_all_logits,
+        placement=placement_of(params, model_config),
     )
-    lengths = check_prompt(tokens, lengths, cache, config)
-    out = _prefill(params, tokens, lengths, cache, is_fresh=False, settings=settings)
-    return out if return_selection else out[:2]
+    given, lengths = lengths, check_prompt(tokens, lengths, model_config)
+    check_cache(cache, tokens.shape[0], model_config, config, settings.placement)
+    check_room(cache, tokens, given)
+    check_model(params, cache, model_config)
+    num_rows = prompt_rows(tokens, lengths, cache, config.block_size)
+    with advice(params=params, cache=cache):
+        out = _prefill(params, tokens, lengths, cache, is_fresh=False, settings=settings)
+    return (*out[:2], first_rows(out[2], num_rows)) if return_selection else out[:2]
 
 
 def decode_step(
@@ -396,7 +371,7 @@ def decode_step(
       leading axis of sparse layers.
 
     Raises:
-      ValueError: For shapes, dtypes or options that do not fit.
+      ValueError: For parameters, a cache, tokens or options that do not fit.
     """
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
@@ -406,10 +381,13 @@ def decode_step(
         implementation=implementation,
         kernel_config=kernel_config,
         return_selection=return_selection,
+        placement=placement_of(params, model_config),
     )
-    _check_token(tokens, cache, config)
+    check_token(tokens, cache, model_config, config, settings.placement)
+    check_model(params, cache, model_config)
     active = jnp.ones(tokens.shape, bool)
-    out = _decode(params, tokens, cache, active=active, settings=settings)
+    with advice(params=params, cache=cache):
+        out = _decode(params, tokens, cache, active=active, settings=settings)
     return out if return_selection else out[:2]
 
 
@@ -450,8 +428,10 @@ def forward(
         implementation=implementation,
         kernel_config=kernel_config,
         return_all_logits=True,
+        placement=placement_of(params, model_config),
     )
-    lengths = check_prompt(tokens, lengths, None, config)
+    lengths = check_prompt(tokens, lengths, model_config)
+    check_model(params, None, model_config)
     batch, num_tokens = tokens.shape
     cache = init_cache(
         model_config,
@@ -459,5 +439,7 @@ def forward(
         batch=batch,
         max_tokens=num_tokens,
         dtype=params["embed"]["embedding"].dtype,
+        sharding=settings.placement,
     )
-    return _prefill(params, tokens, lengths, cache, is_fresh=True, settings=settings)[0]
+    with advice(params=params, cache=cache):
+        return _prefill(params, tokens, lengths, cache, is_fresh=True, settings=settings)[0]

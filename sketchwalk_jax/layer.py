@@ -4,15 +4,21 @@ Nothing is cached: queries and keys of the whole sequence go in, as in training 
 the walk through the layers' `scan`.
 """
 
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, dense_attention
-from sketchwalk_jax.dispatch import selection_kernels
+from sketchwalk_jax.attention.xla import vary_alike
+from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-from sketchwalk_jax.validation import check_per_sequence, check_qkv
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import check_lengths, check_qkv, check_scale
 from sketchwalk_jax.walk import WalkState
 
 
@@ -36,7 +42,7 @@ def sketchwalk_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
-    walk: WalkState,
+    walk: WalkState | None = None,
     *,
     config: Policy | None = None,
     lengths: Int[Array, "B"] | None = None,
@@ -51,14 +57,14 @@ def sketchwalk_attention(
     the walk in the carry. `config.dense_layers` does not apply here: call `dense_attention` in the
     layers that are to stay dense. The recommended policy scores by the half of a head's channels
     that rotary embedding turns slowest, where channels `d` and `d + H/2` turn together, as in Llama
-    and Qwen. Not differentiable in reverse mode: selection is discrete, and the loops over lists
-    have dynamic lengths.
+    and Qwen. Differentiable in reverse mode: the output is, in queries, keys and values, with the
+    lists as constants. No derivative goes through the selection or the walk.
 
     Args:
       query: Queries after rotary embedding.
       key: Keys after rotary embedding.
       value: Values.
-      walk: From `init_walk` or the previous sparse layer.
+      walk: From `init_walk` or the previous sparse layer; `None` starts one.
       config: A policy, by default `SketchWalkConfig.recommended()`. One that selects in decode only
         attends to everything here, and the walk stays as it is.
       lengths: Tokens of each right-padded sequence; all `T` by default.
@@ -70,34 +76,36 @@ def sketchwalk_attention(
       The output, and the walk for the next sparse layer.
 
     Raises:
-      ValueError: If shapes do not fit together, or the walk was made for another length.
+      ValueError: If shapes do not fit together, lengths are not between 1 and `T` where they are
+        known, or the walk was made for another length.
 
     Example:
       >>> import jax
       >>> from sketchwalk_jax import SketchWalkConfig
       >>> config = SketchWalkConfig.recommended(density=0.5)
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
-      >>> out, walk = sketchwalk_attention(x, x, x, init_walk(1, 256, config=config), config=config)
+      >>> out, walk = sketchwalk_attention(x, x, x, config=config)
       >>> out.shape, walk.scores.shape
       ((1, 256, 4, 32), (1, 4, 4))
     """
     config = SketchWalkConfig.recommended() if config is None else config
+    if not isinstance(config, Policy):
+        raise ValueError(f"config must be a policy such as SketchWalkConfig, got {config!r}")
     check_qkv(query, key, value, None)
     if key.shape[1] != query.shape[1]:
         raise ValueError(
             f"key must have as many tokens as query, {query.shape[1]}, got {key.shape[1]}"
         )
-    check_per_sequence("lengths", lengths, query.shape[0])
     batch, num_tokens, num_heads, head_dim = query.shape
     size = config.block_size
     num_blocks = -(-num_tokens // size)
+    walk = init_walk(batch, num_tokens, config=config) if walk is None else walk
     if walk.scores.shape != (batch, num_blocks, num_blocks):
         raise ValueError(
             f"walk must have scores of shape {(batch, num_blocks, num_blocks)} (init_walk makes "
             f"them), got {walk.scores.shape}"
         )
-    if lengths is None:
-        lengths = jnp.full((batch,), num_tokens, jnp.int32)
+    lengths = check_lengths(lengths, batch, num_tokens, "query")
     if "prefill" not in config.phases:
         out = dense_attention(
             query,
@@ -109,19 +117,47 @@ def sketchwalk_attention(
             kernel_config=kernel_config,
         )
         return out, walk
+    rows = jax.ShapeDtypeStruct((batch, num_blocks * size, num_heads, head_dim), query.dtype)
+    chosen = choose_implementation(implementation, rows, block_size=size, config=kernel_config)
+    return _one_layer(
+        query,
+        key,
+        value,
+        walk,
+        lengths,
+        config=config,
+        scale=check_scale(scale),
+        implementation=chosen,
+        kernel_config=kernel_config,
+        kernels=selection_kernels(implementation, kernel_config),
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "scale", "implementation", "kernel_config", "kernels"))
+def _one_layer(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    walk: WalkState,
+    lengths: Int[Array, "B"],
+    *,
+    config: Policy,
+    scale: float | None,
+    implementation: str,
+    kernel_config: KernelConfig | None,
+    kernels: KernelConfig | None,
+) -> tuple[Float[Array, "B T N H"], WalkState]:
+    """What `sketchwalk_attention` does after its checks; compiled once for each shape."""
+    batch, num_tokens, num_heads, head_dim = query.shape
+    size = config.block_size
+    num_blocks = -(-num_tokens // size)
     padding = ((0, 0), (0, num_blocks * size - num_tokens), (0, 0), (0, 0))
     query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
     columns = jnp.arange(num_blocks * size, dtype=jnp.int32)[None, :]
-    first_block = jnp.zeros((batch,), jnp.int32)
+    first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
-    shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
-    statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
-    kernels = selection_kernels(implementation, kernel_config)
-    statistics = config.observe(query, key, statistics, span=span, kernels=kernels)
-    first = jnp.zeros((), jnp.int32)
-    selection, walk = config.select(
-        query, key[None], statistics, walk, layer=first, span=span, kernels=kernels
-    )
+    leaves, tree = jax.tree.flatten((query, key, walk, span))
+    selection, walk = _select((config, kernels), *jax.tree.unflatten(tree, vary_alike(*leaves)))
     out, _ = attend_rows(
         query,
         key,
@@ -136,3 +172,43 @@ def sketchwalk_attention(
         kernel_config=kernel_config,
     )
     return out[:, :num_tokens], walk
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _select(
+    options: tuple[Policy, KernelConfig | None],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    walk: WalkState,
+    span: Span,
+) -> tuple[BlockSelection, WalkState]:
+    """What a policy selects in one layer, and the next layer's walk; both are constants.
+
+    Selection kernels have no derivative, and nothing here is differentiated.
+    """
+    config, kernels = options
+    batch, num_tokens, num_heads, head_dim = query.shape
+    shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
+    statistics = config.init_statistics(
+        shape, batch=batch, num_blocks=num_tokens // config.block_size
+    )
+    leaves, tree = jax.tree.flatten((statistics, query))
+    statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
+    statistics = config.observe(query, key, statistics, span=span, kernels=kernels)
+    layer = jnp.zeros((), jnp.int32)
+    return config.select(
+        query, key[None], statistics, walk, layer=layer, span=span, kernels=kernels
+    )
+
+
+def _select_forward(*arguments: Any) -> tuple[Any, None]:
+    return _select(*arguments), None
+
+
+def _select_backward(options: Any, kept: None, grads: Any) -> tuple[None, ...]:
+    """No cotangent for queries, keys, walk and span."""
+    del options, kept, grads
+    return None, None, None, None
+
+
+_select.defvjp(_select_forward, _select_backward)

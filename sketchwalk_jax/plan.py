@@ -41,7 +41,7 @@ class Plan:
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
       ...             weights=(1.0, 1.0), representatives=(4, 16), misses=((0.5, 0.1), (0.1, 0.0)))
       >>> plan.share_density(0.3)
-      (0.575, 0.025)
+      (0.5, 0.1)
       >>> plan.share_representatives(10)
       (16, 4)
     """
@@ -113,8 +113,9 @@ class Plan:
             min Σ_l loss_l(d_l)   where   Σ_l d_l = num_layers · density
 
         `loss_l` is taken as the lower convex hull of what was measured, so that the steepest of all
-        its pieces is always the next to be paid for. Below what was measured, down to a quarter of
-        it, it goes on as straight as it began.
+        its pieces is always the next to be paid for. No layer gets less than what was measured: how
+        steep a loss is below that nobody has seen, and what a layer loses there can be all that it
+        looks for.
 
         Args:
           density: Mean over the layers, in (0, 1].
@@ -125,11 +126,8 @@ class Plan:
         least, pieces = [], []
         for layer, curve in enumerate(zip(self.densities, self.losses, strict=True)):
             hull = _lower_hull([*zip(*curve, strict=True), (1.0, 0.0)])
-            found = _pieces(hull)
-            begin = hull[0][0]
-            least.append(begin / 4)
-            pieces.append((found[0][0], layer, begin - begin / 4))
-            pieces += [(slope, layer, width) for slope, width in found]
+            least.append(hull[0][0])
+            pieces += [(slope, layer, width) for slope, width in _pieces(hull)]
         left = density * self.num_layers - sum(least)
         if left <= 0:
             scale = density * self.num_layers / sum(least)
@@ -209,7 +207,14 @@ class Plan:
                     fingerprint=str(content["fingerprint"]),
                     **rows,
                 )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise ValueError(
                 f"{path} must be a plan that `sketchwalk calibrate` wrote, got {error!r}; delete "
                 f"it or run that again"

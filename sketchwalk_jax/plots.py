@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which are told apart with any kind of colour vision.
-_BLUE, ORANGE = "#0072B2", "#D55E00"
-_LIGHT_GREY, _WHITE = "#E4E4E4", "#FFFFFF"
+BLUE, ORANGE = "#0072B2", "#D55E00"
+LIGHT_GREY, DARK, _WHITE = "#E4E4E4", "#333333", "#FFFFFF"
+HALF_BLUE = "#72ABCB"  # between blue and grey: some of the lists
 _MAX_COLUMNS = 5
 
 
@@ -161,7 +162,7 @@ def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
-    scale = LinearSegmentedColormap.from_list("attended", [_LIGHT_GREY, _BLUE])
+    scale = LinearSegmentedColormap.from_list("attended", [LIGHT_GREY, BLUE])
     num_rows, num_blocks = shares.shape
     axis.imshow(
         np.ma.masked_invalid(shares),
@@ -180,7 +181,7 @@ def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
 def _explain_colours(axis: Any, *, has_shares: bool) -> None:
     from matplotlib.patches import Patch
 
-    meaning = {_BLUE: "all heads" if has_shares else "attended", _LIGHT_GREY: "not attended"}
+    meaning = {BLUE: "all heads" if has_shares else "attended", LIGHT_GREY: "not attended"}
     patches = [Patch(color=colour, label=label) for colour, label in meaning.items()]
     axis.legend(handles=patches, loc="upper right", fontsize=7, frameon=False)
 
@@ -206,7 +207,7 @@ def plot_density(density: Density, *, title: str | None = None) -> "Figure":
 
     figure, axis = pyplot.subplots(figsize=(5.6, 3.2), layout="constrained")
     for name, colour, style in (
-        ("prefill", _BLUE, {"marker": "o", "markersize": 9, "markerfacecolor": "none"}),
+        ("prefill", BLUE, {"marker": "o", "markersize": 9, "markerfacecolor": "none"}),
         ("decode", ORANGE, {"marker": "s", "markersize": 4, "linestyle": "--"}),
     ):
         if float(np.sum(getattr(density, f"{name}_causal"))) > 0:
@@ -221,7 +222,7 @@ def plot_density(density: Density, *, title: str | None = None) -> "Figure":
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axis.set_xlabel("layer")
     axis.set_ylabel("attended causal pairs")
-    axis.grid(axis="y", color=_LIGHT_GREY)
+    axis.grid(axis="y", color=LIGHT_GREY)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     if title is not None:

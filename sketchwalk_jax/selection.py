@@ -25,11 +25,13 @@ class BlockSelection:
         count are padding (by convention the number of key blocks) and are never read.
       counts: Blocks in each list, int32 `[B, M, I]`; a count of 0 gives a zero output row.
       block_size: Tokens per block.
+      has_diagonal: Whether every list is known to hold the block of its own row.
     """
 
     ids: Int[Array, "B M I P"]
     counts: Int[Array, "B M I"]
     block_size: int = dataclasses.field(default=64, metadata={"static": True})
+    has_diagonal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def attended_pairs(
         self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
@@ -44,13 +46,17 @@ class BlockSelection:
         Returns:
           Pairs for each sequence, float32.
         """
-        in_list = (
-            jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
-            < (self.counts[..., None])
-        )
-        row = (first_query // self.block_size)[:, None, :, None]
-        below = jnp.sum(in_list & (self.ids < row), axis=-1, dtype=jnp.int32)
-        diagonal = jnp.sum(in_list & (self.ids == row), axis=-1, dtype=jnp.int32)
+        if self.has_diagonal:  # nothing lies behind it
+            diagonal = jnp.minimum(self.counts, 1)
+            below = self.counts - diagonal
+        else:
+            in_list = (
+                jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
+                < (self.counts[..., None])
+            )
+            row = (first_query // self.block_size)[:, None, :, None]
+            below = jnp.sum(in_list & (self.ids < row), axis=-1, dtype=jnp.int32)
+            diagonal = jnp.sum(in_list & (self.ids == row), axis=-1, dtype=jnp.int32)
         queries = num_queries.astype(jnp.float32)
         inside = causal_pairs(first_query % self.block_size, num_queries)
         pairs = (

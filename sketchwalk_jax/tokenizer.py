@@ -1,12 +1,12 @@
 """Text to tokens and back, with the tokenizer that stands in a checkpoint.
 
-A thin layer over transformers, which is imported where it is used. Nothing is downloaded and no
-code of the checkpoint is run.
+A thin layer over transformers, which is imported where it is used. No code of the checkpoint is
+run, and nothing is downloaded unless a model of the Hugging Face hub is asked for by its name.
 """
 
-import json
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from sketchwalk_jax.chat_templates import bounded_template
 from sketchwalk_jax.gguf_tokenizer import make_tokenizer
+from sketchwalk_jax.models.config import read_json
 from sketchwalk_jax.models.gguf_header import is_gguf, read_header
+from sketchwalk_jax.models.hub import find_checkpoint, is_hub_name
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,7 +39,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
 
     Args:
       directory: Folder with `tokenizer.json` (or the vocabulary files of an older tokenizer) and
-        `tokenizer_config.json`; or a GGUF file, which has a tokenizer in its metadata.
+        `tokenizer_config.json`; or a GGUF file, which has a tokenizer in its metadata; or the name
+        of a model on the Hugging Face hub, as in `load`.
 
     Returns:
       The tokenizer that `transformers.AutoTokenizer` makes of the folder, or one of transformers
@@ -50,9 +54,13 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     Example:
       tokenizer = load_tokenizer("checkpoints/Llama-3.2-1B")
     """
+    if is_hub_name(directory) and not Path(directory).exists():
+        directory = find_checkpoint(directory, weights=False)
     directory = Path(directory)
     if is_gguf(directory):
-        return make_tokenizer(read_header(directory))
+        header = read_header(directory)
+        with _damage_explained(directory):
+            return make_tokenizer(header)
     if not directory.is_dir():
         raise ValueError(
             f"directory must be a checkpoint folder or a GGUF file, got {str(directory)!r}"
@@ -63,25 +71,79 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
             f"directory must hold tokenizer files (one of {', '.join(_TOKENIZER_FILES)}; copy them "
             f"from the original checkpoint), got {str(directory)!r} with {found[:20]}"
         )
-    from transformers import CONFIG_MAPPING, AutoTokenizer
+    with _without_advice():
+        from transformers import CONFIG_MAPPING, AutoTokenizer
 
     tokenizer_map = _read_json(directory / "tokenizer_config.json").get("auto_map")
     config = _read_json(directory / "config.json")
-    config_map = config.get("auto_map") if config.get("model_type") not in CONFIG_MAPPING else None
+    is_known = str(config.get("model_type")) in CONFIG_MAPPING
+    config_map = None if is_known else config.get("auto_map")
     if tokenizer_map or config_map:
         raise ValueError(
             "the tokenizer must be one of transformers' own classes, got an auto_map to code of "
             f"the checkpoint: {tokenizer_map or config_map}"
         )
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    with _damage_explained(directory):
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ValueError(
+            f"model_max_length of {str(directory / 'tokenizer_config.json')!r} must be a number, "
+            f"got {str(tokenizer.model_max_length)[:80]!r}; correct it"
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keeps transformers from saying, when it is imported, that it would like to have PyTorch."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
+
+
+@contextlib.contextmanager
+def _damage_explained(path: str | Path, what: str = "be opened") -> Iterator[None]:
+    """Turns what the libraries raise for damaged files, of many types, into one error."""
+    try:
+        yield
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise  # it says what is wrong already
+        raise _damaged(path, what, error) from error
+    except BaseException as error:
+        # A panic of the tokenizers' Rust code is no `Exception`.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _damaged(path, what, error) from error
+
+
+def _damaged(path: str | Path, what: str, error: BaseException) -> ValueError:
+    reason = str(error).strip().partition("\n")[0][:300]
+    return ValueError(
+        f"the tokenizer of {str(path)!r} cannot {what}: {reason or type(error).__name__}; "
+        f"download its files again"
+    )
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int[np.ndarray, "T"]:
     """The tokens of a text, exactly as it stands: nothing is stripped, cut or padded.
+
+    Takes memory of some 200 times the text, and of ten megabytes a quarter of a minute.
 
     Args:
       tokenizer: A tokenizer of transformers.
@@ -92,11 +154,21 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
     Returns:
       int32 token ids.
 
+    Raises:
+      ValueError: If the tokenizer has ids that are no int32, or is damaged.
+
     Example:
       tokens = encode(tokenizer, "Walk with")[None]  # a batch of one
     """
-    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-    return np.asarray(encoded["input_ids"], np.int32)
+    # A vocabulary that lacks its own token for the unknown shows here, and for some texts alone.
+    name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+    with _damage_explained(name, "cut this text"):
+        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    if max(encoded, default=0) >= 2**31:
+        raise ValueError(
+            f"tokens must have ids below 2**31, got {max(encoded)}; copy the tokenizer"
+        )
+    return np.asarray(encoded, np.int32)
 
 
 def decode(
@@ -168,20 +240,24 @@ def render_chat(
 
     Arguments as in `apply_chat_template`, which encodes this text.
 
+    The template runs in Jinja's sandbox, for ten seconds at most.
+
     Raises:
-      ValueError: If the tokenizer has no chat template.
+      ValueError: If the tokenizer has no chat template, or one that fails, refuses the messages,
+        takes too long or too much memory.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "tokenizer must have a chat template, got none: base models have none, encode() their "
             "prompts as plain text"
         )
-    return tokenizer.apply_chat_template(
-        list(messages),
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **template_arguments,
-    )
+    with bounded_template(tokenizer.chat_template):
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_arguments,
+        )
 
 
 class StreamDecoder:
@@ -196,10 +272,10 @@ class StreamDecoder:
     if one of them is ill-formed; with those, text that was already returned stays as it was.
 
     Example:
-      decoder = StreamDecoder(tokenizer)
-      for chunk in chunks:
-          print(decoder.push(chunk.tokens[0]), end="", flush=True)
-      print(decoder.finish())
+      >>> decoder = StreamDecoder(tokenizer)  # doctest: +SKIP
+      >>> for chunk in chunks:  # doctest: +SKIP
+      ...     print(decoder.push(chunk.tokens[0]), end="", flush=True)
+      >>> print(decoder.finish())  # doctest: +SKIP
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:

@@ -7,8 +7,13 @@ where they are known.
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""The types that parameters, keys and values may have."""
 
 
 def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = False) -> None:
@@ -22,13 +27,35 @@ def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = 
 
 
 def check_number(name: str, value: Any, interval: str) -> None:
-    """Raises unless `value` is a number in an interval such as `"(0, 1]"` or `"[0, inf)"`."""
+    """Raises unless `value` is a number in an interval such as `"(0, 1]"` or `"[0, inf)"`.
+
+    Such a number decides what is compiled, so that an array, which may be traced, is refused.
+    """
+    if isinstance(value, jax.Array | np.ndarray | np.generic) and not isinstance(value, float):
+        kind = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
+        raise ValueError(
+            f"{name} must be a Python number in {interval}, which is known when the program is "
+            f"compiled, got {kind}; pass float({name}) from outside jit"
+        )
     low, high = map(float, interval[1:-1].split(","))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_above = is_number and (value >= low if interval[0] == "[" else value > low)
     is_below = is_number and (value <= high if interval[-1] == "]" else value < high)
     if not (is_above and is_below):
         raise ValueError(f"{name} must be in {interval}, got {value!r}")
+
+
+def check_scale(scale: Any) -> float | None:
+    """The factor of attention scores as a Python number; `None` stays, for the default.
+
+    Raises:
+      ValueError: If it is traced, or not finite.
+    """
+    if scale is None:
+        return None
+    known: Any = scale if isinstance(scale, jax.core.Tracer) else float(scale)
+    check_number("scale", known, "(-inf, inf)")
+    return known
 
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -43,6 +70,27 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
+def check_dtype(name: str, dtype: DTypeLike) -> np.dtype:
+    """The dtype of parameters or a cache; raises unless it is one of `DTYPES`."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        shown = repr(dtype) if found is None else repr(found.name)
+        raise ValueError(f"{name} must be one of {DTYPES}, got {shown}")
+    return found
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of an array can be looked at: not traced, not abstract, on this host."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    if isinstance(x, jax.Array):
+        return (x.is_fully_addressable or x.is_fully_replicated) and not x.is_deleted()
+    return isinstance(x, np.ndarray | np.generic | list | tuple | int)
+
+
 def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:
     """Raises unless `x` is an array of integers with so many axes; `shape` names them."""
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
@@ -55,6 +103,58 @@ def check_per_sequence(name: str, x: Any, batch: int) -> None:
     """Raises unless `x` is `None` or has one number for each sequence."""
     if x is not None and np.shape(x) != (batch,):
         raise ValueError(f"{name} must have shape [B] = ({batch},), got {np.shape(x)}")
+
+
+def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
+    """Tokens of each of `batch` sequences as an int32 array, all `num_tokens` by default.
+
+    Args:
+      lengths: What the caller gave, or `None`.
+      batch: Sequences.
+      num_tokens: Most tokens of one.
+      of: The argument with these tokens.
+
+    Raises:
+      ValueError: If `lengths` is no array of integers `[B]`, or known and out of its range.
+    """
+    if lengths is None:
+        return jnp.full((batch,), num_tokens, jnp.int32)
+    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+    check_integers("lengths", lengths, "[B]", 1)
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape [B] = ({batch},), got {lengths.shape}")
+    if is_known(lengths):
+        values = np.asarray(lengths)
+        if values.min() < 1 or values.max() > num_tokens:
+            raise ValueError(
+                f"lengths must be between 1 and the {num_tokens} columns of {of}, "
+                f"got {values.tolist()}"
+            )
+    return jnp.asarray(lengths, jnp.int32)
+
+
+def check_vocabulary(tokens: Any, lengths: Any, vocab_size: int) -> None:
+    """Raises for a token id outside the vocabulary, where ids and lengths are known.
+
+    Args:
+      tokens: Ids `[B, T]`, or `[B]` with `lengths=None`; padding may hold anything.
+      lengths: Tokens of each sequence.
+      vocab_size: Ids that there are.
+    """
+    if not is_known(tokens) or not (lengths is None or is_known(lengths)):
+        return
+    ids = np.asarray(tokens)
+    is_wrong = (ids < 0) | (ids >= vocab_size)
+    if not is_wrong.any():
+        return
+    if lengths is not None:
+        is_wrong &= np.arange(ids.shape[1])[None, :] < np.asarray(lengths)[:, None]
+    if is_wrong.any():
+        place = tuple(int(axis[0]) for axis in np.nonzero(is_wrong))
+        raise ValueError(
+            f"tokens must be ids of the model's vocabulary, from 0 to {vocab_size - 1}, got "
+            f"{ids[place]} at {list(place)}; take the tokenizer of the same checkpoint"
+        )
 
 
 def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:

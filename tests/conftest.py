@@ -93,6 +93,14 @@ def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_lines_of_progress() -> None:
+    """Keeps what a slow machine would say every half minute from what tests find printed."""
+    from sketchwalk_jax import progress
+
+    progress.LINE_EVERY = 3600.0
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout that holds these tests."""

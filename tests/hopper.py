@@ -3,7 +3,9 @@
 As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of cases
 of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
 answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
-`program`, what the whole program writes to memory. The tests use `Compiler`, which starts it.
+`program`, what the whole program writes to memory, how often its loops launch something, and what
+it sends between GPUs if the case is for several (`ranks`). The tests use `Compiler`, which starts
+it.
 """
 
 import json
@@ -21,13 +23,30 @@ from typing import Any
 
 import sass
 
-# All that the compiler asks about the chip: an H100 or H200, with its own (`a`) instructions.
+# An H200, with its own (`a`) instructions: XLA fuses by what it takes such a chip to be worth.
 TARGET = """
 gpu_device_info {
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647
   threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  device_memory_size: 151397597184
 }
 """
 _FACTS = {
@@ -68,6 +87,7 @@ def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
 _NO_WRITES = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+_NO_LAUNCHES = _NO_WRITES | {"while", "conditional", "fusion-done", "copy-done"}
 _NO_WRITES |= {"while", "custom-call"}
 
 
@@ -79,16 +99,46 @@ def read_writes(text: str) -> list[tuple[int, str]]:
     """
     inlined = set(re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", text))
     found = []
-    for computation in re.split(r"\n\n", text):
-        head, *lines = computation.strip().split("\n")
-        name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", head)
-        if name is None or name[1] in inlined:
+    for name, lines in _computations(text):
+        if name in inlined:
             continue
         for line in lines:
             written = _INSTRUCTION.match(line)
             if written is not None and written[2] not in _NO_WRITES:
                 found.append((_largest(written[1]), line.strip()[:200]))
     return found
+
+
+def read_launches(text: str) -> list[int]:
+    """How many kernels and copies each loop of a compiled program launches, the most first."""
+    bodies = set(re.findall(r"\bbody=%([\w.\-]+)", text))
+    found = []
+    for name, lines in _computations(text):
+        if name in bodies:
+            made = [_INSTRUCTION.match(line) for line in lines]
+            kinds = [one[2] for one in made if one is not None]
+            found.append(sum(kind not in _NO_LAUNCHES for kind in kinds))
+    return sorted(found, reverse=True)
+
+
+def read_sends(text: str) -> list[tuple[str, int]]:
+    """Kind and bytes of what each collective of a compiled program leaves on a rank, in order."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    found = []
+    for line in text.splitlines():
+        made = re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line)
+        if made is not None:
+            found.append((made[2], _largest(made[1])))
+    return found
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The name of each computation of a compiled program, and its lines."""
+    for computation in re.split(r"\n\n", text):
+        head, *lines = computation.strip().split("\n")
+        name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", head)
+        if name is not None:
+            yield name[1], lines
 
 
 def _largest(shape: str) -> int:
@@ -178,28 +228,37 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
-        topology = topologies.get_topology_desc(
-            "", platform="cuda", topology="1x1x1", target_config=TARGET
-        )
-        mesh = topologies.make_mesh(topology, (1,), ("device",))
-        sharding = NamedSharding(mesh, PartitionSpec())
+        def make_mesh(ranks: int, axis: str) -> Any:
+            topology = topologies.get_topology_desc(
+                "", platform="cuda", topology=f"1x1x{ranks}", target_config=TARGET
+            )
+            return topologies.make_mesh(topology, (ranks,), (axis,))
+
+        sharding = NamedSharding(make_mesh(1, "device"), PartitionSpec())
 
         def compile_case(name: str) -> dict[str, Any]:
             kind, is_program, rest = name.partition("program ")
             name = rest if is_program and not kind else name
             file, is_file, case = name.rpartition(":")
             table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
-            function, arguments = kernel_cases.program(table[case])
-            arguments = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-            )
+            ranks = getattr(table[case], "ranks", 1)
+            if ranks > 1:
+                function, arguments = table[case].program(mesh=make_mesh(ranks, "tensor"))
+            else:
+                function, arguments = kernel_cases.program(table[case])
+                arguments = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+                )
             printed.seek(0)
             printed.truncate()
             donated = getattr(table[case], "donated", ())
             compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
             if is_program:
+                text = compiled.as_text()
                 return {
-                    "writes": read_writes(compiled.as_text()),
+                    "writes": read_writes(text),
+                    "launches": read_launches(text),
+                    "sends": read_sends(text),
                     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 }
             printed.seek(0)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax import KernelConfig, reference
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 NUM_LAYERS, LAYER = 3, 1
@@ -407,7 +408,7 @@ class EvidenceKernelCase:
         return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, config: KernelConfig | None = None) -> Program:
-        """Representatives, peaks and scores; of a token scores, evidence and list."""
+        """Representatives, keys, peaks and scores; of a token scores, evidence and list."""
         policy = RecommendedConfig()
         kernels, blocks = config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
@@ -516,42 +517,98 @@ class LinearKernelCase:
       inputs: Their width.
       columns: Columns of each array of weights.
       is_transposed: Whether they are `[L, F, D]`.
+      has_norm: Whether the rows go through a norm.
     """
 
     rows: int
     inputs: int
     columns: tuple[int, ...]
     is_transposed: bool = False
+    has_norm: bool = False
 
     def __str__(self) -> str:
         """The name of the case."""
         columns = "+".join(map(str, self.columns))
         kind = " transposed" if self.is_transposed else ""
+        kind += " with a norm" if self.has_norm else ""
         return f"linear {self.rows}x{self.inputs} to {columns}{kind}"
 
     def program(self, *, config: KernelConfig | None = None) -> Program:
         """The products."""
         from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
-        def multiply(x: Any, layer: Any, *kernels: Any) -> Any:
-            return linear_kernel(x, kernels, layer, is_transposed=self.is_transposed)
+        def multiply(x: Any, layer: Any, scale: Any, *kernels: Any) -> Any:
+            norm = {"scale": scale, "eps": 1e-5} if self.has_norm else {}
+            return linear_kernel(x, kernels, layer, **norm, is_transposed=self.is_transposed)
 
-        shapes = [(self.rows, self.inputs)]
+        shapes = [(self.rows, self.inputs), (NUM_LAYERS, self.inputs)]
         for width in self.columns:
             own = (width, self.inputs) if self.is_transposed else (self.inputs, width)
             shapes.append((NUM_LAYERS, *own))
-        x, *kernels = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-        return multiply, (x, jax.ShapeDtypeStruct((), jnp.int32), *kernels)
+        x, *arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+        return multiply, (x, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
 
 
 LINEAR_CASES = (
-    LinearKernelCase(rows=1, inputs=4096, columns=(4096, 1024, 1024)),
-    LinearKernelCase(rows=8, inputs=4096, columns=(14336, 14336)),
+    LinearKernelCase(rows=1, inputs=4096, columns=(4096, 1024, 1024), has_norm=True),
+    LinearKernelCase(rows=8, inputs=4096, columns=(14336, 14336), has_norm=True),
+    LinearKernelCase(rows=1, inputs=4096, columns=(4096,)),
     LinearKernelCase(rows=24, inputs=14336, columns=(4096,)),
-    LinearKernelCase(rows=64, inputs=3584, columns=(18944, 18944)),
-    LinearKernelCase(rows=1, inputs=2048, columns=(128256,), is_transposed=True),
+    LinearKernelCase(rows=64, inputs=3584, columns=(18944, 18944), has_norm=True),
+    LinearKernelCase(rows=1, inputs=2048, columns=(128256,), is_transposed=True, has_norm=True),
     LinearKernelCase(rows=64, inputs=896, columns=(151936,), is_transposed=True),
     LinearKernelCase(rows=3, inputs=576, columns=(576, 192, 192)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteKernelCase:
+    """The key and value of one token of each sequence, written to the caches; with codes or not."""
+
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    has_codes: bool = False
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        what = "coded and written" if self.has_codes else "written"
+        return f"token {what}, {self.kv_heads} of {self.head_dim}, {self.batch}, {self.dtype}"
+
+    def program(self, *, config: KernelConfig | None = None) -> Program:
+        """Caches of all layers, and codes, with the token in one."""
+        policy, kernels = RecommendedConfig(), config or KernelConfig()
+        shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
+
+        def empty() -> Any:
+            codes = policy.init_statistics(shape, batch=self.batch, num_blocks=5)
+            return jax.tree.map(lambda x: jnp.stack([x] * NUM_LAYERS), codes)
+
+        def write(key: Any, value: Any, keys: Any, values: Any, codes: Any, end: Any) -> Any:
+            layer, span = jnp.asarray(LAYER, jnp.int32), Span.of_tokens(end - 1, 64)
+            new = TokenWrite(value, keys, values, layer)
+            where = {"span": span, "kernels": kernels}
+            if self.has_codes:
+                found = policy.append_in_place(key, codes, new, layer=layer, **where)
+            else:
+                found = kernel_selection.write_token(key, new, **where)
+            assert found is not None
+            return found
+
+        token = jax.ShapeDtypeStruct((self.batch, 1, self.kv_heads, self.head_dim), self.dtype)
+        size = (NUM_LAYERS, self.batch, 320, self.kv_heads, self.head_dim)
+        cache, end = (jax.ShapeDtypeStruct(size, self.dtype), (self.batch,))
+        codes = jax.eval_shape(empty)
+        return write, (token, token, cache, cache, codes, jax.ShapeDtypeStruct(end, jnp.int32))
+
+
+WRITE_CASES = (
+    WriteKernelCase(kv_heads=8, head_dim=128),
+    WriteKernelCase(kv_heads=2, head_dim=64, batch=64),
+    WriteKernelCase(kv_heads=3, head_dim=128, dtype="float32"),
+    WriteKernelCase(kv_heads=8, head_dim=128, has_codes=True),
+    WriteKernelCase(kv_heads=3, head_dim=64, batch=32, dtype="float16", has_codes=True),
 )
 
 
@@ -579,7 +636,8 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *CODES_CASES, *LINEAR_CASES)
+    token = (*CODES_CASES, *WRITE_CASES, *LINEAR_CASES)
+    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *token)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}

@@ -17,6 +17,7 @@ from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.sharding import plan
 
 dispatch.is_hopper = lambda: True
 dispatch._is_ampere_or_later = lambda: True
@@ -64,6 +65,7 @@ class ModelCase:
       batch: Sequences.
       tokens: Tokens that a cache has room for.
       new: Tokens of each that are read, or 1 for decoding.
+      ranks: GPUs, over which heads, mlp and vocabulary are spread.
     """
 
     model_config: ModelConfig
@@ -71,15 +73,24 @@ class ModelCase:
     batch: int = 1
     tokens: int = 131072
     new: int = 1
+    ranks: int = 1
 
     donated = (2,)  # the cache
 
-    def program(self, *, config: Any = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The step as a function of arrays, and their shapes."""
-        settings = Settings(model_config=self.model_config, config=self.policy)
+    def program(
+        self, *, config: Any = None, mesh: Any = None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The step as a function of arrays, and shapes, which say where they lie on a mesh."""
+        where = None if mesh is None else plan(mesh, self.model_config)
+        settings = Settings(model_config=self.model_config, config=self.policy, placement=where)
         make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
-        cache = jax.eval_shape(lambda: make(self.model_config, self.policy))
+        cache = jax.eval_shape(lambda: make(self.model_config, self.policy, sharding=where))
         params = param_shapes(self.model_config)
+        if where is not None:
+            params = _place(params, where.params)
+            shardings = where.cache(self.policy)
+            arrays = {name: getattr(cache, name) for name in shardings}
+            cache = dataclasses.replace(cache, **_place(arrays, shardings))
         if self.new > 1:
             shape = (self.batch, self.new)
 
@@ -98,6 +109,17 @@ class ModelCase:
         return decode, (params, jax.ShapeDtypeStruct((self.batch,), jnp.int32), cache)
 
 
+def _place(shapes: Any, shardings: Any) -> Any:
+    """Shapes that say where they lie; of the shardings, one may be for several."""
+
+    def place(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+        )
+
+    return jax.tree.map(place, shardings, shapes)
+
+
 _RECOMMENDED, _DENSE = SketchWalkConfig.recommended(density=0.1), Dense()
 decode_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED)
 decode_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE)
@@ -109,6 +131,8 @@ decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
 decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
+decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
+read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)
 read_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE, new=32768)
 
 NAMES = tuple(name for name, value in list(globals().items()) if isinstance(value, ModelCase))

@@ -250,6 +250,30 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_the_batch():
         np.testing.assert_allclose(alone[0, :length], first[row, :length], **tolerance("attention"))
 
 
+def test_calls_by_themselves_give_what_they_give_inside_transformations():
+    case = AttentionCase(4, 32, (70,))
+    query, key, value = (jnp.nan_to_num(x) for x in draw(case))
+    _, selection = draw_selection(case, 2, 2)
+    queries = jnp.stack([query, 2 * query])
+    wanted = [block_sparse_attention(x, key, value, selection, scale=0.1) for x in queries]
+
+    def run(x):
+        return block_sparse_attention(x, key, value, selection, scale=0.1)
+
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, run(x)), 0, queries)
+    for found in (jax.vmap(run)(queries), scanned, jax.jit(jax.vmap(run))(queries)):
+        np.testing.assert_allclose(found, jnp.stack(wanted), **tolerance("attention"))
+
+
+@pytest.mark.unchecked
+def test_a_scale_is_a_number_that_is_known():
+    query, key, value = draw(AttentionCase(1, 32, (70,)))
+    with pytest.raises(ValueError, match=r"scale must be a Python number .* got a traced array"):
+        jax.jit(lambda scale: dense_attention(query, key, value, scale=scale))(0.1)
+    with pytest.raises(ValueError, match="scale must be in .*, got nan"):
+        dense_attention(query, key, value, scale=np.float32(np.nan))
+
+
 def test_scale_multiplies_the_scores():
     case = AttentionCase(1, 32, (70,))
     query, key, value = draw(case)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import Dense, SketchWalkConfig, cli, make_generate
+from sketchwalk_jax import Dense, SketchWalkConfig, language_model, make_generate
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
@@ -124,7 +124,7 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
             found.update(options, params=params, tokens=np.asarray(tokens))
             raise ValueError("stop")
 
-        monkeypatch.setattr(cli.generate, "stream", stop)
+        monkeypatch.setattr(language_model, "stream", stop)
         command = ["generate", "--model", model, *arguments]
         if "--prompt" not in arguments:
             command += ["--prompt-file", prompt_file]
@@ -310,15 +310,27 @@ def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, mo
     assert json.loads(out)["text"] == generate()["text"]
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["info"]])
-def test_help_names_the_options(command, run):
-    assert "--help" in run(*command, "--help")[0]
+@pytest.mark.parametrize("command", [[], ["chat"], ["demo"], ["eval"], ["generate"], ["info"]])
+def test_help_names_the_options_and_shows_flags_as_flags(command, run):
+    text = run(*command, "--help")[0]
+    assert "--help" in text and "bool" not in text.lower()
+
+
+def test_chat_answers_every_line_of_a_pipe(model: Path, run, monkeypatch):
+    """As the text level does; what is a turn is tested there."""
+    piped = io.TextIOWrapper(io.BytesIO(b"Who walks?\n\nAnd then?\n"))
+    monkeypatch.setattr(sys, "stdin", piped)
+    few = ["--max-new-tokens", 4, "--policy", "dense"]
+    out, _ = run("chat", "--model", model, "--system", "Be brief.", *few)
+    lm = language_model.LanguageModel.load(model, policy=Dense(), progress=False)
+    talk = lm.conversation(system="Be brief.", max_new_tokens=4)
+    assert out == "".join(f"{talk.send(text)}\n" for text in ("Who walks?", "And then?"))
 
 
 def test_commands_and_options_of_the_readme_exist(repository: Path, run):
     readme = (repository / "README.md").read_text(encoding="utf-8")
     found = re.findall(r"sketchwalk ([a-z]+)((?: --?[a-z-]+(?: [^-`\n][^ `\n]*)?)*)", readme)
-    assert {"demo", "generate", "info", "eval"} <= {command for command, _ in found}
+    assert {"chat", "demo", "generate", "info", "eval"} <= {command for command, _ in found}
     for command, arguments in found:
         text = run(command, "--help")[0]
         for option in re.findall(r"--[a-z-]+", arguments):

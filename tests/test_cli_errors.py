@@ -12,8 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax.cli import generate, main, options
+from sketchwalk_jax import language_model, tokenizer
+from sketchwalk_jax.cli import main, options, prompt
 from sketchwalk_jax.models import bundled
+from sketchwalk_jax.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -48,6 +50,16 @@ def without_weights(monkeypatch: pytest.MonkeyPatch):
 MISTAKES = {
     "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
     "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
+    "prompts without out": (["--prompts", "a"], "--prompts must be given together with --out"),
+    "out without prompts": (["--out", "a"], "--out must be given together with --prompts"),
+    "prompts and a prompt": (
+        ["--prompts", "a", "--out", "b", "--prompt", "c"],
+        "--prompts must not be given together with --prompt",
+    ),
+    "prompts as one object": (
+        ["--prompts", "a", "--out", "b", "--json"],
+        "--json must not be given together with --prompts",
+    ),
     "unknown policy": (["--policy", "kascade"], "--policy must be one of ('dense', 'streaming'"),
     "unknown preset": (["--preset", "best"], "--preset must be one of ('recommended',"),
     "density of dense": (["--policy", "dense", "--density", 2], "--density must be in (0, 1]"),
@@ -132,6 +144,30 @@ def test_bad_prompt_is_refused(
     else:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert message in refuse(1, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("longest", "message"),
+    [
+        (None, "context of 512 tokens, got 10485760 characters; shorten the prompt"),
+        # Such a token could make ten megabytes fit, but does not occur.
+        ("x" * 10_000, "of which the first 8192 are 8192 tokens; shorten the prompt"),
+    ],
+)
+def test_ten_megabytes_are_refused_before_they_are_cut(
+    longest, message, tmp_path, model, refuse, without_weights, monkeypatch
+):
+    tokens, cut, encode = load_tokenizer(model), [], tokenizer.encode
+    if longest is not None:
+        tokens.add_tokens([longest])
+    monkeypatch.setattr(prompt, "open_tokenizer", lambda _: tokens)
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda _, text: cut.append(len(text)) or encode(tokens, text)
+    )
+    (tmp_path / "prompt.txt").write_bytes(b"a" * 10 * 2**20)
+    path = tmp_path / "prompt.txt"
+    assert message in refuse(1, "generate", "--model", model, "--prompt-file", path)
+    assert sum(cut) <= 16 * 512  # characters; all of them take two gigabytes
 
 
 def test_empty_prompt_option_is_refused(model, refuse, without_weights):
@@ -277,14 +313,14 @@ def test_full_memory_says_what_to_do(model, refuse, monkeypatch):
     def stream(*arguments: object, **options: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
 
-    monkeypatch.setattr(generate, "stream", stream)
+    monkeypatch.setattr(language_model, "stream", stream)
     message = refuse(1, "generate", "--model", model, "--prompt", "a")
     assert message.startswith("error: RESOURCE_EXHAUSTED: Out of memory.; pass --chunk-size")
     assert "Buffers" not in message
 
 
 def test_defects_keep_their_traceback(model, monkeypatch):
-    monkeypatch.setattr(generate, "stream", None)
+    monkeypatch.setattr(language_model, "stream", None)
     with pytest.raises(TypeError):
         main(["generate", "--model", str(model), "--prompt", "a"])
 
@@ -294,7 +330,7 @@ def test_warnings_take_one_line(model, capsys, monkeypatch):
         warnings.warn("mind the gap", stacklevel=1)
         raise ValueError("stop")
 
-    monkeypatch.setattr(generate, "stream", stream)
+    monkeypatch.setattr(language_model, "stream", stream)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         main(["generate", "--model", str(model), "--prompt", "a"])

@@ -3,17 +3,19 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import checkpoints
 import jax
 import pytest
 
-from sketchwalk_jax.cli import compiled, progress
+from sketchwalk_jax import compiled, progress
 
 PROMPT = "Walk with the sketch.\r\n"
 
@@ -135,10 +137,17 @@ def test_short_work_shows_nothing(monkeypatch):
     assert terminal.getvalue() == ""
 
 
-def test_files_get_no_progress(monkeypatch):
+def test_a_log_gets_a_line_now_and_then_and_nothing_for_short_work(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.elapsed("reading"), progress.token_bar(2, initial=0, is_wanted=True) as bar:
+    with progress.elapsed("reading"), progress.progress_bar(2, "writing", unit=" files") as bar:
         bar.update(1)
     assert log.getvalue() == ""
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.05)
+    with progress.elapsed("reading"), progress.progress_bar(2, "writing", unit=" files") as bar:
+        bar.update(1)
+        while log.getvalue().count("\n") < 4:
+            time.sleep(0.01)
+    lines = set(log.getvalue().splitlines())
+    assert "reading: 00:00" in lines
+    assert any(re.fullmatch(r"writing: 1 of 2 files in 00:0\d, .* left", line) for line in lines)

@@ -97,6 +97,27 @@ def test_cudnn_takes_unstacked_keys_without_lengths_and_a_scale():
 
 
 @on_gpu
+@pytest.mark.parametrize("case", ["whole", "ragged"])
+def test_gradients_by_cudnn_are_those_of_the_tiles(case):
+    query, key, value, lengths = draw(case)
+    weight = jnp.roll(query, 1, axis=1).astype(jnp.float32)
+    is_token = jnp.arange(query.shape[1])[None, :] < lengths[:, None]
+    weight = jnp.where(is_token[:, :, None, None], weight, 0.0)
+
+    def loss(query, key, value, implementation):
+        out = attend(query, key, value, lengths, implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32) * weight)
+
+    found = jax.grad(loss, (0, 1, 2))(query, key, value, "cudnn")
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    wanted = jax.grad(loss, (0, 1, 2))(*wide, "xla")
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, **tolerance("gradient", query.dtype))
+
+
+@on_gpu
 def test_generation_uses_cudnn_in_prefill_and_answers_alike():
     tokens, lengths = tiny.prompts(100, 70)
     params = tiny.params(jnp.bfloat16)

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 from matplotlib import colors
+from safetensors.numpy import load_file
 
 from sketchwalk_jax import Dense, SketchWalkConfig, cli, load, make_generate
 from sketchwalk_jax.cli import main, options
-from sketchwalk_jax.cli.compiled import Stopwatch
 from sketchwalk_jax.cli.demo_reader import (
     ANSWER_TOKENS,
     ROOM,
@@ -26,6 +27,7 @@ from sketchwalk_jax.cli.demo_reader import (
     hide_facts,
     prose,
 )
+from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.evaluation.text import is_held_out
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.selection import BlockSelection
@@ -235,6 +237,22 @@ def test_files_get_plain_lines(demo, tokenizer):
     assert Path("sketchwalk-demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.filterwarnings("always")
+def test_logits_that_are_not_finite_are_reported(demo, model, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    checkpoints.write_tensors(broken, tensors)
+    command = (*PAPER, "--facts", 1, "--no-plot", "--json")
+    out, err = demo(*command, "--model", broken)
+    found = json.loads(out)
+    assert found["dense"]["is_finite"] is found["sketchwalk"]["is_finite"] is False
+    assert "warning: logits were NaN or infinite" in err
+    out, err = demo(*command)
+    assert json.loads(out)["sketchwalk"]["is_finite"] is True and "warning" not in err
+
+
 def test_terminal_sees_both_answers_grow(demo, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
@@ -277,7 +295,7 @@ def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Re
 def test_missing_matplotlib_costs_only_the_picture(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     out, err = demo(*PAPER)
-    assert "no picture: " in err and "sketchwalk-jax[plots]" in err
+    assert err.startswith("no picture: ") and "sketchwalk-jax[plots]" in err
     assert "seconds" not in out and "in all" in out
     assert not list(Path().iterdir())
 
@@ -304,14 +322,21 @@ def test_picture_shows_maps_questions_and_places_of_the_facts():
     assert first.get_title(loc="left") == "river, 12345: dense right; sparse right"
     assert second.get_title(loc="left") == "button, 12345: dense silent; sparse wrong, 99?."
     for axis, places in ((maps[0], [1, 6]), (first, [1]), (second, [6])):
-        (marks,) = axis.get_lines()
+        marks, *dense_rows = axis.get_lines()
         assert list(marks.get_xdata()) == places
+        # In the maps every row attended to all before it, in the strips to one block of eight.
+        assert [list(line.get_ydata()) for line in dense_rows] == [[-0.5, 7.5]] * (axis is maps[0])
         assert colors.same_color(marks.get_color(), "#D55E00")
     for axis in (first, second):
         np.testing.assert_array_equal(axis.get_images()[0].get_array(), blocks)
         name = axis.yaxis.get_major_formatter()
         assert [name(row, 0) for row in (-0.5, 0, 1, 1.5, 2, 3)] == ["", "1", "3", "", "4", ""]
     assert figure.get_suptitle() == "Blocks"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[0] == "attended" and labels[-2:] == [
+        "rows that attended to everything",
+        "where a fact is",
+    ]
 
 
 MISTAKES = {

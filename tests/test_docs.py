@@ -9,7 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGES = ("README.md", "benchmarks/QUALITY.md")
+PAGES = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "benchmarks/KERNELS.md",
+    "benchmarks/QUALITY.md",
+    "docs/faq.md",
+    "docs/how_to.md",
+    "models/README.md",
+    "pallas_kernels/README.md",
+    "sketchwalk_jax/policies/README.md",
+)
+NUMBERS = "benchmarks/KERNELS.md"
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 has_quality = pytest.mark.skipif(
     not (RESULTS / "quality.json").exists(), reason="the quality is not measured yet"
@@ -36,18 +48,27 @@ def test_tables_equal_the_results(repository):
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu-attention", "cpu-prefill", pytest.param("quality", marks=has_quality)]
+    ("page", "name"),
+    [
+        ("README.md", "answers"),
+        ("README.md", "kernels"),
+        (NUMBERS, "cpu-attention"),
+        (NUMBERS, "cpu-prefill"),
+        pytest.param("benchmarks/QUALITY.md", "quality", marks=has_quality),
+    ],
 )
-def test_readme_has_the_table_with_hardware_versions_and_command(repository, name):
-    text = section((repository / "README.md").read_text(encoding="utf-8"), name)
+def test_a_page_has_the_table_with_hardware_versions_and_command(repository, page, name):
+    text = section((repository / page).read_text(encoding="utf-8"), name)
     assert text.count("\n| ") >= 3
     assert re.search(r"\d+ cores, \d+ GiB; Python 3\.\d+\.\d+, JAX 0\.\d+", text)
-    assert re.search(r"`(python benchmarks/|python -m sketchwalk_jax eval|sketchwalk eval)", text)
+    assert re.search(
+        r"`(python (benchmarks/|real_models)|(python -m )?sketchwalk(_jax)? eval)", text
+    )
 
 
 def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
     readme = tmp_path / "README.md"
-    original = (repository / "README.md").read_text(encoding="utf-8")
+    original = (repository / NUMBERS).read_text(encoding="utf-8")
     table = section(original, "cpu-attention")
     readme.write_text(original.replace(table, table.replace("**", "**1", 1)), encoding="utf-8")
     assert report(repository, "--check", "--page", readme).returncode == 1
@@ -81,7 +102,7 @@ def test_averages_of_the_paper_agree_with_the_columns_they_are_of():
 @pytest.mark.parametrize("page", PAGES)
 def test_pictures_and_links_of_a_page_lead_somewhere(repository, page):
     path = repository / page
-    targets = re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", path.read_text(encoding="utf-8"))
     local = {target for target in targets if "://" not in target}
     assert local
     if not (RESULTS / "quality.json").exists():

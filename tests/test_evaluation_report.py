@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 matplotlib.use("Agg")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import pages
 from figures import panels
 from matplotlib import pyplot
 from quality_rows import DENSE, META, POLICIES, RIVALS, make_results, make_rows, whole
@@ -111,6 +114,63 @@ def test_command_writes_tables_and_figures(results_file, tmp_path, capsys):
     assert sorted(linked) == sorted(names - {"report.md"})
     assert all((out / name).stat().st_size > 1000 for name in linked)
     assert [f"## {title}" for title in TITLES.values()] == re.findall("^## .*", text, re.MULTILINE)
+
+
+def ask(results: dict) -> None:
+    """Says in a file of made-up results what was asked for: all of it, and one more policy."""
+    groups = {(one["policy"], one["preset"], one["density"]): [] for one in results["rows"]}
+    for one in results["rows"]:
+        groups[one["policy"], one["preset"], one["density"]].append(one["phase"])
+    names = ("policy", "preset", "density")
+    rules = [
+        dict(zip(names, rule, strict=True)) | {"variant": None, "phases": sorted(set(phases))}
+        for rule, phases in groups.items()
+    ]
+    rules.append(rules[0] | {"policy": "quest", "density": 0.2, "phases": ["decode"]})
+    tasks = ["single_needle", "text_loss"]
+    results["meta"]["asked"] = [{"tokens": [1024], "tasks": tasks, "rules": rules}]
+
+
+@pytest.mark.filterwarnings("always")
+def test_an_unfinished_evaluation_and_one_of_two_codes_say_so(results_file, tmp_path, capsys):
+    results = json.loads(results_file.read_text())
+    ask(results)
+    results["meta"]["sources"] = "aaaa"
+    results["rows"][-1]["sources"] = "bbbb"
+    count = len(results["rows"])
+    results_file.write_text(json.dumps(results), encoding="utf-8")
+    arguments = ["report", str(results_file), "--out", str(tmp_path / "out"), "--no-figures"]
+    assert main(arguments) == 0
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert text.count("**Not finished.** 2 of ") == 3  # at the top, in setup and in summary
+    assert "of quest 0.2; " in text and "sparse in decode; in single_needle, text_loss; at" in text
+    codes = f"rows are {count - 1} of code `aaaa`, 1 of code `bbbb`."
+    assert text.count(codes) == 3
+    said = capsys.readouterr().err
+    assert "warning: Not finished. 2 of " in said and codes in said
+
+    del results["rows"][-1]["sources"]
+    like = [row for row in results["rows"] if row["policy"] == "streaming"]
+    results["rows"] += [row | {"policy": "quest", "phase": "decode"} for row in like]
+    results_file.write_text(json.dumps(results), encoding="utf-8")
+    assert main(arguments) == 0
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "Not finished" not in text and "more than one code" not in text
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_shows_finished_evaluations_alone(results_file):
+    assert pages.read_whole(results_file).missing == ()
+    results = json.loads(results_file.read_text())
+    ask(results)
+    results_file.write_text(json.dumps(results), encoding="utf-8")
+    with pytest.raises(ValueError, match="must be of a finished evaluation, got: .*Not finished"):
+        pages.read_whole(results_file)
+
+
+def test_two_files_make_no_report(results_file, capsys):
+    assert main(["report", str(results_file), str(results_file)]) == 2
+    assert "unexpected extra argument" in capsys.readouterr().err
 
 
 def test_command_writes_tables_without_matplotlib(results_file, tmp_path, capsys, monkeypatch):

@@ -13,9 +13,11 @@ from sketchwalk_jax.evaluation.results import (
     ROW_FIELDS,
     Outcome,
     Probed,
+    Results,
     ResultsFile,
     check_rows,
     group_key_of,
+    hash_sources,
     make_rows,
     read_results,
     write_results,
@@ -142,6 +144,94 @@ def test_file_of_another_evaluation_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError, match="must hold results of an evaluation; pass --overwrite"):
         ResultsFile(path, meta)
+
+
+def read(meta, rows) -> Results:
+    return Results(meta=meta, rows=tuple(rows))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("was", ["aaaa", None])
+def test_results_of_other_code_are_refused_or_marked(tmp_path, was):
+    path = tmp_path / "quality.json"
+    meta, row = {"seed": 0, "wall_s": 1.0, "sources": was}, dict.fromkeys(ROW_FIELDS)
+    write_results(path, {name: one for name, one in meta.items() if one is not None}, [row])
+    now = meta | {"sources": "bbbb"}
+    there = '"aaaa"' if was else "unknown code"
+    with pytest.raises(ValueError, match=f'now, "bbbb", got those of {there}; .*--other-code'):
+        ResultsFile(path, now)
+    file = ResultsFile(path, now, other_code=True)
+    file.add([row | {"task": "b"}, row | {"task": "c"}])
+    found = json.loads(path.read_text())
+    assert found["meta"].get("sources") == was
+    assert [one.get("sources") for one in found["rows"]] == [None, "bbbb", "bbbb"]
+    assert read(found["meta"], found["rows"]).sources == {was or "unknown": 1, "bbbb": 2}
+    # Where the code is the same, rows say nothing of it.
+    file = ResultsFile(tmp_path / "new.json", now)
+    file.add([row])
+    assert "sources" not in file.rows[0] and read(file.meta, file.rows).sources == {"bbbb": 1}
+
+
+def test_the_code_is_hashed(tmp_path, monkeypatch):
+    from sketchwalk_jax.evaluation import results
+
+    first = hash_sources()
+    assert len(first) == 16 and results.describe_machine(["x"])["sources"] == first
+    files = {}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        (folder / "evaluation").mkdir(parents=True)
+        (folder / "evaluation" / "results.py").write_text("one")
+        monkeypatch.setattr(results, "__file__", str(folder / "evaluation" / "results.py"))
+        files[folder] = results.hash_sources.__wrapped__()
+    assert len({*files.values()}) == 1 and first not in files.values()
+    (tmp_path / "b" / "walk.py").write_text("two")
+    assert results.hash_sources.__wrapped__() != files[tmp_path / "b"]
+
+
+RULES = [
+    {"policy": "dense", "preset": None, "variant": None, "density": 1.0, "phases": ["both"]},
+    {"policy": "streaming", "preset": None, "variant": None, "density": 0.2},
+]
+RULES[1]["phases"] = ["prefill", "decode"]
+ASKED = {"tokens": [512], "tasks": ["multi_key", "long_decode"], "rules": RULES}
+
+
+def row_of(policy, phase, task, **more):
+    own = {"policy": policy, "phase": phase, "task": task, "tokens": 512, "density": 0.2}
+    own["density"] = 1.0 if policy == "dense" else 0.2
+    return dict.fromkeys(ROW_FIELDS) | own | more
+
+
+def test_what_an_evaluation_lacks_is_what_was_asked_for_and_can_be_measured():
+    rows = [row_of("dense", "both", "multi_key"), row_of("streaming", "decode", "multi_key")]
+
+    def lacks(more=(), **meta):
+        found = read({"asked": [ASKED], **meta}, (*rows, *more))
+        assert found.asked >= len(found.missing)
+        return [(one["policy"], one["phase"], one["task"]) for one in found.missing]
+
+    streaming = [("streaming", "prefill", "multi_key"), ("streaming", "decode", "long_decode")]
+    assert lacks() == [streaming[0], ("dense", "both", "long_decode"), streaming[1]]
+    whole = [row_of(*one) for one in (*streaming, ("dense", "both", "long_decode"))]
+    assert lacks(whole) == []  # long_decode is not sparse in prefill
+    other = {"tokens": 512, "answered": "000"}
+    assert lacks(whole[1:], drawn=[other | {"task": "multi_key"}]) == []
+    assert lacks(whole[1:], drawn=[other | {"task": "multi_key", "answered": "010"}]) != []
+    beyond = RULES[1] | {"tokens": 512, "phases": ["prefill"]}
+    assert lacks(whole[1:], not_run=[beyond]) == []
+    assert lacks(whole[1:], not_run=[beyond | {"density": 0.1}]) == streaming[:1]
+    # Of several models in one file each has its own; old files say nothing.
+    assert len(lacks(whole, asked=[ASKED, ASKED | {"model": "b", "stage": "report"}])) == 5
+    assert read({}, rows).missing == () and read({}, rows).asked == 0
+
+
+@pytest.mark.parametrize(
+    "asked", [5, [5], [{}], [ASKED | {"tokens": [[]]}], [ASKED | {"tokens": [*range(10**6)]}]]
+)
+def test_a_file_that_asks_for_nonsense_is_refused(tmp_path, asked):
+    write_results(tmp_path / "x.json", {"asked": asked}, quality_rows.make_rows()[:2])
+    with pytest.raises(ValueError, match="x.json must say what was asked for as `sketchwalk eval`"):
+        read_results(tmp_path / "x.json")
 
 
 def test_rows_add_up_over_runs_and_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -54,7 +54,15 @@ def test_fields_are_set_in_every_policy_that_has_them():
 def test_reduced_keeps_what_is_given():
     config = EvaluationConfig.reduced(tokens=(1024,), prompts=7)
     assert (config.tokens, config.prompts, config.densities) == ((1024,), 7, (0.2,))
-    assert config.rules() == EvaluationConfig(densities=(0.2,)).rules()
+    assert list(map(str, config.rules())) == [
+        "dense",
+        "streaming 0.2",
+        "quest 0.2",
+        "recommended 0.2",
+    ]
+    everything = EvaluationConfig(densities=(0.2,))
+    all_of_them = EvaluationConfig.reduced(policies=everything.policies, presets=everything.presets)
+    assert all_of_them.rules() == everything.rules()
     assert config.num_prompts("variable_tracking") == 10 and config.num_prompts("multi_key") == 7
 
 

@@ -53,7 +53,7 @@ def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
     np.testing.assert_array_equal(out.tokens, wanted)
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling.greedy(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["paper", pytest.param("released", marks=slow)])
 def test_batched_equals_single(weights, name, sampling):
     tokens, lengths = prompts(*LENGTHS)

@@ -173,6 +173,7 @@ class Asked(SketchWalkConfig):
 @pytest.mark.unchecked  # of what stands in for a configuration
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
+    jax.clear_caches()  # the policy is seen while the call is traced
     asked, answer = [], KernelConfig(row_tile=3)
 
     def selection_kernels(*arguments):

@@ -258,16 +258,13 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_a_derivative_of_a_kernel_is_refused_in_words(op):
+def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
     case = kernel_cases.AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
-    (query, key, value, ids, counts, layer, lengths, _), _ = kernel_draws.draw_attention(case, 0)
-    function = block_sparse_decode if op == "decode" else block_sparse_attention
+    function, _ = kernel_cases.program(case, config=KernelConfig(interpret=True))
+    (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):
-        selection = BlockSelection(ids, counts, 64)
-        options = {"implementation": "mosaic_gpu", "kernel_config": KernelConfig(interpret=True)}
-        options |= {"layer": layer, "kv_lengths": lengths}
-        return jnp.sum(function(query, key, value, selection, **options).astype(jnp.float32))
+        return jnp.sum(function(query, *others)[0].astype(jnp.float32))
 
-    with pytest.raises(NotImplementedError, match="no derivative.*reference.masked_attention"):
+    with pytest.raises(NotImplementedError, match="no derivative.*block_sparse_attention"):
         jax.eval_shape(jax.grad(total), query)

@@ -153,7 +153,7 @@ def test_end_tokens_come_from_the_generation_config_first(config_eos, generation
     ("fields", "message"),
     [
         ({"rope_type": "dynamic"}, "rope_type must be one of"),
-        ({"theta": 1.0}, "theta must be larger than 1"),
+        ({"theta": 1.0}, r"theta must be in \(1, 1e30\), got 1.0"),
         ({"rope_type": "yarn"}, "original_max_position_embeddings must be"),
         (
             {
@@ -163,7 +163,8 @@ def test_end_tokens_come_from_the_generation_config_first(config_eos, generation
             },
             "high_freq_factor must be larger",
         ),
-        ({"beta_fast": 0.0}, "beta_fast and beta_slow must be positive"),
+        ({"beta_fast": 0.0}, r"beta_fast must be in \[1e-30, 1e30\), got 0.0"),
+        ({"beta_slow": 1e-320}, r"beta_slow must be in \[1e-30, 1e30\), got 1e-320"),
     ],
 )
 def test_invalid_rope_configs_raise(fields, message):

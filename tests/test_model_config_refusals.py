@@ -167,8 +167,11 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         "low_freq_factor.*missing",
     ),
-    "rope factor": ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor must be positive"),
-    "no layers": ({"num_hidden_layers": 0}, "num_layers must be a positive integer"),
+    "rope factor": (
+        {"rope_scaling": {"type": "linear", "factor": 0.0}},
+        "factor must be a finite number larger than 0",
+    ),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
 }
 
 

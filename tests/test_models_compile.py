@@ -1,5 +1,8 @@
 """Steps of real models, compiled for Hopper, copy no weights, no cache and no statistics.
 
+A layer of a decoded token launches little besides its kernels, each of which takes a microsecond to
+start.
+
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
 
@@ -11,15 +14,16 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FILE = Path(__file__).parent / "model_cases.py"
-DECODING = (
-    "decode_llama_8b",
-    "decode_llama_8b_dense",
-    "decode_llama_8b_of_8",
-    "decode_llama_8b_paper",
-    "decode_llama_1b",
-    "decode_qwen_7b",
-    "decode_qwen_7b_dense",
-)
+# Each with the most that one of its layers may launch.
+DECODING = {
+    "decode_llama_8b": 16,
+    "decode_llama_8b_dense": 17,
+    "decode_llama_8b_of_8": 17,
+    "decode_llama_8b_paper": 32,
+    "decode_llama_1b": 16,
+    "decode_qwen_7b": 16,
+    "decode_qwen_7b_dense": 17,
+}
 READING = ("read_llama_8b", "read_llama_8b_dense")
 A_FEW_ROWS = 6 * 2**20  # the logits of eight sequences and their sums
 IN_PLACE = ("dynamic_update_slice", "scatter")
@@ -39,6 +43,7 @@ def test_a_decoded_token_copies_nothing(name, compiler):
     found = compiler.compile(f"program {FILE}:{name}")
     assert written(found, limit=A_FEW_ROWS) == []
     assert found["temporary_bytes"] < 16 * 2**20
+    assert found["launches"][0] <= DECODING[name]
 
 
 @pytest.mark.parametrize("name", READING)
@@ -47,6 +52,21 @@ def test_a_piece_of_a_prompt_copies_no_cache(name, compiler):
     # Activations of 32,768 tokens, the widest those of the mlp; the cache has eight times as much.
     assert written(found, limit=2**30) == []
     assert found["temporary_bytes"] < 3 * 2**30
+
+
+def test_two_gpus_share_a_piece_of_a_prompt(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_on_2")
+    assert written(found, limit=2**29) == []
+    # 513 rows, as the first may begin inside a block; some at a time scored by eight heads each.
+    reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
+    gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
+    assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: of a layer twice, and embeddings
+    assert len(gathered) == 1 and gathered[0] <= 513 * 2048 * 8 * 4
+
+
+def test_two_gpus_send_little_for_a_token(compiler):
+    found = compiler.compile(f"program {FILE}:decode_llama_8b_on_2")
+    assert found["sends"] and max(size for _, size in found["sends"]) < 2**20  # logits, and shares
 
 
 def test_a_copy_would_be_seen():
@@ -65,3 +85,28 @@ ENTRY %main (x: bf16[8,4096,4096]) -> bf16[8,4096,4096] {
     found = {"writes": hopper.read_writes(text)}
     assert [size for size, _ in found["writes"]] == [2**28, 32, 2**28]
     assert [line.split()[1] for line in written(found, limit=2**20)] == ["%copy.1"]
+
+
+def test_a_launch_would_be_seen():
+    text = """\
+%fused_add (p: s32[]) -> s32[] {
+  ROOT %add.1 = s32[] add(%p, %p)
+}
+
+%layers (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %state = (s32[], f32[4]{0}) parameter(0)
+  %get = s32[] get-tuple-element(%state), index=0
+  %moved = ((f32[4]{0}), f32[4]{0}, u32[]) fusion-start(%get), calls=%fused_add
+  %kernel = f32[4]{0} custom-call(%get), custom_call_target="mosaic_gpu_v2"
+  %next = s32[] fusion(%get), kind=kLoop, calls=%fused_add
+  %done = f32[4]{0} fusion-done(%moved)
+  ROOT %all = (s32[], f32[4]{0}) tuple(%next, %done)
+}
+
+ENTRY %main (x: s32[]) -> (s32[], f32[4]) {
+  %x = s32[] parameter(0)
+  %copy.2 = s32[] copy(%x)
+  ROOT %loop = (s32[], f32[4]{0}) while(%copy.2), condition=%goes_on, body=%layers
+}
+"""
+    assert hopper.read_launches(text) == [3]

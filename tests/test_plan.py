@@ -44,6 +44,11 @@ def test_the_mean_of_the_layers_is_the_density(density):
     assert all(0 < one <= 1 for one in shared)
 
 
+def test_no_layer_gets_less_than_was_measured_while_all_can_have_that():
+    assert PLAN.share_density(0.12) == pytest.approx((0.16, 0.1, 0.1))
+    assert PLAN.share_density(0.06) == pytest.approx((0.06, 0.06, 0.06))
+
+
 def test_no_layer_gets_less_where_the_density_is_more():
     shared = np.array([PLAN.share_density(density) for density in np.linspace(0.01, 1, 60)])
     assert (np.diff(shared, axis=0) >= -1.01e-4).all()

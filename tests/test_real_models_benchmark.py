@@ -13,6 +13,7 @@ from sketchwalk_jax.evaluation.results import (
     ROW_FIELDS,
     check_rows,
     exact_match,
+    read_results,
     write_results,
 )
 from sketchwalk_jax.evaluation.settings import Rule
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import real_models  # noqa: E402
 import real_report  # noqa: E402
+import ruler  # noqa: E402
 
 
 def made_up_row(label, task, right, *, count=40, stage="report", in_mean=True, **fields):
@@ -49,6 +51,20 @@ def test_the_most_right_answers_choose_the_dense_layers():
     reported = [made_up_row("quest", "multi_key", 20)]
     with pytest.raises(SystemExit, match="must be one number where there was no --stage develop"):
         real_models.best_layers(reported, "tiny", rule, "decode")
+
+
+def test_rows_of_another_kind_are_neither_mixed_nor_thrown_away(tmp_path):
+    path = tmp_path / "ruler.json"
+    meta = {"model": {"name": "a", "sha256": {}}, "tokens": 4096, "command": "x", "date": "y"}
+    write_results(path, meta, [{"policy": "quest", "score": 1.0}])
+    before = path.read_bytes()
+    now = meta | {"command": "z"}
+    assert set(ruler.finished_rows(path, now)) == {"quest"} and now["command"] == "x"
+    for change in ({"tokens": 8192}, {"model": {"name": "b", "sha256": {}}}, {"sources": "cc"}):
+        (name,) = change
+        with pytest.raises(SystemExit, match=f"results of the same kind, got {name} .* there"):
+            ruler.finished_rows(path, meta | change)
+    assert path.read_bytes() == before
 
 
 def test_policies_are_compared_prompt_by_prompt():
@@ -108,6 +124,8 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
     assert set(meta["models"]) == {"model"} and len(meta["models"]["model"]["sha256"]) == 1
     assert meta["runs"]["model, development"]["seed"] != meta["runs"]["model, report"]["seed"]
     assert {one["variant"] for one in meta["not_run"]} == {"dense_layers=3"}
+    # What was asked for and can be measured is there, of both stages.
+    assert read_results(out).missing == () and read_results(out).asked > 20
     real_models.main([*common, "--seconds", "1000"])
     assert json.loads(out.read_text())["rows"] == found["rows"]
     with pytest.raises(ValueError, match="must hold the same runs"):

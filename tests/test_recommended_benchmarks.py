@@ -179,5 +179,11 @@ def test_every_layer_that_looks_at_an_answer_is_asked(tmp_path, monkeypatch):
     arguments = ["--tokens", "2048", "--prompts", "2", "--dtype", "float32", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["retrieval.py", "--model", str(tmp_path), *arguments])
     retrieval.main()
+    # Models of another seed or text are not added to the file.
+    before = out.read_bytes()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed", "3"])
+    with pytest.raises(SystemExit, match="results of the same kind, got seed 0 there, 3 now"):
+        retrieval.main()
+    assert out.read_bytes() == before
     table = retrieval.retrieval_table(out)
     assert "| `recommended` |" in table and "of 2 prompts" in table

@@ -116,6 +116,37 @@ def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
     np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernels=None))
 
 
+@pytest.mark.parametrize("size", [(3, 32), (2, 64)])
+def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+    kv_heads, channels = size
+    layers, layer, batch, blocks = 3, 1, 2, 5
+    rng = np.random.default_rng(kv_heads)
+    shape = (layers, batch, blocks, SIZE, kv_heads, channels // 2)
+    high, low = rng.integers(-7, 8, size=(2, *shape))
+    code = jnp.asarray((high << 4 | low & 15) & 255, jnp.uint8)
+    step = rng.integers(block_codes.MIN_STEP, block_codes.MAX_STEP + 1, size=(*shape[:3], *size))
+    step[:, 1, 3:] = block_codes.NO_KEY
+    step = jnp.asarray(step, jnp.int8)
+    lengths = jnp.array([blocks * SIZE - 3, 2 * SIZE + 1], jnp.int32)
+    found = block_residuals_kernel(
+        code, step, layer=jnp.int32(layer), lengths=lengths, interpret=KERNELS.interpret
+    )
+    assert found.dtype == jnp.float8_e4m3fn
+    # In the place of a token that is not there, the first of its block.
+    place = jnp.arange(blocks * SIZE, dtype=jnp.int32).reshape(1, blocks, SIZE)
+    is_key = (place < lengths[:, None, None])[..., None, None]
+    own = jnp.where(is_key, code[layer], code[layer][:, :, :1])
+    nothing = jnp.zeros((batch, blocks, *size))
+    codes = BlockCodes(own, nothing, step[layer], nothing[:, :, None])
+    wanted = codes.residual(jnp.int32(0), blocks, jnp.bfloat16)
+    assert not np.isfinite(wanted).all()
+    np.testing.assert_array_equal(
+        found[:, : blocks * SIZE].astype(jnp.float32), wanted.astype(jnp.float32)
+    )
+
+
 @pytest.mark.parametrize("size", slow_unless((64, 8).__eq__, [(64, 8), (128, 5)]))
 def test_representatives_are_those_of_plain_jax(size):
     head_dim, count = size
@@ -155,7 +186,9 @@ def test_a_prompt_is_selected_alike():
     @functools.partial(jax.jit, static_argnames="kernels")
     def select(*, kernels):
         codes = policy.observe(query, key, empty, span=span, kernels=kernels)
-        layer = jnp.zeros((), jnp.int32)
+        # The second of two layers, where it lies.
+        stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
+        codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
         return policy.select(
             query, key[None], codes, walk, layer=layer, span=span, kernels=kernels
         )[0]

@@ -5,16 +5,24 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import checkpoints
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny import MODEL
 
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.evaluation import EvaluationConfig, calibration, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.results import check_rows, hash_weights, write_results
+from sketchwalk_jax.evaluation.results import (
+    check_rows,
+    hash_weights,
+    read_results,
+    write_results,
+)
 from sketchwalk_jax.evaluation.runner import _Run, check_lengths, choose_batch
 
 DENSITY = 0.6
@@ -196,6 +204,9 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
         with pytest.raises(KeyboardInterrupt):
             evaluate(model, config=config, out=out)
     assert {row["task"] for row in rows_of(out)} == {"single_needle"}
+    missing = {(one["policy"], one["phase"], one["task"]) for one in read_results(out).missing}
+    phases = [("dense", "both"), *(("streaming", one) for one in ("prefill", "decode", "both"))]
+    assert missing == {(*one, "text_loss") for one in phases}
     assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
     asked.clear()
     evaluate(model, config=config, out=out)
@@ -203,6 +214,27 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
     nothing = dict.fromkeys((*PROBED, *BYTES))
     expected = [row | nothing for row in finished.rows if row["policy"] != "minference"]
     assert sorted(rows_of(out), key=str) == sorted(expected, key=str)
+    assert read_results(out).missing == () and read_results(out).asked == 8
+    # One more policy: from its first moment on the file says that something is missing.
+    config = dataclasses.replace(config, policies=("streaming", "random"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Measurement, "run", None)
+        with pytest.raises(TypeError):
+            evaluate(model, config=config, out=out)
+    assert {one["policy"] for one in read_results(out).missing} == {"random"}
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_finite_give_no_results(model, tmp_path):
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    checkpoints.write_tensors(broken, tensors)
+    config = dataclasses.replace(CONFIG, policies=("dense",), fields={}, tasks=("text_loss",))
+    with pytest.raises(ValueError, match="logits must be finite, got a loss of nan in text_loss"):
+        evaluate(broken, config=config, out=tmp_path / "quality.json")
+    assert not (tmp_path / "quality.json").exists()
 
 
 @pytest.mark.slow

@@ -265,3 +265,14 @@ def test_a_known_model_that_also_names_code_keeps_its_tokenizer(directory: Path)
     config = {"model_type": "llama", "auto_map": {"AutoConfig": "code.Own"}}
     (directory / "config.json").write_text(json.dumps(config))
     assert load_tokenizer(directory).bos_token == "<s>"
+
+
+def test_a_vocabulary_that_lacks_its_token_for_the_unknown_is_named():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE({"a": 0}, [], unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    assert encode(tokenizer, "aa").tolist() == [0, 0]
+    with pytest.raises(ValueError, match="cannot cut this text: Unk token `.` not found"):
+        encode(tokenizer, "ab")

@@ -147,11 +147,6 @@ def test_unsupported_configs_raise_before_weights_are_opened(tmp_path: Path):
         load(tmp_path)
 
 
-def test_a_hub_name_raises():
-    with pytest.raises(FileNotFoundError, match="hf download"):
-        load("Qwen/Qwen3-0.6B")
-
-
 def test_a_sharding_tree_of_another_layout_raises(tmp_path: Path):
     write_checkpoint(tmp_path)
     single = SingleDeviceSharding(jax.devices()[0])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from corpus import BEGIN, BEGIN_ID, END, END_ID
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from sketchwalk_jax.models.checkpoint import replace_folder
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, flatten_params
 from sketchwalk_jax.models.weights import find_sources
@@ -91,6 +91,4 @@ def export(
     for path in draft.iterdir():
         path.chmod(0o644)
     os.chmod(draft, 0o755)
-    if directory.exists():
-        shutil.rmtree(directory)
-    draft.rename(directory)
+    replace_folder(directory, draft, directory.with_name(f".{directory.name}.replaced"))

@@ -2,6 +2,8 @@
 
 import collections
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -22,7 +24,16 @@ class Batch(NamedTuple):
 
 
 def _start_worker(path: str, pieces: Pieces, options: dict[str, Any]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _makers["training"] = SequenceMaker(np.load(path, mmap_mode="r"), pieces, **options)
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the run that it works for was killed: it would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def make_batch(maker: SequenceMaker, seed: tuple[int, ...], shape: tuple[int, int]) -> Batch:

@@ -210,12 +210,14 @@ def main(
         raise typer.BadParameter(f"--steps must be {len(plan.stages)} numbers, got {steps!r}")
 
     prepared = prepare(text, out / "data", init=init, seed=seed, about=about)
+    own = {"recipe": recipe, "seed": seed, "scale": scale, "dtype": dtype}
+    own |= {"text": prepared.description["sha256"], "init": init and str(init)}
+    checkpoints = Checkpoints(out / "state", own, is_new=not resume)
     options = {"hops": plan.hops, "lists_chains": plan.lists_chains}
     loader = Loader(prepared.path, prepared.pieces, seed=seed, num_workers=workers, **options)
     params = _initial_params(init, seed, MODEL)
     optimizer = make_optimizer(weight_decay=plan.weight_decay, b2=plan.b2, clip=plan.clip)
     state = init_state(params, optimizer)
-    checkpoints = Checkpoints(out / "state")
     position = Position.start(len(plan.stages))
     if resume:
         state, position = checkpoints.restore(state, position)

@@ -2,14 +2,23 @@
 
 Argument order, meaning and shapes follow `jax.nn.dot_product_attention` (BTNH queries, BSKH keys).
 A stacked cache `[L, B, S, K, H]` with a layer index is taken as it is, without slicing a copy.
+
+Each checks its arguments and chooses the implementation; what follows is jitted, so that a call
+outside of `jit` compiles once for each shape and choice of options.
+
+All are differentiable in queries, keys and values, in reverse mode: whatever implementation ran
+forward, tiles of plain JAX go back (`gradients`), and cuDNN has a backward pass of its own. Lists,
+lengths and positions are constants.
 """
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention import cudnn, xla
+from sketchwalk_jax.attention import cudnn, differentiable
 from sketchwalk_jax.dispatch import (
     FULL_BLOCK,
     choose_dense_implementation,
@@ -18,16 +27,9 @@ from sketchwalk_jax.dispatch import (
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, full_selection
-from sketchwalk_jax.validation import check_per_sequence, check_qkv
+from sketchwalk_jax.validation import check_per_sequence, check_qkv, check_scale
 
-
-def _stack(x: Array, layer: Any) -> Array:
-    return x[None] if layer is None else x
-
-
-def _pad_keys(x: Float[Array, "L B S K H"], multiple: int) -> Float[Array, "L B S2 K H"]:
-    padding = -x.shape[2] % multiple
-    return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
+_STATIC = ("scale", "return_lse", "implementation", "kernel_config")
 
 
 def _finish(
@@ -145,6 +147,41 @@ def block_sparse_attention(
     _check_selection(selection, query, key, num_rows)
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
+    config = kernel_config or default_kernel_config()
+    rows = jax.ShapeDtypeStruct((batch, num_rows * size, *query.shape[2:]), query.dtype)
+    chosen = choose_implementation(implementation, rows, block_size=size, config=config)
+    return _attend_blocks(
+        query,
+        key,
+        value,
+        selection,
+        layer,
+        query_offset,
+        kv_lengths,
+        scale=check_scale(scale),
+        return_lse=return_lse,
+        implementation=chosen,
+        kernel_config=config,
+    )
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def _attend_blocks(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    layer: Int[Array, ""] | int | None,
+    query_offset: Int[Array, "B"] | None,
+    kv_lengths: Int[Array, "B"] | None,
+    *,
+    return_lse: bool,
+    **options: Any,
+) -> Float[Array, "B T N H"] | Any:
+    """What `block_sparse_attention` does after its checks."""
+    batch, num_tokens = query.shape[:2]
+    size = selection.block_size
+    num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
     query = jnp.pad(query, ((0, 0), (0, num_rows * size - num_tokens), (0, 0), (0, 0)))
     offset = per_sequence(query_offset, 0, batch)
     shift = offset % size
@@ -159,10 +196,8 @@ def block_sparse_attention(
         first_block=offset // size,
         layer=layer,
         kv_lengths=kv_lengths,
-        scale=scale,
         return_lse=return_lse,
-        implementation=implementation,
-        kernel_config=kernel_config,
+        **options,
     )
     if query_offset is not None:
         back = column[:, :num_tokens] + shift[:, None]
@@ -189,48 +224,21 @@ def attend_rows(
     `T` is a multiple of the block size and the first column stands at block `first_block`; this is
     what inference calls. Returns the output and its log-sum-exp, if that is wanted.
     """
-    batch, num_tokens, num_heads, head_dim = query.shape
-    size = selection.block_size
-    num_rows = num_tokens // size
+    batch, size = query.shape[0], selection.block_size
     config = kernel_config or default_kernel_config()
     chosen = choose_implementation(implementation, query, block_size=size, config=config)
-    key, value = _stack(key, layer), _stack(value, layer)
-    kv_lengths = per_sequence(kv_lengths, key.shape[2], batch)
-    scale = default_scale(head_dim) if scale is None else scale
-    if chosen == "mosaic_gpu":
-        # Pallas takes long to import, and few callers need it.
-        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
-
-        return block_sparse_prefill(
-            query,
-            _pad_keys(key, size),
-            _pad_keys(value, size),
-            selection.ids,
-            selection.counts,
-            layer=_layer_index(layer),
-            first_block=first_block,
-            kv_lengths=kv_lengths,
-            scale=scale,
-            block_size=size,
-            return_lse=return_lse,
-            config=config,
-        )
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-    positions = (first_block * size)[:, None] + column
-    out, lse = xla.attend_lists(
-        query.reshape(batch, num_rows, size, num_heads, head_dim),
-        _pad_keys(key, size),
-        _pad_keys(value, size),
+    arrays = differentiable.alike(
+        query,
+        key,
+        value,
         selection,
-        positions.reshape(batch, num_rows, size),
-        layer=_layer_index(layer),
-        kv_lengths=kv_lengths,
-        scale=scale,
-        row_tile=config.row_tile,
-        block_step=config.block_step,
+        first_block,
+        layer,
+        per_sequence(kv_lengths, key.shape[-3], batch),
     )
-    out = out.reshape(batch, num_tokens, num_heads, head_dim)
-    return out, lse.reshape(batch, num_tokens, num_heads)
+    scale = default_scale(query.shape[-1]) if scale is None else scale
+    options = differentiable.Options(scale, return_lse, chosen, config)
+    return differentiable.attend_lists(options, *arrays)
 
 
 def block_sparse_decode(
@@ -273,44 +281,20 @@ def block_sparse_decode(
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     _check_selection(selection, query, key, 1)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    size = selection.block_size
     config = kernel_config or default_kernel_config()
-    chosen = choose_implementation(implementation, query, block_size=size, config=config)
-    lengths = jnp.asarray(kv_lengths, jnp.int32)
-    key, value = (_pad_keys(_stack(x, layer), size) for x in (key, value))
-    scale = default_scale(query.shape[-1]) if scale is None else scale
-    if chosen == "mosaic_gpu":
-        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
-
-        out, lse = block_sparse_decode_kernel(
-            query,
-            key,
-            value,
-            selection.ids,
-            selection.counts,
-            layer=_layer_index(layer),
-            kv_lengths=lengths,
-            scale=scale,
-            block_size=size,
-            return_lse=return_lse,
-            config=config,
-        )
-        return _finish(out, lse, return_lse)
-    # A step over lists of tokens takes as many keys as one over pages of 16.
-    block_step = config.decode_block_step * max(1, 16 // size)
-    out, lse = xla.attend_lists(
-        query[:, None],
-        key,
-        value,
-        selection,
-        (lengths - 1)[:, None, None],
-        layer=_layer_index(layer),
-        kv_lengths=lengths,
-        scale=scale,
-        row_tile=1,
-        block_step=block_step,
+    chosen = choose_implementation(
+        implementation, query, block_size=selection.block_size, config=config
     )
-    return _finish(out[:, 0], lse[:, 0], return_lse)
+    scale = check_scale(scale)
+    scale = default_scale(query.shape[-1]) if scale is None else scale
+    options = differentiable.Options(scale, return_lse, chosen, config)
+    lengths = jnp.asarray(kv_lengths, jnp.int32)
+    arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
+    out, lse = _attend_token(options, *arrays)
+    return _finish(out, lse, return_lse)
+
+
+_attend_token = jax.jit(differentiable.attend_lists, static_argnums=0)
 
 
 def dense_attention(
@@ -332,7 +316,7 @@ def dense_attention(
     in bfloat16 or float16 that start at position 0 go through cuDNN's flash attention where it
     takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for. Where they
     start elsewhere, decoding included, Hopper's kernels attend over lists of all blocks: they read
-    a cache as it lies, and have no derivative. All else runs on XLA. There, and with those kernels,
+    a cache as it lies. All else runs on XLA. There, and with those kernels,
     a key or value that is not finite makes NaN of the queries that see it and of no others; cuDNN
     may make NaN of earlier queries nearby as well.
 
@@ -356,8 +340,7 @@ def dense_attention(
       ValueError: If shapes or dtypes do not fit together.
       NotImplementedError: If `implementation` cannot run here.
     """
-    batch, num_tokens = check_qkv(query, key, value, layer)
-    num_heads, head_dim = query.shape[2:]
+    batch, _ = check_qkv(query, key, value, layer)
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     chosen = choose_dense_implementation(
@@ -368,7 +351,36 @@ def dense_attention(
         return_lse=return_lse,
         config=kernel_config,
     )
-    if chosen == "mosaic_gpu":
+    return _attend_all(
+        query,
+        key,
+        value,
+        layer,
+        query_offset,
+        kv_lengths,
+        scale=check_scale(scale),
+        return_lse=return_lse,
+        implementation=chosen,
+        kernel_config=kernel_config or default_kernel_config(),
+    )
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def _attend_all(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    layer: Int[Array, ""] | int | None,
+    query_offset: Int[Array, "B"] | None,
+    kv_lengths: Int[Array, "B"] | None,
+    *,
+    scale: float | None,
+    return_lse: bool,
+    implementation: str,
+    kernel_config: KernelConfig,
+) -> Float[Array, "B T N H"] | Any:
+    """What `dense_attention` does after its checks."""
+    if implementation == "mosaic_gpu":
         return _attend_full_lists(
             query,
             key,
@@ -378,30 +390,32 @@ def dense_attention(
             kv_lengths=kv_lengths,
             scale=scale,
             return_lse=return_lse,
-            implementation=chosen,
+            implementation=implementation,
             kernel_config=kernel_config,
         )
-    if chosen == "cudnn":
+    if implementation == "cudnn":
         return cudnn.attend_dense(
             query, key, value, layer=layer, kv_lengths=kv_lengths, scale=scale
         )
-    config = kernel_config or default_kernel_config()
-    key, value = _stack(key, layer), _stack(value, layer)
-    tile = min(config.dense_rows, num_tokens)
+    batch, num_tokens, num_heads, head_dim = query.shape
+    key, value = (differentiable.stack(x, layer) for x in (key, value))
+    tile = min(kernel_config.dense_rows, num_tokens)
+    is_decode = num_tokens == 1
+    keys_per_step = kernel_config.dense_decode_keys if is_decode else kernel_config.dense_keys
     num_tiles = (num_tokens + tile - 1) // tile
     padded = num_tiles * tile
     query = jnp.pad(query, ((0, 0), (0, padded - num_tokens), (0, 0), (0, 0)))
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
     positions = per_sequence(query_offset, 0, batch)[:, None] + column
-    out, lse = xla.attend_dense(
+    out, lse = differentiable.attend_dense(
         query.reshape(batch, num_tiles, tile, num_heads, head_dim),
         key,
         value,
         positions.reshape(batch, num_tiles, tile),
-        layer=_layer_index(layer),
-        kv_lengths=per_sequence(kv_lengths, key.shape[2], batch),
+        _layer_index(layer),
+        per_sequence(kv_lengths, key.shape[2], batch),
         scale=default_scale(head_dim) if scale is None else scale,
-        keys_per_step=config.dense_keys if num_tokens > 1 else config.dense_decode_keys,
+        keys_per_step=keys_per_step,
     )
     out = out.reshape(batch, padded, num_heads, head_dim)[:, :num_tokens]
     return _finish(out, lse.reshape(batch, padded, num_heads)[:, :num_tokens], return_lse)

@@ -303,6 +303,7 @@ def _block_lse(
         lse = jax.nn.logsumexp(scores, axis=-1)
         return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
 
-    nothing = jnp.full((batch, kv_heads, group, tokens, num_blocks), MASK_VALUE, jnp.float32)
+    shape = (batch, kv_heads, group, tokens, num_blocks)
+    nothing = jnp.full_like(query, MASK_VALUE, jnp.float32, shape=shape)
     num_steps = jnp.minimum((reach + width - 1) // width, -(-num_blocks // step))
     return jax.lax.fori_loop(0, num_steps, visit, nothing)

@@ -14,6 +14,7 @@ splits products.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,34 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
 
-_NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
+NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
 
 # key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
 Tile = tuple[Array, Array, Array]
 Running = tuple[Array, Array, Array]  # maximum, denominator [Z M], numerator [Z M H]
 
 
-def _batched_dot(
+def vary_alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, under `shard_map` all varying over the devices over which any of them does.
+
+    Loops and derivatives want types that agree. Elsewhere nothing happens.
+    """
+
+    def axes(x: Array) -> frozenset[Any]:
+        kind = jax.typeof(x)
+        return frozenset(getattr(getattr(kind, "manual_axis_type", kind), "varying", ()))
+
+    every = frozenset().union(*map(axes, arrays))
+    return tuple(
+        jax.lax.pcast(x, tuple(every - axes(x)), to="varying") if every - axes(x) else x
+        for x in arrays
+    )
+
+
+def batched_dot(
     x: Float[Array, "Z M X"], y: Float[Array, "Z Y1 Y2"], contract: int
 ) -> Float[Array, "Z M Y"]:
+    """Products over axis 2 of `x` and axis `contract` of `y`, summed in float32."""
     return jax.lax.dot_general(
         x,
         y,
@@ -45,11 +64,11 @@ def _fold(running: Running, query: Float[Array, "Z M H"], tile: Tile, scale: flo
     """One step of the running softmax: `m' = max(m, s)`, `o' = o e^(m - m') + e^(s - m') V`."""
     maximum, denominator, numerator = running
     key, value, visible = tile
-    scores = jnp.where(visible, _batched_dot(query, key, 2) * scale, MASK_VALUE)
+    scores = jnp.where(visible, batched_dot(query, key, 2) * scale, MASK_VALUE)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - new_maximum[..., None])
     decay = jnp.exp(maximum - new_maximum)
-    update = _batched_dot(weights.astype(value.dtype), value, 1)
+    update = batched_dot(weights.astype(value.dtype), value, 1)
     denominator = denominator * decay + jnp.sum(weights, axis=-1)
     return new_maximum, denominator, numerator * decay[..., None] + update
 
@@ -61,11 +80,11 @@ def _fold_steps(
     scale: float,
 ) -> tuple[Float[Array, "Z M H"], Float[Array, "Z M"]]:
     """Attention of one tile of rows over `num_steps` tiles of keys, and its log-sum-exp."""
-    shape = query.shape[:-1]
+    one = query[..., 0]  # "like" the query, so that under `shard_map` these vary over devices too
     start = (
-        jnp.full(shape, FIRST_MAXIMUM, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros(query.shape, jnp.float32),
+        jnp.full_like(one, FIRST_MAXIMUM, jnp.float32),
+        jnp.zeros_like(one, jnp.float32),
+        jnp.zeros_like(query, jnp.float32),
     )
     maximum, denominator, numerator = jax.lax.fori_loop(
         0, num_steps, lambda step, running: _fold(running, query, load(step), scale), start
@@ -76,7 +95,8 @@ def _fold_steps(
     return (numerator / safe[..., None]).astype(query.dtype), lse
 
 
-def _pad_axis(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
+def pad_axis(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
+    """`x` with `value` behind it on one axis, up to a multiple."""
     padding = -x.shape[axis] % multiple
     if not padding:
         return x
@@ -85,13 +105,13 @@ def _pad_axis(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _rows_first(x: Array, tile: int, axis: int = 1) -> Array:
+def rows_first(x: Array, tile: int, axis: int = 1) -> Array:
     """Splits the row axis into tiles and moves the tile index to the front, for `lax.map`."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] // tile, tile, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 
-def _split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array, "B I K M H"]:
+def split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array, "B I K M H"]:
     """Queries by key/value head, the group's heads and the row's tokens as one axis `M = G Q`."""
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     group = num_heads // kv_heads
@@ -100,23 +120,21 @@ def _split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array
     return query.reshape(batch, num_rows, kv_heads, group * tokens, head_dim)
 
 
-def _join_heads(
-    out: Float[Array, "X B R K M H"], lse: Float[Array, "X B R K M"], shape: tuple[int, ...]
-) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """The inverse of `_split_heads` over tiles of rows; `shape` is that of the queries."""
-    batch, num_rows, tokens, num_heads, head_dim = shape
-    tiles, _, rows, kv_heads = out.shape[:4]
-    group = num_heads // kv_heads
-    out = out.reshape(tiles, batch, rows, kv_heads, group, tokens, head_dim)
-    lse = lse.reshape(tiles, batch, rows, kv_heads, group, tokens)
-    out = jnp.transpose(out, (1, 0, 2, 5, 3, 4, 6))
-    lse = jnp.transpose(lse, (1, 0, 2, 5, 3, 4))
-    out = out.reshape(batch, tiles * rows, tokens, num_heads, head_dim)
-    lse = lse.reshape(batch, tiles * rows, tokens, num_heads)
-    return out[:, :num_rows], lse[:, :num_rows]
+def join_heads(x: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `split_heads` over tiles of rows; `shape` is that of the queries.
+
+    Args:
+      x: `[X B R K M H]`, or without the last axis.
+      shape: `[B I Q N H]`.
+    """
+    batch, num_rows, tokens, num_heads, _ = shape
+    tiles, _, rows, kv_heads = x.shape[:4]
+    x = x.reshape(tiles, batch, rows, kv_heads, num_heads // kv_heads, tokens, *x.shape[5:])
+    x = jnp.transpose(x, (1, 0, 2, 5, 3, 4, *range(6, x.ndim)))
+    return x.reshape(batch, tiles * rows, tokens, num_heads, *x.shape[6:])[:, :num_rows]
 
 
-def _gather_blocks(
+def gather_blocks(
     cache: Float[Array, "L B J size K H"],
     ids: Int[Array, "B M R P"],
     *,
@@ -133,7 +151,7 @@ def _gather_blocks(
     return jnp.swapaxes(place.get(mode="promise_in_bounds"), 1, 2)
 
 
-def _listed_positions(
+def listed_positions(
     ids: Int[Array, "B M R P"],
     is_listed: Bool[Array, "B M R P"],
     kv_lengths: Int[Array, "B"],
@@ -143,11 +161,11 @@ def _listed_positions(
     offset = jnp.arange(block_size, dtype=jnp.int32)
     position = ids[..., None] * block_size + offset[None, None, None, None, :]
     is_real = is_listed[..., None] & (position < kv_lengths[:, None, None, None, None])
-    position = jnp.where(is_real, position, _NOWHERE)
+    position = jnp.where(is_real, position, NOWHERE)
     return jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
 
 
-def _sees(
+def sees(
     query_positions: Int[Array, "B R Q"],
     key_positions: Int[Array, "B R M C"],
     heads: int,
@@ -203,12 +221,12 @@ def attend_lists(
             listed = jax.lax.dynamic_slice_in_dim(ids, index * step, step, axis=3)
             place = index * step + jnp.arange(step, dtype=jnp.int32)
             is_listed = place[None, None, None, :] < counts[..., None]
-            position, is_real = _listed_positions(listed, is_listed, kv_lengths, size)
-            visible = _sees(
+            position, is_real = listed_positions(listed, is_listed, kv_lengths, size)
+            visible = sees(
                 positions, position.reshape(*position.shape[:3], step * size), heads, group
             )
             keys, values = (
-                _gather_blocks(x, listed, layer=layer, kv_head=kv_head) for x in (key, value)
+                gather_blocks(x, listed, layer=layer, kv_head=kv_head) for x in (key, value)
             )
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
             values = jnp.where(is_real[..., None], values, 0)
@@ -218,17 +236,17 @@ def attend_lists(
         out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
         return out.reshape(query.shape), lse.reshape(query.shape[:-1])
 
-    query = _split_heads(query, heads)
-    ids = _pad_axis(_pad_axis(selection.ids, 3, step, num_blocks), 2, row_tile, num_blocks)
-    counts = _pad_axis(selection.counts, 2, row_tile)
+    query = split_heads(query, heads)
+    ids = pad_axis(pad_axis(selection.ids, 3, step, num_blocks), 2, row_tile, num_blocks)
+    counts = pad_axis(selection.counts, 2, row_tile)
     tiles = (
-        _rows_first(_pad_axis(query, 1, row_tile), row_tile),
-        _rows_first(ids, row_tile, axis=2),
-        _rows_first(counts, row_tile, axis=2),
-        _rows_first(_pad_axis(positions, 1, row_tile), row_tile),
+        rows_first(pad_axis(query, 1, row_tile), row_tile),
+        rows_first(ids, row_tile, axis=2),
+        rows_first(counts, row_tile, axis=2),
+        rows_first(pad_axis(positions, 1, row_tile), row_tile),
     )
     out, lse = jax.lax.map(attend_tile, tiles)
-    return _join_heads(out, lse, shape)
+    return join_heads(out, shape), join_heads(lse, shape)
 
 
 def attend_dense(
@@ -271,7 +289,7 @@ def attend_dense(
 
             position = (start + jnp.arange(width, dtype=jnp.int32))[None, :]
             is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
-            position = jnp.where(is_real, position, _NOWHERE)
+            position = jnp.where(is_real, position, NOWHERE)
             keys, values = slice_heads(key), slice_heads(value)
             values = jnp.where(is_real[:, None, :, None], values, 0)
             if positions.shape[-1] > 1:
@@ -280,7 +298,7 @@ def attend_dense(
                 is_lost = ~jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
                 keys = jnp.where(is_lost, jnp.nan, keys)
                 values = jnp.where(is_lost, 0, values)
-            visible = _sees(positions, position[:, None, None, :], kv_heads, group)
+            visible = sees(positions, position[:, None, None, :], kv_heads, group)
             return keys.reshape(products), values.reshape(products), visible
 
         reach = jnp.minimum(jnp.max(positions) + 1, jnp.max(kv_lengths))
@@ -288,6 +306,6 @@ def attend_dense(
         out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
         return out.reshape(query.shape), lse.reshape(query.shape[:-1])
 
-    query = _split_heads(query, kv_heads)
-    out, lse = jax.lax.map(attend_tile, (_rows_first(query, 1), _rows_first(positions, 1)))
-    return _join_heads(out, lse, shape)
+    query = split_heads(query, kv_heads)
+    out, lse = jax.lax.map(attend_tile, (rows_first(query, 1), rows_first(positions, 1)))
+    return join_heads(out, shape), join_heads(lse, shape)

@@ -5,16 +5,18 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.cli import calibrate, demo, evaluate, generate, info, report
+from sketchwalk_jax.cli import calibrate, chat, demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate.calibrate,
+    "chat": chat.chat,
     "demo": demo.demo,
     "eval": evaluate.evaluate,
     "generate": generate.generate,
@@ -22,9 +24,28 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report.report,
 }
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+def _as_flags(parameters: list[Any]) -> list[Any]:
+    """Shows flags as flags: Typer writes `<bool>` behind them, as if they took a value."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _as_flags(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _as_flags(super().get_params(ctx))
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, cls=_Group)
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=_Command)(_command)
 
 
 def _print_version(is_wanted: bool) -> bool:

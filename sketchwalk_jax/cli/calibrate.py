@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.cli.progress import DELAY, elapsed, is_shown
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.evaluation.results import describe_machine
 from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
+from sketchwalk_jax.progress import elapsed, progress_bar
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)
@@ -80,21 +80,12 @@ def calibrate(
     # A plan that is there already may be of another checkpoint: it is to be replaced.
     params, model_config = options.load_model(directory, chosen, use_plan=False)
 
-    bar = tqdm(
-        total=prompts,
-        desc="measuring",
-        unit=" prompts",
-        delay=DELAY,
-        leave=False,
-        disable=not is_shown(),
-        file=sys.stderr,
-    )
-    with bar:
+    with progress_bar(prompts, "measuring", unit=" prompts") as bar:
         plan = make_plan(
             params, drawn, model_config=model_config, fingerprint=own, after=lambda: bar.update()
         )
     measured = describe_machine(
-        model=directory.resolve().name,
+        model=checkpoint_name(directory),
         prompts=prompts,
         tokens=num_tokens,
         tasks=list(TASKS[:prompts]),

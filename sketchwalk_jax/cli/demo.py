@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,6 @@ import typer
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.compiled import Stopwatch, keep_compiled_programs
 from sketchwalk_jax.cli.demo_reader import (
     MAX_FACTS,
     ROOM,
@@ -32,13 +32,24 @@ from sketchwalk_jax.cli.demo_reader import (
     Reader,
     hide_facts,
 )
-from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.cli.progress import elapsed
+from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
+from sketchwalk_jax.cli.stopwatch import Stopwatch
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.models.plans import find_plan
-from sketchwalk_jax.plots import ORANGE, block_map, draw_map
+from sketchwalk_jax.plots import (
+    BLUE,
+    DARK,
+    HALF_BLUE,
+    LIGHT_GREY,
+    ORANGE,
+    block_map,
+    draw_map,
+)
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.progress import elapsed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,8 +136,7 @@ def demo(
             Settings(model_config=model_config, config=one, phase=phase)
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
-    if not no_plot:
-        _check_picture(out)
+    is_drawn = not no_plot and _can_draw(out)
     with elapsed("hiding facts"):
         tokenizer = prompt.open_tokenizer(directory)
         text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
@@ -154,12 +164,14 @@ def demo(
         _compare(table, text, columns, num_tokens=num_tokens, name=name)
         compile_s = stopwatch.compile_s
     table.line()
+    if not all(reader.is_finite for reader in columns.values()):
+        warnings.warn(NOT_FINITE, stacklevel=1)
     for who, reader in list(columns.items())[1:]:
         table.line(_summary(dense, reader, who=who))
     if phase == "prefill":
         table.line("Its answers were written densely; --phase both makes them sparse as well.")
 
-    is_drawn = not no_plot and _draw(
+    is_drawn = is_drawn and _draw(
         out,
         text,
         dense,
@@ -170,7 +182,7 @@ def demo(
     total_s = time.perf_counter() - started
     if as_json:
         found = {
-            "model": directory.resolve().name,
+            "model": checkpoint_name(directory),
             "device": jax.devices()[0].device_kind,
             "dtype": chosen,
             "text": SOURCE,
@@ -231,11 +243,24 @@ def _check_tokens(tokens: int | None, facts: int, context: int) -> int:
     return found
 
 
-def _check_picture(out: Path) -> None:
+def _can_draw(out: Path) -> bool:
+    """Whether there can be a picture; says before all else on standard error why not.
+
+    Raises:
+      UsageError: If the file cannot be one.
+    """
     if out.suffix not in _PICTURES:
         raise UsageError(f"--out must end in one of {_PICTURES}, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"--out must lie in an existing folder, got {str(out)!r}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        print(
+            'no picture: it needs matplotlib, pip install "sketchwalk-jax[plots]"', file=sys.stderr
+        )
+        return False
+    return True
 
 
 def _describe(config: Policy, preset: str, phase: str) -> str:
@@ -281,7 +306,7 @@ class _Table:
 
 def _introduce(table: _Table, directory: Path, text: Prompt) -> None:
     device = jax.devices()[0].device_kind
-    who = f"read by {directory.resolve().name} on {device}"
+    who = f"read by {checkpoint_name(directory)} on {device}"
     table.line(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
     for fact in text.facts:
         share = fact.position / len(text.tokens)
@@ -358,6 +383,7 @@ def _results(reader: Reader) -> dict[str, Any]:
         "tokens_per_s": reader.tokens_per_s,
         "measured_density_decode": reader.decode_density,
         "right": reader.num_right,
+        "is_finite": reader.is_finite,
         "answers": [{"text": one.text, "is_right": one.is_right} for one in reader.answers],
     }
 
@@ -384,12 +410,7 @@ def _draw(
         f"Blocks attended to in {len(text.tokens):,} tokens with {len(text.facts)} facts "
         f"({name}; {sparse.read_density:.0%} of all pairs)"
     )
-    try:
-        figure = draw_picture(text, dense, sparse, layers=layers, title=title)
-        figure.savefig(out, dpi=_DPI)
-    except ImportError as error:
-        print(f"no picture: {error}", file=sys.stderr)
-        return False
+    draw_picture(text, dense, sparse, layers=layers, title=title).savefig(out, dpi=_DPI)
     return True
 
 
@@ -398,8 +419,9 @@ def draw_picture(
 ) -> "Figure":
     """Draws a block map for every sparse layer, and below them what each question attended to.
 
-    Orange marks stand below the blocks in which the facts are. Where every question attended to
-    everything, as with a preset that reads the end of a prompt densely, that part is left out.
+    Orange marks stand below the blocks in which the facts are, and a dark line beside the rows that
+    attended to everything before them. Where every question attended to everything, as with a
+    preset that reads the end of a prompt densely, that part is left out.
 
     Args:
       prompt: The text.
@@ -411,12 +433,8 @@ def draw_picture(
     Raises:
       ImportError: If matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'the picture needs matplotlib: pip install "sketchwalk-jax[plots]"'
-        ) from error
+    from matplotlib.figure import Figure
+
     assert sparse.selection is not None
     size = sparse.selection.block_size
     maps = block_map(sparse.selection)
@@ -427,8 +445,11 @@ def draw_picture(
     has_strips = not all(_is_full(answer) for answer in sparse.answers)
     rows = math.ceil(len(maps) / _PANELS_IN_A_ROW)
     heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)][: 1 + has_strips]
-    figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
+    figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
     figure.suptitle(title, fontsize=12)
+    figure.legend(
+        handles=_legend(maps), loc="outside lower center", ncols=5, fontsize=9, frameon=False
+    )
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     above = parts[0]
     panels = above.subplots(rows, _PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False).flat
@@ -438,9 +459,10 @@ def draw_picture(
             continue
         draw_map(panel, maps[index], 0)
         _mark(panel, places)
+        _mark_dense_rows(panel, maps[index])
         share = np.nanmean(maps[index])
         panel.set_title(f"layer {layers[index]}: {share:.0%} of blocks", fontsize=9)
-    above.supxlabel(f"key block ({size} tokens each), marks: the facts", fontsize=10)
+    above.supxlabel(f"key block ({size} tokens each)", fontsize=10)
     above.supylabel("query block", fontsize=10)
 
     if has_strips:
@@ -469,6 +491,7 @@ def _draw_strips(
         strip.yaxis.set_major_formatter(lambda row, _: _name_of(float(row), layers))
         strip.set_aspect("auto")
         _mark(strip, [place])
+        _mark_dense_rows(strip, now.blocks)
         strip.set_title(
             f"{fact.word}, {fact.number}: dense {_answered(was)}; sparse {_answered(now)}",
             fontsize=9,
@@ -496,3 +519,30 @@ def _mark(axis: Any, places: Sequence[int]) -> None:
     """Points at blocks from below the panel."""
     bottom = axis.get_ylim()[0]
     axis.plot(places, [bottom] * len(places), "^", color=ORANGE, markersize=5, clip_on=False)
+
+
+def _mark_dense_rows(axis: Any, shares: np.ndarray) -> None:
+    """Draws a line beside the rows in which every list held every causal block."""
+    is_dense = np.nanmin(shares, axis=1) == 1.0
+    edges = np.flatnonzero(np.diff(is_dense, prepend=False, append=False))
+    left = axis.get_xlim()[0]
+    for first, end in edges.reshape(-1, 2):
+        rows = [first - 0.5, end - 0.5]
+        axis.plot([left, left], rows, color=DARK, linewidth=4, clip_on=False)
+
+
+def _legend(maps: np.ndarray) -> list[Any]:
+    """What colours and marks mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shared = bool(np.any((maps > 0) & (maps < 1)))
+    handles: list[Any] = [Patch(color=BLUE, label="all heads" if shared else "attended")]
+    if shared:
+        handles.append(Patch(color=HALF_BLUE, label="some heads"))
+    return [
+        *handles,
+        Patch(color=LIGHT_GREY, label="not attended"),
+        Line2D([], [], color=DARK, linewidth=4, label="rows that attended to everything"),
+        Line2D([], [], color=ORANGE, marker="^", linestyle="", label="where a fact is"),
+    ]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sketchwalk_jax.cache import Cache
-from sketchwalk_jax.cli.compiled import Stopwatch
+from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.generation import stream
 from sketchwalk_jax.models.config import ModelConfig
@@ -192,6 +192,8 @@ class Reader:
       decode_density: The same over the tokens of the answers.
       selection: Blocks that the text's rows attended to, or `None`.
       answers: One for each question so far.
+      is_finite: Whether every logit so far was finite; answers that were chosen from others mean
+        nothing.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class Reader:
         self.read_s = self.read_density = 0.0
         self.selection: BlockSelection | None = None
         self.answers: list[Answer] = []
+        self.is_finite = True
 
     @property
     def tokens_per_s(self) -> float:
@@ -251,6 +254,7 @@ class Reader:
         chunk, self.read_s = self._stopwatch.time(lambda: next(chunks))
         self.read_density = float(np.mean(chunk.measured_density.prefill))
         self.selection, self._cache = chunk.selection, chunks.cache
+        self.is_finite &= bool(chunk.is_finite[0])
 
     def ask(self, fact: Fact) -> Iterator[Answer]:
         """Asks for a fact; yields the answer again and again as it grows."""
@@ -281,6 +285,7 @@ class Reader:
                 is_over = True
             else:
                 density = chunk.measured_density
+                self.is_finite &= bool(chunk.is_finite[0])
                 self._decode_s += seconds
                 self._num_decoded += 1
                 answer.add(decoder.push(chunk.tokens[0, : int(chunk.lengths[0])]), fact)

@@ -8,6 +8,8 @@ from typing import Any, TextIO
 import jax
 import typer
 
+from sketchwalk_jax.memory import OutOfDeviceMemory
+
 
 class UsageError(Exception):
     """A mistake on the command line itself: exit status 2."""
@@ -18,6 +20,12 @@ class UsageError(Exception):
 _PARSER_ERROR: Any = next(
     base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
 )
+
+NOT_FINITE = (
+    "logits were NaN or infinite, so the new tokens mean nothing; the weights may be damaged, or "
+    "overflow in float16: pass --dtype bfloat16 or float32, or download the checkpoint again"
+)
+"""The warning where `is_finite` of a generation is false."""
 
 EXPECTED = (
     UsageError,
@@ -39,8 +47,9 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}", 1
     if isinstance(error, jax.errors.JaxRuntimeError):
-        message = str(error).strip().partition("\n")[0]
-        if "RESOURCE_EXHAUSTED" in message:
+        is_explained = isinstance(error, OutOfDeviceMemory)
+        message = error.found if is_explained else str(error).strip().partition("\n")[0]
+        if is_explained or "RESOURCE_EXHAUSTED" in message:
             message += (
                 "; pass --chunk-size or a smaller --batch, a shorter prompt, or a smaller --dtype"
             )

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.cli.progress import elapsed, is_shown
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.results import Row, hash_weights
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
@@ -29,7 +28,9 @@ from sketchwalk_jax.evaluation.summaries import (
 )
 from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.progress import elapsed
 
 _SIZE = "Amount"
 _DEFAULT = EvaluationConfig()
@@ -77,15 +78,20 @@ def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def _several(flag: str, metavar: str, help: str, default: Sequence[Any] | str, panel: str) -> Any:
-    shown = default if isinstance(default, str) else _listed(default)
+def _several(flag: str, metavar: str, help: str, default: str, panel: str) -> Any:
     return typer.Option(
         flag,
         metavar=metavar,
         help=help,
-        show_default=shown,
+        show_default=default,
         rich_help_panel=panel,
     )
+
+
+def _defaults(field: str) -> str:
+    """Values of a field, those of `--reduced` as well where they are others."""
+    usual, few = getattr(_DEFAULT, field), getattr(_REDUCED, field)
+    return _listed(usual) + (f"; {_listed(few)} with --reduced" if few != usual else "")
 
 
 def _number(metavar: str, help: str, field: str) -> Any:
@@ -109,11 +115,11 @@ def evaluate(
     model: options.ModelOption = None,
     policy: Annotated[
         list[str] | None,
-        _several("--policy", "NAME", "Policy to measure.", _DEFAULT.policies, options.METHOD),
+        _several("--policy", "NAME", "Policy to measure.", _defaults("policies"), options.METHOD),
     ] = None,
     preset: Annotated[
         list[str] | None,
-        _several("--preset", "NAME", "Preset of sketchwalk.", _DEFAULT.presets, options.METHOD),
+        _several("--preset", "NAME", "Preset of sketchwalk.", _defaults("presets"), options.METHOD),
     ] = None,
     density: Annotated[
         list[float] | None,
@@ -121,7 +127,7 @@ def evaluate(
             "--density",
             "FRACTION",
             "Nominal density; minference and flexprefill are calibrated to it.",
-            f"{_listed(_DEFAULT.densities)}; {_listed(_REDUCED.densities)} with --reduced",
+            _defaults("densities"),
             options.METHOD,
         ),
     ] = None,
@@ -137,7 +143,9 @@ def evaluate(
     ] = None,
     phase: Annotated[
         list[str] | None,
-        _several("--phase", "NAME", "Where selection is sparse.", _DEFAULT.phases, options.METHOD),
+        _several(
+            "--phase", "NAME", "Where selection is sparse.", _defaults("phases"), options.METHOD
+        ),
     ] = None,
     tokens: Annotated[
         list[int] | None,
@@ -151,7 +159,7 @@ def evaluate(
         ),
     ] = None,
     task: Annotated[
-        list[str] | None, _several("--task", "NAME", "Task.", _DEFAULT.tasks, _SIZE)
+        list[str] | None, _several("--task", "NAME", "Task.", _defaults("tasks"), _SIZE)
     ] = None,
     prompts: Annotated[
         int | None, _number("N", "Prompts of each task and length.", "prompts")
@@ -164,7 +172,7 @@ def evaluate(
         bool,
         typer.Option(
             "--reduced",
-            help="Few and short prompts: minutes on two CPU cores.",
+            help="Few and short prompts of few tasks, for few policies: minutes on two CPU cores.",
             rich_help_panel=_SIZE,
         ),
     ] = False,
@@ -224,6 +232,13 @@ def evaluate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start afresh where the file exists.")
     ] = False,
+    other_code: Annotated[
+        bool,
+        typer.Option(
+            "--other-code",
+            help="Continue a file that other code of this package began; its rows then say so.",
+        ),
+    ] = False,
 ) -> None:
     """Measure how much a selection loses on a checkpoint.
 
@@ -267,7 +282,7 @@ def evaluate(
         tokenizer = prompt.open_tokenizer(directory)
     keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen)
-    name = directory.resolve().name
+    name = checkpoint_name(directory)
     results = evaluate_model(
         params,
         model_config,
@@ -277,7 +292,8 @@ def evaluate(
         config=config,
         out=out,
         overwrite=overwrite,
-        progress=is_shown(),
+        other_code=other_code,
+        progress=True,
     )
     print(_quality_table(results["rows"]), flush=True)
     print(f"{out}: {len(results['rows'])} rows", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""`sketchwalk generate`: continue one prompt, as text while it comes or as one JSON object."""
+"""`sketchwalk generate`: continue a prompt, as text or JSON, or a file of prompts in batches."""
 
 import dataclasses
 import json
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,24 +13,18 @@ import jax
 import numpy as np
 import typer
 
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.compiled import keep_compiled_programs
-from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.cli.progress import elapsed, token_bar
-from sketchwalk_jax.generation import Stream, StreamChunk, check_call, pad_to_bucket, stream
-from sketchwalk_jax.models.config import ModelConfig, read_json
-from sketchwalk_jax.models.plans import find_plan
+from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
+from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts
+from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.generation import check_call, pad_to_bucket
+from sketchwalk_jax.language_model import LanguageModel, TextStream
+from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.policies import PRESETS, changed_fields
-from sketchwalk_jax.sampling import Sampling
-from sketchwalk_jax.tokenizer import StreamDecoder
+from sketchwalk_jax.progress import elapsed, progress_bar
 
 # Panels of the options.
-_PROMPT, _SAMPLING, _OUTPUT = "Prompt", "Choice of tokens", "Output"
-
-_GENERATION_CONFIG = "generation_config.json"
-# Options that draw from the distribution; who gives one wants to draw.
-_DRAWING = ("temperature", "top_k", "top_p", "min_p")
+_PROMPT, _FILES = "Prompt", "Many prompts"
 
 
 def generate(
@@ -74,60 +69,13 @@ def generate(
         ),
     ] = None,
     dtype: options.DTypeOption = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Most tokens to generate.", rich_help_panel=_SAMPLING
-        ),
-    ] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Divides the logits; at 0 the best token is taken.",
-            show_default="0, or 1 with --top-k, --top-p or --min-p",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Draw from the N best tokens; 0 for all.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            help="Draw from the fewest tokens that have probability P together.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            help="Draw from tokens with at least P times the best one's probability.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Above 1, tokens that were seen before become less likely.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    generation_config: Annotated[
-        bool,
-        typer.Option(
-            "--generation-config",
-            help=f"Take the settings above from the checkpoint's {_GENERATION_CONFIG}, "
-            "except for those given.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = False,
+    max_new_tokens: options.NewTokensOption = 128,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionPenaltyOption = None,
+    generation_config: options.GenerationConfigOption = False,
     seed: Annotated[
         int,
         typer.Option(
@@ -135,7 +83,7 @@ def generate(
             max=2**32 - 1,
             metavar="N",
             help="Seed of the random draws.",
-            rich_help_panel=_SAMPLING,
+            rich_help_panel=options.SAMPLING,
         ),
     ] = 0,
     ignore_eos: Annotated[
@@ -143,7 +91,7 @@ def generate(
         typer.Option(
             "--ignore-eos",
             help="Go on after the checkpoint's end tokens.",
-            rich_help_panel=_SAMPLING,
+            rich_help_panel=options.SAMPLING,
         ),
     ] = False,
     as_json: Annotated[
@@ -152,250 +100,225 @@ def generate(
             "--json",
             help="Print one JSON object when all is done: text, prompt_tokens, new_tokens, ttft_s, "
             "tokens_per_s, measured_density and more.",
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=options.OUTPUT,
         ),
     ] = False,
     stream_every: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Tokens between two pieces of text.", rich_help_panel=_OUTPUT
+            min=1,
+            metavar="N",
+            help="Tokens between two pieces of text.",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = 8,
-    no_compile_cache: Annotated[
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue every line of a JSON-lines file instead: a string, or an object with "
+            '"prompt" or "messages".',
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON-lines file for their texts. An interrupted run is continued from there.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts at a time.",
+            show_default="8, or fewer by the device's memory",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    overwrite: Annotated[
         bool,
         typer.Option(
-            "--no-compile-cache",
-            help="Do not keep compiled programs for later runs.",
-            rich_help_panel=_OUTPUT,
+            "--overwrite", help="Start afresh where the file exists.", rich_help_panel=_FILES
         ),
     ] = False,
+    no_compile_cache: options.NoCompileCacheOption = False,
 ) -> None:
-    """Continue a prompt.
+    """Continue a prompt, or a file of prompts.
 
     The text appears on standard output as it comes, statistics on standard error.
     """
+    _check_files(prompts, out, prompt_text, prompt_file, as_json)
     directory = options.check_model(model)
-    prompt.check_one_source(prompt_text, prompt_file)
+    if prompts is None:
+        prompt.check_one_source(prompt_text, prompt_file)
     if system is not None and not chat:
         raise UsageError("--system must be given together with --chat, got it alone")
-    config = options.make_policy(policy, preset, density, fields)
-    given = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    _make_sampling(given, {})
-    model_config = ModelConfig.from_pretrained(directory)
-    config = options.take_plan(config, fields, find_plan(directory))
-    with usage_errors():
-        Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
-    chosen = options.choose_dtype(dtype, model_config)
-    defaults = _checkpoint_settings(directory) if generation_config else {}
-    text = prompt.read_source(prompt_text, prompt_file)
+    model_config, config, chosen, sampling = options.prepare(
+        directory,
+        policy=policy,
+        preset=preset,
+        density=density,
+        fields=fields,
+        phase=phase,
+        chunk_size=chunk_size,
+        dtype=dtype,
+        generation_config=generation_config,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    text = "" if prompts is not None else prompt.read_source(prompt_text, prompt_file)
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
-        tokens = prompt.tokenize(tokenizer, text, is_chat=chat, system=system)
-    prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
+    if prompts is not None:
+        with elapsed(f"reading {prompts}"):
+            entries = read_prompts(
+                prompts,
+                tokenizer,
+                is_chat=chat,
+                system=system,
+                model_config=model_config,
+                max_new_tokens=max_new_tokens,
+            )
+        tokens = max((one.tokens for one in entries), key=len)
+    else:
+        with elapsed("cutting the prompt into tokens"):
+            prompt.check_size(text, tokenizer, model_config=model_config)
+            tokens = prompt.tokenize(tokenizer, text, is_chat=chat, system=system)
+        prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
 
     if not no_compile_cache:
         keep_compiled_programs()
-    call: dict[str, Any] = dict(
-        config=config,
-        max_new_tokens=max_new_tokens,
-        sampling=_make_sampling(given, defaults),
-        key=jax.random.key(seed),
-        eos_token_ids=() if ignore_eos else None,
-        phase=phase,
-        chunk_size=chunk_size,
-    )
+    running: dict[str, Any] = {
+        "phase": phase,
+        "chunk_size": chunk_size,
+        "eos_token_ids": () if ignore_eos else None,
+    }
+    call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    key = jax.random.key(seed)
     padded, lengths = pad_to_bucket(tokens[None], np.array([len(tokens)]), model_config, config)
     # Once more after loading; whatever is wrong shows before the weights are read.
-    check_call(padded, lengths=lengths, model_config=model_config, **call)
+    check_call(
+        padded,
+        lengths=lengths,
+        model_config=model_config,
+        config=config,
+        key=key,
+        **call,
+        **running,
+    )
+    about = {
+        "policy": policy,
+        "preset": (preset or PRESETS[0]) if policy == "sketchwalk" else None,
+        "phase": phase,
+        "dtype": chosen,
+    }
+    texts = None
+    if prompts is not None:
+        assert out is not None
+        # With all that changes a text; batches and chunks do not.
+        settings = about | {
+            "model": fingerprint(directory),
+            "settings": changed_fields(config),
+            "density": density,
+            "chat": chat,
+            "system": system,
+            "max_new_tokens": max_new_tokens,
+            "sampling": {
+                name: float(value) for name, value in dataclasses.asdict(sampling).items()
+            },
+            "seed": seed,
+            "ignore_eos": ignore_eos,
+        }
+        texts = TextsFile(out, entries, settings, overwrite=overwrite)
 
     started = time.perf_counter()
     params, model_config = options.load_model(directory, chosen)
     load_s = time.perf_counter() - started
     if density is not None:
-        call["config"] = options.set_density(
+        config = options.set_density(
             config, density, params, model_config, tokenizer, num_tokens=len(tokens)
         )
-
-    chunks = stream(
-        params, padded, lengths=lengths, model_config=model_config, every=stream_every, **call
+    lm = LanguageModel(
+        params=params, model_config=model_config, tokenizer=tokenizer, policy=config, **running
     )
-    result = _follow(
-        chunks,
-        tokenizer,
-        num_prompt_tokens=len(tokens),
-        max_new_tokens=max_new_tokens,
-        shows_text=not as_json,
-    )
+    if texts is not None:
+        complete_all(lm, texts, key=key, batch_size=batch, **call)
+        return
+    pieces = lm.stream(tokens, every=stream_every, key=key, **call)
+    shown = _follow(pieces, len(tokens), max_new_tokens=max_new_tokens, shows_text=not as_json)
+    if not shown["is_finite"]:
+        warnings.warn(NOT_FINITE, stacklevel=1)
     if as_json:
-        about = {
-            "load_s": round(load_s, 4),
-            "policy": policy,
-            "preset": (preset or PRESETS[0]) if policy == "sketchwalk" else None,
-            "phase": phase,
-            "settings": changed_fields(call["config"]),
-            "dtype": chosen,
-        }
-        print(_to_json(result, **about), flush=True)
+        more = {"load_s": round(load_s, 4), **about, "settings": changed_fields(config)}
+        print(json.dumps({**shown, **more}, allow_nan=False), flush=True)
     else:
-        print(_to_line(result), file=sys.stderr)
+        print(_to_line(shown), file=sys.stderr)
 
 
-def _checkpoint_settings(directory: Path) -> dict[str, Any]:
-    """The sampling settings of `generation_config.json`, empty if it names none.
-
-    Where it does not say `do_sample`, tokens are not drawn: only its repetition penalty counts.
-
-    Raises:
-      FileNotFoundError: If there is no such file.
-      ValueError: If it is damaged or a setting is out of range.
-    """
-    path = directory / _GENERATION_CONFIG
-    if not path.exists():
-        raise FileNotFoundError(
-            f"--generation-config must be left out: {str(directory)!r} has no {path.name}"
-        )
-    raw = read_json(path)
-    is_drawn = bool(raw.get("do_sample", False))
-    names = (*_DRAWING, "repetition_penalty") if is_drawn else ("repetition_penalty",)
-    found = {name: raw[name] for name in names if raw.get(name) is not None}
-    wrong = {name: value for name, value in found.items() if type(value) not in (int, float)}
-    if wrong:
-        raise ValueError(f"{path} must give numbers for its sampling settings, got {wrong}")
-    try:
-        Sampling(**found)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return {"temperature": 1.0, **found} if is_drawn else found
-
-
-def _make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampling:
-    """The settings: options that were given, then `defaults`, then greedy.
-
-    Args:
-      values: Value of every option of `Sampling`, `None` where it was not given.
-      defaults: Settings of the checkpoint, if they were asked for.
-
-    Raises:
-      UsageError: If an option is out of range.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    temperature = 1.0 if given.keys() & set(_DRAWING) else 0.0
-    with usage_errors():
-        return Sampling(**{"temperature": temperature, **defaults, **given})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Result:
-    """What one generation gave.
-
-    Attributes:
-      text: The new text.
-      prompt_tokens: Tokens of the prompt, without the padding of its bucket.
-      new_tokens: Generated tokens, an end token included.
-      finish_reason: `"eos"` after an end token, else `"length"`.
-      ttft_s: Seconds from submitting the prompt to the first new token. They hold the compilation
-        of prefill and of the decode step, unless compiled programs were kept of an earlier run.
-      tokens_per_s: Rate of the tokens after the first; `None` if there is only one.
-      measured_density: Attended over causal pairs, all layers and both phases.
-      measured_density_prefill: The same over the prompt.
-      measured_density_decode: The same over the new tokens.
-    """
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    finish_reason: str
-    ttft_s: float
-    tokens_per_s: float | None
-    measured_density: float
-    measured_density_prefill: float
-    measured_density_decode: float
+def _check_files(
+    prompts: Path | None,
+    out: Path | None,
+    prompt_text: str | None,
+    prompt_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Raises a `UsageError` for options of one prompt beside those of many."""
+    if (prompts is None) != (out is None):
+        one, other = ("--prompts", "--out") if out is None else ("--out", "--prompts")
+        raise UsageError(f"{one} must be given together with {other}, got it alone")
+    if prompts is None:
+        return
+    if as_json:
+        raise UsageError("--json must not be given together with --prompts: the file is JSON lines")
+    if prompt_text is not None or prompt_file is not None:
+        raise UsageError("--prompts must not be given together with --prompt or --prompt-file")
 
 
 def _follow(
-    chunks: Stream,
-    tokenizer: Any,
-    *,
-    num_prompt_tokens: int,
-    max_new_tokens: int,
-    shows_text: bool,
-) -> _Result:
+    pieces: TextStream, num_prompt_tokens: int, *, max_new_tokens: int, shows_text: bool
+) -> dict[str, Any]:
     """Runs a generation to its end.
 
     Args:
-      chunks: The generation, not yet started, of one sequence.
-      tokenizer: Turns its tokens into text.
+      pieces: The generation, not yet started.
       num_prompt_tokens: Tokens of the prompt.
       max_new_tokens: Most tokens that come.
       shows_text: Whether the text is written to standard output as it comes.
 
     Returns:
-      The text and the measurements.
+      The fields of the completion, and `ttft_s` and `tokens_per_s`, rounded.
     """
-    decoder, pieces, num_tokens = StreamDecoder(tokenizer), [], 0
-
-    def write(piece: str) -> None:
-        pieces.append(piece)
-        if shows_text:
-            print(piece, end="", flush=True)
-
-    def take(chunk: StreamChunk) -> int:
-        count = int(chunk.lengths[0])
-        write(decoder.push(chunk.tokens[0, :count]))
-        return count
-
-    start = time.perf_counter()
     with elapsed(f"reading {num_prompt_tokens} tokens"):
-        next(chunks)  # the end of prefill, without a token
-    with elapsed("generating"):
-        chunk = next(chunks)
-    num_first = num_tokens = take(chunk)
-    first = time.perf_counter()
+        pieces.read_prompt()
     # Text on the terminal is its own progress.
     is_wanted = not (shows_text and sys.stdout.isatty())
-    with token_bar(max_new_tokens, initial=num_first, is_wanted=is_wanted) as bar:
-        for chunk in chunks:
-            count = take(chunk)
-            num_tokens += count
-            bar.update(count)
-    end = time.perf_counter()
-    write(decoder.finish())
+    count = 0
+    with progress_bar(max_new_tokens, "generating", unit=" tokens", is_wanted=is_wanted) as bar:
+        for piece in pieces:
+            if shows_text:
+                print(piece, end="", flush=True)
+            bar.update(len(pieces.tokens) - count)
+            count = len(pieces.tokens)
     if shows_text:
         print(flush=True)
-
-    density = chunk.measured_density
-    return _Result(
-        text="".join(pieces),
-        prompt_tokens=num_prompt_tokens,
-        new_tokens=num_tokens,
-        finish_reason="eos" if bool(chunk.is_done[0]) else "length",
-        ttft_s=first - start,
-        tokens_per_s=(num_tokens - num_first) / (end - first) if num_tokens > num_first else None,
-        measured_density=float(density.overall),
-        measured_density_prefill=float(np.mean(density.prefill)),
-        measured_density_decode=float(np.mean(density.decode)),
-    )
+    found = dataclasses.asdict(pieces.completion)
+    found |= {"ttft_s": pieces.ttft_s, "tokens_per_s": pieces.tokens_per_s}
+    return {name: round(x, 4) if isinstance(x, float) else x for name, x in found.items()}
 
 
-def _to_json(result: _Result, **more: Any) -> str:
-    """One JSON object with the fields of `result` and more."""
-    fields = {**dataclasses.asdict(result), **more}
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
-    return json.dumps(rounded, allow_nan=False)
-
-
-def _to_line(result: _Result) -> str:
+def _to_line(shown: Mapping[str, Any]) -> str:
     """The measurements in one line."""
-    rate = "" if result.tokens_per_s is None else f", {result.tokens_per_s:.1f} tokens/s"
+    rate = "" if shown["tokens_per_s"] is None else f", {shown['tokens_per_s']:.1f} tokens/s"
     return (
-        f"{result.prompt_tokens} prompt tokens, {result.new_tokens} new, first after "
-        f"{result.ttft_s:.2f} s{rate}; density {result.measured_density:.3f} "
-        f"(prompt {result.measured_density_prefill:.3f}, "
-        f"new {result.measured_density_decode:.3f})"
+        f"{shown['prompt_tokens']} prompt tokens, {shown['new_tokens']} new, first after "
+        f"{shown['ttft_s']:.2f} s{rate}; density {shown['measured_density']:.3f} "
+        f"(prompt {shown['measured_density_prefill']:.3f}, "
+        f"new {shown['measured_density_decode']:.3f})"
     )

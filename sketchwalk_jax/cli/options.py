@@ -4,21 +4,21 @@ import ast
 import dataclasses
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import typer
 
-from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.cli.progress import elapsed, is_shown
 from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, check_checkpoint
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
-from sketchwalk_jax.models.hf_config import DTYPES
+from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
@@ -32,12 +32,18 @@ from sketchwalk_jax.policies import (
 )
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-from sketchwalk_jax.validation import check_choice
+from sketchwalk_jax.progress import elapsed
+from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.validation import DTYPES, check_choice
 
-METHOD, TEXT = "Method", "Text"
+METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 # The text that a knob is set on: plain, nothing hidden in it.
 _CALIBRATION_TASK = "text_loss"
 _LEAST_CALIBRATION_TOKENS = 128
+
+_GENERATION_CONFIG = "generation_config.json"
+# Options that draw from the distribution; who gives one wants to draw.
+_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 ModelOption = Annotated[
     Path | None,
@@ -45,7 +51,7 @@ ModelOption = Annotated[
         "--model",
         metavar="PATH",
         help="Checkpoint: a directory of Hugging Face safetensors or written by "
-        "sketchwalk_jax.save, or a GGUF file.",
+        "sketchwalk_jax.save, a GGUF file, or ORG/NAME on the Hugging Face hub.",
         show_default="the small model that ships with the package",
     ),
 ]
@@ -130,6 +136,80 @@ DTypeOption = Annotated[
     ),
 ]
 
+NewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        metavar="N",
+        help="Most tokens to generate.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="X",
+        help="Divides the logits; at 0 the best token is taken.",
+        show_default="0, or 1 with --top-k, --top-p or --min-p",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        metavar="N",
+        help="Draw from the N best tokens; 0 for all.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Draw from the fewest tokens that have probability P together.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        help="Draw from tokens with at least P times the best one's probability.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="X",
+        help="Above 1, tokens that were seen before become less likely.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+GenerationConfigOption = Annotated[
+    bool,
+    typer.Option(
+        "--generation-config",
+        help=f"Take the settings above from the checkpoint's {_GENERATION_CONFIG}, "
+        "except for those given.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+NoCompileCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-compile-cache",
+        help="Do not keep compiled programs for later runs.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 
 def make_policy(
     policy: str,
@@ -207,16 +287,17 @@ def parse_fields(given: Sequence[str]) -> dict[str, Any]:
 
 
 def check_model(model: Path | None) -> Path:
-    """The checkpoint: the one given, or that of the bundled model.
+    """The checkpoint: the one given, or that of the bundled model; downloaded where it has to be.
 
     Raises:
       UsageError: If it does not exist, or is a GGUF file and the package `gguf` is missing.
+      OSError: If it cannot be downloaded.
       FileNotFoundError: If none was given and the installation lacks the bundled model.
     """
     if model is None:
         return bundled_model()
     try:
-        found = check_checkpoint(model)
+        found = find_checkpoint(model)
         if found.is_file():
             import_gguf()
     except (ValueError, FileNotFoundError) as error:
@@ -243,10 +324,98 @@ def load_model(directory: Path, dtype: str, *, use_plan: bool = True) -> tuple[P
     """The weights, on the device, with a sign of life."""
     given: dict[str, Any] = {"dtype": dtype, "use_plan": use_plan}
     if not (directory / SAVED_CONFIG_FILE).exists():
-        return jax.block_until_ready(load(directory, progress=is_shown(), **given))
+        return jax.block_until_ready(load(directory, progress=True, **given))
     # Orbax reads everything in one call, without steps for a bar.
     with elapsed("loading"):
         return jax.block_until_ready(load(directory, progress=False, **given))
+
+
+def checkpoint_settings(directory: Path) -> dict[str, Any]:
+    """The sampling settings of `generation_config.json`, empty if it names none.
+
+    Where it does not say `do_sample`, tokens are not drawn: only its repetition penalty counts.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is damaged or a setting is out of range.
+    """
+    path = directory / _GENERATION_CONFIG
+    if not path.exists():
+        raise FileNotFoundError(
+            f"--generation-config must be left out: {str(directory)!r} has no {path.name}"
+        )
+    raw = read_json(path)
+    is_drawn = bool(raw.get("do_sample", False))
+    names = (*_DRAWING, "repetition_penalty") if is_drawn else ("repetition_penalty",)
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    wrong = {name: value for name, value in found.items() if type(value) not in (int, float)}
+    if wrong:
+        raise ValueError(f"{path} must give numbers for its sampling settings, got {wrong}")
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return {"temperature": 1.0, **found} if is_drawn else found
+
+
+def make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampling:
+    """The settings: options that were given, then `defaults`, then greedy.
+
+    Args:
+      values: Value of every option of `Sampling`, `None` where it was not given.
+      defaults: Settings of the checkpoint, if they were asked for.
+
+    Raises:
+      UsageError: If an option is out of range.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    temperature = 1.0 if given.keys() & set(_DRAWING) else 0.0
+    with usage_errors():
+        return Sampling(**{"temperature": temperature, **defaults, **given})
+
+
+def prepare(
+    directory: Path,
+    *,
+    policy: str,
+    preset: str | None,
+    density: float | None,
+    fields: Sequence[str] | None,
+    phase: str,
+    chunk_size: int | None = None,
+    dtype: str | None,
+    generation_config: bool,
+    **drawing: Any,
+) -> tuple[ModelConfig, Policy, str, Sampling]:
+    """What a run of the model is made of, checked before anything of size is read.
+
+    Args:
+      directory: The checkpoint.
+      policy: As `make_policy` takes it.
+      preset: Likewise.
+      density: Likewise.
+      fields: Likewise.
+      phase: Where selection is sparse.
+      chunk_size: Tokens that a prompt is read at a time.
+      dtype: As `choose_dtype` takes it.
+      generation_config: Whether the checkpoint's own settings of drawing hold where none is given.
+      **drawing: Options of drawing, `None` where they are not given.
+
+    Returns:
+      The model's configuration, the policy with the model's plan, the dtype, and the sampling.
+
+    Raises:
+      UsageError: If an option is out of range, or two contradict each other.
+    """
+    config = make_policy(policy, preset, density, fields)
+    make_sampling(drawing, {})
+    model_config = ModelConfig.from_pretrained(directory)
+    config = take_plan(config, fields, find_plan(directory))
+    with usage_errors():
+        Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
+    chosen = choose_dtype(dtype, model_config)
+    defaults = checkpoint_settings(directory) if generation_config else {}
+    return model_config, config, chosen, make_sampling(drawing, defaults)
 
 
 def set_density(

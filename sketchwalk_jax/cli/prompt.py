@@ -47,21 +47,45 @@ def read_source(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def open_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, without the advice that transformers prints on import.
+    """The checkpoint's tokenizer.
 
     Raises:
       ValueError: If there is none, or its files are damaged.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from sketchwalk_jax.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(directory)
-    # The tokenizers library raises `Exception` itself for files that it cannot read.
-    except Exception as error:
+    except ImportError as error:
         raise ValueError(
             f"the tokenizer of {str(directory)!r} cannot be opened: {error}"
         ) from error
+
+
+def check_size(text: str, tokenizer: Any, *, model_config: ModelConfig) -> None:
+    """Raises a `ValueError` for a text far longer than the context, before it is cut into tokens.
+
+    Cutting a text of ten megabytes takes a quarter of a minute of a core and two gigabytes. Text is
+    far longer where tokens as long as the longest would be four times as many, or where its
+    beginning alone has twice as many tokens: of a long text not much more than that is cut.
+    """
+    from sketchwalk_jax.tokenizer import encode
+
+    context, length = model_config.context_length, len(text)
+    if length <= 4 * context:
+        return
+    must = f"the prompt must fit into the model's context of {context} tokens, got {length}"
+    if length > 4 * context * max(map(len, tokenizer.get_vocab())):
+        raise ValueError(f"{must} characters; shorten the prompt")
+    part = 16 * context
+    while part < length:
+        count = len(encode(tokenizer, text[:part]))
+        if count > 2 * context:
+            raise ValueError(
+                f"{must} characters, of which the first {part} are {count} tokens; shorten the "
+                f"prompt"
+            )
+        part *= 4
 
 
 def tokenize(
@@ -73,8 +97,6 @@ def tokenize(
       ValueError: If there is no chat template, the template refuses the messages, or the text
         has no tokens.
     """
-    from jinja2 import TemplateError
-
     from sketchwalk_jax.tokenizer import apply_chat_template, encode
 
     if is_chat:
@@ -84,15 +106,21 @@ def tokenize(
             )
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        try:
-            tokens = apply_chat_template(tokenizer, messages)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        tokens = apply_chat_template(tokenizer, messages)
     else:
         tokens = encode(tokenizer, text)
     if not len(tokens):
         raise ValueError("the prompt must have at least one token, got none for its text")
     return tokens
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raises a `ValueError` for the tokenizer of a base model, which cannot be talked with."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "--model must be an instruction model: the checkpoint has no chat template, as base "
+            "models; continue a text with `sketchwalk generate`"
+        )
 
 
 def check_tokens(

@@ -1,5 +1,6 @@
 """`sketchwalk report`: tables and figures from the results of `sketchwalk eval`."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -7,10 +8,10 @@ import typer
 
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.cli.progress import elapsed
-from sketchwalk_jax.evaluation.report import model_drawings, write_report
+from sketchwalk_jax.evaluation.report import describe_gaps, model_drawings, write_report
 from sketchwalk_jax.evaluation.results import hash_weights, read_results
 from sketchwalk_jax.plots import import_pyplot
+from sketchwalk_jax.progress import elapsed
 
 
 def report(
@@ -63,5 +64,7 @@ def report(
         more = model_drawings(params, model_config, tokenizer)
     with elapsed("drawing"):
         written = write_report(found, out, has_figures=not no_figures, more=more)
+    for gap in describe_gaps(found):
+        warnings.warn(gap.replace("*", ""), stacklevel=2)
     figures = len(written) - 1
     print(f"{written[0]}: tables{f' and {figures} figures' if figures else ''}", flush=True)

@@ -11,6 +11,7 @@ From Python: `lm_eval.simple_evaluate(model=SketchWalkLM("DIR", policy="quest"),
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -264,6 +265,10 @@ class SketchWalkLM(TemplateLM):
                 sampling = Sampling(**dict(option.sampling))
                 out = generate(self.params, tokens, lengths=lengths, sampling=sampling, key=key)
                 self._count(out.measured_density, len(some))
+                if not np.all(np.asarray(out.is_finite)[: len(some)]):
+                    warnings.warn(
+                        "logits were NaN or infinite, so some answers mean nothing", stacklevel=2
+                    )
                 counts = np.asarray(out.lengths)
                 for i, new, count in zip(some, np.asarray(out.tokens), counts, strict=False):
                     text = decode(self.tokenizer, new[:count])

@@ -189,7 +189,7 @@ class LongDecode:
         answers = np.stack([sample.answer for sample in rows])
         read = partial(self._read, tokens, lengths)
         dense = read(self._dense, "decode")
-        plain = dataclasses.replace(dense, statistics=None)
+        plain = dataclasses.replace(dense, statistics=None, made_for=())
         found: dict[tuple[Rule, str], Outcome] = {}
         for rule, phases in wanted.items():
             for phase in phases:

@@ -209,7 +209,7 @@ class Measurement:
     def _cache_for(self, cache: Cache, rule: Rule, phase: str) -> Cache:
         """The cache with the statistics that the decode program of a rule expects."""
         if rule == DENSE or phase == "prefill":
-            return dataclasses.replace(cache, statistics=None)
+            return dataclasses.replace(cache, statistics=None, made_for=())
         if phase == "both":
             return cache
         assert isinstance(self._dense, Together)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, init_cache, sparse_layers
+from sketchwalk_jax.cache import Cache, Density, init_cache, made_for, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
@@ -92,6 +92,15 @@ class Together(Policy):
         policies = tuple(policy.for_layer(layer, num_layers) for policy in self.policies)
         return dataclasses.replace(self, policies=policies)
 
+    @property
+    def statistics_key(self) -> tuple[tuple[str, Any], ...]:
+        """Those of all policies."""
+        return tuple(
+            (f"{index}.{name}", value)
+            for index, policy in enumerate(self.policies)
+            for name, value in policy.statistics_key
+        )
+
     def init_statistics(
         self, shape: LayerShape, *, batch: int, num_blocks: int
     ) -> tuple[PyTree, ...]:
@@ -135,7 +144,8 @@ class Together(Policy):
         if own != watched:
             places = np.array([watched.index(layer) for layer in own], int)
             statistics = jax.tree.map(lambda x: x[places], statistics)
-        return dataclasses.replace(cache, statistics=statistics)
+        own_key = made_for(statistics, model_config, self.policies[index])
+        return dataclasses.replace(cache, statistics=statistics, made_for=own_key)
 
 
 def read_prompts(

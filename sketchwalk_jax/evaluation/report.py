@@ -27,6 +27,7 @@ from sketchwalk_jax.evaluation.summaries import (
     PHASE_TITLES,
     densities,
     measured_phases,
+    policy_label,
     probed_phases,
     rows_with,
     values_of,
@@ -77,6 +78,7 @@ TITLES = {
 """Sections of a report and their titles."""
 
 _DPI = 110
+_LISTED = 12  # names in one sentence
 _MAP_TOKENS, _MATRIX_TOKENS = 4096, 2048
 
 
@@ -123,7 +125,7 @@ def write_report(
     images = drawings(results.rows) | dict(more or {}) if has_figures else {}
     written = save_drawings(images, folder)
     parts = sections(results, plots="." if has_figures else None)
-    text = ["# Quality of sparse attention"]
+    text = ["# Quality of sparse attention", *describe_gaps(results)]
     for name, title in TITLES.items():
         text += [f"## {title}", parts[name]]
     if more:
@@ -142,7 +144,8 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
       plots: Folder of the figures, as the page links to it; without one there are no figures.
 
     Returns:
-      Tables and figures, without titles. What the results have no rows for says so.
+      Tables and figures, without titles. What the results have no rows for says so; where an
+      evaluation is not finished or of several codes, the first two parts do.
 
     Example:
       >>> print(sections(read_results("quality.json"))["summary"])  # doctest: +SKIP
@@ -164,8 +167,12 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     has_hops = any(row["hops"] is not None for row in rows)
     has_layers = any(row.get("mass_recall_by_layer") for row in rows)
     parts = {
-        "setup": [describe_results(results)],
-        "summary": [*_by_density(summary_table, rows, nominal, tokens), SUMMARY_NOTE],
+        "setup": [*describe_gaps(results), describe_results(results)],
+        "summary": [
+            *describe_gaps(results),
+            *_by_density(summary_table, rows, nominal, tokens),
+            SUMMARY_NOTE,
+        ],
         "accuracy": [*show("accuracy"), *_by_phase(accuracy_table, rows, nominal, tokens)],
         "differences": _by_phase(difference_table, rows, nominal, tokens),
         "lengths": [
@@ -206,6 +213,49 @@ def _by_phase(
             blocks.append(f"**{density_title(density)}, sparse in {place}, {tokens:,} tokens**")
             blocks.append(make(rows, phase=phase, density=density, tokens=tokens))
     return blocks
+
+
+def describe_gaps(results: Results) -> list[str]:
+    """What a reader must know before any number: that rows are missing, or are of several codes.
+
+    Args:
+      results: One evaluation.
+
+    Returns:
+      Paragraphs of markdown; none for a finished evaluation of one code.
+    """
+    found = []
+    missing, asked = results.missing, results.asked
+    if missing:
+        fields = ("policy", "phase", "task", "tokens")
+        names = [
+            f"{policy_label(one)}{'' if one['density'] in (None, 1) else f' {one["density"]:g}'}"
+            for one in missing
+        ]
+        parts = [_listed(names), *(_listed([one[name] for one in missing]) for name in fields[1:])]
+        what = "; ".join(
+            f"{title} {part}"
+            for title, part in zip(("of", "sparse in", "in", "at tokens"), parts, strict=True)
+        )
+        found.append(
+            f"**Not finished.** {len(missing):,} of {asked:,} groups of rows (a policy, phase, "
+            f"task and length) are missing, {what}. Means are over what is there, which differs "
+            f"from policy to policy; the command that wrote the file goes on where it stopped."
+        )
+    if len(results.sources) > 1:
+        parts = [f"{count:,} of code `{one}`" for one, count in results.sources.items()]
+        found.append(
+            f"**Of more than one code.** The package was changed while this was measured: rows are "
+            f"{', '.join(parts)}."
+        )
+    return found
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """Different values, in their order; of many the first ones."""
+    found = [f"{one:,}" if isinstance(one, int) else str(one) for one in dict.fromkeys(values)]
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return ", ".join(found[:_LISTED]) + more
 
 
 def describe_results(results: Results) -> str:

@@ -1,13 +1,18 @@
 """The results of an evaluation: what prompts gave, as rows, and the file that holds them.
 
 `make_rows` makes rows of the outcome of some prompts. `ResultsFile` writes them to `quality.json`,
-group by group and each time as a whole, and continues it later; `read_results` reads it.
+group by group and each time as a whole, and continues it later; `read_results` reads it. The file
+says what was asked for, so that `Results.missing` knows what an interrupted evaluation lacks, and
+which code its rows are of.
 """
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.metadata
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -15,7 +20,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,6 +80,7 @@ ROW_FIELDS = (
   long_decode only.
 * `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
   probe; null where decoding is dense for a sparse policy.
+* `sources`: hash of the package's code, in rows measured with other code than `meta` says.
 """
 
 FILTERED_FIELDS = ("drawn", "in_mean")
@@ -93,7 +99,9 @@ _APART = ("variant", "model", "stage")
 _DIGITS = 5
 # Of two runs whose rows may stand in one file, these may differ.
 _MAY_DIFFER = ("date", "command", "wall_s", "cpu", "cores", "memory_gib")
-_NOTES = ("drawn", "not_run")
+_NOTES = ("asked", "drawn", "not_run")
+_SOURCES = "sources"
+_MOST_GROUPS = 10**6  # no evaluation has as many; a file from elsewhere may say so
 _QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95 %
 
 
@@ -348,6 +356,7 @@ class ResultsFile:
         overwrite: bool = False,
         common: Mapping[str, Any] | None = None,
         may_differ: Sequence[str] = (),
+        other_code: bool = False,
     ) -> None:
         """Opens the file, to continue it if it exists.
 
@@ -358,16 +367,20 @@ class ResultsFile:
           common: Fields that rows have in front, such as `model`: of a file that several
             evaluations share, this one reads and writes the rows with these values.
           may_differ: Entries of `meta` that the file may have otherwise; this one's are kept.
+          other_code: Whether to continue a file that other code of this package began; rows then
+            say which code they are of.
 
         Raises:
-          ValueError: If the file holds something else, or results of another model, text, seed or
-            the like.
+          ValueError: If the file holds something else, or results of another model, text, seed,
+            code or the like.
           OSError: If it cannot be read, or nothing can be written there.
         """
         self.path = Path(path)
         self.meta, self.rows = dict(meta), list[Row]()
         self._common = dict(common or {})
-        self._may_differ = (*_MAY_DIFFER, *_NOTES, *may_differ)
+        self._may_differ = (*_MAY_DIFFER, *_NOTES, *may_differ, _SOURCES)
+        self._is_other_code_allowed = other_code
+        self._sources: dict[str, Any] = {}
         self._started, self._before = time.perf_counter(), 0.0
         if self.path.exists() and not overwrite:
             self._continue()
@@ -384,7 +397,11 @@ class ResultsFile:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             old, self.rows = dict(found["meta"]), list(found["rows"])
             self._before = float(old["wall_s"])
-        except (ValueError, KeyError, TypeError) as error:
+            for row in self.rows:
+                hash(group_key_of(row))
+            for kind in _NOTES:
+                _ = [dict(entry) for entry in old.get(kind, ())]
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{self.path} must hold results of an evaluation; {advice}") from error
         now = json.loads(json.dumps(self.meta))  # as it would be read
         differing = [
@@ -397,6 +414,15 @@ class ResultsFile:
                 f"{self.path} must hold results of the same evaluation, got "
                 f"{'; '.join(differing)}; {advice}"
             )
+        was, is_now = old.get(_SOURCES), now.get(_SOURCES)
+        if was != is_now:
+            if not self._is_other_code_allowed:
+                raise ValueError(
+                    f"{self.path} must hold results of the code of now, {_short(is_now)}, got "
+                    f"those of {'unknown code' if was is None else _short(was)}; {advice}, or "
+                    f"--other-code to go on all the same: new rows then say which code they are of"
+                )
+            self.meta[_SOURCES], self._sources = was, {_SOURCES: is_now}
         self.meta |= {name: old[name] for name in _NOTES if name in old}
 
     def has(self, key: tuple[Any, ...]) -> bool:
@@ -407,9 +433,10 @@ class ResultsFile:
         """Adds an entry about rows to come to `meta`, once; the next `add` writes it.
 
         Args:
-          kind: `"drawn"`, which prompts dense attention answered; or `"not_run"`, which rules were
-            left out and why.
-          **entry: What it says.
+          kind: `"asked"`, which rules, tasks and lengths are to be there in the end; `"drawn"`,
+            which prompts dense attention answered; or `"not_run"`, which rules were left out and
+            why.
+          **entry: What it says, in types of JSON.
         """
         entry = self._common | entry
         entries = self.meta.setdefault(kind, [])
@@ -463,9 +490,13 @@ class ResultsFile:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
-        rows = [{**self._common, **row} for row in rows]
+        rows = [{**self._common, **row, **self._sources} for row in rows]
         self.rows += rows
         self._finished |= {group_key_of(row) for row in rows}
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file, with what was noted."""
         self.meta["wall_s"] = round(self._before + time.perf_counter() - self._started, 1)
         write_results(self.path, self.meta, self.rows)
 
@@ -528,10 +559,34 @@ def describe_machine(
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "sketchwalk-jax": __version__}
         | {name: importlib.metadata.version(name) for name in packages},
+        _SOURCES: hash_sources(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(_relative(word, root) for word in (command or _own_command())),
         **details,
     }
+
+
+@functools.cache
+def hash_sources() -> str:
+    """The first 16 digits of the SHA-256 of this package's code: of all its Python files.
+
+    The same for a wheel and for a checkout; a comment counts as well.
+    """
+    folders = [("", Path(__file__).parents[1])]
+    for package in ("models", "pallas_kernels"):  # beside the others in a wheel, elsewhere if not
+        spec = importlib.util.find_spec(f"sketchwalk_jax.{package}")
+        places = spec.submodule_search_locations if spec else None
+        folders += [(package, Path(one)) for one in places or ()]
+    files: dict[str, Path] = {}
+    for package, folder in folders:
+        # A checkout may be a tree of links.
+        for root, _, names in os.walk(folder, followlinks=True):
+            found = (Path(root, name) for name in names if name.endswith(".py"))
+            files |= {Path(package, one.relative_to(folder)).as_posix(): one for one in found}
+    digest = hashlib.sha256()
+    for inside, path in sorted(files.items()):
+        digest.update(f"{inside} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _cpu_model() -> str:
@@ -592,6 +647,72 @@ class Results:
     meta: Mapping[str, Any]
     rows: tuple[Row, ...]
 
+    @property
+    def missing(self) -> tuple[dict[str, Any], ...]:
+        """What was asked for and is not there: fields of rows, of each group of rows.
+
+        A group is of one rule, phase, task and length. What could not be measured, because a policy
+        cannot be as sparse as asked or dense attention answers no prompt, is not among it. Files
+        that do not say what was asked for have nothing missing.
+        """
+        there = {_place(row) for row in self.rows}
+        return tuple(group for key, group in self._asked().items() if key not in there)
+
+    @property
+    def asked(self) -> int:
+        """How many groups of rows were asked for, those that cannot be measured left out."""
+        return len(self._asked())
+
+    def _asked(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {
+            _place(group): group
+            for entry in self.meta.get("asked", ())
+            for group in _groups(entry)
+            if not self._is_impossible(group)
+        }
+
+    def _is_impossible(self, group: Row) -> bool:
+        def says(entry: Mapping[str, Any], *fields: str) -> bool:
+            return all(entry.get(name) == group.get(name) for name in (*fields, "model", "stage"))
+
+        is_dense = group["policy"] == "dense"
+        if group["task"] == "long_decode" and group["phase"] == "prefill" and not is_dense:
+            return True
+        for entry in self.meta.get("drawn", ()):
+            if says(entry, "task", "tokens") and "1" not in entry["answered"] and not is_dense:
+                return True
+        fields = ("policy", "preset", "variant", "density", "tokens")
+        return any(
+            says(entry, *fields) and group["phase"] in entry["phases"]
+            for entry in self.meta.get("not_run", ())
+        )
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """How many rows each code of the package measured, by hash; `"unknown"` of old files."""
+        first, found = self.meta.get(_SOURCES) or "unknown", dict[str, int]()
+        for row in self.rows:
+            own = row.get(_SOURCES, first)
+            found[own] = found.get(own, 0) + 1
+        return found
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """`group_key_of` in a file that several evaluations share."""
+    return (*group_key_of(row), row.get("model"), row.get("stage"))
+
+
+def _groups(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The groups of rows that an entry of `"asked"` stands for."""
+    count = len(entry["tokens"]) * len(entry["tasks"]) * len(entry["rules"])
+    if count > _MOST_GROUPS:
+        raise TypeError(f"too much to be asked for, {count}")
+    shared = {name: entry[name] for name in ("model", "stage") if name in entry}
+    for tokens, task, rule in itertools.product(entry["tokens"], entry["tasks"], entry["rules"]):
+        for phase in rule["phases"]:
+            own = {name: rule[name] for name in ("policy", "preset", "variant", "density")}
+            yield {**shared, **own, "phase": phase, "task": task, "tokens": tokens}
+
 
 def read_results(path: str | Path) -> Results:
     """Reads `quality.json`, as `sketchwalk eval` writes it.
@@ -613,12 +734,18 @@ def read_results(path: str | Path) -> Results:
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON of `sketchwalk eval`, got {error}") from error
-    if not isinstance(found, dict) or not {"meta", "rows"} <= set(found):
+    is_whole = isinstance(found, dict) and {"meta", "rows"} <= set(found)
+    if not is_whole or not isinstance(found["meta"], dict) or not isinstance(found["rows"], list):
         raise ValueError(f"{path} must hold `meta` and `rows`, as `sketchwalk eval` writes them")
     check_rows(found["rows"])
-    return Results(meta=found["meta"], rows=tuple(found["rows"]))
+    results = Results(meta=found["meta"], rows=tuple(found["rows"]))
+    try:
+        _ = results.missing, results.sources
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must say what was asked for as `sketchwalk eval` does") from error
+    return results
 
 
 def check_rows(rows: Sequence[Row]) -> None:
@@ -627,10 +754,15 @@ def check_rows(rows: Sequence[Row]) -> None:
         raise ValueError("rows must hold at least one row, got none")
     seen = set()
     for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"rows must be JSON objects, got {type(row).__name__} as row {index}")
         missing = sorted({*ROW_KEY, "prompts", "exact", "text_loss"} - set(row))
         if missing:
             raise ValueError(f"rows must have all fields, got row {index} without {missing}")
         key = (*(row[field] for field in ROW_KEY), *(row.get(field) for field in _APART))
+        wrong = [one for one in key if isinstance(one, list | dict)]
+        if wrong:
+            raise ValueError(f"rows must be told apart by text and numbers, got {wrong[0]!r}")
         if key in seen:
             raise ValueError(f"rows must differ, got twice {dict(zip(ROW_KEY, key, strict=False))}")
         seen.add(key)

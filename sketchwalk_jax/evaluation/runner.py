@@ -39,7 +39,9 @@ from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConf
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
 from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.validation import check_number
 
@@ -60,12 +62,13 @@ def evaluate(
     out: str | os.PathLike[str] = "quality.json",
     overwrite: bool = False,
     seconds: float | None = None,
+    other_code: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Measures the quality of selections on a checkpoint, and writes it to a file as it goes.
 
     Args:
-      directory: Checkpoint directory with a tokenizer, or GGUF file.
+      directory: Checkpoint directory with a tokenizer, GGUF file, or `ORG/NAME` on the hub.
       config: What to run; lengths beyond the model's context are left out.
       text: Text to hide facts in, from `read_text`; Python's help topics by default.
       dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
@@ -73,10 +76,13 @@ def evaluate(
       overwrite: Whether to start afresh instead.
       seconds: Time after which no further prompts are begun; what is finished by then is kept, and
         another call goes on. No limit by default.
+      other_code: Whether to continue a file that was begun by other code of this package, which is
+        refused by default; rows then say which code they are of.
       progress: Whether to show progress on standard error.
 
     Returns:
-      `{"meta": ..., "rows": ...}`, as in the file.
+      `{"meta": ..., "rows": ...}`, as in the file; `Results(**found).missing` has what is left to
+      do, if time was up.
 
     Raises:
       ValueError: If the checkpoint, the text or the lengths do not suit, or if `out` holds results
@@ -87,9 +93,10 @@ def evaluate(
       ...                    config=EvaluationConfig.reduced())  # doctest: +SKIP
     """
     text = read_text() if text is None else text
+    directory = find_checkpoint(directory, progress=progress)
     tokenizer = load_tokenizer(directory)
     params, model_config = load(directory, dtype=_dtype(dtype), progress=progress)
-    model = {"name": Path(directory).resolve().name, "sha256": hash_weights(directory)}
+    model = {"name": checkpoint_name(directory), "sha256": hash_weights(directory)}
     return evaluate_model(
         params,
         model_config,
@@ -100,6 +107,7 @@ def evaluate(
         out=out,
         overwrite=overwrite,
         seconds=seconds,
+        other_code=other_code,
         progress=progress,
     )
 
@@ -121,6 +129,7 @@ def evaluate_model(
     out: str | os.PathLike[str] = "quality.json",
     overwrite: bool = False,
     seconds: float | None = None,
+    other_code: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
     """`evaluate` for a model in memory.
@@ -135,6 +144,7 @@ def evaluate_model(
       out: As in `evaluate`.
       overwrite: As in `evaluate`.
       seconds: As in `evaluate`.
+      other_code: As in `evaluate`.
       progress: As in `evaluate`.
 
     Returns:
@@ -151,7 +161,7 @@ def evaluate_model(
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
     )
-    file = ResultsFile(out, meta, overwrite=overwrite)
+    file = ResultsFile(out, meta, overwrite=overwrite, other_code=other_code)
     continue_evaluation(
         file,
         params,
@@ -292,6 +302,21 @@ class _Run:
         for rule in self._rules:
             file.check_plan(rule)
 
+    def _note_asked(self, lengths: tuple[int, ...]) -> None:
+        """Says in the file what is to be there in the end."""
+        rules = [
+            {
+                "policy": rule.policy,
+                "preset": rule.preset,
+                "variant": rule.variant,
+                "density": rule.density,
+                "phases": list(self._config.phases_of_rule(rule)),
+            }
+            for rule in self._rules
+        ]
+        tasks = list(self._config.tasks)
+        self._file.note("asked", tokens=list(lengths), tasks=tasks, rules=rules)
+
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""
         plan = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
@@ -299,6 +324,9 @@ class _Run:
         for num_tokens, tasks in plan.items():
             for task in tasks:
                 self._draw(num_tokens, task, count=1)  # whatever does not fit shows at once
+        self._note_asked(lengths)
+        if plan and self._file.rows:
+            self._file.write()  # an interrupt from now on leaves a file that says what it lacks
         self._check_time()
         total = sum(
             len(wanted) * self._config.num_prompts(task)
@@ -306,9 +334,9 @@ class _Run:
             for task, wanted in tasks.items()
         )
         programs, drawing = Programs(self._params), ThreadPoolExecutor(1)
-        bar = tqdm(total=total, desc="evaluating", unit=" prompts", disable=not progress)
+        showing = progress_bar(total, "evaluating", unit=" prompts", is_wanted=progress)
         try:
-            with bar:
+            with showing as bar:
                 samples = {
                     (num_tokens, task): drawing.submit(self._draw, num_tokens, task)
                     for num_tokens, tasks in plan.items()
@@ -336,6 +364,8 @@ class _Run:
                             group = self._long_group if task == "long_decode" else self._group
                             measurement: Any = long if task == "long_decode" else short
                             group(measurement, future.result(), some, num_tokens, bar)
+            if plan and self._file.rows:
+                self._file.write()  # with the rules that were left out last
         finally:
             programs.close()
             drawing.shutdown(wait=False, cancel_futures=True)
@@ -614,8 +644,15 @@ class _Run:
         rows = []
         for (rule, phase), outcomes in parts.items():
             calibrated = self._calibrations.get((rule, num_tokens))
+            outcome = Outcome.join(outcomes)
+            if outcome.losses is not None and not np.isfinite(outcome.losses).all():
+                raise ValueError(
+                    f"logits must be finite, got a loss of {outcome.losses.max()} in "
+                    f"{samples[0].task} with {rule}; the weights may be damaged, or overflow in "
+                    f"float16: load them as bfloat16 or float32, or download them again"
+                )
             rows += make_rows(
-                Outcome.join(outcomes),
+                outcome,
                 samples,
                 rule,
                 phase=phase,

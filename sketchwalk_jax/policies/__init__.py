@@ -94,7 +94,7 @@ def with_plan(policy: Policy, plan: Plan | None) -> Policy:
       >>> plan = Plan(densities=((0.1,), (0.1,)), errors=((0.5,), (0.02,)), weights=(1.0, 1.0),
       ...             representatives=(8,), misses=((0.0,), (0.0,)))
       >>> with_plan(by_name("sketchwalk", preset="recommended"), plan).layer_densities
-      (0.375, 0.025)
+      (0.3, 0.1)
     """
     if plan is None or not isinstance(policy, RecommendedConfig) or policy.plan is not None:
         return policy

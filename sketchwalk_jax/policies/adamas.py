@@ -47,6 +47,8 @@ class AdamasConfig(DecodePolicy):
       np.int32(100)
     """
 
+    heads_on_mesh = "own"
+
     thresholds: tuple[float, float, float] = (-10.0, 0.0, 10.0)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class AdamasConfig(DecodePolicy):
     def unit_size(self) -> int:
         """Lists are of tokens."""
         return 1
+
+    @property
+    def statistics_key(self) -> tuple[tuple[str, Any], ...]:
+        """Where codes begin."""
+        return (("thresholds", self.thresholds),)
 
     def init_statistics(
         self, shape: LayerShape, *, batch: int, num_blocks: int

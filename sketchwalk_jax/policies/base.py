@@ -16,7 +16,7 @@ import abc
 import copy
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,53 @@ from sketchwalk_jax.validation import check_flag, check_integer, check_number
 PyTree = Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How the heads of a layer are spread over the ranks of a mesh axis.
+
+    Rank `r` has the query heads from `r · N / ranks` on, and their key/value heads. Where there are
+    fewer of these than ranks, `ranks / K` neighbours have the same one.
+
+    Attributes:
+      axis: The axis, a name for collectives.
+      ranks: Ranks along it.
+      num_heads: Query heads `N` of all ranks.
+      num_kv_heads: Key/value heads `K` of all ranks, none counted twice.
+    """
+
+    axis: str
+    ranks: int
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same key/value head."""
+        return max(1, self.ranks // self.num_kv_heads)
+
+    def gather(self, x: Array, *, axis: int) -> Array:
+        """What all ranks have, rank by rank along an axis: heads in the order of one device.
+
+        Each rank receives `(ranks - 1)` times the bytes of `x`.
+
+        Args:
+          x: An array of own query heads, or of own key/value heads, whose copies come too.
+          axis: The axis of the heads.
+        """
+        return jax.lax.all_gather(x, self.axis, axis=axis, tiled=True)
+
+    def gather_keys(self, x: Array, *, axis: int) -> Array:
+        """`gather` of key/value heads, of copies only the first."""
+        return jax.lax.slice_in_dim(self.gather(x, axis=axis), 0, None, self.copies, axis=axis)
+
+    def own(self, x: Array, *, axis: int) -> Array:
+        """The part of this rank, of what all ranks have of all heads, query or key/value ones."""
+        size = x.shape[axis]
+        count = max(1, size // self.ranks)
+        first = jax.lax.axis_index(self.axis) * size // self.ranks
+        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -50,12 +97,15 @@ class Span:
       end: Tokens in the cache once this call has been written, int32 `[B]`.
       prompt_end: Tokens in the cache once the whole prompt has been written, int32 `[B]`; later
         than `end` while a prompt is being read in chunks.
+      heads: How the heads are spread over ranks, each of which makes this call for its own; `None`
+        where they are all here.
     """
 
     first_block: Int[Array, "B"]
     valid: Bool[Array, "B T"]
     end: Int[Array, "B"]
     prompt_end: Int[Array, "B"]
+    heads: Heads | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of_tokens(
@@ -121,6 +171,22 @@ class LayerShape:
     dtype: DTypeLike = jnp.float32
 
 
+class TokenWrite(NamedTuple):
+    """A decoded token's values, and where they and its keys go.
+
+    Attributes:
+      value: The values.
+      keys: Keys of all layers.
+      values: Values of all layers.
+      layer: The layer.
+    """
+
+    value: Float[Array, "B 1 K H"]
+    keys: Float[Array, "L B S K H"]
+    values: Float[Array, "L B S K H"]
+    layer: Int[Array, ""]
+
+
 def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
     """A copy of one layer's arrays, of those of all on a leading axis."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
@@ -141,6 +207,17 @@ class Policy(abc.ABC):
 
     counts_dense_layers: ClassVar[bool] = False
     """Whether a density means all layers of the model, dense ones included."""
+
+    heads_on_mesh: ClassVar[Literal["all", "combined", "own"]] = "all"
+    """What the policy sees on ranks that share the heads of a layer (`Span.heads`).
+
+    `"all"`: queries, keys and statistics of all heads, gathered before it is asked. Any policy
+    works so, and selects what it selects on one device; every rank does all of the work, and
+    receives queries and keys of the span, and the whole cache if the policy reads it. `"combined"`:
+    those of the rank's own heads; it puts what it finds together, over `span.heads`, before it
+    makes one list for all heads. `"own"`: those of the rank's own heads, for each of which it makes
+    a list.
+    """
 
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0
@@ -174,6 +251,14 @@ class Policy(abc.ABC):
     def phases(self) -> tuple[str, ...]:
         """Phases in which the policy selects: a subset of `("prefill", "decode")`."""
         return ("prefill", "decode")
+
+    @property
+    def statistics_key(self) -> tuple[tuple[str, Any], ...]:
+        """Fields, each with its value, that change what statistics mean but not their shapes.
+
+        A cache is continued only by a policy with the same ones.
+        """
+        return ()
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
         """Empty statistics of one layer; every leaf starts with axes `[B, J]` or `[B]`."""
@@ -225,6 +310,32 @@ class Policy(abc.ABC):
 
         Returns:
           The statistics of all layers, or `None` to be asked for `observe`.
+        """
+        return None
+
+    def append_in_place(
+        self,
+        key: Float[Array, "B 1 K H"],
+        statistics: PyTree,
+        write: TokenWrite,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig,
+    ) -> tuple[PyTree, Array, Array] | None:
+        """`observe_in_place` of a decoded token that is written to the cache in the same launch.
+
+        Args:
+          key: The token's keys.
+          statistics: Those of all layers so far, on a leading axis.
+          write: The token's values, and where both go.
+          layer: Which of the statistics the token is added to.
+          span: The token.
+          kernels: What the policy's Hopper kernels run with.
+
+        Returns:
+          The statistics of all layers and the caches of keys and values, or `None` where a policy
+          has no such kernel, or it cannot take the call.
         """
         return None
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.policies.base import Span, take_layer
+from sketchwalk_jax.policies.base import Heads, Span, TokenWrite, take_layer
 from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
 
 LARGEST_CODE = 7
@@ -126,10 +126,12 @@ class BlockCodes:
             blocks of 64 tokens and the slow half of the channels.
         """
         if kernels is not None and channels is not None:
-            stacked, first = jax.tree.map(lambda x: x[None], self), jnp.zeros((), jnp.int32)
-            found = stacked.add_to_layer(first, key, span, channels=channels, kernels=kernels)
-            if found is not None:
-                return jax.tree.map(lambda x: x[0], found)
+            only = self.as_layer()
+            added = only.stack.add_to_layer(
+                only.layer, key, span, channels=channels, kernels=kernels
+            )
+            if added is not None:
+                return jax.tree.map(lambda x: x[0], added)
         key = key if channels is None else key[..., channels]
         batch, size = self.unfinished.shape[:2]
         sequence = jnp.arange(batch, dtype=jnp.int32)
@@ -191,6 +193,41 @@ class BlockCodes:
         )
         return None if found is None else type(self)(*found)
 
+    def as_layer(self) -> "LayerCodes":
+        """These as the only layer of a stack."""
+        return LayerCodes(jax.tree.map(lambda x: x[None], self), jnp.zeros((), jnp.int32))
+
+    def append_to_layer(
+        self,
+        layer: Int[Array, ""],
+        key: Float[Array, "B 1 K H"],
+        write: TokenWrite,
+        span: Span,
+        *,
+        channels: Int[np.ndarray, "C"],
+        kernels: KernelConfig,
+    ) -> tuple[Self, Array, Array] | None:
+        """`add_to_layer` of a token that is written to the cache at once.
+
+        Args:
+          layer: Which one.
+          key: The token's keys.
+          write: Its values, and where both go.
+          span: The token.
+          channels: Which channels of the keys count.
+          kernels: What Hopper kernels run with.
+
+        Returns:
+          The codes of all layers and both caches, or `None` if no kernel can take the call.
+        """
+        own = self.code, self.centre, self.step, self.unfinished
+        where: dict[str, Any] = {"layer": layer, "channels": channels, "kernels": kernels}
+        found = kernel_selection.block_codes(own, key, span, **where, write=write)
+        if found is None:
+            return None
+        *codes, keys, values = found
+        return type(self)(*codes), keys, values
+
     def residual(
         self, block: Int[Array, ""], count: int, dtype: DTypeLike
     ) -> Float[Array, "B W K C"]:
@@ -223,6 +260,11 @@ class LayerCodes:
 
     stack: BlockCodes
     layer: Int[Array, ""]
+
+    @property
+    def block_size(self) -> int:
+        """Keys of a block."""
+        return self.stack.code.shape[3]
 
     def take(self) -> BlockCodes:
         """A copy of the layer's own."""
@@ -276,7 +318,9 @@ def _eight_bits(
     x = query.astype(jnp.float32)
     shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST_FLOAT8)
     shift = jnp.clip(shift, -100, 100)
-    return (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn), _power_of_two(shift)
+    rounded = (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn)
+    # On GPUs XLA takes a number that is rounded and widened again for the number itself.
+    return jax.lax.optimization_barrier(rounded), _power_of_two(shift)
 
 
 def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
@@ -292,12 +336,13 @@ def _ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
 
 def block_scores(
     queries: Float[Array, "B I R N C"],
-    codes: BlockKeys,
+    codes: BlockKeys | LayerCodes,
     rows: Int[Array, "B I"],
     *,
     kv_lengths: Int[Array, "B"],
     scale: float,
     exponent: int,
+    heads: Heads | None = None,
     kernels: KernelConfig | None = None,
 ) -> Float[Array, "B I J"]:
     """What shares of attention heads and representative queries give each block, put together.
@@ -312,22 +357,34 @@ def block_scores(
 
     Args:
       queries: Queries that stand for those of each row, in the channels that count.
-      codes: The keys.
+      codes: The keys; of codes, kernels read one layer's where they lie.
       rows: Block of each row.
       kv_lengths: Keys present in each sequence.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
+      heads: How the heads are spread over ranks, if they are: the shares of all are added up on
+        every rank, in the order of one device, so that all have its scores.
       kernels: What Hopper kernels run with, or `None` for plain JAX; they take prompts of bfloat16
         and blocks of 64 tokens.
 
     Returns:
       Float32 `[B, I, J]`; 0 where nothing finite was seen.
     """
-    if kernels is not None and isinstance(codes, BlockCodes):
-        if kernel_selection.takes_block_scores(queries, block_size=codes.block_size):
+    if kernels is not None and isinstance(codes, BlockCodes | LayerCodes):
+        of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
+        if kernel_selection.takes_block_scores(queries, block_size=of_layer.block_size):
             return _scores_of_kernels(
-                queries, codes, rows, kv_lengths, scale=scale, exponent=exponent, kernels=kernels
+                queries,
+                of_layer,
+                rows,
+                kv_lengths,
+                scale=scale,
+                exponent=exponent,
+                heads=heads,
+                kernels=kernels,
             )
+    if isinstance(codes, LayerCodes):
+        codes = codes.take()
     batch, num_rows, count, num_heads, channels = queries.shape
     num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
     config = kernels or default_kernel_config()
@@ -357,14 +414,14 @@ def block_scores(
         )
         logits = jnp.where(peaks > 0.5 * MASK_VALUE, (peaks + shared) * scale, jnp.nan)
         logits = logits.reshape(batch, kv_heads * (num_heads // kv_heads), tile, count, num_blocks)
-        return _put_together(logits, rows, exponent)
+        return _put_together(logits, rows, exponent, heads)
 
     found = jax.lax.map(score, (tiles(queries), tiles(rows)))
     return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
 
 
 def _put_together(
-    logits: Float[Array, "B N Q R J"], rows: Int[Array, "B Q"], exponent: int
+    logits: Float[Array, "B N Q R J"], rows: Int[Array, "B Q"], exponent: int, heads: Heads | None
 ) -> Float[Array, "B Q J"]:
     """The norm, over heads and queries, of their softmax over the blocks up to each row's own."""
     block = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
@@ -372,6 +429,8 @@ def _put_together(
     is_seen = is_before & jnp.isfinite(logits)
     logits = jnp.where(is_seen, logits, MASK_VALUE)
     shares = jnp.where(is_seen, jax.nn.softmax(logits, axis=-1), 0.0) ** exponent
+    if heads is not None:
+        shares = heads.gather(shares, axis=1)
     return jnp.sum(shares, axis=(1, 3)) ** (1.0 / exponent)
 
 
@@ -404,25 +463,29 @@ def _block_peaks(
         found = jnp.max(products.reshape(*products.shape[:-1], step, size), axis=-1)
         return jax.lax.dynamic_update_slice(peaks, found, (0, 0, 0, block))
 
-    nothing = jnp.full((batch, kv_heads, num_queries, num_blocks), MASK_VALUE, jnp.float32)
+    shape = (batch, kv_heads, num_queries, num_blocks)
+    nothing = jnp.full_like(queries, MASK_VALUE, jnp.float32, shape=shape)
     return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
 
 
 def _scores_of_kernels(
     queries: Float[Array, "B I R N C"],
-    codes: BlockCodes,
+    codes: LayerCodes,
     rows: Int[Array, "B I"],
     kv_lengths: Int[Array, "B"],
     *,
     scale: float,
     exponent: int,
+    heads: Heads | None,
     kernels: KernelConfig,
 ) -> Float[Array, "B I J"]:
     """`block_scores` by the Hopper kernels, which have one axis for rows and queries."""
     from sketchwalk_jax.pallas_kernels import block_scores as kernel
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
 
     batch, num_rows, count, num_heads, channels = queries.shape
-    num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
+    stack, layer = codes.stack, codes.layer
+    num_blocks, kv_heads = stack.centre.shape[2:4]
     wanted = count * num_heads // kv_heads
     per_row = kernel.queries_per_row(wanted)
     # Rows at a time: a multiple of what fills a program, and as many as the memory says.
@@ -435,14 +498,11 @@ def _scores_of_kernels(
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
-    # In the place of tokens that are not there, one that is: a maximum does not see it twice.
-    position = jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(1, num_blocks, size)
-    is_key = (position < kv_lengths[:, None, None])[..., None, None]
-    present = jnp.where(is_key, codes.code, codes.code[:, :, :1])
-    whole = dataclasses.replace(codes, code=present)
-    beside = whole.residual(jnp.zeros((), jnp.int32), num_blocks, jnp.bfloat16)
-    beside = beside.astype(jnp.float8_e4m3fn)
-    centre = jnp.pad(codes.centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
+    beside = block_residuals_kernel(
+        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=kernels.interpret
+    )
+    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+    centre = jnp.pad(own_centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
 
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
         index, own = part
@@ -452,7 +512,10 @@ def _scores_of_kernels(
         found = kernel.block_scores_kernel(
             peaks, own, centre, scale=scale, exponent=exponent, **where
         )
-        return jnp.sum(found[..., :num_blocks], axis=(1, 2))
+        found = found[..., :num_blocks]
+        if heads is not None:
+            found = heads.gather(found, axis=1)
+        return jnp.sum(found, axis=(1, 2))
 
     parts = jnp.moveaxis(grouped, 2, 0)
     found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))

@@ -59,6 +59,8 @@ class FlexPrefillConfig(PrefillPolicy):
       0.1
     """
 
+    heads_on_mesh = "own"
+
     knob: ClassVar[str] = "gamma"
     knob_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     floor: ClassVar[str | None] = "min_budget"

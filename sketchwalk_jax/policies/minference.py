@@ -67,6 +67,8 @@ class MInferenceConfig(PrefillPolicy):
       ('prefill',)
     """
 
+    heads_on_mesh = "own"
+
     knob: ClassVar[str] = "scale"
     knob_range: ClassVar[tuple[float, float]] = (0.0, _FULL_SCALE)
 

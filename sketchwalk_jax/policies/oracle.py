@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -48,6 +49,8 @@ class OracleConfig(BudgetPolicy):
       ('prefill', 'decode')
     """
 
+    heads_on_mesh = "combined"
+
     aggregation: str = "mass"
 
     def __post_init__(self) -> None:
@@ -70,20 +73,16 @@ class OracleConfig(BudgetPolicy):
         span: Span,
     ) -> Float[Array, "B I J"]:
         """Attention to every block: of a row's queries, or of the token being decoded."""
-        size = self.block_size
         how = "sum" if self.aggregation == "mass" else "max"
+        options: dict[str, Any] = {"block_size": self.block_size, "layer": layer, "aggregate": how}
+        options["sum_heads"] = span.heads is None
         if span.is_token:
-            end = jnp.minimum(span.end, key.shape[2])
-            return token_mass(
-                query, key, block_size=size, layer=layer, kv_lengths=end, aggregate=how
-            )
-        return block_mass(
-            query,
-            key,
-            block_size=size,
-            layer=layer,
-            first_block=span.first_block,
-            valid=span.valid,
-            kv_lengths=span.end,
-            aggregate=how,
-        )
+            mass = token_mass(query, key, kv_lengths=jnp.minimum(span.end, key.shape[2]), **options)
+        else:
+            options |= {"first_block": span.first_block, "valid": span.valid}
+            mass = block_mass(query, key, kv_lengths=span.end, **options)
+        if span.heads is None:
+            return mass
+        if how == "max":
+            return jax.lax.pmax(jnp.max(mass, axis=1), span.heads.axis)
+        return jnp.sum(span.heads.gather(mass, axis=1), axis=1)

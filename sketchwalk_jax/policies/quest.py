@@ -61,6 +61,8 @@ class QuestConfig(DecodePolicy):
       ('decode',)
     """
 
+    heads_on_mesh = "own"
+
     block_size: int = 16
     min_pages: int = 3
     force_current: bool = True

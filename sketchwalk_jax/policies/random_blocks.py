@@ -36,6 +36,8 @@ class RandomConfig(BudgetPolicy):
       1
     """
 
+    heads_on_mesh = "combined"
+
     seed: int = 0
 
     def __post_init__(self) -> None:

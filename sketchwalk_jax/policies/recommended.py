@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
@@ -90,6 +90,7 @@ class RecommendedConfig(BudgetPolicy):
     """
 
     counts_dense_layers: ClassVar[bool] = True
+    heads_on_mesh = "combined"
 
     local_blocks: int = 2
     min_blocks: int = 4
@@ -221,6 +222,23 @@ class RecommendedConfig(BudgetPolicy):
         channels = self.channels(key.shape[-1])
         return statistics.add_to_layer(layer, key, span, channels=channels, kernels=kernels)
 
+    def append_in_place(
+        self,
+        key: Float[Array, "B 1 K H"],
+        statistics: PyTree,
+        write: TokenWrite,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernels: KernelConfig,
+    ) -> tuple[PyTree, Array, Array] | None:
+        """Codes of all layers, with that of the token's keys in one, and the caches."""
+        if not isinstance(statistics, BlockCodes):
+            return None
+        channels = self.channels(key.shape[-1])
+        where: dict[str, Any] = {"channels": channels, "kernels": kernels}
+        return statistics.append_to_layer(layer, key, write, span, **where)
+
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
         """Codes are left where they lie."""
         if isinstance(statistics, BlockCodes):
@@ -244,14 +262,12 @@ class RecommendedConfig(BudgetPolicy):
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token.
 
-        `statistics` may be `LayerCodes`, which token's kernels read where they lie.
+        `statistics` may be `LayerCodes`, which kernels read where they lie.
         """
         if span.is_token:
             found = self._select_token(query, statistics, walk, span=span, kernels=kernels)
             if found is not None:
                 return found
-        if isinstance(statistics, LayerCodes):
-            statistics = statistics.take()
         rows = span.rows(self.block_size)
         score = functools.partial(
             self.evidence,
@@ -259,6 +275,7 @@ class RecommendedConfig(BudgetPolicy):
             rows=rows,
             kv_lengths=span.end,
             scale=default_scale(query.shape[-1]),
+            heads=span.heads,
             kernels=kernels,
         )
         if span.is_token:
@@ -283,9 +300,13 @@ class RecommendedConfig(BudgetPolicy):
         head_dim = query.shape[-1]
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
         if isinstance(statistics, BlockCodes):
-            stacked = jax.tree.map(lambda x: x[None], statistics)
-            statistics = LayerCodes(stacked, jnp.zeros((), jnp.int32))
-        if kernels is None or not is_slow or not isinstance(statistics, LayerCodes):
+            statistics = statistics.as_layer()
+        elif isinstance(statistics, LayerCodes):
+            # Among all sparse layers, so as many have been walked; a counter less to keep.
+            walk = WalkState(walk.scores, statistics.layer)
+        # The kernel makes lists at once, of what the heads here find.
+        takes = kernels is not None and is_slow and span.heads is None
+        if kernels is None or not takes or not isinstance(statistics, LayerCodes):
             return None
         stack = statistics.stack
         return kernel_selection.select_token_by_evidence(
@@ -308,11 +329,12 @@ class RecommendedConfig(BudgetPolicy):
     def evidence(
         self,
         queries: Float[Array, "B I R N C"],
-        codes: BlockKeys,
+        codes: BlockKeys | LayerCodes,
         rows: Int[Array, "B I"],
         *,
         kv_lengths: Int[Array, "B"],
         scale: float,
+        heads: Heads | None = None,
         kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """`S[i, j]` of the class, from the queries that stand for each row."""
@@ -323,6 +345,7 @@ class RecommendedConfig(BudgetPolicy):
             kv_lengths=kv_lengths,
             scale=scale,
             exponent=self.exponent,
+            heads=heads,
             kernels=kernels,
         )
 
@@ -398,7 +421,7 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
       ...             weights=(1.0, 1.0), representatives=(4, 16), misses=((0.5, 0.1), (0.1, 0.0)))
       >>> planned_layers(plan, 0.3)
-      [(0.575, 4), (0.025, 4)]
+      [(0.5, 4), (0.1, 4)]
     """
     policy = RecommendedConfig(density=density, plan=plan)
     counts = iter(policy.sparse_representatives)

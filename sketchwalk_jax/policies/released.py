@@ -160,7 +160,8 @@ class ReleasedConfig(Policy):
 
         shape = (query.shape[0], query.shape[1], key_sums.shape[1])
         heads = jnp.arange(num_heads, dtype=jnp.int32)
-        total, _ = jax.lax.scan(add_head, jnp.zeros(shape, jnp.float32), heads)
+        start = jnp.zeros_like(query, jnp.float32, shape=shape)
+        total, _ = jax.lax.scan(add_head, start, heads)
         return total / float(num_heads)
 
     def _walk(

@@ -162,6 +162,15 @@ class SketchWalkConfig(Policy):
 
     # The state.
 
+    @property
+    def statistics_key(self) -> tuple[tuple[str, Any], ...]:
+        """Which sketch, and of what."""
+        return (
+            ("sketch_dim", self.sketch_dim),
+            ("seed", self.seed),
+            ("head_combination", self.head_combination),
+        )
+
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> SketchSums:
         """Zero sums in sketch space."""
         groups = self._num_groups(shape.num_kv_heads)

@@ -36,6 +36,8 @@ class StreamingConfig(BudgetPolicy):
       1
     """
 
+    heads_on_mesh = "combined"
+
     def select(
         self,
         query: Float[Array, "B T N H"],

@@ -1,5 +1,7 @@
 """Exact attention under a mask, in float32 at the highest precision (Algorithm 1, step 8)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jaxtyping import Bool, Float
 from sketchwalk_jax.reference.sketch import AnyArray
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="scale")
 def masked_attention(
     query: Float[AnyArray, "T N H"],
     key: Float[AnyArray, "S K H"],

@@ -1,0 +1,658 @@
+"""Whole models: time to the first token and time of a token, dense and sparse, on one GPU.
+
+    python benchmarks/end_to_end.py [--out benchmarks/results/end_to_end.json] [--model NAME]
+
+Random weights in the shapes of real models: what is measured does not depend on what they are.
+Prompts are read as `generate` reads them; tokens are decoded as it decodes them, greedily, from a
+cache that is full of normal keys and values with the policy's statistics of them. transformers,
+with torch's SDPA and the same shapes, runs first and in a process of its own, which gives all
+memory back.
+
+Every row stands beside its floor. Of a decoded token that is the bytes that must be read over the
+rate at which this GPU copies: the weights (of the input embedding, one row), the keys and values
+attended to, and the statistics. Of a prompt it is the arithmetic of the linear layers and of the
+pairs attended to over the rate of a large matrix product. `parts_ms` says what the GPU's kernels
+were busy with, from a trace of one more run.
+
+What does not fit is listed with the bytes that it needs.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import gc
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.cache import Cache, sparse_layers
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.calls import cache_bytes
+from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.generation import DecodeState, decode_tokens, start_decoding
+from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.sampling import Sampling, seen_tokens, sequence_keys
+
+PyTree = Any
+Row = dict[str, Any]
+_LLAMA_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128256,
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=2**20,
+    dtype="bfloat16",
+)
+MODELS = {
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.2-1b": dataclasses.replace(
+        _LLAMA_8B,
+        num_layers=16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": dataclasses.replace(
+        _LLAMA_8B,
+        model_type="qwen2",
+        vocab_size=152064,
+        num_layers=28,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_heads=28,
+        num_kv_heads=4,
+        qkv_bias=True,
+    ),
+}
+TINY = dataclasses.replace(
+    _LLAMA_8B,
+    vocab_size=256,
+    num_layers=3,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+LENGTHS = tuple(2**n for n in (14, 15, 16, 17))
+# Longer prompts, in pieces.
+LONG = {"llama-3.1-8b": (2**18, 2**19), "llama-3.2-1b": (2**20,)}
+PIECE = 2**15
+BATCHES = (1, 8, 32)
+DENSITIES = (0.1, 0.2)
+PAPER_DENSE_LAYERS = 2  # as in the paper
+NEW_TOKENS = 32  # of a timed loop
+MATMUL = 8192
+# What a kernel belongs to, by what its name contains; the first that fits.
+PARTS = {
+    "attention": ("block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
+    "observing": ("block_codes", "block_sums"),
+    "scores": ("representatives", "block_peaks", "block_scores", "token_scores", "block_residuals"),
+    "walk and lists": ("select", "token_lists", "walk"),
+    "linear": ("linear", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
+}
+REST = "rest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+      model: Name of the model.
+      phase: `"prefill"` or `"decode"`.
+      tokens: Of a prompt, or in the cache of each sequence.
+      batch: Sequences.
+      rule: The policy.
+      chunk_size: Tokens of a piece, or None for one piece.
+    """
+
+    model: str
+    phase: str
+    tokens: int
+    batch: int
+    rule: Rule
+    chunk_size: int | None = None
+
+    def row(self, **found: Any) -> Row:
+        """What names it, and what was found."""
+        rule = self.rule
+        return {
+            "model": self.model,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "phase": self.phase,
+            "policy": rule.policy,
+            "preset": rule.preset,
+            "density": rule.density,
+            "dense_layers": dict(rule.fields).get("dense_layers", 0),
+            "implementation": "ours",
+            "chunk_size": self.chunk_size,
+            **found,
+        }
+
+
+def main() -> None:
+    """Runs everything and writes the results, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "end_to_end.json")
+    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
+    parser.add_argument("--phase", action="append", choices=("prefill", "decode"))
+    parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
+    parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
+    parser.add_argument("--policy", action="append", help="policy or preset; default: all")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
+    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)  # the process of transformers
+    options = parser.parse_args()
+    if options.peer:
+        run_peer(json.loads(options.peer))
+        return
+    keep_compiled_programs()
+    started = time.monotonic()
+    names = ["tiny"] if options.quick else options.model or list(MODELS)
+    repeats = 2 if options.quick else options.repeats
+    rows: list[Row] = []
+    meta: dict[str, Any] = {}
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        tqdm.write(describe(row))
+        if meta:
+            meta["wall_s"] = round(time.monotonic() - started, 1)
+            common.write_results(options.out, meta, rows)
+
+    def has_time() -> bool:
+        return time.monotonic() - started < options.seconds
+
+    models = {"tiny": TINY} if options.quick else MODELS
+    if not (options.without_transformers or options.quick):
+        for name in names:  # before JAX takes the memory
+            for row in transformers_rows(name, models[name], options, repeats, has_time):
+                add(row)
+    meta |= common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0)
+    rates = measure_rates(is_quick=options.quick)
+    meta |= rates
+    for name in names:
+        model = Model(name, models[name], rates, repeats)
+        wanted = [cell for cell in cells(name, models[name], options) if matches(cell, options)]
+        with ThreadPoolExecutor(8) as pool:
+            futures: list[tuple[Cell, Future[Any] | None]] = []
+            for cell in wanted:
+                fits = model.needed_bytes(cell) < model.room
+                futures.append((cell, pool.submit(model.compile, cell) if fits else None))
+            for cell, future in tqdm(futures, desc=name):
+                if not has_time():
+                    break
+                if future is None:
+                    needed = model.needed_bytes(cell) / 2**30
+                    add(cell.row(error="does not fit", needed_gib=round(needed, 1)))
+                    continue
+                try:
+                    add(cell.row(error=None, **model.measure(cell, future.result())))
+                except Exception as error:  # the other rows are worth keeping
+                    text = f"{type(error).__name__}: {str(error)[:300]}"
+                    add(cell.row(error=text))
+                gc.collect()  # what a failed cell held
+            pool.shutdown(cancel_futures=True)
+
+
+def cells(name: str, config: ModelConfig, options: argparse.Namespace) -> Iterator[Cell]:
+    """All measurements of a model, short ones first."""
+    own = rules(is_quick=options.quick)
+    lengths = (512,) if options.quick else LENGTHS
+    piece = 256 if options.quick else PIECE
+    for tokens in lengths:
+        for rule in own:
+            yield Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
+        for batch in (1, 2) if options.quick else BATCHES:
+            for rule in own:
+                yield Cell(model=name, phase="decode", tokens=tokens, batch=batch, rule=rule)
+    long = () if options.quick else LONG.get(name, ())
+    for tokens in (lengths[-1], *long):
+        for rule in (DENSE, *own[1:2]):
+            cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
+            yield dataclasses.replace(cell, chunk_size=piece)
+    for tokens in long:
+        for rule in (DENSE, *own[1:2]):
+            yield Cell(model=name, phase="decode", tokens=tokens, batch=1, rule=rule)
+
+
+def rules(*, is_quick: bool) -> list[Rule]:
+    """Dense attention, the recommended preset and the paper's."""
+    found = [DENSE]
+    for density in DENSITIES[:1] if is_quick else DENSITIES:
+        found.append(Rule("sketchwalk", "recommended", density))
+        fields = (("dense_layers", PAPER_DENSE_LAYERS),)
+        found.append(Rule("sketchwalk", "paper", density, fields))
+    return found
+
+
+def matches(cell: Cell, options: argparse.Namespace) -> bool:
+    """Whether a measurement was asked for."""
+    name = cell.rule.preset or cell.rule.policy
+    return (
+        (not options.phase or cell.phase in options.phase)
+        and (not options.tokens or cell.tokens in options.tokens)
+        and (not options.batch or cell.batch in options.batch or cell.phase == "prefill")
+        and (not options.policy or name in options.policy)
+    )
+
+
+def describe(row: Row) -> str:
+    """One line for the terminal."""
+    name = row["preset"] or row["policy"]
+    name += f" {row['density']:g}" if row["density"] not in (None, 1.0) else ""
+    text = f"{row['implementation']} {row['model']} {row['phase']:<8}{row['tokens']:>8}"
+    text += f" x{row['batch']:<3}{name:<16}"
+    if row["error"]:
+        return f"{text} {row['error']}"
+    text += f"{1e3 * row['seconds']['median']:.3f} ms"
+    floor = row.get("floor_seconds")
+    return text + (f", {row['seconds']['median'] / floor:.2f} of its floor" if floor else "")
+
+
+def measure_rates(*, is_quick: bool) -> dict[str, float]:
+    """How fast this device copies (bytes read and written), and multiplies bfloat16 matrices."""
+    size = 2**22 if is_quick else 2**31
+    source = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
+    copy = jax.jit(jnp.copy)
+    side = 256 if is_quick else MATMUL
+    matrix = source[: side * side].reshape(side, side)
+    multiply = jax.jit(jnp.dot)
+    copied = seconds(lambda: copy(source), 7)["median"]
+    product = seconds(lambda: multiply(matrix, matrix), 7)["median"]
+    return {
+        "copy_tb_per_s": 2 * source.nbytes / copied / 1e12,
+        "matmul_tflops": 2 * side**3 / product / 1e12,
+    }
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Median and quartiles of calls that are waited for, after one that is not counted."""
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - start)
+    return common.summarize(found)
+
+
+class Model:
+    """Random weights of one model, and the measurements with them."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, rates: dict[str, float], repeats: int
+    ) -> None:
+        """Draws the weights."""
+        self.name, self.config, self._repeats = name, config, repeats
+        self._copy = rates["copy_tb_per_s"] * 1e12
+        self._matmul = rates["matmul_tflops"] * 1e12
+        self._params = random_params(config)
+        stats = jax.devices()[0].memory_stats() or {}
+        self.room = 0.97 * stats.get("bytes_limit", 2**34)
+
+    def needed_bytes(self, cell: Cell) -> float:
+        """Weights, cache, statistics, and the activations of the tokens read at a time."""
+        policy, dtype = cell.rule.make(), self.config.dtype
+        total = num_bytes(self._params) + cache_bytes(
+            self.config, policy, cell.batch, cell.tokens, dtype
+        )
+        if cell.phase == "prefill":
+            c, at_a_time = self.config, cell.chunk_size or cell.tokens
+            heads = c.num_heads + 2 * c.num_kv_heads
+            width = 3 * c.hidden_size + 2 * c.intermediate_size + heads * c.head_dim
+            total += 2 * cell.batch * at_a_time * width
+        return total
+
+    def _empty(self, cell: Cell) -> Cache:
+        return sw.init_cache(
+            self.config, cell.rule.make(), batch=cell.batch, max_tokens=cell.tokens
+        )
+
+    def _settings(self, cell: Cell) -> Settings:
+        return Settings(
+            model_config=self.config, config=cell.rule.make(), chunk_size=cell.chunk_size
+        )
+
+    def compile(self, cell: Cell) -> tuple[Any, Any, float]:
+        """The program of a measurement, what makes its input, and how long the first one took."""
+        started = time.perf_counter()
+        params, settings = shapes(self._params), self._settings(cell)
+        if cell.phase == "prefill":
+            read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
+            program = jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
+            make = functools.partial(self._prompt, cell)
+            arguments = (params, *jax.eval_shape(make))
+        else:
+            decode = functools.partial(
+                decode_tokens,
+                num_tokens=NEW_TOKENS,
+                eos_token_ids=(),
+                pad_token_id=0,
+                settings=settings,
+            )
+            program = jax.jit(
+                lambda params, state, limit: decode(params, state, Sampling(), limit),
+                donate_argnums=1,
+            )
+            make = functools.partial(self._state, cell)
+            arguments = (params, jax.eval_shape(make), jax.ShapeDtypeStruct((), jnp.int32))
+        compiled = program.lower(*arguments).compile()
+        took = time.perf_counter() - started
+        return compiled, jax.jit(make).lower().compile(), took
+
+    def _prompt(self, cell: Cell) -> tuple[Any, Any, Any]:
+        tokens = jax.random.randint(
+            jax.random.key(1), (cell.batch, cell.tokens), 0, self.config.vocab_size
+        )
+        return tokens, jnp.full((cell.batch,), cell.tokens, jnp.int32), jax.random.key(2)
+
+    def _state(self, cell: Cell) -> DecodeState:
+        """A cache that is full but for the tokens that are to come."""
+        empty, config, policy = self._empty(cell), self.config, cell.rule.make()
+        size, length = empty.key.shape[1:], cell.tokens - NEW_TOKENS
+        lengths = jnp.full((cell.batch,), length, jnp.int32)
+        valid = jnp.broadcast_to(jnp.arange(empty.capacity) < length, (cell.batch, empty.capacity))
+        span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+        shape = LayerShape(config.num_heads, size[2], size[3], empty.key.dtype)
+        kernels = self._settings(cell).selection_kernels
+
+        def one_layer(layer: Any) -> tuple[Any, Any, Any]:
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), 3)
+            key, value = (jax.random.normal(one, size, empty.key.dtype) for one in keys[:2])
+            if not policy.phases:
+                return key, value, None
+            query = jax.random.normal(keys[2], (*size[:2], config.num_heads, size[3]), key.dtype)
+            blank = policy.init_statistics(
+                shape, batch=cell.batch, num_blocks=empty.capacity // policy.block_size
+            )
+            own = policy.observe(query, key, blank, span=span, kernels=kernels)
+            return key, value, own
+
+        key, value, found = jax.lax.map(one_layer, jnp.arange(config.num_layers, dtype=jnp.int32))
+        wanted = np.asarray(sparse_layers(config, policy), np.int32)
+        statistics = jax.tree.map(lambda x: x[wanted], found) if len(wanted) else empty.statistics
+        cache = dataclasses.replace(
+            empty, key=key, value=value, statistics=statistics, lengths=lengths
+        )
+        return DecodeState(
+            logits=jnp.zeros((cell.batch, config.vocab_size), jnp.float32),
+            cache=cache,
+            seen=seen_tokens(
+                jnp.zeros((cell.batch, 1), jnp.int32),
+                jnp.ones((cell.batch,), jnp.int32),
+                vocab_size=config.vocab_size,
+            ),
+            keys=sequence_keys(jax.random.key(4), batch=cell.batch),
+            lengths=jnp.zeros((cell.batch,), jnp.int32),
+            is_done=jnp.zeros((cell.batch,), bool),
+            is_finite=jnp.ones((cell.batch,), bool),
+        )
+
+    def measure(self, cell: Cell, compiled: tuple[Any, Any, float]) -> Row:
+        """Seconds, floor, parts and memory."""
+        program, make, compile_seconds = compiled
+        found = (self._prefill if cell.phase == "prefill" else self._decode)(cell, program, make())
+        cache = jax.eval_shape(functools.partial(self._empty, cell))
+        memory = common.memory(program)
+        held = sum(memory[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
+        return found | {
+            "peak_gib": (held - memory["aliased_bytes"]) / 2**30,
+            "temporary_bytes": memory["temporary_bytes"],
+            "method_state_bytes": num_bytes(cache.statistics),
+            "kv_cache_bytes": num_bytes((cache.key, cache.value)),
+            "compile_seconds": round(compile_seconds, 1),
+        }
+
+    def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
+        densities = []
+
+        def call() -> Any:
+            state = program(self._params, *prompt)
+            densities.append(state.cache.density.prefill)
+            return state.logits
+
+        timed = seconds(call, self._repeats if cell.tokens <= 2**16 else 2)
+        density = float(jnp.mean(densities[-1]))
+        c = self.config
+        linear = (
+            2
+            * cell.tokens
+            * sum(x.size for x in jax.tree.leaves(self._params["layers"]) if x.ndim > 2)
+        )
+        pairs = cell.tokens * (cell.tokens + 1) / 2 * density * c.num_layers
+        work = cell.batch * (linear + 4 * pairs * c.num_heads * c.head_dim)
+        return {
+            "seconds": timed,
+            "measured_density": density,
+            "floor_seconds": work / self._matmul,
+            "parts_ms": parts(call),
+        }
+
+    def _decode(self, cell: Cell, program: Any, state: DecodeState) -> Row:
+        lengths = np.asarray(state.cache.lengths)
+        limit = jnp.asarray(NEW_TOKENS, jnp.int32)
+
+        def call() -> Any:
+            nonlocal state
+            # The same tokens again.
+            cache = dataclasses.replace(state.cache, lengths=jnp.asarray(lengths))
+            tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
+            return tokens
+
+        timed = seconds(call, self._repeats)
+        timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
+        density = float(jnp.mean(state.cache.density.decode))
+        if not bool(jnp.all(jnp.isfinite(state.logits))):
+            raise ValueError("logits must be finite")
+        cache = state.cache
+        attended = num_bytes((cache.key, cache.value)) * density * cell.tokens / cache.capacity
+        embedding = self._params["embed"]["embedding"]
+        weights = num_bytes(self._params)
+        if not self.config.tie_word_embeddings:
+            weights -= embedding.nbytes - cell.batch * embedding.nbytes // embedding.shape[0]
+        read = weights + attended + num_bytes(cache.statistics)
+        found = {name: one / NEW_TOKENS for name, one in parts(call).items()}
+        return {
+            "seconds": timed,
+            "measured_density": density,
+            "floor_seconds": read / self._copy,
+            "parts_ms": found,
+        }
+
+
+def parts(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds that the GPU's kernels take in one call, by what they belong to."""
+    found: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines if "GPU" in plane.name else ():
+                    for event in line.events if "Stream" in line.name else ():
+                        found[part_of(event.name)] += event.duration_ns / 1e6
+    return {name: round(found[name], 4) for name in (*PARTS, REST) if found[name]}
+
+
+def part_of(name: str) -> str:
+    """What a kernel belongs to."""
+    for part, words in PARTS.items():
+        if any(word in name for word in words):
+            return part
+    return REST
+
+
+def random_params(config: ModelConfig) -> PyTree:
+    """Normal weights, a layer at a time; norms of 1."""
+    leaves, tree = jax.tree.flatten(param_shapes(config))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(key: Any, shape: tuple[int, ...]) -> Any:
+        return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def stacked(key: Any, shape: tuple[int, ...]) -> Any:
+        return jax.lax.map(lambda one: normal(one, shape[1:]), jax.random.split(key, shape[0]))
+
+    def draw(index: int, leaf: Any) -> Any:
+        key = jax.random.key(100 + index)
+        if leaf.ndim >= 3:
+            return stacked(key, leaf.shape)
+        is_norm = leaf.ndim == 1 or leaf.shape[0] == config.num_layers
+        return jnp.ones(leaf.shape, leaf.dtype) if is_norm else normal(key, leaf.shape)
+
+    found = [draw(index, leaf) for index, leaf in enumerate(leaves)]
+    return jax.block_until_ready(jax.tree.unflatten(tree, found))
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """Shapes in the place of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+# transformers
+
+
+def transformers_rows(
+    name: str,
+    config: ModelConfig,
+    options: argparse.Namespace,
+    repeats: int,
+    has_time: Callable[[], bool],
+) -> Iterator[Row]:
+    """Rows of transformers, from a process that gives the memory back."""
+    lengths = [one for one in LENGTHS if not options.tokens or one in options.tokens]
+    batches = [one for one in BATCHES if not options.batch or one in options.batch]
+    wanted = {
+        "fields": dataclasses.asdict(config),
+        "lengths": lengths,
+        "batches": batches,
+        "phases": options.phase or ["prefill", "decode"],
+        "repeats": repeats,
+    }
+    if not has_time():
+        return
+    done = subprocess.run(
+        [sys.executable, __file__, "--peer", json.dumps(wanted, default=str)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            found = json.loads(line)
+            cell = Cell(
+                model=name,
+                phase=found.pop("phase"),
+                tokens=found.pop("tokens"),
+                batch=found.pop("batch"),
+                rule=DENSE,
+            )
+            yield cell.row(**found) | {"implementation": "transformers"}
+    if done.returncode:
+        print(f"transformers ended with {done.returncode}", file=sys.stderr)
+
+
+def run_peer(wanted: dict[str, Any]) -> None:
+    """Times transformers with torch's SDPA, one line of JSON for each row."""
+    import torch
+    import transformers
+
+    fields = wanted["fields"]
+    names = ("vocab_size", "hidden_size", "intermediate_size", "tie_word_embeddings")
+    kinds = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
+    config = kinds[fields["model_type"]](
+        **{name: fields[name] for name in names},
+        num_hidden_layers=fields["num_layers"],
+        num_attention_heads=fields["num_heads"],
+        num_key_value_heads=fields["num_kv_heads"],
+        head_dim=fields["head_dim"],
+        max_position_embeddings=fields["max_position_embeddings"],
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+    @torch.inference_mode()
+    def read(tokens: Any) -> Any:
+        cache = transformers.DynamicCache(config=config)
+        return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def decode(cache: Any, token: Any, count: int) -> None:
+        for _ in range(count):
+            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1)
+            token = token[:, None]
+
+    def timed(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+        found = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return common.summarize(found[1:])
+
+    def say(phase: str, tokens: int, batch: int, **found: Any) -> None:
+        where = {"phase": phase, "tokens": tokens, "batch": batch, "versions": versions}
+        print(json.dumps(where | {"error": None} | found), flush=True)
+
+    for tokens in wanted["lengths"]:
+        for batch in wanted["batches"]:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            prompt = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
+            try:
+                if batch == 1 and "prefill" in wanted["phases"]:
+                    found = timed(lambda prompt=prompt: read(prompt), min(wanted["repeats"], 3))
+                    say("prefill", tokens, 1, seconds=found, peak_gib=peak(torch))
+                if "decode" in wanted["phases"]:
+                    cache = read(prompt).past_key_values
+                    cache.batch_repeat_interleave(batch)
+                    token = prompt[:, :1].expand(batch, 1)
+                    found = timed(functools.partial(decode, cache, token, 8), 3)
+                    found |= {name: found[name] / 8 for name in ("median", "q25", "q75")}
+                    say("decode", tokens, batch, seconds=found, peak_gib=peak(torch))
+                    del cache
+            except torch.OutOfMemoryError:
+                say("decode", tokens, batch, error="does not fit")
+
+
+def peak(torch: Any) -> float:
+    """Most memory that was held, in GiB."""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+if __name__ == "__main__":
+    main()

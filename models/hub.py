@@ -1,0 +1,210 @@
+"""Checkpoints by their name on the Hugging Face hub, `ORG/NAME`, fetched through huggingface_hub.
+
+Only configuration, tokenizer and safetensors files are fetched, never code or pickles. They are
+kept in the hub's own cache, where later calls find them, without a network too. After an
+interruption, only files that are missing are fetched; inside a file, huggingface_hub 2 takes up a
+connection that breaks, and older versions may begin it anew.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sketchwalk_jax.models.config import ModelConfig, check_checkpoint, read_json
+from sketchwalk_jax.models.tensor_files import INDEX_FILE, SINGLE_FILE
+from sketchwalk_jax.plan import PLAN_FILE
+from sketchwalk_jax.progress import elapsed, is_shown
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    INDEX_FILE,
+    PLAN_FILE,
+)
+"""Configuration and tokenizer: these come first, so that a model that cannot run costs little."""
+
+_WEIGHTS = re.compile(r"[\w.-]+\.safetensors")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(source: str | os.PathLike[str]) -> bool:
+    """Whether something that is no file here can be the name of a model on the hub.
+
+    Example:
+      >>> [is_hub_name(x) for x in ("Qwen/Qwen3-0.6B", "./Qwen3", "a/b.gguf", "Qwen3")]
+      [True, False, False, False]
+    """
+    name = os.fspath(source)
+    return _NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def find_checkpoint(
+    source: str | os.PathLike[str], *, progress: bool = True, weights: bool = True
+) -> Path:
+    """The checkpoint that a path or a name means, downloaded where that is needed.
+
+    A directory or file of that name wins. The name `ORG/NAME` is looked for where `HF_ENDPOINT`
+    says, with the token of `hf auth login` or `HF_TOKEN`, and kept where `HF_HOME` says.
+
+    Args:
+      source: A checkpoint directory, a GGUF file, or `ORG/NAME`.
+      progress: Whether to show the download on standard error.
+      weights: Whether the weights are needed, and not configuration and tokenizer alone.
+
+    Returns:
+      The directory or GGUF file.
+
+    Raises:
+      FileNotFoundError: If there is no such directory, file or repository.
+      PermissionError: If the repository is gated, and the user has no access.
+      ConnectionError: If the hub cannot be reached, and the cache does not hold all of it.
+      ValueError: If what is there is no checkpoint of safetensors.
+      NotImplementedError: If the model is not supported; its weights are not downloaded then.
+
+    Example:
+      >>> find_checkpoint("Qwen/Qwen3-0.6B").name  # doctest: +SKIP
+      'c1899de289a04d12100db370d81485cdf75e47ca'
+    """
+    if Path(source).expanduser().exists() or not is_hub_name(source):
+        return check_checkpoint(os.fspath(source))
+    name = os.fspath(source)
+    # A log gets a line now and then; on a terminal the hub's own bars are better.
+    is_log = progress and not is_shown()
+    waiting = elapsed(f"downloading {name}") if is_log else contextlib.nullcontext()
+    with _errors_explained(name), _bars(is_wanted=progress and not is_log), waiting:
+        folder = _fetch(name, SMALL_FILES)
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{name} must be a repository with config.json and safetensors files, got none; of "
+                f"one that holds GGUF files, download a file and pass that: "
+                f"hf download {name} FILE.gguf --local-dir DIR"
+            )
+        if not weights:
+            return folder
+        ModelConfig.from_pretrained(folder)
+        # The same commit, whatever is pushed meanwhile.
+        files = _weight_names(folder)
+        folder = _fetch(name, files, revision=folder.name)
+    if not all((folder / file).is_file() for file in files):
+        raise ValueError(
+            f"{name} must hold {', '.join(files)}, got no such files: pickled weights are never "
+            f"loaded; take a repository with safetensors, or convert it with transformers' "
+            f"save_pretrained"
+        )
+    return folder
+
+
+def checkpoint_name(checkpoint: Path) -> str:
+    """What a checkpoint is called: its folder or file, or its name on the hub.
+
+    Example:
+      >>> checkpoint_name(Path("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"))
+      'Qwen3-0.6B'
+    """
+    found = checkpoint.absolute()
+    if found.parent.name == "snapshots" and found.parents[1].name.startswith("models--"):
+        return found.parents[1].name.rpartition("--")[2]
+    return found.resolve().name
+
+
+def _weight_names(folder: Path) -> tuple[str, ...]:
+    """The safetensors files to fetch: those of the index, or the single one."""
+    if not (folder / INDEX_FILE).is_file():
+        return (SINGLE_FILE,)
+    found = read_json(folder / INDEX_FILE).get("weight_map")
+    names = map(str, found.values()) if isinstance(found, dict) else ()
+    # Whoever wrote the index may have written patterns into it, or folders.
+    return tuple(sorted({one for one in names if _WEIGHTS.fullmatch(one)})) or (SINGLE_FILE,)
+
+
+def _fetch(name: str, files: tuple[str, ...], *, revision: str | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # The hub's patterns match folders as well: what lies in one is never wanted.
+    found = snapshot_download(
+        name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"]
+    )
+    return Path(found)
+
+
+@contextlib.contextmanager
+def _bars(*, is_wanted: bool) -> Iterator[None]:
+    """Keeps the hub's progress bars from showing where none is wanted."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if is_wanted or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _errors_explained(name: str) -> Iterator[None]:
+    """Turns the hub's errors into Python's own, with what to do."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise PermissionError(
+            f"{name} is gated: ask for access at {constants.ENDPOINT}/{name}, then log in with "
+            f"`hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"must be an existing checkpoint directory, GGUF file, or model of the Hugging Face "
+            f"hub, got {name!r}: there is no such folder here and no such model at "
+            f"{constants.ENDPOINT}; for a private one, log in with `hf auth login`"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise _unreachable(name, error) from error
+    except errors.HfHubHTTPError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConnectionError(
+            f"{name} cannot be downloaded from {constants.ENDPOINT}: {reason}; try again, what is "
+            f"there already is kept"
+        ) from error
+    except Exception as error:
+        if not _is_of_network(error):
+            raise
+        raise _unreachable(name, error) from error
+
+
+def _unreachable(name: str, error: Exception) -> ConnectionError:
+    from huggingface_hub import constants
+
+    cause = error.__cause__ or error
+    is_off = constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if is_off else str(cause).strip().partition("\n")[0]
+    return ConnectionError(
+        f"{name!r} is no folder here, and was not downloaded whole before, and the Hugging Face "
+        f"hub ({constants.ENDPOINT}) cannot be reached: {reason or type(cause).__name__}; try "
+        f"again with a network, or pass a directory"
+    )
+
+
+def _is_of_network(error: Exception) -> bool:
+    """Whether an error is of the HTTP client, whose package depends on the hub's version."""
+    modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
+    return bool(modules & {"httpx", "httpx2", "httpcore", "httpcore2", "requests"})

@@ -1,0 +1,229 @@
+"""What keys are beside the centre of their block, in eight bits, from their codes, on Hopper GPUs.
+
+    k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
+
+of one layer's keys among all, as `block_scores` multiplies them. In the place of a token that is
+not there stands the first one of its block: a maximum does not see it twice. NaN where a block has
+no key.
+
+A warp has one block of one key/value head. Two threads share a key; each reads 8 or 16 bytes of
+codes of four keys, and with the steps of their channels, which it makes numbers of once, writes as
+many bytes of the first half of the channels, and of the second one. Half a byte of each number is
+read, and a byte is written. Two codes become float16 in one instruction (their bits into the
+mantissa of 1024), lose what is too much, are multiplied by the step, and become eight bits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
+from sketchwalk_jax.pallas_kernels.block_scores import COPIED
+
+# Its annotations lack the operands that its functions take.
+arith: Any = typed_arith
+
+_KEYS = 64  # of a block
+_SHARING = 2  # threads of a key
+_AT_ONCE = words.LANES // _SHARING  # keys of a warp
+_WORD = 4  # bytes
+_NO_STEP = -128  # in the place of a step: there is no key
+_LOW, _HIGH = 0, 1  # halves of the channels, and of a byte of codes
+_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
+_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
+_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152
+_STEP_BIAS = (15, 11)  # what makes the field of an exponent: the step, and a sixteenth of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static about a call.
+
+    Attributes:
+      blocks: Blocks that there is room for.
+      kv_heads: Heads of keys.
+      row_bytes: Bytes of the codes of a key.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    blocks: int
+    kv_heads: int
+    row_bytes: int
+    interpret: bool
+
+    @property
+    def units(self) -> int:
+        """What warps have: blocks of a head."""
+        return self.blocks * self.kv_heads
+
+    @property
+    def words(self) -> int:
+        """Words of codes of a key that a thread has."""
+        return self.row_bytes // (_SHARING * _WORD)
+
+
+def _write_residuals(
+    code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, plan: _Plan
+) -> None:
+    """One program: four blocks of a head; heads side by side share lines of memory."""
+    batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
+    own, length = layer[0], lengths[batch]
+    code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
+    if plan.interpret:
+        for warp in range(warp_ops.WARPS):
+            unit = program * warp_ops.WARPS + warp
+            write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
+            pl.when(unit < plan.units)(functools.partial(write_unit, plan=plan))
+        return
+    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(*(reference,) * 3, *(scalar,) * 2))
+    def write(_: Any, code: Any, step: Any, out: Any, program: Any, length: Any) -> None:
+        first, length = (words.scalars(x)[0] for x in (program, length))
+        unit = arith.addi(arith.muli(first, _int(warp_ops.WARPS)), words.warp())
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(plan.units))
+        with mgpu.when(is_there):
+            _write_unit(code, step, out, unit, length, plan=plan)
+
+    write(code, step, out, program, length)
+
+
+def _write_unit(
+    code: ir.Value, step: ir.Value, out: ir.Value, unit: ir.Value, length: ir.Value, *, plan: _Plan
+) -> None:
+    """One block of a head; every value here is one thread's."""
+    block, head = (x(unit, _int(plan.kv_heads)) for x in (arith.divsi, arith.remsi))
+    lane, row_bytes = words.lane(), plan.row_bytes
+    start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * plan.words))
+    first_key = arith.muli(block, _int(_KEYS))
+
+    def row(key: ir.Value, heads: ir.Value, width: int) -> ir.Value:
+        """Place of the thread's first entry, where keys or blocks have rows of each head."""
+        place = arith.addi(arith.muli(key, _int(plan.kv_heads)), heads)
+        return arith.addi(arith.muli(place, _int(width)), start)
+
+    own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
+    keys, codes = [], []
+    for index in range(_KEYS // _AT_ONCE):
+        key = arith.addi(arith.addi(first_key, own), _int(index * _AT_ONCE))
+        is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
+        present = arith.select(is_key, key, first_key)
+        keys.append(key)
+        codes.append(_load(words.address(code, row(present, head, row_bytes)), plan.words))
+    pointer = words.address(step, row(block, head, 2 * row_bytes))
+    steps = [_load(pointer, plan.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
+    factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
+    for key, held in zip(keys, codes, strict=True):
+        pointer = words.address(out, row(key, head, 2 * row_bytes))
+        for half in (_LOW, _HIGH):
+            found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
+            _store(pointer, found, offset=half * row_bytes)
+
+
+def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
+    """Two powers of two in float16, of bytes 0 and 2 and of bytes 1 and 3; or NaN."""
+    found = []
+    for shift in (0, 8):
+        x = arith.andi(arith.shrui(steps, _int(shift)), _int(0x00FF00FF))
+        # Of what is below zero, `_NO_STEP` alone has no bit after the first.
+        is_none = arith.andi(x, arith.xori(arith.shli(x, _int(1)), _int(-1)))
+        is_none = arith.muli(arith.andi(is_none, _int(0x00800080)), _int(0x7E00 // 0x80))
+        bias = _STEP_BIAS[half]
+        field = arith.andi(arith.addi(x, _int(bias << 16 | bias)), _int(0x001F001F))
+        found.append(arith.ori(arith.shli(field, _int(10)), is_none))
+    return found[0], found[1]
+
+
+def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """Four of the codes of a word, times their steps, in eight bits."""
+    lines = [
+        f"lop3.b32 x, {source}, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        f"add.rn.f16x2 x, x, excess; mul.rn.f16x2 x, x, {factor}; "
+        f"cvt.rn.satfinite.e4m3x2.f16x2 {target}, x;"
+        for source, factor, target in (("$1", "$2", "a"), ("y", "$3", "b"))
+    ]
+    code = (
+        f"{{ .reg .b32 x, y, excess; .reg .b16 a, b; mov.b32 excess, {_EXCESS[half]}; "
+        f"shr.u32 y, $1, 8; {' '.join(lines)} "
+        "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
+    )
+    return mgpu.utils.inline_ptx(code, codes, even, odd, result_types=words.i32())
+
+
+def _load(pointer: ir.Value, count: int, *, offset: int = 0) -> list[ir.Value]:
+    """Adjacent words of global memory."""
+    names = ", ".join(f"${index}" for index in range(count))
+    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {offset}];"
+    found = mgpu.utils.inline_ptx(
+        code, pointer, result_types=[words.i32()] * count, has_side_effects=True
+    )
+    return list(found)
+
+
+def _store(pointer: ir.Value, values: list[ir.Value], *, offset: int) -> None:
+    """Writes adjacent words of global memory."""
+    names = ", ".join(f"${1 + index}" for index in range(len(values)))
+    code = f"st.global.v{len(values)}.b32 [$0 + {offset}], {{{names}}};"
+    mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
+
+
+def _write_interpreted(
+    code: Any, step: Any, out: Any, unit: Array, length: Array, *, plan: _Plan
+) -> None:
+    block, head = jax.lax.div(unit, plan.kv_heads), jax.lax.rem(unit, plan.kv_heads)
+    signed = jax.lax.bitcast_convert_type(code[block, :, head], jnp.int8).astype(jnp.int32)
+    codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
+    key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
+    codes = jnp.where(key < length, codes, codes[:1])
+    exponent = step[block, head].astype(jnp.int32)
+    scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
+    found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
+    out[pl.ds(block * _KEYS, _KEYS), head] = found
+
+
+def block_residuals_kernel(
+    code: UInt8[Array, "L B J S K C2"],
+    step: Int8[Array, "L B J K C"],
+    *,
+    layer: Int[Array, ""],
+    lengths: Int[Array, "B"],
+    interpret: bool = False,
+) -> Float[Array, "B W K C"]:
+    """`k'` of the module, float8_e4m3fn, of the keys of all blocks of one layer.
+
+    With room for a number of blocks that `block_peaks_kernel` takes; what fills up is not written.
+
+    Args:
+      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
+      step: Likewise.
+      layer: The layer.
+      lengths: Keys of each sequence.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    _, batch, blocks, _, kv_heads, row_bytes = code.shape
+    plan = _Plan(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
+    room = -(-blocks // COPIED) * COPIED
+    shape = (batch, room * _KEYS, kv_heads, 2 * row_bytes)
+    found = plgpu.kernel(
+        functools.partial(_write_residuals, plan=plan),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.int8),
+        grid=(batch, -(-plan.units // warp_ops.WARPS)),
+        grid_names=("batch", "program"),
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_residuals",
+    )(code, step, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
+    return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
+
+
+_int = words.constant

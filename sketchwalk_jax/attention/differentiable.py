@@ -1,0 +1,243 @@
+"""Attention as one function with one derivative, whichever implementation runs forward.
+
+Differentiated, the forward pass keeps its output and log-sum-exp, 4 bytes for a query in a head,
+which kernels and loops have at hand; of them `gradients` makes the cotangents of queries, keys and
+values. Lists, positions and lengths are constants. Derivatives exist in reverse mode, once.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.attention import gradients, xla
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.selection import BlockSelection
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static about a call once everything is chosen.
+
+    Attributes:
+      scale: Factor of the scores.
+      return_lse: Whether the log-sum-exp is wanted.
+      implementation: `"xla"` or `"mosaic_gpu"`.
+      config: Tile sizes.
+    """
+
+    scale: float
+    return_lse: bool
+    implementation: str
+    config: KernelConfig
+
+
+def stack(x: Array, layer: Any) -> Float[Array, "L B S K H"]:
+    """Keys or values of all layers; of one, where there is no `layer`."""
+    return x[None] if layer is None else x
+
+
+def _in_blocks(x: Float[Array, "*L B S K H"], layer: Any, size: int) -> Float[Array, "L B S2 K H"]:
+    """Keys or values of all layers, with whole blocks of tokens."""
+    return xla.pad_axis(stack(x, layer), 2, size)
+
+
+def alike(
+    query: Array,
+    key: Array,
+    value: Array,
+    selection: BlockSelection,
+    first_block: Int[Array, "B"] | None,
+    layer: Int[Array, ""] | int | None,
+    kv_lengths: Int[Array, "B"],
+) -> tuple[Any, ...]:
+    """What `attend_lists` takes, for the devices of a `shard_map` as for one: see `vary_alike`."""
+    arrays = (query, key, value, selection, first_block, layer, kv_lengths)
+    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, arrays))
+    return jax.tree.unflatten(tree, xla.vary_alike(*leaves))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_lists(
+    options: Options,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    first_block: Int[Array, "B"] | None,
+    layer: Int[Array, ""] | None,
+    kv_lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
+    """Attention over lists, whose derivative does not depend on the implementation.
+
+    Queries lie on block boundaries from block `first_block` on; without one they are the last
+    tokens of the sequences. Call it with what `alike` returns.
+    """
+    key, value = (_in_blocks(x, layer, selection.block_size) for x in (key, value))
+    layer = jnp.zeros((), jnp.int32) if layer is None else layer
+    if options.implementation == "mosaic_gpu":
+        arrays = (query, key, value, selection.ids, selection.counts)
+        where: dict[str, Any] = {
+            "layer": layer,
+            "kv_lengths": kv_lengths,
+            "scale": options.scale,
+            "block_size": selection.block_size,
+            "return_lse": options.return_lse,
+            "config": options.config,
+        }
+        # Pallas takes long to import, and few callers need it.
+        if first_block is None:
+            from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+
+            return block_sparse_decode_kernel(*arrays, **where)
+        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+
+        return block_sparse_prefill(*arrays, first_block=first_block, **where)
+    by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
+    out, lse = xla.attend_lists(
+        by_row,
+        key,
+        value,
+        selection,
+        positions,
+        layer=layer,
+        kv_lengths=kv_lengths,
+        scale=options.scale,
+        **_steps(options, selection, first_block),
+    )
+    shown = lse.reshape(query.shape[:3]) if options.return_lse else None
+    return out.reshape(query.shape), shown
+
+
+def _rows_of_lists(
+    query: Float[Array, "B T N H"],
+    selection: BlockSelection,
+    first_block: Int[Array, "B"] | None,
+    kv_lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B I Q N H"], Int[Array, "B I Q"]]:
+    """Queries by the row of lists that is theirs, and their positions."""
+    batch, num_tokens = query.shape[:2]
+    if first_block is None:
+        return query[:, None], (kv_lengths - 1)[:, None, None]
+    size = selection.block_size
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    positions = (first_block * size)[:, None] + column
+    rows = (batch, num_tokens // size, size)
+    return query.reshape(*rows, *query.shape[2:]), positions.reshape(rows)
+
+
+def _steps(
+    options: Options, selection: BlockSelection, first_block: Int[Array, "B"] | None
+) -> dict[str, int]:
+    """Sizes of the loops over lists."""
+    config = options.config
+    if first_block is not None:
+        return {"row_tile": config.row_tile, "block_step": config.block_step}
+    # A step over lists of tokens takes as many keys as one over pages of 16.
+    pages = max(1, 16 // selection.block_size)
+    return {"row_tile": 1, "block_step": config.decode_block_step * pages}
+
+
+def _lists_forward(
+    options: Options,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "*L B S K H"],
+    value: Float[Array, "*L B S K H"],
+    selection: BlockSelection,
+    *where: Any,
+) -> tuple[Any, Any]:
+    """Attention over lists, and what its derivative needs."""
+    keeping = dataclasses.replace(options, return_lse=True)
+    arguments = (query, key, value, selection, *where)
+    out, lse = attend_lists(keeping, *arguments)
+    return (out, lse if options.return_lse else None), (*arguments, out, lse)
+
+
+def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
+    """Cotangents of queries, keys and values."""
+    # What is kept of a constant may come back as NumPy's.
+    query, key, value, selection, first_block, layer, kv_lengths, *found = jax.tree.map(
+        jnp.asarray, kept
+    )
+    by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
+    shape, blocks = by_row.shape[:4], selection.block_size
+    outputs, cotangents = jax.tree.map(
+        lambda x: x.reshape(*shape, *x.shape[3:]), (tuple(found), grads)
+    )
+    grad_query, grad_key, grad_value = gradients.attend_lists(
+        by_row,
+        _in_blocks(key, layer, blocks),
+        _in_blocks(value, layer, blocks),
+        selection,
+        positions,
+        outputs,
+        cotangents,
+        layer=jnp.zeros((), jnp.int32) if layer is None else layer,
+        kv_lengths=kv_lengths,
+        scale=options.scale,
+        **_steps(options, selection, first_block),
+    )
+    num_keys = key.shape[-3]
+    grad_key, grad_value = (
+        x[0, :, :num_keys] if layer is None else x[:, :, :num_keys] for x in (grad_key, grad_value)
+    )
+    return grad_query.reshape(query.shape), grad_key, grad_value, None, None, None, None
+
+
+attend_lists.defvjp(_lists_forward, _lists_backward)
+
+
+def attend_dense(
+    *arrays: Array, scale: float, keys_per_step: int
+) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
+    """`xla.attend_dense` of queries, keys, values, positions, layer and lengths."""
+    return _differentiable_dense((scale, keys_per_step), *xla.vary_alike(*arrays))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable_dense(
+    options: tuple[float, int],
+    query: Float[Array, "B I Q N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    positions: Int[Array, "B I Q"],
+    layer: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
+    """`xla.attend_dense`; `options` are the factor of the scores and the keys of a step."""
+    scale, keys_per_step = options
+    where: dict[str, Any] = {"layer": layer, "kv_lengths": kv_lengths}
+    return xla.attend_dense(
+        query, key, value, positions, scale=scale, keys_per_step=keys_per_step, **where
+    )
+
+
+def _dense_forward(options: tuple[float, int], *arguments: Any) -> tuple[Any, Any]:
+    """Dense attention, and what its derivative needs."""
+    outputs = _differentiable_dense(options, *arguments)
+    return outputs, (*arguments, outputs)
+
+
+def _dense_backward(options: tuple[float, int], kept: tuple[Any, ...], grads: Any) -> Any:
+    """Cotangents of queries, keys and values."""
+    scale, keys_per_step = options
+    query, key, value, positions, layer, kv_lengths, outputs = jax.tree.map(jnp.asarray, kept)
+    found = gradients.attend_dense(
+        query,
+        key,
+        value,
+        positions,
+        outputs,
+        grads,
+        layer=layer,
+        kv_lengths=kv_lengths,
+        scale=scale,
+        keys_per_step=keys_per_step,
+    )
+    return (*found, None, None, None)
+
+
+_differentiable_dense.defvjp(_dense_forward, _dense_backward)

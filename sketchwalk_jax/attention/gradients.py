@@ -1,0 +1,517 @@
+"""Derivatives of exact attention in plain JAX, whatever computed it: tiles, never tokens x tokens.
+
+With the log-sum-exp `L` of each query from the forward pass, its output `O` and the cotangents `dO`
+and `dL`, the weights come back one tile at a time (Dao, FlashAttention-2, Algorithm 2):
+
+    P  = e^(scale Q Kᵀ - L)                 D  = rowsum(dO ∘ O) - dL
+    dS = P ∘ (dO Vᵀ - D)                    dV = Pᵀ dO
+    dQ = scale dS K                         dK = scale dSᵀ Q
+
+Two loops, which sum up in float32. The first goes over tiles of queries as the forward pass does,
+and gives `dQ`. The second goes over tiles of keys and gathers the queries that see them: for lists
+of blocks these stand in the *inverse* lists, the rows that list a block, which a sort makes of the
+lists. So no query scatters to the keys that it sees: steps wait for no memory that others write to,
+and results repeat bit for bit. The price is that `P` and `dO Vᵀ` are computed twice, seven products
+of matrices instead of five.
+
+Inverse lists differ in length far more than lists do: every row may list the first block. So the
+second loop takes *pieces* of them, of up to `row_step` rows, as many at a time whatever blocks they
+belong to; what several pieces of a block give is added up before it is written.
+
+Lists are constants: no derivative goes through which blocks were selected.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.attention.xla import (
+    NOWHERE,
+    Tile,
+    batched_dot,
+    gather_blocks,
+    join_heads,
+    listed_positions,
+    pad_axis,
+    rows_first,
+    sees,
+    split_heads,
+)
+from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.selection import BlockSelection
+
+
+class Queries(NamedTuple):
+    """Queries and what the backward pass needs of them, in any layout that they share.
+
+    Attributes:
+      query: Queries, features last.
+      grad: Cotangents of their outputs.
+      lse: Log-sum-exp, positive infinity where a query sees no key: its weights are then 0.
+      delta: `D`, what is taken off each derivative of a weight.
+    """
+
+    query: Float[Array, "*rest H"]
+    grad: Float[Array, "*rest H"]
+    lse: Float[Array, "*rest"]
+    delta: Float[Array, "*rest"]
+
+
+def _of_outputs(
+    query: Float[Array, "B I Q N H"],
+    out: Float[Array, "B I Q N H"],
+    lse: Float[Array, "B I Q N"],
+    grad: Float[Array, "B I Q N H"],
+    grad_lse: Float[Array, "B I Q N"] | None,
+    heads: int,
+) -> Queries:
+    """Queries by key/value head, `[B I K M H]`, with what does not depend on a key."""
+    is_empty = lse == -jnp.inf
+    delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    lse, delta = jnp.where(is_empty, jnp.inf, lse), jnp.where(is_empty, 0.0, delta)
+    lse, delta = (split_heads(x[..., None], heads)[..., 0] for x in (lse, delta))
+    return Queries(split_heads(query, heads), split_heads(grad, heads), lse, delta)
+
+
+def _products(queries: Queries, heads_and_rows: int) -> Queries:
+    """Queries as matrix products take them, `[Z M H]`."""
+    query, grad = (
+        x.reshape(heads_and_rows, -1, x.shape[-1]) for x in (queries.query, queries.grad)
+    )
+    return Queries(query, grad, *(x.reshape(heads_and_rows, -1) for x in queries[2:]))
+
+
+def _query_gradient(
+    queries: Queries,
+    num_steps: Int[Array, ""],
+    load: Callable[[Int[Array, ""]], Tile],
+    scale: float,
+) -> Float[Array, "Z M H"]:
+    """`dQ` of one tile of queries `[Z M H]` over `num_steps` tiles of keys."""
+
+    def add(step: Int[Array, ""], total: Array) -> Array:
+        key, value, visible = load(step)
+        scores = jnp.where(visible, batched_dot(queries.query, key, 2) * scale, MASK_VALUE)
+        weights = jnp.exp(scores - queries.lse[..., None])
+        slope = batched_dot(queries.grad, value, 2) - queries.delta[..., None]
+        slope = jnp.where(visible, weights * slope, 0.0)
+        return total + batched_dot(slope.astype(key.dtype), key, 1)
+
+    start = jnp.zeros_like(queries.query, jnp.float32)
+    return jax.lax.fori_loop(0, num_steps, add, start) * scale
+
+
+def _key_gradients(
+    key: Float[Array, "Z C H"],
+    value: Float[Array, "Z C H"],
+    queries: Queries,
+    visible: Bool[Array, "Z C M"],
+    scale: float,
+) -> tuple[Float[Array, "Z C H"], Float[Array, "Z C H"]]:
+    """What a tile of queries `[Z M H]` adds to `dK` and `dV` of a tile of keys."""
+    scores = jnp.where(visible, batched_dot(key, queries.query, 2) * scale, MASK_VALUE)
+    weights = jnp.exp(scores - queries.lse[:, None])
+    slope = batched_dot(value, queries.grad, 2) - queries.delta[:, None]
+    slope = jnp.where(visible, weights * slope * scale, 0.0).astype(key.dtype)
+    weights = weights.astype(key.dtype)
+    return batched_dot(slope, queries.query, 1), batched_dot(weights, queries.grad, 1)
+
+
+# Lists of blocks.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Keys and values of one layer by block, as both loops gather them.
+
+    Attributes:
+      key: Keys of all layers.
+      value: Values, shaped like `key`.
+      layer: The layer.
+      kv_head: Key/value head of each list.
+      kv_lengths: Keys present in each sequence.
+    """
+
+    key: Float[Array, "L B J size K H"]
+    value: Float[Array, "L B J size K H"]
+    layer: Int[Array, ""]
+    kv_head: Int[Array, "M"]
+    kv_lengths: Int[Array, "B"]
+
+    def load(
+        self, ids: Int[Array, "B M R P"], is_listed: Bool[Array, "B M R P"]
+    ) -> tuple[Array, Array, Int[Array, "B R M C"]]:
+        """Keys and values `[B R heads P size H]` of blocks, 0 where no token is, and positions."""
+        size = self.key.shape[3]
+        position, is_real = listed_positions(ids, is_listed, self.kv_lengths, size)
+        # What is not there may be NaN, and a derivative of 0 would not erase it.
+        key, value = (
+            jnp.where(
+                is_real[..., None],
+                gather_blocks(x, ids, layer=self.layer, kv_head=self.kv_head),
+                0,
+            )
+            for x in (self.key, self.value)
+        )
+        return key, value, position.reshape(*position.shape[:3], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inverse:
+    """The rows that list each block, in pieces of up to `step` rows of one block.
+
+    A sort brings the pairs of the lists into the order of the blocks, so that they need as much
+    room as before.
+
+    Attributes:
+      rows: Rows in the order of the blocks that they list; those of a block are ascending.
+      starts: Where the rows of each block begin.
+      counts: How many there are.
+      ends: Pieces up to and with each block.
+      step: Rows of a piece.
+    """
+
+    rows: Int[Array, "B M E"]
+    starts: Int[Array, "B M J"]
+    counts: Int[Array, "B M J"]
+    ends: Int[Array, "B M J"]
+    step: int
+
+    @classmethod
+    def of(cls, selection: BlockSelection, num_blocks: int, step: int) -> "_Inverse":
+        """That of lists of blocks."""
+        batch, lists, num_rows, length = selection.ids.shape
+        place = jnp.arange(length, dtype=jnp.int32)
+        is_listed = place[None, None, None, :] < selection.counts[..., None]
+        blocks = jnp.where(is_listed, selection.ids, num_blocks).reshape(batch, lists, -1)
+        row = jnp.arange(num_rows, dtype=jnp.int32)[None, None, :, None]
+        rows = jnp.broadcast_to(row, selection.ids.shape).reshape(blocks.shape)
+        sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        head = jnp.arange(lists, dtype=jnp.int32)[None, :, None]
+        zeros = jnp.zeros_like(blocks, shape=(batch, lists, num_blocks))
+        counts = zeros.at[sequence, head, blocks].add(1, mode="drop")
+        _, rows = jax.lax.sort((blocks, rows), num_keys=1, is_stable=True)
+        starts = jnp.cumsum(counts, axis=-1, dtype=jnp.int32) - counts
+        ends = jnp.cumsum((counts + step - 1) // step, axis=-1, dtype=jnp.int32)
+        return cls(rows, starts, counts, ends, step)
+
+    def pieces(
+        self, first: Int[Array, ""], number: int
+    ) -> tuple[Int[Array, "B M R"], Int[Array, "B M R P"], Bool[Array, "B M R P"]]:
+        """Blocks of some pieces, the rows of each, and which of these are rows indeed.
+
+        Beyond the last piece there are no rows, and the block is the number of blocks.
+        """
+        batch, lists, num_entries = self.rows.shape
+        piece = first + jnp.arange(number, dtype=jnp.int32)
+        is_behind = self.ends[:, :, None, :] <= piece[None, None, :, None]
+        blocks = jnp.sum(is_behind, axis=-1, dtype=jnp.int32)
+
+        def of_block(x: Int[Array, "B M J"]) -> Int[Array, "B M R"]:
+            return jnp.take_along_axis(x, blocks, axis=-1, mode="fill", fill_value=0)
+
+        # Pieces count from the end of their block: the first ones are whole.
+        left = of_block(self.ends) - piece[None, None, :]
+        counts = of_block(self.counts)
+        used = ((counts + self.step - 1) // self.step - left) * self.step
+        step = jnp.arange(self.step, dtype=jnp.int32)
+        place = used[..., None] + step[None, None, None, :]
+        is_row = place < counts[..., None]
+        found = jnp.clip(of_block(self.starts)[..., None] + place, 0, num_entries - 1)
+        rows = jnp.take_along_axis(self.rows, found.reshape(batch, lists, -1), axis=-1)
+        return blocks, rows.reshape(found.shape), is_row
+
+
+def _take_rows(x: Float[Array, "B I heads *rest"], rows: Int[Array, "B M R P"]) -> Array:
+    """The given rows `[B R heads P *rest]`: for every head of the loop those of its own list."""
+    sequence = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None, None]
+    if rows.shape[1] == 1:
+        taken = x.at[sequence, rows[:, 0]].get(mode="promise_in_bounds")
+        return jnp.moveaxis(taken, 3, 2)
+    head = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :, None, None]
+    taken = x.at[sequence[..., None], rows, head].get(mode="promise_in_bounds")
+    return jnp.swapaxes(taken, 1, 2)
+
+
+def _of_listed_queries(
+    blocks: _Blocks,
+    queries: Queries,
+    selection: BlockSelection,
+    positions: Int[Array, "B I Q"],
+    *,
+    scale: float,
+    row_tile: int,
+    block_step: int,
+) -> Float[Array, "X B R K M H"]:
+    """`dQ` by tiles of `row_tile` rows, over the blocks that they list."""
+    batch, num_rows, heads = queries.query.shape[:3]
+    num_blocks, group = blocks.key.shape[2], queries.query.shape[3] // positions.shape[2]
+    tile, step = min(row_tile, num_rows), min(block_step, selection.ids.shape[-1])
+    products = batch * tile * heads
+
+    def of_tile(part: tuple[Queries, Array, Array, Array]) -> Array:
+        queries, ids, counts, positions = part
+
+        def load(index: Int[Array, ""]) -> Tile:
+            listed = jax.lax.dynamic_slice_in_dim(ids, index * step, step, axis=3)
+            place = index * step + jnp.arange(step, dtype=jnp.int32)
+            is_listed = place[None, None, None, :] < counts[..., None]
+            key, value, position = blocks.load(listed, is_listed)
+            key, value = (x.reshape(products, -1, x.shape[-1]) for x in (key, value))
+            return key, value, sees(positions, position, heads, group)
+
+        num_steps = (jnp.max(counts) + step - 1) // step
+        grad = _query_gradient(_products(queries, products), num_steps, load, scale)
+        return grad.reshape(queries.query.shape).astype(queries.query.dtype)
+
+    ids = pad_axis(pad_axis(selection.ids, 3, step, num_blocks), 2, tile, num_blocks)
+    tiles = (
+        jax.tree.map(lambda x: rows_first(pad_axis(x, 1, tile), tile), queries),
+        rows_first(ids, tile, axis=2),
+        rows_first(pad_axis(selection.counts, 2, tile), tile, axis=2),
+        rows_first(pad_axis(positions, 1, tile), tile),
+    )
+    return jax.lax.map(of_tile, tiles)
+
+
+def _add_pieces(
+    total: Float[Array, "B J heads size H"],
+    pieces: Float[Array, "B R heads size H"],
+    blocks: Int[Array, "B M R"],
+) -> Float[Array, "B J heads size H"]:
+    """Adds pieces to the blocks that they belong to, those of one block to each other first.
+
+    So no two write to one place, and sums have one order.
+    """
+    batch, lists, number = blocks.shape
+    num_blocks, heads = total.shape[1:3]
+    is_same = blocks[:, :, :, None] == blocks[:, :, None, :]
+    place = jnp.arange(number, dtype=jnp.int32)
+    is_first = ~jnp.any(is_same & (place[None, :] < place[:, None])[None, None], axis=-1)
+    where = jnp.where(is_first, blocks, num_blocks + place[None, None, :])  # beyond: dropped
+    shares = jnp.broadcast_to(is_same, (batch, heads, number, number)).astype(jnp.float32)
+    sums = jnp.einsum(
+        "bhrp,bphck->bhrck", shares, pieces, precision=jax.lax.Precision.HIGHEST
+    )  # [B heads R size H]
+    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+    where = jnp.broadcast_to(where, (batch, heads, number))
+    return total.at[sequence, where, head].add(sums, mode="drop", unique_indices=True)
+
+
+def _of_listed_keys(
+    blocks: _Blocks,
+    queries: Queries,
+    selection: BlockSelection,
+    positions: Int[Array, "B I Q"],
+    *,
+    scale: float,
+    block_tile: int,
+    row_step: int,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """`dK` and `dV` of the layer over the rows that list each block.
+
+    A step takes `block_tile` pieces of up to `row_step` rows.
+    """
+    batch, num_rows, heads = queries.query.shape[:3]
+    num_blocks, size, kv_heads, head_dim = blocks.key.shape[2:]
+    tokens = positions.shape[2]
+    group = queries.query.shape[3] // tokens
+    tile, step = block_tile, min(row_step, num_rows)
+    products = batch * tile * heads
+    inverse = _Inverse.of(selection, num_blocks, step)
+
+    def add(index: Int[Array, ""], totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        ids, rows, is_row = inverse.pieces(index * tile, tile)
+        key, value, key_positions = blocks.load(ids[..., None], jnp.ones_like(ids, bool)[..., None])
+        taken = Queries(*(_take_rows(x, rows) for x in queries))
+        sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+        where = positions.at[sequence, rows].get(mode="promise_in_bounds")
+        where = jnp.where(is_row[..., None], where, -1)  # before all keys
+        where = jnp.swapaxes(where, 1, 2)[:, :, :, None, :, None, :]  # [B R M 1 P 1 Q]
+        visible = key_positions[..., None, None, None] <= where
+        shape = (batch, tile, heads, size, step, group, tokens)
+        visible = jnp.broadcast_to(visible, shape).reshape(products, size, -1)
+        key, value = (x.reshape(products, size, head_dim) for x in (key, value))
+        found = _key_gradients(key, value, _products(taken, products), visible, scale)
+        pieces = (x.reshape(batch, tile, heads, size, head_dim) for x in found)
+        first, second = (_add_pieces(*one, ids) for one in zip(totals, pieces, strict=True))
+        return first, second
+
+    shape = (batch, num_blocks, heads, size, head_dim)
+    start = jnp.zeros_like(queries.query, jnp.float32, shape=shape)
+    num_steps = (jnp.max(inverse.ends) + tile - 1) // tile
+    totals = jax.lax.fori_loop(0, num_steps, add, (start, start))
+
+    def by_token(x: Float[Array, "B J heads size H"]) -> Float[Array, "B S K H"]:
+        """With the sum over the lists of a key/value head."""
+        x = x.reshape(batch, num_blocks, kv_heads, heads // kv_heads, size, head_dim)
+        x = jnp.sum(x, axis=3).astype(blocks.key.dtype)
+        return jnp.swapaxes(x, 2, 3).reshape(batch, -1, kv_heads, head_dim)
+
+    grad_key, grad_value = map(by_token, totals)
+    return grad_key, grad_value
+
+
+def _in_layer(
+    grad: Float[Array, "B S K H"], layer: Int[Array, ""], num_layers: int
+) -> Float[Array, "L B S K H"]:
+    """A layer's cotangent as that of the stacked cache."""
+    if num_layers == 1:
+        return grad[None]
+    zeros = jnp.zeros_like(grad, shape=(num_layers, *grad.shape))
+    return jax.lax.dynamic_update_index_in_dim(zeros, grad, layer, 0)
+
+
+def attend_lists(
+    query: Float[Array, "B I Q N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    selection: BlockSelection,
+    positions: Int[Array, "B I Q"],
+    outputs: tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]],
+    grads: tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"] | None],
+    *,
+    layer: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    row_tile: int,
+    block_step: int,
+) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
+    """Cotangents of the queries, keys and values that `xla.attend_lists` takes, in their dtypes.
+
+    Args:
+      query: As `xla.attend_lists` takes it, and so all else that it has too.
+      key: Likewise; layers other than `layer` have no cotangent.
+      value: Likewise.
+      selection: Likewise.
+      positions: Likewise.
+      outputs: The output and its log-sum-exp.
+      grads: Their cotangents; `None` for a log-sum-exp that was not asked for.
+      layer: Likewise.
+      kv_lengths: Likewise.
+      scale: Likewise.
+      row_tile: Rows, and key blocks, that are processed together.
+      block_step: Blocks of a list, and rows that list a block, that one step gathers.
+    """
+    num_layers, batch, num_keys, kv_heads, head_dim = key.shape
+    size, num_lists = selection.block_size, selection.ids.shape[1]
+    heads = max(num_lists, kv_heads)
+    blocked = (num_layers, batch, num_keys // size, size, kv_heads, head_dim)
+    kv_head = jnp.arange(num_lists, dtype=jnp.int32) // (heads // kv_heads)
+    blocks = _Blocks(key.reshape(blocked), value.reshape(blocked), layer, kv_head, kv_lengths)
+    queries = _of_outputs(query, *outputs, *grads, heads)
+    grad_query = _of_listed_queries(
+        blocks,
+        queries,
+        selection,
+        positions,
+        scale=scale,
+        row_tile=row_tile,
+        block_step=block_step,
+    )
+    grad_keys = _of_listed_keys(
+        blocks,
+        queries,
+        selection,
+        positions,
+        scale=scale,
+        block_tile=row_tile,
+        row_step=block_step,
+    )
+    grad_key, grad_value = (_in_layer(x, layer, num_layers) for x in grad_keys)
+    return join_heads(grad_query, query.shape), grad_key, grad_value
+
+
+# All keys.
+
+
+def attend_dense(
+    query: Float[Array, "B I Q N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    positions: Int[Array, "B I Q"],
+    outputs: tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]],
+    grads: tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"] | None],
+    *,
+    layer: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    keys_per_step: int,
+) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
+    """Cotangents of the queries, keys and values that `xla.attend_dense` takes, in their dtypes.
+
+    Args:
+      query: As `xla.attend_dense` takes it, and so all else that it has too.
+      key: Likewise; layers other than `layer` have no cotangent.
+      value: Likewise.
+      positions: Likewise.
+      outputs: The output and its log-sum-exp.
+      grads: Their cotangents; `None` for a log-sum-exp that was not asked for.
+      layer: Likewise.
+      kv_lengths: Likewise.
+      scale: Likewise.
+      keys_per_step: Keys of a tile, in both loops.
+    """
+    num_layers, batch, num_keys, kv_heads, head_dim = key.shape
+    num_rows, num_heads = query.shape[1], query.shape[3]
+    width, group = min(keys_per_step, num_keys), num_heads // kv_heads
+    products = batch * kv_heads
+    queries = _of_outputs(query, *outputs, *grads, kv_heads)
+
+    def tiles_of(cache: Float[Array, "L B S K H"]) -> Float[Array, "X Z C H"]:
+        """Keys or values of the layer in tiles, 0 where no token is."""
+        one = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
+        is_real = jnp.arange(num_keys, dtype=jnp.int32)[None, :] < kv_lengths[:, None]
+        one = pad_axis(jnp.where(is_real[..., None, None], one, 0), 1, width)
+        one = one.reshape(batch, -1, width, kv_heads, head_dim)
+        return jnp.transpose(one, (1, 0, 3, 2, 4)).reshape(-1, products, width, head_dim)
+
+    keys, values = tiles_of(key), tiles_of(value)
+
+    def visible(index: Int[Array, ""], positions: Int[Array, "B Q"]) -> Bool[Array, "Z M C"]:
+        """Which keys of a tile the queries of a row see."""
+        position = (index * width + jnp.arange(width, dtype=jnp.int32))[None, :]
+        position = jnp.where(position < kv_lengths[:, None], position, NOWHERE)
+        return sees(positions[:, None], position[:, None, None], kv_heads, group)
+
+    def of_queries(part: tuple[Queries, Array]) -> Array:
+        queries, positions = part
+
+        def load(index: Int[Array, ""]) -> Tile:
+            return keys[index], values[index], visible(index, positions)
+
+        reach = jnp.minimum(jnp.max(positions) + 1, jnp.max(kv_lengths))
+        num_steps = (reach + width - 1) // width
+        grad = _query_gradient(_products(queries, products), num_steps, load, scale)
+        return grad.reshape(queries.query.shape).astype(query.dtype)
+
+    def of_keys(index: Int[Array, ""]) -> tuple[Array, Array]:
+        def add(row: Int[Array, ""], totals: tuple[Array, Array]) -> tuple[Array, Array]:
+            taken = _products(jax.tree.map(lambda x: x[:, row], queries), products)
+            seen = jnp.swapaxes(visible(index, positions[:, row]), 1, 2)
+            found = _key_gradients(keys[index], values[index], taken, seen, scale)
+            return totals[0] + found[0], totals[1] + found[1]
+
+        # Rows of queries are in order: those that end before the tile begins come first.
+        is_before = jnp.max(positions, axis=(0, 2)) < index * width
+        start = jnp.zeros_like(queries.query, jnp.float32, shape=keys.shape[1:])
+        grads = jax.lax.fori_loop(
+            jnp.sum(is_before, dtype=jnp.int32), num_rows, add, (start, start)
+        )
+        return grads[0].astype(key.dtype), grads[1].astype(key.dtype)
+
+    def joined(x: Float[Array, "X Z C H"]) -> Float[Array, "L B S K H"]:
+        x = x.reshape(-1, batch, kv_heads, width, head_dim)
+        x = jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, kv_heads, head_dim)
+        return _in_layer(x[:, :num_keys], layer, num_layers)
+
+    rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, positions))
+    grad_query = jax.lax.map(of_queries, rows)[:, :, None]
+    grad_key, grad_value = jax.lax.map(of_keys, jnp.arange(len(keys), dtype=jnp.int32))
+    return join_heads(grad_query, query.shape), joined(grad_key), joined(grad_value)

@@ -1,0 +1,256 @@
+"""Checks of a call to the model: parameters, cache and tokens, against model and policy.
+
+Made once for each call, before tracing. They compare shapes and dtypes, which are known under a
+`jit` of the caller's too; values are looked at where they are known, and they are few: token ids,
+lengths, and how full a cache is.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from sketchwalk_jax.cache import Cache, init_cache
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import check_runs
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sharding import Placement
+from sketchwalk_jax.validation import (
+    check_integers,
+    check_lengths,
+    check_vocabulary,
+    is_known,
+)
+
+PyTree = Any
+
+
+def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) -> None:
+    """Checks parameters against the model, and the cache's dtype against that of parameters.
+
+    Args:
+      params: Parameter tree.
+      cache: The cache that the call continues, if there is one.
+      model_config: The model.
+
+    Raises:
+      ValueError: If arrays are missing, unknown, of another shape or dtype.
+    """
+    check_runs(params, model_config)
+    dtype = params["embed"]["embedding"].dtype
+    if cache is not None and cache.key.dtype != dtype:
+        raise ValueError(
+            f"cache must have the dtype of params, {dtype}, got {cache.key.dtype}; make it with "
+            f"init_cache(..., dtype={dtype.name!r})"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def cache_bytes(
+    model_config: ModelConfig,
+    config: Policy,
+    batch: int,
+    max_tokens: int,
+    dtype: str,
+    placement: Placement | None = None,
+) -> int:
+    """Bytes of a cache, which is not made; on a mesh, those of all devices."""
+    _, _, arrays = _layout(model_config, config, batch, max_tokens, dtype, placement)
+    return sum(math.prod(shape) * own.itemsize for _, shape, own in arrays)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(
+    model_config: ModelConfig,
+    config: Policy,
+    batch: int,
+    max_tokens: int,
+    dtype: str,
+    placement: Placement | None,
+) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, tuple[int, ...], Any], ...]]:
+    """Structure of a cache, its `made_for`, and name, shape and dtype of each of its arrays."""
+    sizes: dict[str, Any] = {"batch": batch, "max_tokens": max_tokens, "dtype": dtype}
+    make = functools.partial(init_cache, model_config, config, **sizes, sharding=placement)
+    shapes = jax.eval_shape(make)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    names = ((jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves)
+    arrays = tuple((name, leaf.shape, leaf.dtype) for name, leaf in names)
+    return structure, shapes.made_for, arrays
+
+
+def check_cache(
+    cache: Any,
+    batch: int,
+    model_config: ModelConfig,
+    config: Policy,
+    placement: Placement | None = None,
+) -> None:
+    """Raises unless a cache is one of `init_cache` for this model, policy and batch.
+
+    Args:
+      cache: The cache.
+      batch: Sequences of the call.
+      model_config: The model.
+      config: The policy.
+      placement: Where the model lies on a mesh, if it does.
+
+    Raises:
+      ValueError: If it was used before, or is of another model, policy, batch or mesh.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache must be a Cache (init_cache makes one), got {type(cache).__name__}"
+        )
+    leaves, structure = jax.tree.flatten(cache)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            if leaf.is_deleted():
+                raise ValueError(
+                    "cache must not have been used before: a call consumes the cache that it is "
+                    "given (it is donated), got one whose arrays are gone; continue with the cache "
+                    "that the call returned"
+                )
+    if cache.lengths.shape != (batch,):
+        raise ValueError(
+            f"tokens must have the cache's batch size {cache.lengths.shape[0]}, got {batch}"
+        )
+    size, shape = config.block_size, cache.key.shape
+    if len(shape) != 5 or shape[0] != model_config.num_layers:
+        raise ValueError(
+            f"cache must be of this model with num_layers = {model_config.num_layers}, got "
+            f"keys {list(shape)}, [L, B, S, K, H]; make it with init_cache(model_config, ...)"
+        )
+    if cache.capacity % size:
+        raise ValueError(
+            f"cache must be made by init_cache with the same config (block size "
+            f"{size}), got a capacity of {cache.capacity} tokens"
+        )
+    capacity = min(cache.capacity, model_config.context_length)
+    wanted, made_for, arrays = _layout(
+        model_config, config, batch, capacity, cache.key.dtype.name, placement
+    )
+    if structure != wanted:
+        raise ValueError(
+            f"cache must be made by init_cache for the same policy, {type(config).__name__} with "
+            f"{_says(made_for)}, got one with {_says(cache.made_for)}; go on "
+            f"with the policy that it was made for (`phase` makes it dense in prefill or decode), "
+            f"or read the text anew"
+        )
+    for (name, expected, dtype), leaf in zip(arrays, leaves, strict=True):
+        if tuple(leaf.shape) != expected or leaf.dtype != dtype:
+            raise ValueError(
+                f"cache must be made by init_cache with the same model_config and config, whose "
+                f"{name} is {dtype}{list(expected)}, got {leaf.dtype}{list(leaf.shape)}"
+            )
+
+
+def _says(what: tuple[Any, ...]) -> str:
+    """What statistics are for, in words."""
+    if not what:
+        return "no statistics"
+    layers, name, *fields = what
+    more = f", {dict(fields)}" if fields else ""
+    return f"statistics of {name} in layers {list(layers)}{more}"
+
+
+def tokens_used(cache: Cache | None) -> int:
+    """Tokens of the longest sequence in a cache; 0 where that is unknown, as under `jit`."""
+    if cache is None or not is_known(cache.lengths):
+        return 0
+    return int(np.asarray(cache.lengths).max())  # NumPy's: under jit, JAX's would be traced
+
+
+def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Array, "B"]:
+    """Checks prompt tokens against lengths and vocabulary.
+
+    Args:
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each, or `None` for all.
+      model_config: The model.
+
+    Returns:
+      The lengths as an int32 array.
+
+    Raises:
+      ValueError: If something does not fit.
+    """
+    check_integers("tokens", tokens, "[B, T]", 2)
+    batch, num_tokens = tokens.shape
+    if batch == 0 or num_tokens == 0:
+        raise ValueError(f"tokens must hold at least one token, got shape {list(tokens.shape)}")
+    found = check_lengths(lengths, batch, num_tokens, "tokens")
+    every = np.full((batch,), num_tokens, np.int32) if lengths is None else lengths
+    check_vocabulary(tokens, every, model_config.vocab_size)
+    return found
+
+
+def check_room(cache: Cache, tokens: Any, lengths: Any) -> None:
+    """Raises where a checked cache has no room for checked prompts, as far as that is known."""
+    used, longest = tokens_used(cache), tokens.shape[1]
+    if lengths is not None and is_known(lengths):
+        longest = int(np.asarray(lengths).max())
+    if used + longest > cache.capacity:
+        raise ValueError(
+            f"prompts must fit into the cache's {cache.capacity} tokens, got {longest} tokens "
+            f"after {used}; make the cache with a larger max_tokens"
+        )
+
+
+def prompt_rows(tokens: Any, lengths: Any, cache: Cache | None, block_size: int) -> int | None:
+    """Rows of blocks that the longest prompt touches behind a cache; None where that is unknown.
+
+    Args:
+      tokens: Prompts.
+      lengths: Tokens of each.
+      cache: What they stand behind, if anything.
+      block_size: Tokens per block.
+    """
+    if cache is not None and not is_known(cache.lengths):
+        return None
+    inside = np.asarray(0 if cache is None else cache.lengths) % block_size
+    longest = np.asarray(lengths if is_known(lengths) else tokens.shape[1])
+    return -(-int(np.max(inside + longest)) // block_size)
+
+
+def first_rows(selection: BlockSelection | None, num_rows: int | None) -> BlockSelection | None:
+    """A selection of stacked layers with its first rows alone; all where `num_rows` is None."""
+    if selection is None or num_rows is None or num_rows >= selection.counts.shape[3]:
+        return selection
+    return BlockSelection(
+        selection.ids[:, :, :, :num_rows],
+        selection.counts[:, :, :, :num_rows],
+        selection.block_size,
+    )
+
+
+def check_token(
+    tokens: Any,
+    cache: Cache,
+    model_config: ModelConfig,
+    config: Policy,
+    placement: Placement | None = None,
+) -> None:
+    """Checks the tokens of a decode step against cache and vocabulary.
+
+    Args:
+      tokens: One token for each sequence.
+      cache: The cache so far.
+      model_config: The model.
+      config: The policy.
+      placement: Where the model lies on a mesh, if it does.
+
+    Raises:
+      ValueError: If something does not fit.
+    """
+    check_integers("tokens", tokens, "[B]", 1)
+    check_cache(cache, tokens.shape[0], model_config, config, placement)
+    check_vocabulary(tokens, None, model_config.vocab_size)
+    if tokens_used(cache) >= cache.capacity:
+        raise ValueError(
+            f"the cache must have room for one more token, got {tokens_used(cache)} tokens in a "
+            f"capacity of {cache.capacity}; make it with a larger max_tokens"
+        )

@@ -1,0 +1,119 @@
+"""Chat templates, which are small programs of others: their time and memory have bounds.
+
+transformers runs them in Jinja's sandbox, which keeps them from files, modules and attributes of
+Python's own. It does not keep a template from looping for ever or from growing a text without end.
+"""
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SECONDS = 10.0
+"""How long a template may run."""
+
+GROWTH = 2**30
+"""By how many bytes the process may grow while it runs."""
+
+MAX_CHARACTERS = 1_000_000
+"""Length of the longest template, a hundred times that of those in use."""
+
+_PAUSE = 0.02  # seconds between two steps after which memory is looked at: filling it takes time
+_HUGE = re.compile(r"\*\*|\b\d[\d_]{6,}\b")
+_INSIDE = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
+
+
+class _Stopped(BaseException):
+    """Ends a template; no handler for exceptions of its own catches it."""
+
+
+@contextlib.contextmanager
+def bounded_template(template: Any) -> Iterator[None]:
+    """Runs a chat template inside its bounds.
+
+    Numbers of more than six digits and powers are refused beforehand: no template needs them, and
+    one operation with them fills any memory.
+
+    Args:
+      template: The source that is going to be run, or several by name.
+
+    Raises:
+      ValueError: If the template is wrong, is stopped, or refuses the messages.
+    """
+    for source in template.values() if isinstance(template, dict) else [template]:
+        _check_source(source)
+    from jinja2 import TemplateError
+
+    try:
+        with _watched():
+            yield
+    except _Stopped as error:
+        raise ValueError(f"the chat template must {error}; correct chat_template") from None
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    except (
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+        SyntaxError,
+    ) as error:
+        raise ValueError(
+            f"the chat template must run on these messages, got {type(error).__name__}: "
+            f"{str(error)[:200]}; correct chat_template or the messages"
+        ) from error
+
+
+def _check_source(source: Any) -> None:
+    if not isinstance(source, str) or len(source) > MAX_CHARACTERS:
+        raise ValueError(
+            f"chat_template must be text of at most {MAX_CHARACTERS} characters, got "
+            f"{type(source).__name__}"
+        )
+    for code in _INSIDE.findall(source):
+        found = _HUGE.search(code)
+        if found:
+            raise ValueError(
+                f"chat_template must have no powers and no numbers of more than six digits, got "
+                f"{found[0][:20]!r}; correct it"
+            )
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Stops what this thread runs once it has taken too long or too much memory."""
+    start = last = time.monotonic()
+    before = _resident_bytes()
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal last
+        now = time.monotonic()
+        pause, last = now - last, now
+        if now - start > SECONDS:
+            raise _Stopped(f"end within {SECONDS:g} seconds, got one that goes on")
+        if pause > _PAUSE and _resident_bytes() - before > GROWTH:
+            raise _Stopped(f"take less than {GROWTH} bytes of memory, got one that takes more")
+        # Loops are lines of templates; of other functions it is enough to see them called.
+        return look if frame.f_code.co_filename == "<template>" else None
+
+    previous = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * 4096

@@ -1,0 +1,267 @@
+"""Many prompts from a JSON-lines file, and their texts in another that grows line by line.
+
+Every line is written whole, so that whoever is killed loses at most the batch in work. Beside the
+file stands another with what its texts depend on, without which it is not continued.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from sketchwalk_jax.cli import prompt
+from sketchwalk_jax.language_model import Completion, LanguageModel
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.progress import progress_bar
+from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.tokenizer import apply_chat_template
+
+_ADVICE = "pass --overwrite to start afresh, or another --out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of the prompts.
+
+    Attributes:
+      content: What the line holds, as JSON has it.
+      tokens: The tokens of its prompt, int32.
+    """
+
+    content: Any
+    tokens: Int[np.ndarray, "T"]
+
+
+def read_prompts(
+    path: Path,
+    tokenizer: Any,
+    *,
+    is_chat: bool,
+    system: str | None,
+    model_config: ModelConfig,
+    max_new_tokens: int,
+) -> list[Entry]:
+    """Reads all prompts: each line a string, or an object with `"prompt"` or `"messages"`.
+
+    Args:
+      path: The file, UTF-8; empty lines are passed over.
+      tokenizer: The model's.
+      is_chat: Whether prompts are the user's turn in the chat template; messages always are.
+      system: System message before prompts.
+      model_config: The model, whose context they must fit into.
+      max_new_tokens: Room that they leave.
+
+    Raises:
+      ValueError: If a line is something else or does not fit, with its number; or if there is none.
+      OSError: If the file cannot be read.
+    """
+    entries = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            tokens = _tokens_of(content, tokenizer, is_chat, system, model_config)
+            prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} of {path}: {error}") from error
+        entries.append(Entry(content, tokens))
+    if not entries:
+        raise ValueError(f"{path} must hold a prompt, got none")
+    return entries
+
+
+def _tokens_of(
+    content: Any, tokenizer: Any, is_chat: bool, system: str | None, model_config: ModelConfig
+) -> Int[np.ndarray, "T"]:
+    given = content if isinstance(content, dict) else {"prompt": content}
+    messages, text = given.get("messages"), given.get("prompt")
+    if ("messages" in given) == ("prompt" in given):
+        raise ValueError(f'must be a string, or an object with "prompt" or "messages", got {given}')
+    if "messages" in given:
+        is_list = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        if not is_list or not messages:
+            raise ValueError(f'"messages" must be a list of objects, got {str(messages)[:80]}')
+        return apply_chat_template(tokenizer, messages)
+    if not isinstance(text, str):
+        raise ValueError(f'"prompt" must be a string, got {str(text)[:80]}')
+    prompt.check_size(text, tokenizer, model_config=model_config)
+    return prompt.tokenize(tokenizer, text, is_chat=is_chat, system=system)
+
+
+class TextsFile:
+    """The texts so far, one JSON object a line, in the order in which they were finished.
+
+    Attributes:
+      path: The file.
+      entries: All prompts.
+      missing: Indices of those without a text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[Entry],
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Opens the file, to continue it if it exists.
+
+        Args:
+          path: The file; its folder must exist.
+          entries: All prompts.
+          settings: What else its texts depend on, as JSON.
+          overwrite: Whether to start afresh where there is a file.
+
+        Raises:
+          ValueError: If the file is of other prompts or settings, or damaged.
+          OSError: If it cannot be read or written.
+        """
+        self.path, self.entries = path, entries
+        self._settings_path = path.with_name(f"{path.name}.settings.json")
+        digest = hashlib.sha256()
+        for one in entries:
+            digest.update(json.dumps([one.content, one.tokens.tolist()]).encode())
+        settings = json.loads(
+            json.dumps({**settings, "prompts": len(entries), "sha256": digest.hexdigest()})
+        )
+        done = set[int]()
+        if path.exists() and not overwrite:
+            self._compare(settings)
+            done = self._read()
+        else:
+            path.write_bytes(b"")  # texts of other settings go before the settings are replaced
+            _write_whole(self._settings_path, json.dumps(settings, indent=1) + "\n")
+        self.missing = [index for index in range(len(entries)) if index not in done]
+
+    def _compare(self, settings: Mapping[str, Any]) -> None:
+        try:
+            old = json.loads(self._settings_path.read_text(encoding="utf-8"))
+            names = sorted(set(old) | set(settings))
+        except FileNotFoundError:
+            if not self.path.stat().st_size:
+                _write_whole(self._settings_path, json.dumps(settings, indent=1) + "\n")
+                return
+            raise ValueError(
+                f"{self.path} must stand beside {self._settings_path.name}, which says what its "
+                f"texts depend on, got it alone; {_ADVICE}"
+            ) from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self._settings_path} is damaged; {_ADVICE}") from error
+        differing = [name for name in names if old.get(name) != settings.get(name)]
+        if "sha256" in differing:
+            raise ValueError(
+                f"{self.path} must hold texts of the same prompts, got those of others: the file "
+                f"of prompts, the tokenizer or --chat has changed; {_ADVICE}"
+            )
+        if differing:
+            found = "; ".join(
+                f"{name} {str(old.get(name))[:40]} there, {str(settings.get(name))[:40]} now"
+                for name in differing
+            )
+            raise ValueError(
+                f"{self.path} must hold texts of the same settings, got {found}; {_ADVICE}"
+            )
+
+    def _read(self) -> set[int]:
+        """The indices of the texts that are there; half a line at the end is cut off."""
+        content = self.path.read_bytes()
+        whole = content.rpartition(b"\n")[0]
+        done = set[int]()
+        for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+            try:
+                found = json.loads(line)
+                index, _ = found["index"], found["text"]
+                if not 0 <= index < len(self.entries) or index in done:
+                    raise ValueError(index)
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                raise ValueError(
+                    f"line {number} of {self.path} must be a text of this run, got "
+                    f"{line[:40]!r}; {_ADVICE}"
+                ) from error
+            done.add(index)
+        kept = len(whole) + 1 if whole else 0
+        if kept < len(content):
+            os.truncate(self.path, kept)
+        return done
+
+    def add(self, found: Sequence[tuple[int, Completion]]) -> None:
+        """Writes texts, each in a line of its own, to the operating system."""
+        lines = [
+            json.dumps(
+                {
+                    "index": index,
+                    "input": self.entries[index].content,
+                    **{
+                        name: round(x, 4) if isinstance(x, float) else x
+                        for name, x in dataclasses.asdict(one).items()
+                    },
+                },
+                ensure_ascii=False,
+            )
+            for index, one in found
+        ]
+        with self.path.open("ab") as file:
+            file.write("".join(line + "\n" for line in lines).encode())
+
+    def sort(self) -> None:
+        """Puts the lines into the order of the prompts."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        ordered = sorted(lines, key=lambda line: json.loads(line)["index"])
+        if ordered != lines:
+            _write_whole(self.path, b"".join(ordered).decode())
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", newline="")
+    os.replace(partial, path)
+
+
+def complete_all(
+    lm: LanguageModel,
+    texts: TextsFile,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    key: Key[Array, ""],
+    batch_size: int | None,
+) -> None:
+    """Writes the texts that are missing, in batches, and shows progress on standard error.
+
+    Prompt `i` draws with `fold_in(key, i)`, so that a continued run draws what one run would.
+    """
+    missing, total = texts.missing, len(texts.entries)
+    before = total - len(missing)
+    finished = lm.complete(
+        [texts.entries[index].tokens for index in missing],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        key_ids=missing,
+        batch_size=batch_size,
+    )
+    num_broken = 0
+    with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
+        for place, found in finished:
+            texts.add([(missing[place], found)])
+            num_broken += not found.is_finite
+            bar.update()
+    texts.sort()
+    more = f", {before} of them from before" if before else ""
+    print(f"{texts.path}: {total} texts{more}", file=sys.stderr)
+    if num_broken:
+        print(
+            f"warning: logits were NaN or infinite for {num_broken} prompts, whose texts mean "
+            f'nothing ("is_finite" is false there)',
+            file=sys.stderr,
+        )

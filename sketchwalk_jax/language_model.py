@@ -1,0 +1,778 @@
+"""Text in, text out: a model, its tokenizer and a policy in one object over the pure functions."""
+
+import dataclasses
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Key, Shaped
+
+from sketchwalk_jax.cache import Cache, Density, recommended_policy
+from sketchwalk_jax.calls import cache_bytes
+from sketchwalk_jax.generation import (
+    Stream,
+    bucket_length,
+    generate,
+    new_token_room,
+    pad_to_bucket,
+    stream,
+)
+from sketchwalk_jax.memory import free_bytes
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import find_checkpoint
+from sketchwalk_jax.models.params import ParamsSharding
+from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.policies import Policy, with_plan
+from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.tokenizer import (
+    StreamDecoder,
+    apply_chat_template,
+    decode,
+    encode,
+    load_tokenizer,
+)
+from sketchwalk_jax.validation import check_integer
+
+PyTree = Any
+Message = Mapping[str, Any]
+KeyLike = int | Shaped[Array, "..."]
+"""A seed, or a key of `jax.random.key` or `jax.random.PRNGKey`."""
+
+MAX_BATCH = 8
+"""Most prompts that are read at a time, unless a batch size is given."""
+
+LEAST_CONVERSATION = 2048
+"""Tokens that the cache of a conversation has room for at least, within the model's context."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a model wrote after one prompt.
+
+    Attributes:
+      text: The new text.
+      prompt_tokens: Tokens of the prompt that were read, without padding.
+      new_tokens: Tokens that were generated, an end token included.
+      finish_reason: `"eos"` after an end token, else `"length"`.
+      measured_density: Attended over causal pairs, all layers and both phases.
+      measured_density_prefill: The same over the prompt.
+      measured_density_decode: The same over the new tokens; NaN if there are none.
+      is_finite: Whether every logit was finite; a text chosen from others means nothing.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    finish_reason: str
+    measured_density: float
+    measured_density_prefill: float
+    measured_density_decode: float
+    is_finite: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A model with its tokenizer and a policy: strings in, strings out.
+
+    It adds nothing to the pure functions but text, and remembers nothing between calls:
+    `params`, `model_config` and `policy` are what `sketchwalk_jax.generate` takes. Programs are
+    compiled for lengths in few sizes, as `make_generate` does, and are shared with it.
+
+    Attributes:
+      params: Parameter tree.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      policy: Which keys a query attends to.
+      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Tokens that a prompt is read at a time; None for all at once.
+      eos_token_ids: Tokens that end a text; the model's own by default.
+
+    Example:
+      >>> lm = LanguageModel.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
+      >>> lm.generate("The capital of France is", max_new_tokens=8)  # doctest: +SKIP
+      ' Paris. The capital of Italy is'
+    """
+
+    params: PyTree
+    model_config: ModelConfig
+    tokenizer: Any
+    policy: Policy
+    phase: str = "both"
+    chunk_size: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        policy: Policy | None = None,
+        dtype: DTypeLike | None = None,
+        sharding: ParamsSharding = None,
+        progress: bool = True,
+    ) -> Self:
+        """Loads a checkpoint with its tokenizer.
+
+        Args:
+          source: A checkpoint directory, a GGUF file, or `"ORG/NAME"` on the Hugging Face hub, as
+            in `sketchwalk_jax.load`.
+          policy: Which keys a query attends to; by default the recommended policy. It gets the
+            plan of the model, if there is one.
+          dtype: Dtype of the parameters; by default float32 on CPUs, which compute narrower types
+            slowly, and elsewhere the checkpoint's own.
+          sharding: Where the parameters go.
+          progress: Whether to show progress on standard error.
+
+        Returns:
+          The model.
+
+        Raises:
+          ValueError: As `sketchwalk_jax.load` and `load_tokenizer`; and their other errors.
+
+        Example:
+          >>> from sketchwalk_jax.models import bundled_model
+          >>> LanguageModel.load(bundled_model()).model_config.num_layers
+          12
+        """
+        checkpoint = find_checkpoint(source, progress=progress)
+        tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
+        if dtype is None and jax.default_backend() == "cpu":
+            dtype = "float32"
+        params, model_config = load(checkpoint, dtype=dtype, sharding=sharding, progress=progress)
+        chosen = recommended_policy(model_config) if policy is None else policy
+        made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
+        return made.with_policy(chosen)
+
+    def with_policy(self, policy: Policy) -> Self:
+        """The same model under another policy, or another density; the weights are shared.
+
+        What a density changes is compiled anew: the lists of blocks are arrays with as many
+        columns as a row may keep. `sketchwalk_jax.keep_compiled_programs()` keeps the programs of
+        a sweep for the next.
+
+        Args:
+          policy: The policy; the recommended one gets the model's plan, if there is one.
+
+        Example:
+          >>> lm = LanguageModel.load("DIR")  # doctest: +SKIP
+          >>> for density in (0.1, 0.2, 1.0):  # doctest: +SKIP
+          ...     policy = SketchWalkConfig.recommended(density=density)
+          ...     print(density, lm.with_policy(policy).generate("Walk"))
+        """
+        return dataclasses.replace(self, policy=with_plan(policy, self.model_config.plan))
+
+    def __repr__(self) -> str:
+        """Which model, and how it attends; no array is printed."""
+        config = self.model_config
+        model = f"{config.model_type}, {config.num_layers} layers"
+        dtype = self.params["embed"]["embedding"].dtype
+        density = getattr(self.policy, "density", None)
+        policy = type(self.policy).__name__ + (f" of density {density:g}" if density else "")
+        return f"LanguageModel({model}, {dtype}, context {config.context_length}, {policy})"
+
+    def encode(self, text: str) -> Int[np.ndarray, "T"]:
+        """The tokens of a prompt, with the beginning-of-sequence token where the model has one.
+
+        Raises:
+          ValueError: If there are none.
+        """
+        tokens = encode(self.tokenizer, text)
+        if not len(tokens):
+            raise ValueError(f"the prompt must have at least one token, got none for {text!r}")
+        return tokens
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a string is a sequence of strings, too
+        self,
+        prompts: str,
+        *,
+        max_new_tokens: int = ...,
+        sampling: Sampling | None = ...,
+        key: KeyLike | None = ...,
+        batch_size: int | None = ...,
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = ...,
+        sampling: Sampling | None = ...,
+        key: KeyLike | None = ...,
+        batch_size: int | None = ...,
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        key: KeyLike | None = None,
+        batch_size: int | None = None,
+    ) -> str | list[str]:
+        """Continues one prompt or several.
+
+        Several are read in batches of similar length, so that little is padded and few programs
+        are compiled; a prompt gets the text that it would get alone.
+
+        Args:
+          prompts: One text, or a list of them. Special tokens spelled out in it count.
+          max_new_tokens: Most tokens to generate for each.
+          sampling: How tokens are drawn; greedy by default.
+          key: Key or seed of the draws. Without one, every call draws anew.
+          batch_size: Most prompts at a time; by default 8, or fewer where the device has too
+            little memory for their caches.
+
+        Returns:
+          The new text, or a list of new texts in the order of the prompts.
+
+        Raises:
+          ValueError: If a prompt is empty or too long for the model, or an argument does not fit.
+
+        Example:
+          >>> lm.generate(["Walk with", "The sketch"], max_new_tokens=32)  # doctest: +SKIP
+        """
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "key": key,
+            "batch_size": batch_size,
+        }
+        if isinstance(prompts, str):
+            return next(self.complete([self.encode(prompts)], **options))[1].text
+        texts = [""] * len(prompts)
+        for index, found in self.complete([self.encode(one) for one in prompts], **options):
+            texts[index] = found.text
+        return texts
+
+    def complete(
+        self,
+        prompts: Sequence[Int[np.ndarray, "_"]],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        key: KeyLike | None = None,
+        batch_size: int | None = None,
+        key_ids: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continues prompts that are tokens, and gives each completion when its batch is done.
+
+        Args:
+          prompts: Tokens of each prompt, such as from `encode` or `apply_chat_template`.
+          max_new_tokens: Most tokens to generate for each.
+          sampling: How tokens are drawn; greedy by default.
+          key: Key or seed of the draws; a fresh one by default. Prompt `i` draws with
+            `fold_in(key, i)`, in whatever batch it is.
+          batch_size: As in `generate`.
+          key_ids: Numbers of the prompts for their keys, where they are a part of something.
+
+        Yields:
+          The index of a prompt and its completion, longest prompts first.
+
+        Raises:
+          ValueError: As `generate`.
+        """
+        check_integer("batch_size", batch_size, is_optional=True)
+        one_key = _make_key(key, sampling)
+        ids = range(len(prompts)) if key_ids is None else key_ids
+        for rows in batches_by_length(
+            [len(one) for one in prompts], self._batch_size(prompts, max_new_tokens, batch_size)
+        ):
+            # In few sizes: what is missing to a power of two is the last prompt once more.
+            padded = [*rows, *[rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
+            lengths = np.array([len(prompts[row]) for row in padded], np.int32)
+            tokens = np.zeros((len(padded), lengths.max()), np.int32)
+            for line, row in zip(tokens, padded, strict=True):
+                line[: len(prompts[row])] = prompts[row]
+            columns, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
+            keys = None
+            if one_key is not None:
+                fold = jax.vmap(jax.random.fold_in, (None, 0))
+                keys = fold(one_key, np.array([ids[row] for row in padded], np.uint32))
+            out = generate(
+                self.params,
+                columns,
+                lengths=lengths,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                key=keys,
+                **self._options,
+            )
+            found = jax.device_get((out.tokens, out.lengths, out.measured_density, out.is_finite))
+            new, counts, density, is_finite = found
+            for place, row in enumerate(rows):
+                own = new[place, : counts[place]]
+                yield (
+                    row,
+                    _completion(
+                        decode(self.tokenizer, own),
+                        len(prompts[row]),
+                        own,
+                        _row_of(density, place),
+                        ends=self._end_tokens,
+                        is_finite=bool(is_finite[place]),
+                    ),
+                )
+
+    def stream(
+        self,
+        prompt: str | Int[np.ndarray, "_"],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        key: KeyLike | None = None,
+        every: int = 4,
+    ) -> "TextStream":
+        """Continues one prompt and gives the text in pieces, as it comes.
+
+        No piece is empty, and none ends inside a character. Together they are what `generate`
+        returns.
+
+        Args:
+          prompt: A text, or its tokens.
+          max_new_tokens: Most tokens to generate.
+          sampling: How tokens are drawn; greedy by default.
+          key: Key or seed of the draws. Without one, every call draws anew.
+          every: Decode steps between two pieces.
+
+        Returns:
+          An iterator over strings; its `completion` says what they come to.
+
+        Raises:
+          ValueError: As `generate`, at once and not at the first piece.
+
+        Example:
+          >>> for piece in lm.stream("Walk with"):  # doctest: +SKIP
+          ...     print(piece, end="", flush=True)
+        """
+        tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
+        key = _make_key(key, sampling)
+        return self._start(
+            tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            every=every,
+        )
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        max_new_tokens: int = 512,
+        sampling: Sampling | None = None,
+        key: KeyLike | None = None,
+        **template_arguments: Any,
+    ) -> str:
+        """Answers messages, written by the checkpoint's chat template.
+
+        Args:
+          messages: What the user says; or all messages, `{"role": ..., "content": ...}` each.
+          max_new_tokens: Most tokens of the answer.
+          sampling: How tokens are drawn; greedy by default.
+          key: Key or seed of the draws. Without one, every call draws anew.
+          **template_arguments: Further variables of the template, such as `enable_thinking`.
+
+        Returns:
+          The answer.
+
+        Raises:
+          ValueError: If the tokenizer has no chat template, as those of base models; and as
+            `generate`.
+
+        Example:
+          >>> lm.chat("Who walks?")  # doctest: +SKIP
+        """
+        tokens = apply_chat_template(self.tokenizer, messages, **template_arguments)
+        found = self.complete([tokens], max_new_tokens=max_new_tokens, sampling=sampling, key=key)
+        return next(found)[1].text
+
+    def conversation(
+        self,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        max_new_tokens: int = 512,
+        sampling: Sampling | None = None,
+        key: KeyLike | None = None,
+        max_tokens: int | None = None,
+        **template_arguments: Any,
+    ) -> "Conversation":
+        """Starts a conversation of several turns, which reads only what is new at each of them.
+
+        Args:
+          system: A system message to begin with.
+          messages: Messages to begin with, after it.
+          max_new_tokens: Most tokens of an answer.
+          sampling: How tokens are drawn; greedy by default.
+          key: Key or seed of the draws. Without one, they are fresh.
+          max_tokens: Room of the cache in tokens. By default it grows as it has to, by doubling.
+          **template_arguments: Further variables of the template, such as `enable_thinking`.
+
+        Returns:
+          The conversation.
+
+        Raises:
+          ValueError: If the tokenizer has no chat template, as those of base models.
+
+        Example:
+          >>> talk = lm.conversation(system="Be brief.")  # doctest: +SKIP
+          >>> talk.send("Who walks?")  # doctest: +SKIP
+          >>> talk.send("And who draws?")  # doctest: +SKIP
+        """
+        return Conversation(
+            self,
+            [*([{"role": "system", "content": system}] if system is not None else []), *messages],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            max_tokens=max_tokens,
+            template_arguments=template_arguments,
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What every call of the pure functions takes."""
+        return {
+            "model_config": self.model_config,
+            "config": self.policy,
+            "phase": self.phase,
+            "chunk_size": self.chunk_size,
+            "eos_token_ids": self.eos_token_ids,
+        }
+
+    @property
+    def _end_tokens(self) -> tuple[int, ...]:
+        own = self.model_config.eos_token_ids
+        return own if self.eos_token_ids is None else self.eos_token_ids
+
+    def _start(self, tokens: Int[np.ndarray, "_"], *, every: int, **options: Any) -> "TextStream":
+        """A stream of text; options as those of `sketchwalk_jax.stream`."""
+        lengths = np.array([len(tokens)], np.int32)
+        padded, lengths = pad_to_bucket(
+            np.asarray(tokens, np.int32)[None], lengths, self.model_config, self.policy
+        )
+        chunks = stream(
+            self.params, padded, lengths=lengths, every=every, **options, **self._options
+        )
+        return TextStream(
+            chunks,
+            self.tokenizer,
+            num_prompt_tokens=len(tokens),
+            ends=self._end_tokens,
+        )
+
+    def _batch_size(self, prompts: Sequence[Any], max_new_tokens: int, wanted: int | None) -> int:
+        """The size that was asked for, or one whose caches take half of what is free at most."""
+        if wanted is not None or not prompts:
+            return wanted or 1
+        size, embedding = MAX_BATCH, self.params["embed"]["embedding"]
+        free = free_bytes(embedding)
+        if free is None:
+            return size
+        longest = bucket_length(max(map(len, prompts)), multiple=self.policy.block_size)
+        capacity = min(longest + new_token_room(max_new_tokens), self.model_config.context_length)
+        one = cache_bytes(self.model_config, self.policy, 1, capacity, embedding.dtype.name)
+        while size > 1 and size * one > free // 2:
+            size //= 2
+        return size
+
+
+def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Puts prompts of similar length together.
+
+    Args:
+      lengths: Tokens of each prompt.
+      batch_size: Most prompts of a batch.
+
+    Returns:
+      Indices of the prompts of each batch, the longest first, so that want of memory shows at
+      once.
+
+    Example:
+      >>> batches_by_length([3, 9, 4, 8, 1], 2)
+      [[1, 3], [2, 0], [4]]
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+class TextStream(Iterator[str]):
+    """Pieces of a text as it is written; made by `LanguageModel.stream`.
+
+    Attributes:
+      ttft_s: Seconds from the start to the first token, None before it. They hold the compilation
+        of the programs unless these were there.
+      tokens: The new tokens so far.
+    """
+
+    def __init__(
+        self,
+        chunks: Stream,
+        tokenizer: Any,
+        *,
+        num_prompt_tokens: int,
+        ends: tuple[int, ...],
+    ) -> None:
+        """Takes a stream of tokens of one sequence, not yet started."""
+        self._chunks, self._decoder, self._ends = chunks, StreamDecoder(tokenizer), ends
+        self._num_prompt_tokens, self._pieces = num_prompt_tokens, list[str]()
+        self._density: Density | None = None
+        self._is_finite = True
+        self._is_over = False
+        self._started: float | None = None
+        self._first = self._last = 0.0
+        self._num_first = 0
+        self.ttft_s: float | None = None
+        self.tokens: list[int] = []
+
+    def read_prompt(self) -> None:
+        """Reads the prompt, which else the first piece does."""
+        if self._started is None:
+            self._started = time.perf_counter()
+            self._take()
+
+    def __next__(self) -> str:
+        """The next piece, never empty."""
+        self.read_prompt()
+        while not self._is_over:
+            piece = self._take()
+            if piece:
+                self._pieces.append(piece)
+                return piece
+        raise StopIteration
+
+    def _take(self) -> str:
+        """The text that the next chunk completes; what was held back at the end."""
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            self._is_over = True
+            return self._decoder.finish()
+        new = chunk.tokens[0, : int(chunk.lengths[0])].tolist()
+        self._density, self._is_finite = chunk.measured_density, bool(chunk.is_finite[0])
+        self._last = time.perf_counter()
+        if new and not self.tokens:
+            assert self._started is not None
+            self._first, self._num_first = self._last, len(new)
+            self.ttft_s = self._first - self._started
+        self.tokens += new
+        return self._decoder.push(new)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate of the tokens after the first; None where there are none."""
+        count = len(self.tokens) - self._num_first
+        return count / (self._last - self._first) if count else None
+
+    @property
+    def cache(self) -> Cache:
+        """Everything so far, to continue from; the next piece consumes it."""
+        return self._chunks.cache
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far.
+
+        Raises:
+          ValueError: If the prompt was not read yet.
+        """
+        if self._density is None:
+            raise ValueError("the stream must have been started before its completion is read")
+        return _completion(
+            "".join(self._pieces),
+            self._num_prompt_tokens,
+            self.tokens,
+            self._density,
+            ends=self._ends,
+            is_finite=self._is_finite,
+        )
+
+
+class Conversation:
+    """A conversation of several turns; made by `LanguageModel.conversation`.
+
+    The cache of a turn serves the next: where the conversation so far, written by the chat
+    template, begins with the tokens that the cache holds, only what follows them is read. Where it
+    does not (templates leave old reasoning out, or strip what they are given), or the cache has no
+    room left, all is read anew; the answer is the same. A repetition penalty counts what a turn
+    reads, and its new tokens.
+
+    Attributes:
+      messages: All messages so far, answers included. They may be changed between turns.
+      num_read: Tokens that the last turn read; the others were in the cache.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        messages: Sequence[Message],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        key: KeyLike | None,
+        max_tokens: int | None,
+        template_arguments: Mapping[str, Any],
+    ) -> None:
+        """Starts it; see `LanguageModel.conversation`."""
+        if not model.tokenizer.chat_template:
+            raise ValueError(
+                "tokenizer must have a chat template, got none: base models have none, continue "
+                "their prompts with generate"
+            )
+        check_integer("max_new_tokens", max_new_tokens)
+        check_integer("max_tokens", max_tokens, is_optional=True)
+        self.model, self.messages = model, [dict(one) for one in messages]
+        self.num_read = 0
+        self._max_new_tokens, self._sampling = max_new_tokens, sampling
+        self._key, self._turn = _make_key(key, sampling), 0
+        self._max_tokens, self._arguments = max_tokens, dict(template_arguments)
+        self._cache: Cache | None = None
+        self._held: list[int] = []
+
+    def send(self, text: str) -> str:
+        """Says something and returns the answer.
+
+        Args:
+          text: What the user says.
+
+        Returns:
+          The answer; it is in `messages` as well.
+
+        Raises:
+          ValueError: If the conversation is too long for the model or for `max_tokens`, or the
+            template refuses it.
+        """
+        return "".join(self.stream(text))
+
+    def stream(self, text: str, *, every: int = 4) -> Iterator[str]:
+        """Says something and gives the answer in pieces, as `LanguageModel.stream`.
+
+        Whoever stops early leaves what has come so far as the answer.
+
+        Args:
+          text: What the user says.
+          every: Decode steps between two pieces.
+
+        Returns:
+          An iterator over pieces of the answer.
+
+        Raises:
+          ValueError: As `send`, at once and not at the first piece.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        return self._follow(asked, self._read(asked, every=every))
+
+    def _follow(self, asked: list[dict[str, Any]], pieces: TextStream) -> Iterator[str]:
+        """Hands pieces on and keeps the turn; nothing is kept of one that fails."""
+        try:
+            yield from pieces
+        except GeneratorExit:
+            self._keep(asked, pieces)
+            raise
+        self._keep(asked, pieces)
+
+    def _keep(self, asked: list[dict[str, Any]], pieces: TextStream) -> None:
+        answer = {"role": "assistant", "content": pieces.completion.text}
+        self.messages = [*asked, answer]
+        self._cache, self._turn = pieces.cache, self._turn + 1
+        self._held += pieces.tokens
+
+    def _read(self, messages: Sequence[Message], *, every: int) -> TextStream:
+        """The answer to messages, from the cache where it holds how they begin."""
+        tokens = apply_chat_template(self.model.tokenizer, messages, **self._arguments).tolist()
+        needed, held = len(tokens) + self._max_new_tokens, len(self._held)
+        cache, self._cache = self._cache, None
+        is_continued = (
+            cache is not None
+            and needed <= cache.capacity
+            and held < len(tokens)
+            and tokens[:held] == self._held
+        )
+        options: dict[str, Any] = {"cache": cache}
+        if not is_continued:
+            held, options = 0, {"max_tokens": self._room(needed)}
+        key = None if self._key is None else jax.random.fold_in(self._key, self._turn)
+        self._held, self.num_read = tokens, len(tokens) - held
+        return self.model._start(
+            np.array(tokens[held:], np.int32),
+            every=every,
+            max_new_tokens=self._max_new_tokens,
+            sampling=self._sampling,
+            key=key,
+            **options,
+        )
+
+    def _room(self, needed: int) -> int:
+        """The size of a new cache: twice what is needed now, as the next turns will need more."""
+        context = self.model.model_config.context_length
+        if self._max_tokens is not None:
+            return self._max_tokens
+        return max(needed, min(max(LEAST_CONVERSATION, 1 << needed.bit_length()), context))
+
+
+def _make_key(key: KeyLike | None, sampling: Sampling | None) -> Key[Array, ""] | None:
+    """The key of a call: the one that was given, or a fresh one where tokens are drawn."""
+    if key is None:
+        return None if sampling is None else jax.random.key(secrets.randbits(32))
+    if sampling is None:
+        raise ValueError(
+            "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
+            "sampling=Sampling(...) as well"
+        )
+    if isinstance(key, int):
+        return jax.random.key(key)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return key if is_typed else jax.random.wrap_key_data(key)
+
+
+def _row_of(density: Density, row: int) -> Density:
+    """The pairs of one sequence of a batch, on the host."""
+    one = slice(row, row + 1)
+    return Density(
+        density.prefill_pairs[:, one],
+        density.prefill_causal[one],
+        density.decode_pairs[:, one],
+        density.decode_causal[one],
+    )
+
+
+def _completion(
+    text: str,
+    num_prompt_tokens: int,
+    tokens: Sequence[int] | np.ndarray,
+    density: Density,
+    *,
+    ends: tuple[int, ...],
+    is_finite: bool,
+) -> Completion:
+    pairs = {
+        "prefill": (density.prefill_pairs, density.prefill_causal),
+        "decode": (density.decode_pairs, density.decode_causal),
+    }
+    attended = {name: float(np.sum(np.asarray(x))) for name, (x, _) in pairs.items()}
+    num_layers = len(density.prefill_pairs)
+    causal = {name: num_layers * float(np.sum(np.asarray(x))) for name, (_, x) in pairs.items()}
+
+    def share(*phases: str) -> float:
+        below = sum(causal[name] for name in phases)
+        return sum(attended[name] for name in phases) / below if below else math.nan
+
+    return Completion(
+        text=text,
+        prompt_tokens=num_prompt_tokens,
+        new_tokens=len(tokens),
+        finish_reason="eos" if len(tokens) and int(tokens[-1]) in ends else "length",
+        measured_density=share("prefill", "decode"),
+        measured_density_prefill=share("prefill"),
+        measured_density_decode=share("decode"),
+        is_finite=is_finite,
+    )

@@ -1,0 +1,154 @@
+"""A small server on 127.0.0.1 that speaks the Hugging Face hub's protocol, as far as downloads go.
+
+It serves folders as repositories of one commit, answers ranges, and remembers what was asked for.
+"""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+class Hub:
+    """The server, while it is entered.
+
+    Attributes:
+        repositories: Folder of each repository, by its name.
+        gated: Names of repositories that nobody has access to.
+        asked: Paths of all requests for files, with the range that was asked for, if any.
+        stopped: Names of files whose transfer stands still in the middle.
+        dropped: Names of files whose connection breaks in the middle, once.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Path] = {}
+        self.gated: set[str] = set()
+        self.asked: list[tuple[str, str | None]] = []
+        self.stopped: set[str] = set()
+        self.dropped: set[str] = set()
+        self._may_go_on = threading.Event()
+
+    def __enter__(self) -> Self:
+        hub = self
+
+        class Handler(_Handler):
+            served = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._may_go_on.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def endpoint(self) -> str:
+        """What `HF_ENDPOINT` has to say."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Variables under which a process downloads from here, and keeps it in `home`."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",
+            "TRANSFORMERS_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: Hub
+    protocol_version = "HTTP/1.0"  # a connection for each request: none outlives the server
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET(has_body=False)
+
+    def do_GET(self, *, has_body: bool = True) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        is_api = path.startswith("api/models/")
+        parts = path.removeprefix("api/models/").split("/")
+        name, rest = "/".join(parts[:2]), parts[2:]
+        if name not in self.served.repositories:
+            return self._refuse(404, "RepoNotFound", "Repository not found")
+        if name in self.served.gated and not is_api:
+            return self._refuse(403, "GatedRepo", f"Access to model {name} is restricted")
+        folder = self.served.repositories[name]
+        files = sorted(one for one in folder.rglob("*") if one.is_file())
+        if is_api and rest[:1] == ["tree"]:
+            return self._json([_describe(one, folder) for one in files])
+        if is_api:
+            siblings = [{"rfilename": one.relative_to(folder).as_posix()} for one in files]
+            return self._json({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings})
+        file = folder / "/".join(rest[2:])
+        if rest[:1] != ["resolve"] or not file.is_file():
+            return self._refuse(404, "EntryNotFound", "Entry not found")
+        self._send(file, has_body=has_body)
+
+    def _send(self, file: Path, *, has_body: bool) -> None:
+        content, span = file.read_bytes(), self.headers.get("Range")
+        start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
+        if has_body:
+            self.served.asked.append((file.name, span))
+        self.send_response(206 if span else 200)
+        if span:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        for key, value in {
+            "Content-Length": len(content) - start,
+            "ETag": f'"{_digest(file)}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if not has_body:
+            return
+        middle = start + (len(content) - start) // 2
+        try:
+            self.wfile.write(content[start:middle])
+            self.wfile.flush()
+            if file.name in self.served.stopped:
+                self.served._may_go_on.wait()
+            elif file.name in self.served.dropped:
+                self.served.dropped.remove(file.name)
+            else:
+                self.wfile.write(content[middle:])
+        except OSError:  # the reader is gone
+            pass
+
+    def _json(self, value: Any) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:40]
+
+
+def _describe(file: Path, folder: Path) -> dict[str, Any]:
+    path = file.relative_to(folder).as_posix()
+    return {"type": "file", "path": path, "size": file.stat().st_size, "oid": _digest(file)}

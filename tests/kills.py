@@ -1,0 +1,339 @@
+"""Kills evaluation, training and saving at random moments, continues them, and looks what is left.
+
+    python tests/kills.py                                   # 20 kills of each kind
+    python tests/kills.py --kind evaluation --kills 5 --seed 3
+
+A *writer* writes version after version of one thing until it is killed; a *run* is a command with
+an end, which is killed at a moment of its own length and called again. After every kill what was
+finished before must be there and whole, and where nothing is finished nothing must look so. A run
+that came to its end must have given what an uninterrupted one gives. Kills are SIGKILL: nothing
+of the process runs after it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Each goes on where the one before it was killed, and prints a number when a version is finished.
+WRITERS = {
+    "orbax": """
+from tiny import MODEL, params
+from sketchwalk_jax.models import load, save
+try:
+    first = int(load(target)[0]["final_norm"]["scale"][0])
+except FileNotFoundError:
+    first = 0
+tree = params()
+for count in range(first + 1, first + 1000):
+    tree["final_norm"]["scale"] = jnp.full((MODEL.hidden_size,), float(count))
+    save(target, tree, MODEL, overwrite=True)
+    print(count, flush=True)
+""",
+    "safetensors": """
+sys.path.insert(0, root + "/training")
+from tokenizers import Tokenizer, models
+from export import export
+from tiny import MODEL, params
+from sketchwalk_jax.models import load
+try:
+    first = int(load(target)[0]["final_norm"]["scale"][0])
+except FileNotFoundError:
+    first = 0
+tree, tokenizer = params(), Tokenizer(models.BPE())
+for count in range(first + 1, first + 1000):
+    tree["final_norm"]["scale"] = jnp.full((MODEL.hidden_size,), float(count))
+    export(Path(target), tree, tokenizer, model_config=MODEL, metrics={}, card=str(count))
+    print(count, flush=True)
+""",
+    "results": """
+import quality_rows
+from sketchwalk_jax.evaluation.results import ResultsFile
+made = quality_rows.make_results()
+file = ResultsFile(target, made["meta"])
+for count in range(len(file.rows), len(made["rows"])):
+    file.add([made["rows"][count]])
+    print(count + 1, flush=True)
+""",
+    "state": """
+sys.path.insert(0, root + "/training")
+from resume import Checkpoints, Position
+from step import State
+state = State({"w": jnp.zeros(2000)}, {"m": jnp.zeros(2000)}, jnp.zeros((), jnp.int32))
+checkpoints, position = Checkpoints(Path(target)), Position.start(1)
+if checkpoints.manager.latest_step() is not None:
+    state, position = checkpoints.restore(state, position)
+    assert float(state.params["w"][0]) == position.steps[0] == float(state.optimizer["m"][-1])
+for count in range(position.steps[0] + 1, position.steps[0] + 1000):
+    full = jnp.full(2000, float(count))
+    state = State({"w": full}, {"m": full}, jnp.asarray(count, jnp.int32))
+    checkpoints.save(state, position.after(0, count, 1.0))
+    checkpoints.manager.wait_until_finished()
+    print(count, flush=True)
+""",
+}
+_BEFORE_A_WRITER = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from pathlib import Path
+import jax.numpy as jnp
+root, target = {str(ROOT)!r}, sys.argv[1]
+"""
+
+
+def version_of(kind: str, target: Path) -> int | None:
+    """The version that a writer left, read as a user reads it; None where its next run does."""
+    if kind == "results":
+        from sketchwalk_jax.evaluation.results import read_results
+
+        return len(read_results(target).rows)
+    if kind == "state":
+        return None
+    from sketchwalk_jax.models import load
+
+    scale = load(target, progress=False)[0]["final_norm"]["scale"]
+    assert (scale == scale[0]).all()
+    return int(scale[0])
+
+
+def kill_writer(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Kills a writer `kills` times; returns counts."""
+    target, rng, finished = folder / "target", random.Random(f"{kind} {seed}"), 0
+    for _ in range(kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BEFORE_A_WRITER + WRITERS[kind], str(target)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.readline()  # it has begun to write
+        assert first, process.stderr.read()[-3000:]
+        assert int(first) > finished, "finished work was lost"
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        rest = process.communicate()[0].split("\n")
+        finished = int([first, *(line for line in rest[:-1] if line)][-1])
+        left = version_of(kind, target)
+        if left is not None:
+            assert left in (finished, finished + 1), f"{left} was left of {finished}"
+            finished = left
+    # Of what was being written nothing is left but hidden files beside it.
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {"target"}
+    return {"kind": kind, "kills": kills, "seed": seed, "versions": finished}
+
+
+EVALUATION = (
+    "--policy streaming --density 0.2 --tokens 512 --task single_needle --task multi_query "
+    "--task multi_value --task text_loss --prompts 2 --probe-prompts 1"
+)
+_TRAINING = f"""
+import sys
+sys.path[:0] = [{str(ROOT / "training")!r}]
+import dataclasses, time
+from pathlib import Path
+import prepare, recipe, train
+prepare.TEXT_SHARE_FOR_VALIDATION = 0.3
+train.MODEL = dataclasses.replace(recipe.MODEL, num_layers=1, hidden_size=64)
+train._SAVE_SECONDS = 0.0  # after every step
+if __name__ == "__main__":
+    text, out = map(Path, sys.argv[1:])
+    train.main(
+        text=text, out=out, scale=0.002, workers=1, dtype="float32", steps="30,1,1,1,1",
+        resume=any(one.name.isdigit() for one in (out / "state").glob("*")),
+    )
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A command with an end.
+
+    Attributes:
+      command: Its words, for a folder to write into.
+      finished: What is finished in a folder, as something that may only grow (`<=`).
+      result: What the whole run has given.
+    """
+
+    command: Callable[[Path], list[str]]
+    finished: Callable[[Path], Any]
+    result: Callable[[Path], Any]
+
+
+def evaluation(folder: Path, model: Path | None = None) -> Run:
+    """A small `sketchwalk eval`, of the bundled model by default."""
+    from sketchwalk_jax.evaluation.results import read_results
+
+    def rows(out: Path) -> list[str]:
+        """The rows; a file that lacks some says so."""
+        path = out / "quality.json"
+        if not path.exists():
+            return []
+        results = read_results(path)
+        assert results.asked > 0
+        return [json.dumps(row, sort_keys=True) for row in results.rows]
+
+    def result(out: Path) -> list[str]:
+        assert read_results(out / "quality.json").missing == ()
+        assert [path.name for path in out.iterdir()] == ["quality.json"]
+        return sorted(rows(out))
+
+    def command(out: Path) -> list[str]:
+        words = [sys.executable, "-m", "sketchwalk_jax", "eval", *EVALUATION.split()]
+        words += ["--model", str(model)] if model is not None else []
+        return [*words, "--out", str(out / "quality.json")]
+
+    return Run(command, lambda out: _Growing(rows(out)), result)
+
+
+class _Growing(list[str]):
+    """Rows: what is finished stays, and stays first."""
+
+    def __le__(self, other: list[str]) -> bool:
+        return other[: len(self)] == self
+
+
+def training(folder: Path) -> Run:
+    """`training/train.py` on a tiny model, which saves its state after every step."""
+    from pydoc_data.topics import topics
+
+    from sketchwalk_jax.models import load
+
+    text, program = folder / "text.txt", folder / "training.py"
+    text.write_text(" ".join(topics.values()), encoding="utf-8")
+    program.write_text(_TRAINING)
+
+    def finished(out: Path) -> int:
+        """The newest state; an exported model must be whole."""
+        if (out / "model").exists():
+            load(out / "model", progress=False)
+        states = (out / "state").glob("*")
+        return max((int(path.name) for path in states if path.name.isdigit()), default=0)
+
+    def result(out: Path) -> Any:
+        metrics = json.loads((out / "model" / "metrics.json").read_text())
+        names = {path.name for path in (out / "model").iterdir()}
+        weights = (out / "model" / "model.safetensors").read_bytes()
+        steps = [stage["steps"] for stage in metrics["runs"][0]["stages"]]
+        return names, weights, metrics["validation"], steps
+
+    def command(out: Path) -> list[str]:
+        return [sys.executable, str(program), str(text), str(out)]
+
+    return Run(command, finished, result)
+
+
+RUNS: dict[str, Callable[[Path], Run]] = {"evaluation": evaluation, "training": training}
+KINDS = (*WRITERS, *RUNS)
+
+
+def kill_run(kind: str, run: Run, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Kills a run `kills` times, each time at a moment of its length; returns counts."""
+    rng, log = random.Random(f"{kind} {seed}"), folder / "log"
+
+    def start(out: Path) -> subprocess.Popen:
+        out.mkdir(exist_ok=True)
+        with log.open("w") as file:
+            return subprocess.Popen(
+                run.command(out), stdout=file, stderr=file, start_new_session=True
+            )
+
+    def end(process: subprocess.Popen) -> None:
+        assert process.wait() == 0, log.read_text()[-3000:]
+
+    whole = folder / "whole"
+    end(start(whole))  # compiles
+    expected = run.result(whole)
+    shutil.rmtree(whole)
+    started = time.monotonic()
+    process, begun = start(whole), None
+    while process.poll() is None:
+        if begun is None and run.finished(whole):
+            begun = time.monotonic() - started
+        time.sleep(0.05)
+    end(process)
+    seconds = time.monotonic() - started
+    begun = seconds if begun is None else begun
+    assert run.result(whole) == expected, "two uninterrupted runs differ"
+    count, rounds, amid = 0, 0, 0
+    while count < kills:
+        out, finished, rounds = folder / f"round {rounds}", None, rounds + 1
+        while count < kills:
+            is_fresh, started, process = not out.exists(), time.monotonic(), start(out)
+            # Every second one where an uninterrupted run has something finished already.
+            moment = rng.uniform(0.0 if count % 2 else begun, seconds)
+            try:
+                assert process.wait(moment) == 0, log.read_text()[-3000:]
+                if is_fresh:  # the machine has become faster
+                    took = time.monotonic() - started
+                    begun, seconds = begun * took / seconds, took
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                _wait_for_group(process.pid)
+            count, now = count + 1, run.finished(out)
+            assert finished is None or finished <= now, "finished work was lost"
+            finished, amid = now, amid + bool(now)
+        end(start(out))
+        assert run.result(out) == expected, "a run that was killed ends in another result"
+    counts = {"kills": count, "after something was finished": amid, "runs that ended": rounds}
+    return {"kind": kind, "seed": seed, **counts, "seconds of a run": round(seconds, 1)}
+
+
+def _wait_for_group(number: int) -> None:
+    """Waits until no process is left that a killed one has started."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            os.killpg(number, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("a killed run left processes of its own behind")
+
+
+def kill(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Kills one of `KINDS` in an empty folder; returns counts.
+
+    Raises:
+      AssertionError: If something finished is lost, is not whole, or a result differs.
+    """
+    if kind in WRITERS:
+        return kill_writer(kind, kills=kills, seed=seed, folder=folder)
+    return kill_run(kind, RUNS[kind](folder), kills=kills, seed=seed, folder=folder)
+
+
+def main() -> None:
+    """Kills all kinds, or one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS)
+    given = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        for kind in [given.kind] if given.kind else KINDS:
+            with tempfile.TemporaryDirectory() as folder:
+                found = kill(kind, kills=given.kills, seed=given.seed, folder=Path(folder))
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

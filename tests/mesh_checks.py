@@ -1,0 +1,359 @@
+"""What tests say of meshes, in processes of their own with eight pretended devices.
+
+Each `check_...` raises what does not hold. The tests call them through `run_python(devices=8)`.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from tiny import MODEL, params, prompts
+from tolerances import tolerance
+
+import sketchwalk_jax as sw
+from sketchwalk_jax import generation, inference
+from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
+from sketchwalk_jax.models import ModelConfig, init_params, load, save
+from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.models.tensor_files import TensorFiles
+from sketchwalk_jax.models.weights import find_sources, read_shard
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.base import Policy, Span
+from sketchwalk_jax.policies.oracle import OracleConfig
+from sketchwalk_jax.policies.quest import QuestConfig
+from sketchwalk_jax.sharding import Placement, plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestForAll(QuestConfig):
+    """A policy that knows nothing of meshes, with a list for each head."""
+
+    heads_on_mesh = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OracleForAll(OracleConfig):
+    """A policy that knows nothing of meshes, and reads the cache."""
+
+    heads_on_mesh = "all"
+
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SIZE = 16
+MESH_MODEL = dataclasses.replace(MODEL, num_layers=3, num_heads=8, num_kv_heads=4)
+_SPARSE: dict[str, Any] = {"block_size": SIZE, "dense_layers": 1}
+_SKETCH = _SPARSE | {"sketch_dim": 8, "density": 0.4}
+POLICIES: dict[str, Policy] = {
+    "dense": sw.Dense(block_size=SIZE),
+    "paper": sw.SketchWalkConfig.paper(**_SKETCH),
+    "damped": sw.SketchWalkConfig.damped(**_SKETCH),
+    "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH, head_combination="sum"),
+    "released": sw.SketchWalkConfig.released(**_SPARSE),
+    "recommended": sw.SketchWalkConfig.recommended(
+        block_size=SIZE, density=0.5, min_blocks=2, local_blocks=1
+    ),
+    "oracle": by_name("oracle", **_SPARSE, density=0.4),
+    "oracle_max": by_name("oracle", **_SPARSE, density=0.4, aggregation="max"),
+    "quest": by_name("quest", **_SPARSE, density=0.4),
+    "adamas": by_name("adamas", **_SPARSE, density=0.4),
+    "minference": by_name("minference", **_SPARSE, scale=0.02),
+    "flexprefill": by_name("flexprefill", **_SPARSE, min_budget=SIZE),
+    "streaming": by_name("streaming", **_SPARSE, density=0.4),
+    "random": by_name("random", **_SPARSE, density=0.4),
+    "quest_for_all": QuestForAll(**_SPARSE, density=0.4),
+    "oracle_for_all": OracleForAll(**_SPARSE, density=0.4),
+}
+
+
+def placement(model: ModelConfig = MESH_MODEL, **axes: int) -> Placement:
+    """The plan of a mesh with these axes, of as many devices as it needs."""
+    devices = jax.devices()[: math.prod(axes.values())]
+    kinds = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+    return plan(mesh, model)
+
+
+def assert_ranks_agree(x: jax.Array) -> None:
+    """Devices that hold the same part of an array hold the same bits."""
+    parts: dict[str, np.ndarray] = {}
+    for shard in x.addressable_shards:
+        own = np.asarray(shard.data)
+        np.testing.assert_array_equal(parts.setdefault(str(shard.index), own), own)
+
+
+# Attention alone: lists of given queries, keys and values.
+
+_LENGTHS = (100, 37, 64, 80)
+
+
+def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
+    """Lists and outputs of every layer, for prompts and for a token behind each."""
+    model = MESH_MODEL
+    settings = Settings(model_config=model, config=policy, return_selection=True, placement=where)
+    lengths = jnp.asarray(_LENGTHS, jnp.int32)
+
+    @jax.jit
+    def run(prompt: Any, token: Any) -> Any:
+        cache = sw.init_cache(
+            model, policy, batch=len(_LENGTHS), max_tokens=128, dtype=dtype, sharding=where
+        )
+        width = prompt[0].shape[2]
+        columns = jnp.arange(width, dtype=jnp.int32)[None]
+        first = jnp.zeros_like(lengths)
+        spans = (
+            Span(first, columns < lengths[:, None], lengths, lengths),
+            Span.of_tokens(lengths, SIZE),
+        )
+        found = []
+        for span, inputs in zip(spans, (prompt, token), strict=True):
+            rows = 1 if span.is_token else width // SIZE
+            state: Any = (
+                cache,
+                policy.init_walk(
+                    batch=len(_LENGTHS), num_rows=rows, num_blocks=cache.capacity // SIZE
+                ),
+            )
+            make = functools.partial(
+                layer_attention, span, is_fresh=not span.is_token, settings=settings
+            )
+            for part, attend in attention_by_layer(make, settings):
+
+                def step(state: Any, layer: Any, attend: Any = attend) -> Any:
+                    query, key, value, index = layer
+                    out, state, aux = attend(query, key, value, index, state)
+                    return state, (out, aux)
+
+                numbers = jnp.arange(part.start, part.stop, dtype=jnp.int32)
+                own = [x[part.start : part.stop] for x in inputs]
+                state, result = jax.lax.scan(step, state, (*own, numbers))
+                found.append(result)
+            cache = state[0]
+        return found
+
+    return run(*arrays)
+
+
+def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") -> None:
+    """Given queries, keys and values, lists are those of one device, bit for bit, on every rank."""
+    rng = np.random.default_rng(0)
+    c, batch = MESH_MODEL, len(_LENGTHS)
+
+    def draw(tokens: int) -> tuple[jax.Array, ...]:
+        heads = c.num_heads, c.num_kv_heads, c.num_kv_heads
+        return tuple(
+            jnp.asarray(rng.standard_normal((c.num_layers, batch, tokens, n, c.head_dim)), dtype)
+            for n in heads
+        )
+
+    arrays = draw(112), draw(1)
+    for name in names:
+        plain = _attend(POLICIES[name], None, dtype, arrays)
+        shared = _attend(POLICIES[name], placement(**axes), dtype, arrays)
+        for (out, (pairs, lists)), (own, (own_pairs, own_lists)) in zip(plain, shared, strict=True):
+            assert (lists is None) == (own_lists is None), name
+            for expected, x in zip(jax.tree.leaves(lists), jax.tree.leaves(own_lists), strict=True):
+                np.testing.assert_array_equal(expected, x, err_msg=name)
+                assert_ranks_agree(x)
+            wide = [np.asarray(x, np.float32) for x in (out, own)]
+            for row, length in enumerate(_LENGTHS if out.shape[2] > 1 else (1,) * batch):
+                np.testing.assert_allclose(
+                    *(x[:, row, :length] for x in wide), **tolerance("logits", dtype)
+                )
+            np.testing.assert_allclose(pairs, own_pairs, rtol=1e-6)
+
+
+# Whole models.
+
+
+def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
+    """Logits to the tolerance; lists, greedy tokens and draws of one device, streamed as well."""
+    where = placement(**axes)
+    plain = params(model=MESH_MODEL)
+    spread = jax.device_put(plain, where.params)
+    tokens, lengths = prompts(*_LENGTHS)
+    for name in names:
+        common: dict[str, Any] = {"model_config": MESH_MODEL, "config": POLICIES[name]}
+        common |= {"lengths": lengths, **options}
+        logits = [sw.forward(x, tokens, **common) for x in (plain, spread)]
+        _assert_close(*logits)
+        # Twenty tokens cross the border of a block in every sequence.
+        call = common | {"max_new_tokens": 20, "max_tokens": 128, "return_selection": True}
+        draws = sw.Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
+        for sampling in (None, draws):
+            call["sampling"] = sampling
+            one, many = (sw.generate(x, tokens, **call) for x in (plain, spread))
+            np.testing.assert_array_equal(one.tokens, many.tokens, err_msg=f"{name} {sampling}")
+            lists = (jax.tree.leaves(x.selection) for x in (one, many))
+            for expected, found in zip(*lists, strict=True):
+                np.testing.assert_array_equal(expected, found, err_msg=name)
+            densities = one.measured_density.overall, many.measured_density.overall
+            np.testing.assert_allclose(*densities, rtol=1e-6)
+        assert many.tokens.is_fully_replicated
+        assert many.cache.key.sharding == where.cache(POLICIES[name])["key"]
+        # What a program leaves, it takes again: the pieces of a stream compile nothing.
+        compiled = generation._start._cache_size(), generation._continue._cache_size()
+        chunks = list(sw.stream(spread, tokens, every=7, **call))
+        assert compiled == (generation._start._cache_size(), generation._continue._cache_size())
+        streamed = np.concatenate([chunk.tokens for chunk in chunks], axis=1)
+        np.testing.assert_array_equal(streamed, many.tokens)
+
+
+def check_steps(name: str, axes: dict[str, int]) -> None:
+    """A prompt in two pieces and a decode step, under a `jit` of the caller's or not."""
+    where, policy = placement(**axes), POLICIES[name]
+    plain = params(model=MESH_MODEL)
+    common: dict[str, Any] = {"model_config": MESH_MODEL, "config": policy}
+    tokens, _ = prompts(44, 44, 44, 44)
+
+    def run(weights: Any, sharding: Placement | None) -> Any:
+        cache = sw.init_cache(MESH_MODEL, policy, batch=4, max_tokens=64, sharding=sharding)
+        first, cache = sw.prefill(weights, tokens[:, :24], cache, **common)
+        second, cache = sw.prefill(weights, tokens[:, 20:], cache, **common)
+        return first, second, sw.decode_step(weights, tokens[:, 0], cache, **common)[0]
+
+    expected, spread = run(plain, None), jax.device_put(plain, where.params)
+    step = jax.jit(lambda weights: run(weights, where))
+    assert "shard_map" in str(step.trace(spread).jaxpr)
+    for found in (run(spread, where), step(spread)):
+        for one, many in zip(expected, found, strict=True):
+            np.testing.assert_allclose(one, many, **tolerance("logits"))
+
+
+def _assert_close(one: jax.Array, many: jax.Array) -> None:
+    """Logits of the tokens of prompts, to the tolerance."""
+    for row, length in enumerate(_LENGTHS):
+        rows = (np.asarray(x)[row, :length] for x in (one, many))
+        np.testing.assert_allclose(*rows, **tolerance("logits"))
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """Kind and bytes of the result of every collective in a compiled program, in its order."""
+    sizes = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+    found = []
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    for shapes, kind in re.findall(rf"= (\(?[\w\[\],{{}} ]+\)?) ({kinds})(?:-start)?\(", text):
+        for name, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+            found.append((kind, sizes[name] * math.prod(int(x) for x in dims.split(",") if x)))
+    return found
+
+
+def check_bytes(names: list[str]) -> None:
+    """Programs send what `sketchwalk_jax.sharding` says they send, and nothing else of size."""
+    where, c = placement(data=2, tensor=4), MESH_MODEL
+    spread = jax.device_put(params(model=c), where.params)
+    batch, capacity = 4, 128
+    own = batch // 2 * 4  # bytes of a float32 number of each sequence of a rank
+    for name in names:
+        policy = POLICIES[name]
+        ranges = len(attention_by_layer(lambda **_: None, Settings(model_config=c, config=policy)))
+        settings = Settings(model_config=c, config=policy, placement=where)
+        cache = sw.init_cache(c, policy, batch=batch, max_tokens=capacity, sharding=where)
+        numbers = jnp.ones((batch,), jnp.int32)
+        for width in (1, 112):
+            tokens = numbers if width == 1 else jnp.zeros((batch, width), jnp.int32)
+            if width == 1:
+                lowered = inference._decode.lower(
+                    spread, tokens, cache, active=numbers > 0, settings=settings
+                )
+            else:
+                lowered = inference._prefill.lower(
+                    spread, tokens, numbers * width, cache, is_fresh=True, settings=settings
+                )
+            found = collectives(lowered.compile().as_text())
+            hidden = own * width * c.hidden_size
+            # Twice in each loop over layers, and for the embedding.
+            reduced = [size for kind, size in found if kind == "all-reduce"]
+            assert reduced == [hidden] * (2 * ranges + 1), (name, width, found)
+            rows = 1 if width == 1 else width // SIZE
+            blocks, by_head = capacity // SIZE, own * width * c.head_dim
+            gathered = {
+                "dense": [],
+                "paper": [by_head * c.num_heads, by_head * c.num_kv_heads],
+                "recommended": [own * c.num_heads * rows * (1 if width == 1 else 8) * blocks],
+            }[name]
+            gathered += [own * c.vocab_size]  # the logits
+            # Beside a few numbers of each sequence: lengths, and pairs of every layer.
+            large = [
+                x for kind, x in found if kind != "all-reduce" and x > 4 * c.num_layers * batch
+            ]
+            assert sorted(large) == sorted(gathered), (name, width, found)
+
+
+# Loading.
+
+
+def check_loading(directory: str, saved: str) -> None:
+    """Each rank reads its share and nothing twice; what is saved comes back as it lay."""
+    config = ModelConfig.from_pretrained(directory)
+    where = placement(config, data=2, tensor=4)
+    read: list[int] = []
+    plain_read = TensorFiles.read
+
+    def counting(files: TensorFiles, name: str, *bounds: slice) -> np.ndarray:
+        found = plain_read(files, name, *bounds)
+        read.append(found.nbytes)
+        return found
+
+    whole, _ = load(directory)
+    TensorFiles.read = counting  # type: ignore[method-assign]
+    params, _ = load(directory, sharding=where)
+    total = sum(x.nbytes for x in jax.tree.leaves(whole))
+    assert sum(read) == total, (sum(read), total)
+    for path, leaf in flatten_params(params).items():
+        assert leaf.sharding == where(path, leaf), path
+        np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
+    # One rank alone: what a process with a single device reads.
+    sources = find_sources(config)
+    with TensorFiles(Path(directory)) as files:
+        for device in jax.devices():
+            read.clear()
+            share = 0
+            for path, shape in flatten_params(param_shapes(config)).items():
+                index = where(path, shape).devices_indices_map(shape.shape)[device]
+                part = read_shard(
+                    files, sources[path], shape.shape, index, shape.dtype, advance=lambda _: None
+                )
+                share += part.nbytes
+            assert sum(read) == share < 0.3 * total, (sum(read), share, total)
+    TensorFiles.read = plain_read  # type: ignore[method-assign]
+    save(saved, params, config)
+    for sharding in (where, placement(config, tensor=2)):
+        again, _ = load(saved, sharding=sharding)
+        for path, leaf in flatten_params(again).items():
+            assert leaf.sharding == sharding(path, leaf), path
+            np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
+    # Random weights, drawn where they go, are the same for every sharding.
+    drawn = init_params(jax.random.key(0), config, sharding=where)
+    others = init_params(jax.random.key(0), config, sharding=placement(config, tensor=2))
+    for path, leaf in flatten_params(drawn).items():
+        assert leaf.sharding == where(path, leaf), path
+        np.testing.assert_array_equal(leaf, flatten_params(others)[path])
+    kernel = np.asarray(drawn["layers"]["gate"]["kernel"], np.float32)
+    np.testing.assert_allclose(kernel.std() * math.sqrt(config.hidden_size), 1.0, atol=0.05)
+
+
+# Several processes.
+
+
+def run_process(directory: str, address: str, rank: int) -> None:
+    """One of two processes with four devices each, which prints what all of them generate."""
+    jax.distributed.initialize(address, num_processes=2, process_id=rank)
+    assert len(jax.local_devices()) == 4 and len(jax.devices()) == 8
+    config = ModelConfig.from_pretrained(directory)
+    where = placement(config, data=2, tensor=4)
+    weights, _ = load(directory, sharding=where)
+    assert all(len(x.addressable_shards) == 4 for x in jax.tree.leaves(weights))
+    tokens, lengths = prompts(*_LENGTHS)
+    call: dict[str, Any] = {"model_config": config, "config": POLICIES["paper"], "lengths": lengths}
+    out = sw.generate(weights, tokens, **call, max_new_tokens=8, max_tokens=128)
+    print(np.asarray(out.tokens).tolist(), flush=True)
+    jax.distributed.shutdown()

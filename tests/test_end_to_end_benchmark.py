@@ -1,0 +1,86 @@
+"""The benchmark of whole models: it runs anywhere with `--quick`; what its rows say."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(run_benchmark, tmp_path_factory):
+    path = tmp_path_factory.mktemp("results") / "end_to_end.json"
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing here is fast because it is compiled well, nor random because it is drawn well.
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        patch.setenv("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg")
+        run_benchmark("end_to_end.py", "--quick", "--out", path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module("end_to_end")
+
+
+def test_every_cell_is_measured(results):
+    rows = results["rows"]
+    assert all(row["error"] is None and row["implementation"] == "ours" for row in rows)
+    found = {(row["phase"], row["batch"], row["preset"] or row["policy"]) for row in rows}
+    names = ("dense", "recommended", "paper")
+    wanted = {("prefill", 1), ("decode", 1), ("decode", 2)}
+    assert found == {(*one, name) for one in wanted for name in names}
+    pieces = {row["preset"] or row["policy"] for row in rows if row["chunk_size"]}
+    assert pieces == {"dense", "recommended"}
+
+
+def test_a_row_says_what_was_measured(results):
+    for row in results["rows"]:
+        assert 0 < row["seconds"]["q25"] <= row["seconds"]["median"] <= row["seconds"]["q75"]
+        assert row["floor_seconds"] > 0 and row["peak_gib"] > 0 and row["compile_seconds"] > 0
+        is_dense = row["policy"] == "dense"
+        assert (row["method_state_bytes"] == 0) == is_dense
+        assert (row["measured_density"] == 1.0) == is_dense
+        # Two of keys and values, three layers, two heads of 16 numbers of two bytes.
+        assert row["kv_cache_bytes"] == 2 * 3 * row["batch"] * row["tokens"] * 2 * 16 * 2
+
+
+def test_the_floor_of_a_token_is_what_must_be_read(results):
+    rows = {
+        (row["preset"] or row["policy"], row["batch"]): row
+        for row in results["rows"]
+        if row["phase"] == "decode"
+    }
+    rate = results["meta"]["copy_tb_per_s"] * 1e12
+    read = {key: row["floor_seconds"] * rate for key, row in rows.items()}
+    more = read["dense", 2] - read["dense", 1]
+    # A second sequence: its keys and values, and one row of the embedding.
+    assert more == pytest.approx(rows["dense", 1]["kv_cache_bytes"] + 64 * 2)
+    weights = read["dense", 1] - rows["dense", 1]["kv_cache_bytes"]
+    assert 64 * 256 * 2 < weights < 2**20  # the head, once; not the embedding as well
+    own = rows["recommended", 1]
+    attended = own["kv_cache_bytes"] * own["measured_density"]
+    assert read["recommended", 1] == pytest.approx(weights + attended + own["method_state_bytes"])
+
+
+def test_kernels_belong_to_parts(benchmark):
+    part_of = benchmark.part_of
+    assert part_of("block_sparse_decode_mosaic_gpu_kernel") == "attention"
+    assert part_of("cudnn_generated_fort_native_sdpa_sm90_flash_fprop") == "attention"
+    assert part_of("sketchwalk_block_sums_mosaic_gpu_kernel") == "observing"
+    assert part_of("token_scores_mosaic_gpu_kernel") == "scores"
+    assert part_of("block_residuals_mosaic_gpu_kernel") == "scores"
+    assert part_of("sketchwalk_select_rows_mosaic_gpu_kernel") == "walk and lists"
+    assert part_of("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN") == "linear"
+    assert part_of("loop_add_fusion") == "rest"
+
+
+def test_what_does_not_fit_is_known_beforehand(benchmark):
+    config = benchmark.MODELS["llama-3.1-8b"]
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(benchmark.param_shapes(config)))
+    assert weights == 8_030_261_248  # as published

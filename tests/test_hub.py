@@ -1,0 +1,172 @@
+"""Models by their name on the hub: what is fetched, what is kept, what is said when it fails."""
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+from hub_server import COMMIT, Hub
+
+from sketchwalk_jax.models.hub import checkpoint_name, is_hub_name
+
+NAME = "someone/tiny-model"
+
+# Answers a line of JSON for each name on standard input. Pieces of 10 MB, which the hub's client
+# writes to disk as a whole, would be more than the files.
+DRIVER = """
+import json, sys
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 14
+from sketchwalk_jax.models.hub import find_checkpoint
+for line in sys.stdin:
+    try:
+        found = {"folder": str(find_checkpoint(line.strip()))}
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps(found), flush=True)
+"""
+
+
+class Driver:
+    """A process that finds checkpoints."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, name: str) -> None:
+        self.process.stdin.write(name + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        return json.loads(line)
+
+    def find(self, name: str) -> dict[str, Any]:
+        self.ask(name)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def write_repository(folder: Path) -> None:
+    """A checkpoint in two files, with much beside it that nobody wants."""
+    checkpoints.write_checkpoint(folder, "qwen3", tokenizer=True, num_shards=2, vocab_size=8192)
+    (folder / "modeling_x.py").write_text("raise SystemExit")
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(print))
+    (folder / "model.fp16.safetensors").write_bytes(b"another variant")
+    (folder / "README.md").write_text("# A model")
+    (folder / "original").mkdir()
+    (folder / "original" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.repositories[NAME] = tmp_path / "repository"
+        write_repository(hub.repositories[NAME])
+        yield hub
+
+
+def test_a_model_is_fetched_by_its_name_and_found_again_offline(
+    hub: Hub, tmp_path: Path, program_environment
+):
+    for name, raw in (("gguf", None), ("pickled", {}), ("mixture", {"model_type": "mixtral"})):
+        folder = hub.repositories[f"someone/{name}"] = tmp_path / name
+        folder.mkdir()
+        (folder / "model.gguf").write_bytes(b"GGUF")
+        if raw is not None:
+            config = checkpoints.tiny_config() | raw
+            (folder / "config.json").write_text(json.dumps(config))
+    hub.repositories["someone/gated"] = hub.repositories[NAME]
+    hub.gated.add("someone/gated")
+    here = tmp_path / "here"
+    checkpoints.write_checkpoint(here / "someone" / "local")
+    environment = program_environment | hub.environment(tmp_path / "home")
+    driver = Driver(environment, here)
+
+    found = driver.find(NAME)
+    folder = Path(found["folder"])
+    assert folder.name == COMMIT and checkpoint_name(folder) == "tiny-model"
+    wanted = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    wanted |= {"model.safetensors.index.json"}
+    wanted |= {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    assert {file.name for file in folder.rglob("*")} == wanted
+    assert {name for name, _ in hub.asked} == wanted
+
+    count = len(hub.asked)
+    assert driver.find("someone/local") == {"folder": "someone/local"}
+    assert driver.find(NAME) == found and len(hub.asked) == count
+    errors = {
+        name: driver.find(f"someone/{name}")
+        for name in ("nothing", "gated", "gguf", "pickled", "mixture")
+    }
+    assert {name: found["error"] for name, found in errors.items()} == {
+        "nothing": "FileNotFoundError",
+        "gated": "PermissionError",
+        "gguf": "ValueError",
+        "pickled": "ValueError",
+        "mixture": "ValueError",
+    }
+    for name, message in {
+        "nothing": "no such folder here and no such model at http://127.0.0.1",
+        "gated": "someone/gated is gated: ask for access at http",
+        "gguf": "hf download someone/gguf FILE.gguf",
+        "pickled": "must hold model.safetensors, got no such files: pickled weights are never",
+        "mixture": "mixtral",
+    }.items():
+        assert message in errors[name]["message"], errors[name]
+    assert not [name for name, _ in hub.asked if name in ("model.gguf", "pytorch_model.bin")]
+
+    hub.__exit__()
+    assert driver.find(NAME) == found
+    gone = driver.find("someone/other")
+    assert gone["error"] == "ConnectionError"
+    assert "cannot be reached" in gone["message"] and "http://127.0.0.1" in gone["message"]
+    driver.close()
+
+
+def test_broken_connections_and_killed_downloads_go_on(
+    hub: Hub, tmp_path: Path, program_environment
+):
+    """Inside a file where a connection breaks, with the files that are missing after a kill."""
+    home = tmp_path / "home"
+    environment = program_environment | hub.environment(home)
+    done, stopped = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    hub.dropped, hub.stopped = {done}, {stopped}
+    first = Driver(environment, tmp_path)
+    first.ask(NAME)
+    deadline = time.monotonic() + 300
+    while not list(home.rglob(done)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.close()
+    whole, rest = (span for name, span in hub.asked if name == done)
+    assert whole is None and rest is not None and rest.startswith("bytes=") and rest != "bytes=0-"
+    hub.stopped, asked = set(), len(hub.asked)
+    second = Driver(environment, tmp_path)
+    folder = Path(second.find(NAME)["folder"])
+    second.close()
+    assert [name for name, _ in hub.asked[asked:]] == [stopped]
+    for name in (done, stopped):
+        assert (folder / name).read_bytes() == (hub.repositories[NAME] / name).read_bytes()
+
+
+def test_names_of_the_hub_are_told_from_paths():
+    names = ["Qwen/Qwen3-0.6B", "./a/b", "/a/b", "a/b/c", "a", "~/a", "a/b.gguf", "a/.b", "a b/c"]
+    assert [name for name in names if is_hub_name(name)] == names[:1]

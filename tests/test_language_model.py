@@ -1,0 +1,182 @@
+"""Text in, text out: one prompt, many, pieces, draws, and conversations of several turns."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf_checkpoints import write_gguf
+
+import sketchwalk_jax as sw
+from sketchwalk_jax import LanguageModel, Sampling, SketchWalkConfig, generation
+from sketchwalk_jax.language_model import batches_by_length
+from sketchwalk_jax.tokenizer import decode
+
+POLICY = SketchWalkConfig.paper(sketch_dim=8, dense_layers=1, density=0.5)  # blocks of 64 tokens
+NEW = 6
+SHORT = "Walk with the "
+LONG = "Walk with the sketch, then walk once more: "
+DRAWN = Sampling(temperature=1.5)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    directory = tmp_path_factory.mktemp("model")
+    tensors = checkpoints.write_checkpoint(directory, tokenizer=True)
+    # It writes letters alone, so that its texts are the tokens that they are made of.
+    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
+    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
+    checkpoints.write_tensors(directory, tensors)
+    # Dense programs are compiled in half the time; what they are of makes no difference to text.
+    return LanguageModel.load(directory, policy=sw.Dense(), progress=False)
+
+
+def test_a_text_is_what_the_pure_functions_give(lm):
+    tokens = np.frombuffer(SHORT.encode(), np.uint8).astype(np.int32)[None]
+    call = sw.make_generate(lm.model_config, POLICY, max_new_tokens=NEW)
+    expected = decode(lm.tokenizer, call(lm.params, tokens).tokens[0])
+    sparse = lm.with_policy(POLICY)
+    assert sparse.generate(SHORT, max_new_tokens=NEW) == expected and len(expected) == NEW
+    assert sparse.params is lm.params and "SketchWalkConfig of density 0.5" in repr(sparse)
+    assert repr(lm) == "LanguageModel(llama, 2 layers, float32, context 512, Dense)"
+
+
+def test_texts_of_a_list_are_those_of_its_prompts_in_order_and_share_programs(lm):
+    prompts = [SHORT[:5], SHORT, LONG, SHORT[:3], LONG[3:]]
+    alone = [lm.generate(text, max_new_tokens=NEW) for text in prompts]
+    before = generation._start._cache_size()
+    assert lm.generate(prompts, max_new_tokens=NEW, batch_size=4) == alone
+    assert generation._start._cache_size() == before + 1  # that of four: the fifth goes alone
+    more = lm.generate([*prompts, "one", "more"], max_new_tokens=NEW, batch_size=4)
+    assert more[:5] == alone and len(more) == 7
+    assert generation._start._cache_size() == before + 1  # of three, one goes twice
+    assert lm.generate([]) == []
+
+
+def test_a_gguf_file_is_a_model_and_its_tokenizer(tmp_path):
+    write_gguf(tmp_path / "model.gguf", tokenizer={})
+    lm = LanguageModel.load(tmp_path / "model.gguf", progress=False)
+    assert lm.params["embed"]["embedding"].dtype == jnp.float32
+    assert decode(lm.tokenizer, lm.encode("Walk")) == "Walk"
+
+
+def test_batches_hold_prompts_of_similar_length():
+    lengths = [5, 900, 7, 880, 6, 910, 8]
+    found = batches_by_length(lengths, 3)
+    assert found == [[5, 1, 3], [6, 2, 4], [0]]
+
+
+def test_pieces_are_never_empty_and_join_to_the_text(lm):
+    pieces = lm.stream(SHORT, max_new_tokens=NEW, every=2)
+    with pytest.raises(ValueError, match="must have been started"):
+        _ = pieces.completion
+    found = list(pieces)
+    assert "".join(found) == lm.generate(SHORT, max_new_tokens=NEW) and all(found)
+    assert list(map(len, found)) == [1, 2, 2, 1]
+    done = pieces.completion
+    assert (done.prompt_tokens, done.new_tokens, done.finish_reason) == (len(SHORT), NEW, "length")
+    ((_, again),) = lm.complete([lm.encode(SHORT)], max_new_tokens=NEW)
+    assert dataclasses.replace(again, measured_density=0.0) == dataclasses.replace(
+        done, measured_density=0.0
+    )
+    assert 0 < done.measured_density <= 1 and pieces.ttft_s > 0 and pieces.tokens_per_s > 0
+
+
+def test_every_call_draws_anew_unless_a_key_is_given(lm):
+    def draw(prompts=SHORT, **options):
+        return lm.generate(prompts, max_new_tokens=NEW, sampling=DRAWN, **options)
+
+    assert len({draw() for _ in range(4)}) > 1
+    assert draw(key=3) == draw(key=jax.random.key(3)) == draw(key=jax.random.PRNGKey(3))
+    both = draw([SHORT, SHORT], key=3)
+    assert both[0] == draw(key=3) != both[1]
+    pieces = lm.stream(SHORT, max_new_tokens=NEW, sampling=DRAWN, key=3)
+    assert "".join(pieces) == draw(key=3)
+    with pytest.raises(ValueError, match="key must be None without sampling"):
+        lm.generate(SHORT, key=3)
+
+
+ASKED = ("Who walks?", "And then?", "Where?")
+
+
+def anew(lm, messages, **options):
+    """The answer to messages, read from the beginning."""
+    return lm.chat(messages, max_new_tokens=NEW, **options)
+
+
+def test_a_conversation_reads_only_what_is_new_and_answers_as_if_it_read_all(lm):
+    talk = lm.conversation(system="Be brief.", max_new_tokens=NEW)
+    for turn, text in enumerate(ASKED):
+        before = list(talk.messages)
+        answer = talk.send(text)
+        assert answer == anew(lm, [*before, {"role": "user", "content": text}])
+        assert talk.messages[-2:] == [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": answer},
+        ]
+        # After the first turn: a line end, and the turn itself.
+        written = len(f"user: {text}\nassistant: ")
+        assert talk.num_read == (written + 1 if turn else len("system: Be brief.\n") + written)
+
+
+def test_what_the_cache_does_not_hold_is_read_anew(lm):
+    talk = lm.conversation(max_new_tokens=NEW)
+    talk.send(ASKED[0])
+    talk.messages[-1]["content"] = "Nobody"  # as a template that leaves something out
+    answer = talk.send(ASKED[1])
+    assert talk.num_read == len(
+        f"user: {ASKED[0]}\nassistant: Nobody\nuser: {ASKED[1]}\nassistant: "
+    )
+    assert answer == anew(lm, talk.messages[:-1])
+
+
+def test_a_full_cache_gives_way_to_a_larger_one(lm, monkeypatch):
+    monkeypatch.setattr("sketchwalk_jax.language_model.LEAST_CONVERSATION", 48)
+    talk = lm.conversation(max_new_tokens=NEW)
+    read, answers = [], []
+    for text in ASKED:
+        answers.append(talk.send(text))
+        read.append(talk.num_read)
+    assert read[1] > read[0] and read[2] < read[1]  # the second turn did not fit
+    assert answers[-1] == anew(lm, talk.messages[:-1])
+
+
+def test_who_stops_early_leaves_what_came(lm):
+    talk = lm.conversation(max_new_tokens=NEW)
+    pieces: Iterator[str] = talk.stream(ASKED[0], every=2)
+    first = next(pieces)
+    pieces.close()
+    assert talk.messages[-1] == {"role": "assistant", "content": first}
+    assert talk.send(ASKED[1]) == anew(lm, talk.messages[:-1])
+
+
+def test_draws_of_a_conversation_follow_its_key(lm):
+    def answers(key):
+        talk = lm.conversation(max_new_tokens=NEW, sampling=DRAWN, key=key)
+        return [talk.send(ASKED[0]), talk.send(ASKED[0])]
+
+    assert answers(1) == answers(1) != answers(2)
+
+
+@pytest.mark.unchecked
+def test_mistakes_are_named(lm):
+    with pytest.raises(ValueError, match="at least one token, got none for ''"):
+        lm.generate(["a", ""])
+    with pytest.raises(ValueError, match="context of 512 tokens, got 600"):
+        lm.generate("a" * 600)
+    with pytest.raises(ValueError, match="batch_size must be None or a positive integer, got 0"):
+        lm.generate(["a"], batch_size=0)
+    talk = lm.conversation(max_new_tokens=NEW, max_tokens=16)
+    with pytest.raises(ValueError, match="max_tokens must be at least"):
+        talk.send("Who walks?")
+    assert talk.messages == []
+    template, lm.tokenizer.chat_template = lm.tokenizer.chat_template, None
+    try:
+        for call in (lm.chat, lambda text: lm.conversation().send(text)):
+            with pytest.raises(ValueError, match="must have a chat template"):
+                call("Hi")
+    finally:
+        lm.tokenizer.chat_template = template

@@ -1,0 +1,405 @@
+"""What does not fit is refused before anything runs, and the message says what and what to do."""
+
+import dataclasses
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from checkpoints import tiny_config, write_checkpoint
+from tiny import MODEL, POLICIES
+
+from sketchwalk_jax import (
+    Dense,
+    Sampling,
+    SketchWalkConfig,
+    calls,
+    cli,
+    decode_step,
+    forward,
+    generate,
+    init_cache,
+    memory,
+    prefill,
+    stream,
+)
+from sketchwalk_jax.layer import init_walk, sketchwalk_attention
+from sketchwalk_jax.models import ModelConfig, load
+from sketchwalk_jax.policies.adamas import AdamasConfig
+from sketchwalk_jax.policies.quest import QuestConfig
+
+pytestmark = pytest.mark.unchecked  # as a user's call
+
+PAPER = POLICIES["paper"]
+TOKENS, LENGTHS = tiny.prompts(40, 20)
+OPTIONS = {"model_config": MODEL, "config": PAPER}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return tiny.params()
+
+
+def calls_of(weights, model_config=MODEL, tokens=TOKENS):
+    """Every function that takes parameters, by name."""
+    options = OPTIONS | {"model_config": model_config}
+
+    def cache():
+        return init_cache(model_config, PAPER, batch=2, max_tokens=64)
+
+    return {
+        "generate": lambda: generate(weights, tokens, max_new_tokens=1, **options),
+        "stream": lambda: stream(weights, tokens, max_new_tokens=1, **options),
+        "forward": lambda: forward(weights, tokens, **options),
+        "prefill": lambda: prefill(weights, tokens, cache(), **options),
+        "decode_step": lambda: decode_step(weights, tokens[:, 0], cache(), **options),
+        "jit": lambda: jax.jit(lambda w: generate(w, tokens, max_new_tokens=1, **options).tokens)(
+            weights
+        ),
+    }
+
+
+FUNCTIONS = ("generate", "stream", "forward", "prefill", "decode_step", "jit")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_tree_of_another_number_of_layers_is_refused(name):
+    fewer = tiny.params(model=dataclasses.replace(MODEL, num_layers=3))
+    with pytest.raises(ValueError, match="num_layers is 4, the arrays have 3 layers; take the"):
+        calls_of(fewer)[name]()
+
+
+def changed(weights, change):
+    """A copy of the tree, after `change`."""
+    copy = jax.tree.map(lambda x: x, weights)
+    change(copy)
+    return copy
+
+
+TREES = {
+    "missing group": (lambda x: x.pop("final_norm"), "final_norm/scale is missing"),
+    "missing array": (lambda x: x["layers"].pop("gate"), "layers/gate/kernel is missing"),
+    "bias that the model lacks": (
+        lambda x: x["layers"]["query"].update(bias=jnp.zeros((4, 4, 16))),
+        "layers/query/bias is unknown",
+    ),
+    "shape": (
+        lambda x: x["layers"]["key"].update(kernel=x["layers"]["key"]["kernel"][:, :, :1]),
+        r"layers/key/kernel must be \(4, 32, 2, 16\), got \(4, 32, 1, 16\)",
+    ),
+    "integers": (
+        lambda x: x["lm_head"].update(kernel=x["lm_head"]["kernel"].astype(jnp.int8)),
+        "lm_head/kernel must be one of .* got int8",
+    ),
+    "no array": (lambda x: x["final_norm"].update(scale=1.0), "scale must be an array, got float"),
+    "layers of another dtype": (
+        lambda x: x["layers"]["up"].update(kernel=x["layers"]["up"]["kernel"].astype(jnp.bfloat16)),
+        r"embedding's dtype float32, got bfloat16 for layers/up/kernel and 0 others; load\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize("name", ["generate", "decode_step"])
+def test_a_tree_that_does_not_fit_is_refused(weights, case, name):
+    change, message = TREES[case]
+    with pytest.raises(ValueError, match=message):
+        calls_of(changed(weights, change))[name]()
+    with pytest.raises(ValueError, match="got list"):
+        calls_of([weights])[name]()
+
+
+def made(config=PAPER, batch=2, max_tokens=64, dtype=None, **changes):
+    model = dataclasses.replace(MODEL, **changes)
+    return init_cache(model, config, batch=batch, max_tokens=max_tokens, dtype=dtype)
+
+
+def other(**changes):
+    return dataclasses.replace(PAPER, **changes)
+
+
+CACHES = {
+    "fewer layers": (lambda: made(num_layers=3), "num_layers = 4, got keys .3, 2, 64, 2, 16"),
+    "more layers": (lambda: made(num_layers=5), "num_layers = 4, got keys .5, 2, 64, 2, 16"),
+    "other heads": (lambda: made(num_kv_heads=1), r"key is float32\[4, 2, 64, 2, 16\], got"),
+    "other dtype": (lambda: made(dtype="bfloat16"), r"dtype of params, float32, got bfloat16; .*"),
+    "other batch": (lambda: made(batch=3), "the cache's batch size 3, got 2"),
+    "dense": (lambda: made(Dense(block_size=16)), "same policy, .*, got one with no statistics"),
+    "other policy": (lambda: made(QuestConfig()), "got one with statistics of QuestConfig"),
+    "other dense layers": (
+        lambda: made(other(dense_layers=(2,))),
+        r"in layers \[1, 2, 3\].* got one with .* in layers \[0, 1, 3\]",
+    ),
+    "other seed": (lambda: made(other(seed=1)), "'seed': 0.* got one with .*'seed': 1"),
+    "no cache": (lambda: None, r"cache must be a Cache \(init_cache makes one\), got NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_cache_that_does_not_fit_is_refused(weights, case):
+    make, message = CACHES[case]
+    with pytest.raises(ValueError, match=message):
+        prefill(weights, TOKENS, make(), **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        decode_step(weights, TOKENS[:, 0], make(), **OPTIONS)
+    if case != "no cache":
+        with pytest.raises(ValueError, match=message):
+            generate(weights, TOKENS, cache=make(), max_new_tokens=1, **OPTIONS)
+
+
+def test_caches_of_thresholds_and_without_statistics(weights):
+    adamas, shifted = (AdamasConfig(block_size=16, thresholds=(-x, 0.0, x)) for x in (1.0, 2.0))
+    options = {"model_config": MODEL, "max_new_tokens": 1}
+    with pytest.raises(ValueError, match="thresholds"):
+        generate(weights, TOKENS, config=adamas, cache=made(shifted), **options)
+    # A cache with statistics would miss the dense call's tokens.
+    with pytest.raises(ValueError, match="Dense with no statistics, got one with statistics of"):
+        generate(weights, TOKENS, config=Dense(block_size=16), cache=made(), **options)
+
+
+def test_a_cache_goes_on_with_another_density(weights):
+    _, cache = prefill(weights, TOKENS, made(), **OPTIONS)
+    config = other(density=0.9)
+    logits, _ = decode_step(weights, TOKENS[:, 0], cache, model_config=MODEL, config=config)
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode_step", "generate"])
+def test_a_cache_is_not_used_twice(weights, name):
+    cache = made()
+    prefill(weights, TOKENS, cache, **OPTIONS)
+    calls = {
+        "prefill": lambda: prefill(weights, TOKENS, cache, **OPTIONS),
+        "decode_step": lambda: decode_step(weights, TOKENS[:, 0], cache, **OPTIONS),
+        "generate": lambda: generate(weights, TOKENS, cache=cache, max_new_tokens=1, **OPTIONS),
+    }
+    with pytest.raises(ValueError, match="cache must not have been used before.*continue with the"):
+        calls[name]()
+    assert "donated" in repr(cache)
+
+
+def test_a_checkpoint_in_another_dtype_says_how_to_make_its_cache(tmp_path):
+    write_checkpoint(tmp_path / "model", torch_dtype="bfloat16")
+    params, model_config = load(tmp_path / "model", dtype="float32")
+    config, tokens = SketchWalkConfig.paper(block_size=16), np.ones((1, 20), np.int32)
+    cache = init_cache(model_config, config, batch=1, max_tokens=32)
+    with pytest.raises(ValueError, match=r"init_cache\(..., dtype='float32'\)"):
+        prefill(params, tokens, cache, model_config=model_config, config=config)
+
+
+@pytest.mark.parametrize("token", [-1, MODEL.vocab_size, 2**31 - 1])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_ids_outside_the_vocabulary_are_refused(weights, token, kind):
+    wrong = TOKENS.copy()
+    wrong[1, 7] = token
+    wrong = kind(wrong)
+    message = rf"from 0 to 63, got {token} at \[1, 7\]; take the tokenizer of"
+    for name in ("generate", "stream", "forward", "prefill"):
+        with pytest.raises(ValueError, match=message):
+            calls_of(weights, tokens=wrong)[name]()
+    with pytest.raises(ValueError, match=rf"got {token} at \[1\]"):
+        decode_step(weights, wrong[:, 7], made(), **OPTIONS)
+
+
+def test_padding_may_hold_anything(weights):
+    padded = np.where(np.arange(40)[None] < LENGTHS[:, None], TOKENS, -100)
+    found = [
+        generate(weights, x, lengths=LENGTHS, max_new_tokens=2, **OPTIONS).tokens
+        for x in (TOKENS, padded)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+ARGUMENTS = {
+    "key": ({"key": jax.random.key(1)}, "key must be None without sampling.*pass sampling="),
+    "end token": ({"eos_token_ids": 5}, "eos_token_ids must be a tuple of token ids, got 5"),
+    "end token outside": ({"eos_token_ids": (64,)}, "eos_token_ids must be ids.*63, got 64"),
+    "max_tokens": ({"max_tokens": 99.5}, "max_tokens must be None or a positive integer, got 99.5"),
+    "lengths": ({"lengths": [0, 4]}, r"lengths must be between 1 and the 40 columns.*\[0, 4\]"),
+    "model": ({"model_config": "llama"}, "model_config must be a ModelConfig, got 'llama'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_generate(weights, case):
+    options, message = ARGUMENTS[case]
+    for function in (generate, stream):
+        with pytest.raises(ValueError, match=message):
+            function(weights, TOKENS, max_new_tokens=2, **OPTIONS | options)
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.float32, np.asarray])
+@pytest.mark.parametrize("preset", ["paper", "recommended"])
+def test_a_density_in_an_array_is_refused(kind, preset):
+    with pytest.raises(ValueError, match=r"density must be a Python number.*float\(density\)"):
+        getattr(SketchWalkConfig, preset)(density=kind(0.3))
+
+
+def test_a_traced_density_is_refused():
+    with pytest.raises(ValueError, match="density must be a Python number.*got a traced array"):
+        jax.jit(lambda x: SketchWalkConfig.paper(density=x))(0.3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([0], r"lengths must be between 1 and the 64 columns of query, got \[0\]"),
+        (np.array([65]), "lengths must be between 1 and"),
+        (jnp.array([[4]]), "lengths must be an integer array"),
+        (np.array([4.0]), "lengths must be an integer array"),
+    ],
+)
+def test_lengths_of_one_layer(lengths, message):
+    x = jnp.ones((1, 64, 4, 16))
+    config = SketchWalkConfig.paper(block_size=16)
+    walk = init_walk(1, 64, config=config)
+    with pytest.raises(ValueError, match=message):
+        sketchwalk_attention(x, x, x, walk, config=config, lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", ["int7", "int32", "float64", object()])
+def test_a_dtype_that_is_none_of_a_models(dtype, tmp_path):
+    write_checkpoint(tmp_path / "model")
+    with pytest.raises(ValueError, match="dtype must be one of .'float32', 'float16', 'bfloat16'"):
+        load(tmp_path / "model", dtype=dtype)
+    with pytest.raises(ValueError, match="dtype must be one of .'float32', 'float16', 'bfloat16'"):
+        init_cache(MODEL, PAPER, batch=1, max_tokens=16, dtype=dtype)
+
+
+CONFIGS = {
+    "a word": ({"num_hidden_layers": "twelve"}, "num_hidden_layers must be a positive .*'twelve'"),
+    "a number in quotes": ({"hidden_size": "32"}, "hidden_size must be a positive integer"),
+    "a fraction": ({"vocab_size": 64.5}, "vocab_size must be a positive integer, got 64.5"),
+    "true": ({"num_attention_heads": True}, "num_attention_heads must be a positive integer"),
+    "a list": ({"intermediate_size": [64]}, "intermediate_size must be a positive integer"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
+    "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
+    "no head_dim": ({"head_dim": 0}, "head_dim must be a positive integer, got 0"),
+    "endless": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
+    "theta 0": ({"rope_theta": 0}, "rope_theta must be a finite number larger than 1, got 0"),
+    "theta inside": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        "rope_theta must be a finite number larger than 1, got 0",
+    ),
+    "theta nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
+    "theta in quotes": ({"rope_theta": "1e6"}, "rope_theta must be a finite number"),
+    "scaling": ({"rope_scaling": "linear"}, "rope_scaling must be a JSON object, got 'linear'"),
+    "factor": ({"rope_scaling": {"type": "linear", "factor": None}}, "factor must be a number"),
+    "eps": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
+    "bias": ({"attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
+    "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    "end": ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them"),
+    "layer_types": ({"layer_types": 7}, "layer_types must be a list of names"),
+    "window": ({"sliding_window": "wide"}, "sliding_window must be an integer of at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_an_attribute_of_another_type_is_refused_by_its_name(case):
+    changes, message = CONFIGS[case]
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(tiny_config("llama") | changes)
+
+
+def test_logits_that_are_not_finite_are_reported(weights):
+    """Of the sequence whose tokens they are, and of no other."""
+    bad = changed(
+        weights,
+        lambda x: x["embed"].update(embedding=x["embed"]["embedding"].at[62].set(jnp.nan)),
+    )
+    tokens = np.where(TOKENS >= 62, 0, TOKENS)
+    tokens[1, 5] = 62
+    options = {"lengths": LENGTHS, "max_new_tokens": 3, **OPTIONS}
+    out = generate(bad, tokens, **options)
+    assert out.is_finite.tolist() == [True, False]
+    chunks = list(stream(bad, tokens, every=2, **options))
+    assert [chunk.is_finite.tolist() for chunk in chunks] == [[True, False]] * len(chunks)
+    assert generate(weights, tokens, **options).is_finite.tolist() == [True, True]
+
+
+def test_the_command_line_warns_of_logits_that_are_not_finite(tmp_path, capsys):
+    from safetensors.numpy import load_file, save_file
+
+    write_checkpoint(tmp_path / "model", tokenizer=True)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, path)
+    arguments = ["generate", "--model", tmp_path / "model", "--prompt", "ab", "--json"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        assert cli.main([*map(str, arguments), "--max-new-tokens", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["is_finite"] is False
+    assert "warning: logits were NaN or infinite" in err and "--dtype bfloat16" in err
+
+
+def test_a_generation_and_a_cache_print_in_one_line(weights):
+    out = generate(weights, TOKENS, max_new_tokens=2, return_selection=True, **OPTIONS)
+    assert repr(out).startswith("Generation(tokens=int32[2, 2], lengths=[2, 2], is_finite=[True,")
+    said = "Cache(4 layers, 2 sequences of 304 tokens, float32, 0.60 MiB"
+    assert said in repr(out) and len(repr(out)) < 300 and "\n" not in repr(out)
+    for tree in (jax.eval_shape(lambda: out), jax.tree.map(lambda _: object(), out)):
+        assert len(repr(tree)) < 400
+    assert repr(jax.tree.map(lambda _: object(), out.cache)) == "Cache(...)"
+
+
+class Device:
+    """A device with a little memory."""
+
+    def __init__(self, free):
+        self.free = free
+
+    def memory_stats(self):
+        return {"bytes_limit": 2**30, "bytes_in_use": 2**30 - self.free}
+
+
+def test_too_little_memory_is_said_before_the_attempt(weights, monkeypatch):
+    size = calls.cache_bytes(MODEL, PAPER, 2, 42, "float32")
+    real = made(max_tokens=42)
+    assert size == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(real))
+    free_bytes, free = memory.free_bytes, 0
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_bytes", lambda _: free_bytes(Device(free)))
+        for function in (generate, lambda *a, **k: next(stream(*a, **k))):
+            free = size
+            function(weights, TOKENS, max_new_tokens=2, max_tokens=42, **OPTIONS)
+            free = size - 1
+            with pytest.raises(memory.OutOfDeviceMemory, match="0.09 MiB free for the cache of 2 "):
+                function(weights, TOKENS, max_new_tokens=2, max_tokens=42, **OPTIONS)
+    assert memory.free_bytes(weights["embed"]["embedding"]) is None  # a CPU does not say
+
+
+def test_a_failure_for_want_of_memory_ends_with_advice(weights, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
+
+    from sketchwalk_jax import generation, inference
+
+    chunks = stream(weights, TOKENS, max_new_tokens=2, **OPTIONS)
+    next(chunks)
+    monkeypatch.setattr(generation, "_start", fail)
+    monkeypatch.setattr(generation, "_continue", fail)
+    monkeypatch.setattr(inference, "_prefill", fail)
+    monkeypatch.setattr(inference, "_decode", fail)
+    runs = {name: calls_of(weights)[name] for name in FUNCTIONS if name != "jit"}
+    runs["stream"] = lambda: next(calls_of(weights)["stream"]())
+    runs["goes on"] = lambda: next(chunks)
+    for run in runs.values():
+        with pytest.raises(memory.OutOfDeviceMemory) as raised:
+            run()
+        said = str(raised.value)
+        assert "Out of memory. (the call holds at least 0." in said and "MiB of cache" in said
+        assert all(word in said for word in ("chunk_size", "max_tokens", "dtype", "density"))
+        assert "Buffers" not in said
+    message, status = cli.errors.explain(raised.value)
+    assert "--chunk-size" in message and "load(" not in message and status == 1
+
+
+def test_a_sampled_call_takes_a_key(weights):
+    options = {"max_new_tokens": 2, "sampling": Sampling(), **OPTIONS}
+    found = [generate(weights, TOKENS, key=jax.random.key(3), **options).tokens for _ in range(2)]
+    np.testing.assert_array_equal(*found)

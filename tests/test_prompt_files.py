@@ -1,0 +1,185 @@
+"""`--prompts FILE --out FILE`: every line a text, continued after an interruption, or refused."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+
+from sketchwalk_jax import Dense
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.language_model import LanguageModel
+
+NEW = 6
+PROMPTS = ["Walk with", "a" * 40, {"prompt": "né 你", "id": 7}, "Then", "walk on"]
+MESSAGES = {"messages": [{"role": "user", "content": "Who walks?"}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tensors = checkpoints.write_checkpoint(directory, tokenizer=True)
+    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
+    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
+    checkpoints.write_tensors(directory, tensors)
+    return directory
+
+
+def write_lines(path: Path, values: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in values), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs the command line on a file of prompts; returns its status and standard error."""
+
+    def run(prompts: Path | list[Any], *more: object) -> tuple[int, str]:
+        if isinstance(prompts, list):
+            prompts = write_lines(tmp_path / "prompts.jsonl", prompts)
+        where = ["--prompts", prompts, "--out", tmp_path / "texts.jsonl"]
+        words = ["generate", "--model", model, *where, "--max-new-tokens", NEW]
+        words += ["--policy", "dense", *more]  # whose programs are compiled in half the time
+        status = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert out == ""
+        return status, err
+
+    return run
+
+
+def test_texts_are_those_of_the_prompts_in_their_order(run, model, tmp_path):
+    status, err = run([*PROMPTS, MESSAGES], "--batch", 4)
+    assert status == 0 and err.splitlines()[-1] == f"{tmp_path / 'texts.jsonl'}: 6 texts"
+    found = read_lines(tmp_path / "texts.jsonl")
+    assert [one["index"] for one in found] == list(range(6))
+    assert [one["input"] for one in found] == [*PROMPTS, MESSAGES]
+    lm = LanguageModel.load(model, policy=Dense(), progress=False)
+    for text, one in zip([*PROMPTS[:2], "né 你", *PROMPTS[3:]], found, strict=False):
+        assert one["text"] == lm.generate(text, max_new_tokens=NEW)
+    assert found[-1]["text"] == lm.chat(MESSAGES["messages"], max_new_tokens=NEW)
+    assert {one["finish_reason"] for one in found} == {"length"}
+
+
+def test_what_is_there_is_kept_and_half_a_line_is_written_again(run, tmp_path):
+    out = tmp_path / "texts.jsonl"
+    assert run(PROMPTS, "--top-k", 9, "--seed", 5)[0] == 0
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    marked = json.loads(lines[3]) | {"text": "from before"}
+    out.write_bytes(json.dumps(marked).encode() + b"\n" + lines[0] + lines[1][:20])
+    status, err = run(PROMPTS, "--top-k", 9, "--seed", 5)
+    assert status == 0 and "5 texts, 2 of them from before" in err
+    found = read_lines(out)
+    assert found[3]["text"] == "from before"
+    assert found[:3] + found[4:] == [json.loads(line) for line in lines[:3] + lines[4:]]
+
+
+CHANGES: dict[str, tuple[Callable[[list[Any]], list[Any]], list[object], str]] = {
+    "prompts": (lambda prompts: [*prompts[1:], "more"], [], "of the same prompts, got those of"),
+    "length": (lambda prompts: prompts, ["--top-k", 3], "sampling {'temperature': 0.0"),
+    "phase": (lambda prompts: prompts, ["--phase", "decode"], "phase both there, decode now"),
+}
+
+
+@pytest.mark.parametrize(("change", "more", "message"), CHANGES.values(), ids=CHANGES)
+def test_other_prompts_or_settings_are_refused(change, more, message, run, tmp_path):
+    assert run(PROMPTS)[0] == 0
+    before = (tmp_path / "texts.jsonl").read_bytes()
+    status, err = run(change(PROMPTS), *more)
+    assert status == 1 and message in err and "--overwrite" in err
+    assert (tmp_path / "texts.jsonl").read_bytes() == before
+    assert run(change(PROMPTS), *more, "--overwrite")[0] == 0
+
+
+MISTAKES = {
+    "no JSON": (b'"a"\nb\n', "line 2 of "),
+    "no prompt": (b"{}\n", '"prompt" or "messages", got {}'),
+    "both": (b'{"prompt": "a", "messages": []}\n', '"prompt" or "messages"'),
+    "a number": (b"3\n", '"prompt" must be a string, got 3'),
+    "no messages": (b'{"messages": []}\n', '"messages" must be a list of objects, got []'),
+    "too long": (json.dumps("a" * 600).encode(), "context of 512 tokens, got 600 and 6"),
+    "empty": (b"\n\n", "must hold a prompt, got none"),
+    "no UTF-8": (b'"\xff"\n', "line 1 of "),
+}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(("content", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_lines_that_are_no_prompts_are_named(content, message, run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    status, err = run(path)
+    assert status == 1 and message in err and not (tmp_path / "texts.jsonl").exists()
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{}\n", "line 1 of "),
+        (b'{"index": 9, "text": ""}\n', "must be a text of this run"),
+        (b'{"index": 0, "text": ""}\n' * 2, "line 2 of "),
+    ],
+)
+def test_a_damaged_file_of_texts_is_refused(content, message, run, tmp_path):
+    assert run(PROMPTS[:1])[0] == 0
+    (tmp_path / "texts.jsonl").write_bytes(content)
+    status, err = run(PROMPTS[:1])
+    assert status == 1 and message in err
+    (tmp_path / "texts.jsonl.settings.json").unlink()
+    assert "got it alone" in run(PROMPTS[:1])[1]
+
+
+@pytest.mark.slow
+def test_who_is_killed_loses_no_text_that_was_finished(model, tmp_path, program_environment):
+    kills(model, tmp_path, program_environment, count=4)
+
+
+def kills(model: Path, folder: Path, environment: dict[str, str], *, count: int) -> None:
+    """Kills the command at random moments while it writes; what stood there stays, and is whole."""
+    texts = [f"{'walk ' * (n % 7)}{n}" for n in range(60 * count)]
+    prompts, out = write_lines(folder / "prompts.jsonl", texts), folder / "texts.jsonl"
+    words = ["generate", "--model", model, "--prompts", prompts, "--out", out]
+    words += ["--max-new-tokens", NEW, "--temperature", 1, "--batch", 4, "--policy", "dense"]
+    command = [sys.executable, "-m", "sketchwalk_jax", *map(str, words)]
+    rng, whole = random.Random(0), dict[int, bytes]()
+
+    def look() -> dict[int, bytes]:
+        content = out.read_bytes() if out.exists() else b""
+        return {json.loads(line)["index"]: line for line in content.split(b"\n")[:-1]}
+
+    for _ in range(count):
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        while process.poll() is None and len(look()) == len(whole):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        errors = process.communicate()[1].decode()
+        now = look()
+        assert len(now) > len(whole), errors
+        assert {index: now[index] for index in whole} == whole, "a finished text was lost"
+        whole = now
+        if len(whole) == len(texts):
+            break
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+    found = read_lines(out)
+    assert [one["index"] for one in found] == list(range(len(texts)))
+    assert [one["input"] for one in found] == texts
+    done = {one["index"]: one for one in found}
+    assert {index: json.loads(line) for index, line in whole.items()} == {
+        index: done[index] for index in whole
+    }

@@ -1,0 +1,209 @@
+"""Meshes: what is refused and where things lie, here; the rest in processes with eight devices."""
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from mesh_checks import MESH_MODEL, POLICIES
+from tiny import prompts
+
+from sketchwalk_jax import generate, init_cache, load, sharding
+from sketchwalk_jax.models.params import flatten_params, param_shapes
+
+
+def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def spec(*names):
+    return PartitionSpec(*names)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"tensor": 3}, r"divide num_heads 8 and num_kv_heads 4 .*make it one of \[1, 2, 4, 8\]"),
+        ({"tensor": 16}, "divide num_heads 8, got 16"),
+        ({"model": 2}, r"axes among \('data', 'sequence', 'tensor'\), got \['model'\]"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_what_would(axes, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.plan(mesh(**axes), MESH_MODEL)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="axes of type Auto"):
+        sharding.plan(mesh(AxisType.Explicit, data=2), MESH_MODEL)
+    with pytest.raises(NotImplementedError, match="sequence axis must be 1 as yet, got 2"):
+        sharding.plan(mesh(sequence=2), MESH_MODEL)
+    where = sharding.plan(mesh(data=4), MESH_MODEL)
+    with pytest.raises(ValueError, match="3 sequences for 4 ranks; pad the batch to 4"):
+        init_cache(MESH_MODEL, POLICIES["paper"], batch=3, max_tokens=64, sharding=where)
+
+
+def test_every_rank_has_its_share_of_the_parameters():
+    where = sharding.plan(mesh(data=2, sequence=1, tensor=4), MESH_MODEL)
+    shapes, found = (flatten_params(x) for x in (param_shapes(MESH_MODEL), where.params))
+    assert found.keys() == shapes.keys() and where.notes == ()
+    for path, shape in shapes.items():
+        part = found[path].shard_shape(shape.shape)
+        is_norm = path[-1] == "scale"
+        assert np.prod(shape.shape) == np.prod(part) * (1 if is_norm else 4), path
+    # What a rank's heads and columns give is added up: inputs of `out` and `down`, else outputs.
+    layers = where.params["layers"]
+    assert layers["out"]["kernel"].spec == spec(None, "tensor")
+    assert layers["down"]["kernel"].spec == spec(None, "tensor")
+    assert (
+        layers["query"]["kernel"].spec == layers["up"]["kernel"].spec == spec(None, None, "tensor")
+    )
+    assert where.tokens.spec == spec("data")
+
+
+def test_fewer_key_heads_than_ranks_are_replicated_with_a_note():
+    model = dataclasses.replace(MESH_MODEL, num_kv_heads=2, vocab_size=63)
+    where = sharding.plan(mesh(tensor=8), model)
+    assert where.num_kv_heads == 8
+    assert where.params["layers"]["key"]["kernel"].spec == spec()
+    assert where.params["embed"]["embedding"].spec == spec()
+    copies, vocabulary = where.notes
+    assert "each of 2 key/value heads lies on 4 of 8 ranks" in copies
+    assert "8 ranks do not divide a vocabulary of 63" in vocabulary
+    assert repr(where) == f"Placement(tensor=8); {copies}; {vocabulary}"
+    keys = jax.eval_shape(
+        lambda: init_cache(model, POLICIES["quest"], batch=1, max_tokens=64, sharding=where)
+    )
+    assert keys.key.shape[3] == keys.statistics.lowest.shape[3] == 8
+
+
+def test_statistics_are_spread_where_ranks_select_by_their_own_heads():
+    where = sharding.plan(mesh(data=2, tensor=2), MESH_MODEL)
+    found = {name: where.statistics(policy) for name, policy in POLICIES.items()}
+    assert found["paper"].key.spec == found["released"].key.spec == spec(None, "data")
+    codes = found["recommended"]
+    assert codes.code.spec == spec(None, "data", None, None, "tensor")
+    assert codes.unfinished.spec == codes.step.spec == spec(None, "data", None, "tensor")
+    assert found["quest"].lowest.spec == spec(None, "data", None, "tensor")
+    assert found["adamas"].spec == spec(None, "data", None, None, "tensor")
+    assert found["oracle"] is None
+    assert where.walk(POLICIES["recommended"]).scores.spec == spec("data")
+
+
+def test_without_a_mesh_there_is_no_placement():
+    assert sharding.placement_of({}, MESH_MODEL) is None
+    params = {"embed": {"embedding": jnp.zeros((4, 4))}}
+    assert sharding.placement_of(params, MESH_MODEL) is None
+    traced = []
+    jax.jit(lambda x: traced.append(sharding.placement_of(x, MESH_MODEL)))(params)
+    assert traced == [None]
+
+
+@pytest.fixture
+def check(run_python, repository: Path):
+    """Calls a function of `mesh_checks` where there are eight devices."""
+
+    def check(name: str, *arguments, **options) -> str:
+        folder = str(repository / "tests")
+        call = ", ".join([*map(repr, arguments), *(f"{k}={v!r}" for k, v in options.items())])
+        code = f"import sys; sys.path.insert(0, {folder!r})\nimport mesh_checks\n"
+        return run_python(f"{code}mesh_checks.{name}({call})", devices=8)
+
+    return check
+
+
+_OTHERS = [name for name in POLICIES if name not in ("dense", "paper", "recommended", "quest")]
+
+
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (["paper", "recommended", "quest"], {"data": 2, "tensor": 4}),
+        pytest.param(_OTHERS, {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            ["paper", "recommended", "quest", "oracle_for_all"],
+            {"tensor": 8},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_lists_of_given_queries_and_keys_are_those_of_one_device(check, names, axes):
+    check("check_lists", names, axes)
+
+
+@pytest.mark.slow
+def test_lists_in_bfloat16_are_those_of_one_device(check):
+    check("check_lists", ["recommended"], {"data": 2, "tensor": 4}, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("names", "axes", "options"),
+    [
+        (["recommended"], {"data": 2, "tensor": 4}, {"chunk_size": 48}),
+        pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_on_a_mesh_gives_what_it_gives_on_one_device(check, names, axes, options):
+    check("check_model", names, axes, **options)
+
+
+@pytest.mark.slow
+def test_steps_on_a_mesh_give_what_they_give_on_one_device(check):
+    check("check_steps", "recommended", {"data": 2, "tensor": 4})
+
+
+def test_programs_send_what_is_said(check):
+    check("check_bytes", ["recommended"])
+
+
+@pytest.mark.slow
+def test_programs_of_other_policies_send_what_is_said(check):
+    check("check_bytes", ["dense", "paper"])
+
+
+_CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
+
+
+def test_ranks_read_their_share(check, tmp_path: Path):
+    write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT, num_shards=2)
+    check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
+
+
+@pytest.mark.slow
+def test_two_processes_generate_the_tokens_of_one(
+    program_environment, repository: Path, tmp_path: Path
+):
+    write_checkpoint(tmp_path, "llama", **_CHECKPOINT, head_dim=16)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{one.getsockname()[1]}"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import mesh_checks\n"
+    code += "mesh_checks.run_process(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
+    environment = program_environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    arguments = [str(repository / "tests"), str(tmp_path), address]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    params, config = load(tmp_path)
+    tokens, lengths = prompts(100, 37, 64, 80)
+    call = {"model_config": config, "config": POLICIES["paper"], "lengths": lengths}
+    expected = generate(params, tokens, **call, max_new_tokens=8, max_tokens=128).tokens
+    for out, _ in said:
+        assert out.strip().splitlines()[-1] == str(np.asarray(expected).tolist())
