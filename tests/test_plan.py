@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import checkpoints
@@ -269,8 +268,8 @@ def test_of_a_large_file_pieces_are_read(tmp_path):
     checkpoint = make_checkpoint("gguf", tmp_path)
     with checkpoint.open("r+b") as file:
         file.truncate(2**29)
-    before, start = fingerprint(checkpoint), time.perf_counter()
-    assert fingerprint(checkpoint) == before and time.perf_counter() - start < 1
+    before = fingerprint(checkpoint)
+    assert fingerprint(checkpoint) == before
     for place, is_sampled in ((2**29 - 1, True), (2**29 * 5 // 63 - 100_000, False)):
         with checkpoint.open("r+b") as file:
             file.seek(place)
