@@ -154,7 +154,8 @@ def _peaks(
         factors = jnp.where(jax.lax.rem(place, plan.per_row) < plan.wanted, factors, jnp.nan)
 
         plgpu.barrier_wait(filled.at[0])
-        eight_bits.begin(mine, keys.at[0, pl.ds(0, _KEYS)], interpret=plan.interpret)
+        of_step = eight_bits.KEYS
+        eight_bits.begin(mine, keys.at[0, pl.ds(0, of_step)], interpret=plan.interpret)
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
@@ -167,9 +168,10 @@ def _peaks(
                 eight_bits.write_maxima(
                     mine,
                     factors,
-                    keys.at[slot, pl.ds(place * _KEYS, eight_bits.KEYS)],
-                    keys.at[after if is_last else slot, pl.ds(following % _GROUP * _KEYS, _KEYS)],
+                    keys.at[slot, pl.ds(place * _KEYS, of_step)],
+                    keys.at[after if is_last else slot, pl.ds(following % _GROUP * _KEYS, of_step)],
                     found.at[warpgroup, buffer, pl.ds(place, eight_bits.BLOCKS)],
+                    place=place // eight_bits.BLOCKS % 2,
                     interpret=plan.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
