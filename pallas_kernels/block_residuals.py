@@ -2,9 +2,9 @@
 
     k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
 
-of one layer's keys among all, as `block_scores` multiplies them. In the place of a token that is
-not there stands the first one of its block: a maximum does not see it twice. NaN where a block has
-no key.
+of one layer's keys among all, as `block_scores` multiplies them and where it wants them
+(`eight_bits`). In the place of a token that is not there stands the first one of its block: a
+maximum does not see it twice. NaN where a block has no key.
 
 A warp has one block of one key/value head. Two threads share a key; each reads 8 or 16 bytes of
 codes of four keys, and with the steps of their channels, which it makes numbers of once, writes as
@@ -26,13 +26,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
-from sketchwalk_jax.pallas_kernels.block_scores import COPIED
+from sketchwalk_jax.pallas_kernels import eight_bits, ops, warp_ops, words
 
 # Its annotations lack the operands that its functions take.
 arith: Any = typed_arith
 
-_KEYS = 64  # of a block
+_KEYS = eight_bits.BLOCK
+_OF_GROUP = eight_bits.GROUP * _KEYS  # keys
 _SHARING = 2  # threads of a key
 _AT_ONCE = words.LANES // _SHARING  # keys of a warp
 _WORD = 4  # bytes
@@ -59,6 +59,11 @@ class _Plan:
     kv_heads: int
     row_bytes: int
     interpret: bool
+
+    @property
+    def lines(self) -> int:
+        """Lines of the keys of a group."""
+        return eight_bits.lines(2 * self.row_bytes)
 
     @property
     def units(self) -> int:
@@ -122,8 +127,16 @@ def _write_unit(
     pointer = words.address(step, row(block, head, 2 * row_bytes))
     steps = [_load(pointer, plan.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
     factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
+    group = arith.divsi(block, _int(eight_bits.GROUP))
+    groups = _int(-(-plan.blocks // eight_bits.GROUP))
+    group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
     for key, held in zip(keys, codes, strict=True):
-        pointer = words.address(out, row(key, head, 2 * row_bytes))
+        place = arith.andi(key, _int(_OF_GROUP - 1))
+        beside, line = (x(place, _int(plan.lines)) for x in (arith.divui, arith.remui))
+        target = arith.addi(arith.muli(line, _int(eight_bits.LINE)), start)
+        target = arith.addi(target, arith.muli(beside, _int(2 * row_bytes)))
+        target = arith.addi(target, arith.muli(group_start, _int(2 * row_bytes)))
+        pointer = words.address(out, target)
         for half in (_LOW, _HIGH):
             found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
             _store(pointer, found, offset=half * row_bytes)
@@ -188,7 +201,11 @@ def _write_interpreted(
     scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
-    out[pl.ds(block * _KEYS, _KEYS), head] = found
+    # A block's keys lie below each other.
+    group, place = jax.lax.div(block, eight_bits.GROUP), jax.lax.rem(block, eight_bits.GROUP)
+    beside, line = (x(place * _KEYS, plan.lines) for x in (jax.lax.div, jax.lax.rem))
+    channels = 2 * plan.row_bytes
+    out[head, group, pl.ds(line, _KEYS), pl.ds(beside * channels, channels)] = found
 
 
 def block_residuals_kernel(
@@ -198,10 +215,10 @@ def block_residuals_kernel(
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
     interpret: bool = False,
-) -> Float[Array, "B W K C"]:
+) -> Float[Array, "B K G lines 128"]:
     """`k'` of the module, float8_e4m3fn, of the keys of all blocks of one layer.
 
-    With room for a number of blocks that `block_peaks_kernel` takes; what fills up is not written.
+    What fills up the last group is not written.
 
     Args:
       code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
@@ -212,8 +229,8 @@ def block_residuals_kernel(
     """
     _, batch, blocks, _, kv_heads, row_bytes = code.shape
     plan = _Plan(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
-    room = -(-blocks // COPIED) * COPIED
-    shape = (batch, room * _KEYS, kv_heads, 2 * row_bytes)
+    groups = -(-blocks // eight_bits.GROUP)
+    shape = (batch, kv_heads, groups, plan.lines, eight_bits.LINE)
     found = plgpu.kernel(
         functools.partial(_write_residuals, plan=plan),
         out_type=jax.ShapeDtypeStruct(shape, jnp.int8),

@@ -16,10 +16,11 @@ for the blocks up to the row's own (`policies.block_codes`).
 *Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
 bits and keep them in registers, and one more warpgroup, the loader, which brings the keys eight
 blocks at a time: every block is read once for all of them. While a warpgroup takes the maxima of
-one block, the tensor cores multiply for it with the next one (`eight_bits`): a block of 64 channels
-takes them 64 cycles for each warpgroup, and some 25 instructions of each warp at half the rate.
-Maxima are put down in shared memory and copied out eight blocks at a time. A block is needed up to
-the row of the program's last query; what lies behind that is never written.
+two blocks, the tensor cores multiply for it with the next two (`eight_bits`): a block of 64
+channels takes them 64 cycles for each warpgroup, and 16 instructions of each warp at half the rate.
+Maxima are put down in shared memory and copied out eight blocks at a time, in float16 as the tensor
+cores made them, without the queries' powers of two. A block is needed up to the row of the
+program's last query; what lies behind that is never written.
 
 *Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
 program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
@@ -44,8 +45,7 @@ from sketchwalk_jax.pallas_kernels import eight_bits, ops, warp_ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = eight_bits.QUERIES  # of a warpgroup of the first kernel
-_KEYS = eight_bits.BLOCK
-_GROUP = 8  # blocks that are brought together, and whose maxima are copied out together
+_GROUP = eight_bits.GROUP  # blocks brought together, and whose maxima are copied out together
 _COMPUTING = 4  # warpgroups of the first kernel that compute
 _REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
 _KEY_STAGES = 4  # groups of keys in shared memory
@@ -59,8 +59,6 @@ TILE = _QUERIES * _COMPUTING
 """The number of queries is a multiple of this."""
 STEP = _STEP
 """The number of blocks of centres is a multiple of this."""
-COPIED = 4
-"""And the number of blocks of keys of this: TMA copies that many at a time, 256 rows."""
 
 
 def queries_per_row(wanted: int) -> int:
@@ -84,14 +82,14 @@ class _PeaksPlan:
       tiles: Programs of a key/value head.
       per_row: Queries of a row.
       wanted: Those of them that are queries; the others fill up.
-      blocks: Blocks of keys that there are, a multiple of `COPIED`.
+      groups: Groups of keys that there are.
       interpret: Whether the interpreter runs the kernel.
     """
 
     tiles: int
     per_row: int
     wanted: int
-    blocks: int
+    groups: int
     interpret: bool
 
 
@@ -100,6 +98,7 @@ def _peaks(
     key: Any,
     first_row: Any,
     out: Any,
+    factor: Any,
     *,
     plan: _PeaksPlan,
     queries: Any,
@@ -115,7 +114,7 @@ def _peaks(
     tile = plan.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
     last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, plan.per_row)
     # Whole groups are written: nobody asks for what is beyond the last row.
-    groups = jax.lax.div(jnp.minimum(last + 1, plan.blocks) + _GROUP - 1, _GROUP)
+    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, plan.groups)
     share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
 
     @pl.when(warpgroup == _COMPUTING)
@@ -129,11 +128,8 @@ def _peaks(
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            for place in range(0, _GROUP, COPIED):
-                block = jnp.minimum(group * _GROUP + place, plan.blocks - COPIED)
-                source = key.at[batch, pl.ds(block * _KEYS, COPIED * _KEYS), kv_head]
-                target = keys.at[slot, pl.ds(place * _KEYS, COPIED * _KEYS)]
-                plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
+            own = key.at[batch, kv_head, jnp.minimum(group, plan.groups - 1)]
+            plgpu.copy_gmem_to_smem(own, keys.at[slot], filled.at[slot])
             return nothing
 
         # And one more group, with which the computing ones start and do not go on.
@@ -152,26 +148,24 @@ def _peaks(
         place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=eight_bits.BY_ROW)
         # What fills up a row is left out.
         factors = jnp.where(jax.lax.rem(place, plan.per_row) < plan.wanted, factors, jnp.nan)
+        ops.write(factor.at[batch, kv_head, own], factors)
 
         plgpu.barrier_wait(filled.at[0])
-        of_step = eight_bits.KEYS
-        eight_bits.begin(mine, keys.at[0, pl.ds(0, of_step)], interpret=plan.interpret)
+        eight_bits.begin(mine, keys.at[0], interpret=plan.interpret)
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
             slot, after = (jax.lax.rem(one, _KEY_STAGES) for one in (index, index + 1))
-            for place in range(0, _GROUP, eight_bits.BLOCKS):
-                following = place + eight_bits.BLOCKS
-                is_last = following == _GROUP
-                if is_last:
+            for step in range(eight_bits.STEPS):
+                if step == eight_bits.STEPS - 1:
                     plgpu.barrier_wait(filled.at[after])
+                blocks = pl.ds(step * eight_bits.BLOCKS, eight_bits.BLOCKS)
                 eight_bits.write_maxima(
                     mine,
-                    factors,
-                    keys.at[slot, pl.ds(place * _KEYS, of_step)],
-                    keys.at[after if is_last else slot, pl.ds(following % _GROUP * _KEYS, of_step)],
-                    found.at[warpgroup, buffer, pl.ds(place, eight_bits.BLOCKS)],
-                    place=place // eight_bits.BLOCKS % 2,
+                    keys.at[slot],
+                    keys.at[after],
+                    found.at[warpgroup, buffer, blocks],
+                    step=step,
                     interpret=plan.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
@@ -188,46 +182,50 @@ def _peaks(
 
 def block_peaks_kernel(
     query: Float[Array, "B K M C"],
-    key: Float[Array, "B S K C"],
+    key: Float[Array, "B K G lines 128"],
     *,
     first_row: Int[Array, "B"],
     per_row: int,
     wanted: int,
     interpret: bool = False,
-) -> Float[Array, "B K J M"]:
-    """`peaks` of the module; those of blocks after a query's own row may be anything.
+) -> tuple[Float[Array, "B K J M"], Float[Array, "B K M"]]:
+    """`peaks` of the module in two factors; those of blocks after a query's own row are anything.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
-      key: Keys beside their block's centre, in float8_e4m3fn, of whole blocks of 64; the number of
-        blocks is a multiple of `COPIED`.
+      key: Keys beside their block's centre, in float8_e4m3fn, of groups of eight blocks, which lie
+        as `eight_bits` says.
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
-      wanted: Those of them that count; of the others the peaks are NaN.
+      wanted: Those of them that count; of the others the factor is NaN.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32, with the number of blocks rounded up to a multiple of `STEP`.
+      The largest products in float16, with the number of blocks rounded up to a multiple of `STEP`,
+      and the power of two of each query, float32.
     """
     batch, kv_heads, num_queries, channels = query.shape
-    num_blocks = key.shape[1] // _KEYS
+    groups, lines = key.shape[2:4]
     plan = _PeaksPlan(
         tiles=num_queries // TILE,
         per_row=per_row,
         wanted=wanted,
-        blocks=num_blocks,
+        groups=groups,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, -(-num_blocks // _STEP) * _STEP, num_queries)
-    wide, narrow = (channels * one.dtype.itemsize for one in (query, key))
+    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP, num_queries)
+    row = channels * query.dtype.itemsize
     kernel = plgpu.kernel(
         functools.partial(_peaks, plan=plan),
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_type=(
+            jax.ShapeDtypeStruct(shape, jnp.float16),
+            jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        ),
         scratch_types={
-            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=wide),
-            "keys": ops.tiled((_KEY_STAGES, _GROUP * _KEYS, channels), key.dtype, swizzle=narrow),
-            "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=_GROUP // COPIED, num_barriers=_KEY_STAGES),
+            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=row),
+            "keys": ops.tiled((_KEY_STAGES, lines, eight_bits.LINE), key.dtype),
+            "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float16),
+            "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
         },
@@ -278,6 +276,7 @@ class _ScoresPlan:
 
 def _scores(
     peaks: Any,
+    factor: Any,
     query: Any,
     centre: Any,
     first_row: Any,
@@ -325,6 +324,7 @@ def _scores(
     for step in range(_STAGES - 1):
         pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
     plgpu.barrier_wait(ready)
+    factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
     # The row of each query, and its last block.
     row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row) if plan.rows > 1 else 0
     reach = first_row[batch] + first + row
@@ -344,7 +344,7 @@ def _scores(
             plgpu.barrier_wait(filled.at[slot])
 
         def product(accumulator: ops.Accumulator) -> Any:
-            accumulator.store(ops.read(mine.at[slot]))
+            accumulator.store(ops.read(mine.at[slot]).astype(jnp.float32) * factors)
             right = queries.at[warpgroup].transpose((1, 0))
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
@@ -416,6 +416,7 @@ def _scores(
 
 def block_scores_kernel(
     peaks: Float[Array, "B K J M"],
+    factor: Float[Array, "B K M"],
     query: Float[Array, "B K M C"],
     centre: Float[Array, "B J K C"],
     *,
@@ -429,6 +430,7 @@ def block_scores_kernel(
 
     Args:
       peaks: From `block_peaks_kernel`; NaN leaves one out.
+      factor: From there; NaN leaves a query out.
       query: The queries in 16 bits.
       centre: Centres of the blocks in 16 bits.
       first_row: Block of each sequence's first row.
@@ -457,7 +459,9 @@ def block_scores_kernel(
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled((_WARPGROUPS, _STAGES, _STEP, _PART), jnp.float32),
+            "tiles": ops.tiled(
+                (_WARPGROUPS, _STAGES, _STEP, _PART), peaks.dtype, swizzle=2 * _PART
+            ),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS + 1, num_barriers=_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
@@ -471,4 +475,4 @@ def block_scores_kernel(
         interpret=ops.interpreter(interpret),
         kernel_name="block_scores",
     )
-    return kernel(peaks, query, centre, first_row.astype(jnp.int32))
+    return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))

@@ -11,9 +11,13 @@ So one step, of two blocks of keys, is emitted in the assembler's own language (
   than what eight bits have lost before.
 * The first product of a block ignores what the sums were.
 * While a thread takes the maxima of two blocks, the tensor cores multiply for the next two. Sums
-  are held in registers that have names in the assembler alone: no compiler copies what is in flight.
+  are held in registers that only the assembler has names for: no compiler copies what is in flight.
 * The four threads that share two queries exchange halves: each ends up with the maximum of one
   query and one block, after two exchanges.
+
+Keys lie as they are copied and multiplied best: in lines of 128 bytes, which hold the channels of
+two or four keys. Of a group of eight blocks, key `i` has the bytes from `i // lines * channels` on
+of line `i % lines`: so the 128 keys of a step lie below each other, and one step beside another.
 """
 
 from collections.abc import Sequence
@@ -37,9 +41,11 @@ arith: Any = typed_arith
 llvm: Any = typed_llvm
 
 QUERIES = 64  # of a warpgroup
-BLOCKS = 2  # of a step
 BLOCK = 64  # keys of a block
-KEYS = BLOCKS * BLOCK
+BLOCKS, STEPS = 2, 4  # blocks of a step, steps of a group
+GROUP = BLOCKS * STEPS  # blocks of a group
+LINE = 128  # bytes
+_KEYS = BLOCKS * BLOCK  # of a step
 LAYOUT = plgpu.Layout.WGMMA_8BIT
 """How a warpgroup holds queries."""
 BY_ROW = LAYOUT.reduce(1)
@@ -47,11 +53,11 @@ BY_ROW = LAYOUT.reduce(1)
 
 _CHANNELS = 32  # of one instruction
 _LEFT = 4  # registers of a thread that hold queries of one instruction
-_SUMS = QUERIES * KEYS // warp_ops.THREADS // 2  # registers of a thread for those of a step
+_SUMS = QUERIES * _KEYS // warp_ops.THREADS // 2  # registers of a thread for those of a step
 _NAME = "products"  # of the registers that hold them, with a number
-# How the keys' addresses go on: by this many rows, whose bytes follow each other.
-_ROWS = 8
-_SWIZZLES = {128: 1, 64: 2, 32: 3}
+# How the keys' addresses go on: by so many lines that follow each other, swizzled whole.
+_LINES = 8
+_SWIZZLE = 1
 
 _MOST_SHIFT = 100
 _MANTISSA, _BIAS = 23, 127  # of float32
@@ -76,7 +82,9 @@ def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"
       query: In 16 bits, in `LAYOUT`.
     """
     x = query.astype(jnp.float32)
-    largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1) / _largest(x.shape[1]), jnp.int32)
+    largest = jax.lax.bitcast_convert_type(
+        jnp.max(jnp.abs(x), axis=1) / _largest(x.shape[1]), jnp.int32
+    )
     # The least exponent of two that is not below the number.
     shift = ((largest + ((1 << _MANTISSA) - 1)) >> _MANTISSA) - _BIAS
     shift = jnp.clip(shift, -_MOST_SHIFT, _MOST_SHIFT)
@@ -89,37 +97,42 @@ def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"
     return x.astype(jnp.float16).astype(jnp.float8_e4m3fn), factor
 
 
+def lines(channels: int) -> int:
+    """Lines of the keys of a group."""
+    return GROUP * BLOCK * channels // LINE
+
+
 def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
     """Starts to multiply with the first two blocks, once in a kernel and before any loop.
 
     Args:
       queries: In float8_e4m3fn, in `LAYOUT`.
-      keys: The keys of the two, `[128, C]` in shared memory, swizzled over whole rows.
+      keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
         return
-    width = keys.shape[-1]
+    channels = queries.shape[1]
+    keys, first = _part(keys, 0, channels)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(ops.transforms(keys.dtype, width))))
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
     def start(_: Any, queries: Any, keys: Any) -> None:
         _run(f".reg .b32 {_NAME}<{2 * _SUMS}>;")
-        _start(queries, keys, width, 0)
+        _start(queries, keys, range(first, first + channels, _CHANNELS), 0)
 
     start(queries, keys)
 
 
 def write_maxima(
     queries: Float[Array, "64 C"],
-    factors: Float[Array, "64"],
     keys: Any,
     following: Any,
     found: Any,
     *,
-    place: int,
+    step: int,
     interpret: bool,
 ) -> None:
-    """The largest product of each query with the keys of each of two blocks, times its factor.
+    """The largest product of each query with the keys of each of two blocks; NaN if one is.
 
     `begin` or the last call has started to multiply with the two; this one starts with the two that
     follow. It ends once the tensor cores have read the keys of the first two. What it writes is
@@ -127,39 +140,48 @@ def write_maxima(
 
     Args:
       queries: In float8_e4m3fn, in `LAYOUT`.
-      factors: Powers of two, in `BY_ROW`; NaN makes NaN.
-      keys: The keys of two blocks, `[128, C]` in shared memory, swizzled over whole rows.
-      following: Those of the next two.
-      found: Where the maxima go: float32, `[2, 64]` in shared memory.
-      place: 0 of the first call after `begin`, then 1 and 0 in turn.
+      keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
+      following: Those of the next group.
+      found: Where the maxima go: float16, `[2, 64]` in shared memory.
+      step: Which two of the group; the steps of all groups are taken in order.
       interpret: Whether the interpreter runs the kernel.
     """
+    channels = queries.shape[1]
     if interpret:
-        products = jnp.dot(keys[...], queries.T, preferred_element_type=jnp.float32)
-        found[...] = jnp.max(products.reshape(BLOCKS, BLOCK, QUERIES), axis=1) * factors[None]
+        own, first = _part(keys, step, channels)
+        products = jnp.dot(
+            own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
+        )
+        products = products.astype(jnp.float16).reshape(BLOCKS, BLOCK, QUERIES)
+        found[...] = jnp.max(products, axis=1)
         # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
         plgpu.commit_smem()
         return
-    width = keys.shape[-1]  # bytes of a row too
-    rows = plgpu.RefType(ops.transforms(keys.dtype, width))
+    is_last = step == STEPS - 1
+    coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
+    reference = plgpu.RefType(ops.transforms(coming.dtype, LINE))
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, BY_ROW, rows, plgpu.RefType()))
-    def write(_: Any, queries: Any, factors: Any, following: Any, found: Any) -> None:
-        _start(queries, following, width, 1 - place)
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, plgpu.RefType()))
+    def write(_: Any, queries: Any, coming: Any, found: Any) -> None:
+        place = step % 2
+        _start(queries, coming, range(first, first + channels, _CHANNELS), 1 - place)
+        # Of the four threads that share two queries, every other one has the second block, and two
+        # have the second query.
         lane = words.lane()
-        is_second_block, is_second_query = (_bit(lane, which) for which in (1, 2))
-        value = _maximum(place, is_second_block, is_second_query)
-        first, second = words.scalars(factors)  # of the thread's two queries
-        value = arith.mulf(value, arith.select(is_second_query, second, first))
         block, query = (arith.andi(lane, words.constant(which)) for which in (1, 2))
+        value = _maximum(place, block, query)
         warp = arith.andi(words.warp(), words.constant(warp_ops.WARPS - 1))
-        row = arith.addi(
-            arith.shrui(lane, words.constant(2)), arith.muli(query, words.constant(4))
-        )
+        row = arith.addi(arith.shrui(lane, words.constant(2)), arith.muli(query, words.constant(4)))
         row = arith.addi(row, arith.muli(warp, words.constant(QUERIES // warp_ops.WARPS)))
         memref.store(value, found, [words.index(block), words.index(row)])
 
-    write(queries, factors, following, found)
+    write(queries, coming, found)
+
+
+def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
+    """The lines that hold the keys of a step of a group, and the first byte of theirs in each."""
+    beside, first = divmod(step * _KEYS, lines(channels))
+    return keys.at[pl.ds(first, _KEYS)], beside * channels
 
 
 def settle(*, interpret: bool) -> None:
@@ -177,16 +199,23 @@ def settle(*, interpret: bool) -> None:
     wait()
 
 
-def _start(queries: mgpu.FragmentedArray, keys: ir.Value, width: int, place: int) -> None:
-    """Starts the products with two blocks, for one of the two places where they are held."""
+def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: int) -> None:
+    """Starts the products with two blocks, for one of the two places where they are held.
+
+    Args:
+      queries: In registers.
+      keys: Lines of 128 keys.
+      parts: First bytes, in each line, of the channels of each instruction.
+      place: Where the sums go.
+    """
     left = [_as_integer(x) for x in queries.registers.flat]
-    descriptors = _descriptors(keys, width)
+    descriptors = _descriptors(keys, parts)
     sums = ", ".join(_sums(place))
-    lines = []
+    code = []
     for step in range(len(descriptors)):
         registers = ", ".join(f"${_LEFT * step + index}" for index in range(_LEFT))
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{KEYS}k{_CHANNELS}.f16.e4m3.e4m3 "
+        code.append(
+            f"wgmma.mma_async.sync.aligned.m64n{_KEYS}k{_CHANNELS}.f16.e4m3.e4m3 "
             f"{{{sums}}}, {{{registers}}}, ${len(left) + step}, "
             f"{'goes_on' if step else 'begins'}, 1, 1;"
         )
@@ -194,46 +223,48 @@ def _start(queries: mgpu.FragmentedArray, keys: ir.Value, width: int, place: int
         "{ .reg .pred begins, goes_on; .reg .b32 zero; mov.b32 zero, 0; "
         "setp.ne.b32 begins, zero, 0; setp.eq.b32 goes_on, zero, 0; "
         # What was read from the registers of the sums has been read.
-        f"wgmma.fence.sync.aligned; {' '.join(lines)} wgmma.commit_group.sync.aligned; }}",
+        f"wgmma.fence.sync.aligned; {' '.join(code)} wgmma.commit_group.sync.aligned; }}",
         [*left, *descriptors],
         ["r"] * len(left) + ["l"] * len(descriptors),
     )
 
 
-def _maximum(place: int, is_second_block: ir.Value, is_second_query: ir.Value) -> ir.Value:
-    """The largest product of one of two queries with the keys of one of two blocks, as float32.
+def _maximum(place: int, block: ir.Value, query: ir.Value) -> ir.Value:
+    """The largest product of one of two queries with the keys of one of two blocks, float16.
 
     Of each eight keys, a thread has two products with its first query in one register, and two with
     its second one in the next. The next blocks may still be in flight, at the other place.
 
     Args:
       place: Where the products are held.
-      is_second_block: Which block it is of; of the four threads that share two queries, every
-        other one has each.
-      is_second_query: Which query; two of the four have each.
+      block: Not 0 if it is to be the second block.
+      query: Not 0 if it is to be the second query.
     """
     code = ["wgmma.wait_group.sync.aligned 1;", ".reg .b32 a, b, other, best<2>;"]
-    for block in range(BLOCKS):
-        of_block = _sums(place)[block * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
-        for query, name in enumerate("ab"):
-            first, second, *others = of_block[query::2]
+    for index in range(BLOCKS):
+        of_block = _sums(place)[index * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
+        for which, name in enumerate("ab"):
+            first, second, *others = of_block[which::2]
             code.append(f"max.NaN.f16x2 {name}, {first}, {second};")
             code += [f"max.NaN.f16x2 {name}, {name}, {x};" for x in others]
         # What two keys have with each query becomes the best of both queries, side by side.
         code.append("prmt.b32 other, a, b, 0x7632;")
         code.append("prmt.b32 a, a, b, 0x5410;")
-        code.append(f"max.NaN.f16x2 best{block}, a, other;")
+        code.append(f"max.NaN.f16x2 best{index}, a, other;")
     code += [
         ".reg .pred is_second, is_high; .reg .b16 low, high;",
         "setp.ne.b32 is_second, $1, 0; setp.ne.b32 is_high, $2, 0;",
         "selp.b32 a, best1, best0, is_second; selp.b32 b, best0, best1, is_second;",
         f"shfl.sync.bfly.b32 other, b, 1, {words.LANES - 1}, -1; max.NaN.f16x2 a, a, other;",
         f"shfl.sync.bfly.b32 other, a, 2, {words.LANES - 1}, -1; max.NaN.f16x2 a, a, other;",
-        "mov.b32 {low, high}, a; selp.b16 low, high, low, is_high; cvt.f32.f16 $0, low;",
+        "mov.b32 {low, high}, a; selp.b16 $0, high, low, is_high;",
     ]
-    choices = [arith.extui(words.i32(), x) for x in (is_second_block, is_second_query)]
     return _run(
-        f"{{ {' '.join(code)} }}", choices, ["r", "r"], result=ir.F32Type.get(), outputs=["=f"]
+        f"{{ {' '.join(code)} }}",
+        [block, query],
+        ["r", "r"],
+        result=ir.F16Type.get(),
+        outputs=["=h"],
     )
 
 
@@ -267,22 +298,12 @@ def _as_integer(register: ir.Value) -> ir.Value:
     return vector.extract(found, [], ir.DenseI64ArrayAttr.get([0]))
 
 
-def _descriptors(keys: ir.Value, width: int) -> list[ir.Value]:
-    """Where the keys of each instruction are: address, stride between rows, and swizzle."""
+def _descriptors(keys: ir.Value, parts: range) -> list[ir.Value]:
+    """Where the keys of each instruction are: address, stride between lines, and swizzle."""
     long = ir.IntegerType.get_signless(64)
     address = llvm.ptrtoint(long, mgpu.utils.memref_ptr(keys))
     address = arith.andi(address, arith.constant(long, 0x3FFFF))
     address = arith.shrui(address, arith.constant(long, 4))
-    rest = (_ROWS * width >> 4 << 32) | (_SWIZZLES[width] << 62)
-    rest -= (rest >> 63) << 64  # as a signed number
+    rest = (_LINES * LINE >> 4 << 32) | (_SWIZZLE << 62)
     start = arith.ori(address, arith.constant(long, rest))
-    return [
-        arith.addi(start, arith.constant(long, channel >> 4))
-        for channel in range(0, width, _CHANNELS)
-    ]
-
-
-def _bit(lane: ir.Value, which: int) -> ir.Value:
-    """Whether a bit of a lane's number is set."""
-    own = arith.andi(lane, words.constant(which))
-    return arith.cmpi(arith.CmpIPredicate.ne, own, words.constant(0))
+    return [arith.addi(start, arith.constant(long, part >> 4)) for part in parts]

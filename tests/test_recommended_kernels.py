@@ -97,8 +97,9 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
     assert np.isfinite(found).all()
+    # The largest products have the 11 bits of float16.
     np.testing.assert_allclose(
-        np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), rtol=2e-3, atol=1e-6
+        np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), rtol=5e-3, atol=1e-6
     )
 
 
@@ -142,9 +143,11 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
     codes = BlockCodes(own, nothing, step[layer], nothing[:, :, None])
     wanted = codes.residual(jnp.int32(0), blocks, jnp.bfloat16)
     assert not np.isfinite(wanted).all()
-    np.testing.assert_array_equal(
-        found[:, : blocks * SIZE].astype(jnp.float32), wanted.astype(jnp.float32)
-    )
+    # In lines of several keys: those of a group of eight blocks below each other, then beside.
+    assert found.shape[1:] == (kv_heads, 1, 4 * channels, 128)
+    found = found.astype(jnp.float32).reshape(batch, kv_heads, 4 * channels, -1, channels)
+    found = found.transpose(0, 3, 2, 1, 4).reshape(batch, -1, kv_heads, channels)
+    np.testing.assert_array_equal(found[:, : blocks * SIZE], wanted.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("size", slow_unless((64, 8).__eq__, [(64, 8), (128, 5)]))

@@ -31,8 +31,8 @@ MIN_STEP, MAX_STEP = -9, 6
 # In the place of a step: no key of the block is finite.
 NO_KEY = -128
 _LARGEST_FLOAT8 = 448.0
-# Numbers that kernels keep between them, half a gigabyte of float32.
-_MOST_PEAKS = 2**27
+# Numbers that kernels keep between them, half a gigabyte of float16.
+_MOST_PEAKS = 2**28
 
 
 @runtime_checkable
@@ -508,9 +508,9 @@ def _scores_of_kernels(
         index, own = part
         where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
         where["interpret"] = kernels.interpret
-        peaks = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
+        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
         found = kernel.block_scores_kernel(
-            peaks, own, centre, scale=scale, exponent=exponent, **where
+            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
         )
         found = found[..., :num_blocks]
         if heads is not None:
