@@ -1,4 +1,4 @@
-"""The kernels of the recommended policy, in the interpreter, beside plain JAX."""
+"""The kernels of the recommended policy beside plain JAX, in the interpreter or on a Hopper GPU."""
 
 import functools
 import operator
@@ -97,10 +97,9 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
     assert np.isfinite(found).all()
-    # The largest products have the 11 bits of float16.
-    np.testing.assert_allclose(
-        np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), rtol=5e-3, atol=1e-6
-    )
+    # The largest products have the 11 bits of float16, and tensor cores add eight bits in few more.
+    bound = {"rtol": 5e-3, "atol": 1e-6} if KERNELS.interpret else {"rtol": 5e-2, "atol": 1e-3}
+    np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **bound)
 
 
 @pytest.mark.parametrize(
