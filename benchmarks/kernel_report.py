@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import Results, Tables, captioned, duration, write_own_tables
+from pages import Results, Tables, captioned, duration, if_measured, write_own_tables
 
 from sketchwalk_jax.evaluation.tables import markdown_table
 from sketchwalk_jax.plots import import_pyplot
@@ -141,6 +141,24 @@ def tuning_table(data: Results) -> str:
     return markdown_table(("Shape", "Changed", "Time", "Faster by"), lines, num_names=2)
 
 
+def rates_table(data: Results) -> str:
+    """What a multiprocessor does in a cycle, with one kind of work alone."""
+    lines = []
+    for row in data["rows"]:
+        if row["op"] == "alu":
+            what = f"`{row['instruction']}`"
+        elif row["op"] == "wgmma":
+            what = f"64 × {row['columns']} products in eight bits, left operand in {row['left']}, "
+            what += {"f32": "sums in float32", "f16": "sums in float16"}[row["sums"]]
+        else:
+            pieces = {"lines": "lines of 128 bytes", "rows": "rows of 64 bytes, one of each 512"}
+            what = f"keys to shared memory, in {pieces[row['keys_lie_in']]}"
+        rate, clock = row["per_cycle"], row["clock_ghz"]["median"]
+        spread = f"{rate['median']:,.1f} ({rate['q25']:,.1f}–{rate['q75']:,.1f})"
+        lines.append([what, f"{spread} {row['unit']}", f"{clock:.2f} GHz"])
+    return markdown_table(("Work", "In a cycle", "Clock"), lines, num_names=1)
+
+
 def speedup_figure(rows: Sequence[Row]) -> Any:
     """How many times faster than cuDNN's dense attention prefill is, against the context.
 
@@ -194,6 +212,10 @@ TABLES: Tables = {
     "kernels-decode": ("kernels.json", captioned(decode_table)),
     "kernels-selection": ("kernels.json", captioned(selection_table)),
     "kernels-tuning": ("kernel_tuning.json", captioned(tuning_table)),
+    "kernels-rates": (
+        "hopper_rates.json",
+        if_measured(captioned(rates_table), "`python benchmarks/hopper_rates.py`"),
+    ),
 }
 
 

@@ -67,6 +67,31 @@ def tuning_of(results: dict) -> dict:
     return results | {"rows": rows}
 
 
+def test_rates_of_the_chip_are_a_table(run_benchmark, results, tmp_path):
+    def row(rate, **what):
+        return what | {name: summary_of_one(rate) for name in ("per_cycle", "clock_ghz")}
+
+    rows = [
+        row(64.0, op="alu", instruction="FMNMX", unit="results"),
+        row(4096.0, op="wgmma", left="registers", sums="f16", columns=128, unit="multiplications"),
+        row(32.5, op="tma", keys_lie_in="lines", unit="bytes"),
+    ]
+    rates = {"meta": results["meta"] | {"is_quick": False}, "rows": rows}
+    (tmp_path / "hopper_rates.json").write_text(json.dumps(rates), encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark:kernels-rates -->\n<!-- /benchmark -->\n", encoding="utf-8")
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    text = page.read_text(encoding="utf-8")
+    assert "| `FMNMX` | 64.0 (64.0–64.0) results | 64.00 GHz |" in text
+    assert "| 64 × 128 products in eight bits, left operand in registers, sums in float16 |" in text
+    assert "| keys to shared memory, in lines of 128 bytes | 32.5 (32.5–32.5) bytes |" in text
+
+
+def summary_of_one(value: float) -> dict:
+    """The summary of a single measurement."""
+    return {"q25": value, "median": value, "q75": value}
+
+
 def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
     meta, tuning = results["meta"] | {"is_quick": False}, tuning_of(results)
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
