@@ -48,7 +48,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
 from sketchwalk_jax.models.transformer import embed
-from sketchwalk_jax.policies.base import Heads, LayerShape, Policy
+from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
 
 PyTree = Any
 AXES = ("data", "sequence", "tensor")
@@ -87,7 +87,6 @@ class Placement:
 
     Raises:
       ValueError: If the mesh has other axes, or sizes do not divide.
-      NotImplementedError: If `sequence` is more than 1.
     """
 
     mesh: Mesh | AbstractMesh
@@ -103,11 +102,6 @@ class Placement:
                 "mesh must have axes of type Auto, which XLA partitions over: make it with "
                 f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * "
                 f"{len(self.mesh.axis_names)}), got {self.mesh.axis_types}"
-            )
-        if self.size("sequence") > 1:
-            raise NotImplementedError(
-                f"the mesh's sequence axis must be 1 as yet, got {self.size('sequence')}; put its "
-                f"devices on data or tensor"
             )
         ranks, c = self.size("tensor"), self.model_config
         sizes = {"num_heads": c.num_heads, "intermediate_size": c.intermediate_size}
@@ -130,6 +124,12 @@ class Placement:
         """How heads are spread over `tensor`; `None` where every rank has all."""
         ranks, c = self.size("tensor"), self.model_config
         return Heads("tensor", ranks, c.num_heads, c.num_kv_heads) if ranks > 1 else None
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """How blocks of a sequence are spread over `sequence`; `None` where every rank has all."""
+        ranks = self.size("sequence")
+        return Blocks("sequence", ranks) if ranks > 1 else None
 
     @property
     def num_kv_heads(self) -> int:
@@ -195,7 +195,7 @@ class Placement:
         Lengths and measured density, a few numbers of each sequence, lie everywhere, so that every
         host can read them.
         """
-        keys = self.sharding(None, "data", None, "tensor")
+        keys = self.sharding(None, "data", "sequence", "tensor")
         return {
             "key": keys,
             "value": keys,
@@ -204,14 +204,28 @@ class Placement:
             "density": self.sharding(),
         }
 
-    def walk(self, config: Policy) -> PyTree:
-        """The shardings of the state that crosses layers: sequences over `data`."""
+    def walk(self, config: Policy, *, is_token: bool) -> PyTree:
+        """The shardings of the state that crosses layers.
+
+        Sequences are spread over `data`, rows of a prompt over `sequence`.
+        """
         make = functools.partial(config.init_walk, num_rows=1, num_blocks=1)
-        axes = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
-        return jax.tree.map(
-            lambda axis: self.sharding(*[None] * axis, "data") if axis >= 0 else self.sharding(),
-            axes,
-        )
+        by_sequence = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
+
+        def sharding(sequence: int, row: int) -> NamedSharding:
+            names: list[str | None] = [None] * (max(sequence, row) + 1)
+            if sequence >= 0:
+                names[sequence] = "data"
+            if row >= 0 and not is_token:
+                names[row] = "sequence"
+            return self.sharding(*names)
+
+        return jax.tree.map(sharding, by_sequence, self.rows_of_walk(config))
+
+    def rows_of_walk(self, config: Policy) -> PyTree:
+        """The axis of rows of every array of the state that crosses layers; -1 without one."""
+        make = functools.partial(config.init_walk, batch=1, num_blocks=1)
+        return _growing_axes(lambda: make(num_rows=1), lambda: make(num_rows=2))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array by the name of a mesh axis for each of its own.
@@ -231,6 +245,20 @@ class Placement:
         c = self.model_config
         kv_heads = c.num_kv_heads if config.heads_on_mesh == "all" else self.num_kv_heads
         return LayerShape(c.num_heads, kv_heads, c.head_dim, dtype)
+
+    def num_blocks(self, wanted: int) -> int:
+        """Blocks of a cache with room for so many: ranks of `sequence` have as many each."""
+        return wanted + -wanted % self.size("sequence")
+
+    def check_policy(self, config: Policy) -> None:
+        """Raises for a policy that cannot select where the blocks of a sequence are spread."""
+        if self.size("sequence") > 1 and config.blocks_on_mesh == "none":
+            raise NotImplementedError(
+                f"the mesh's sequence axis must be 1 for {type(config).__name__}, which selects "
+                f"with all queries and keys of a sequence at hand, got {self.size('sequence')}; "
+                f"put its devices on data or tensor, or use a policy with blocks_on_mesh, such as "
+                f"SketchWalkConfig.recommended() or Dense()"
+            )
 
     def check_batch(self, batch: int) -> None:
         """Raises unless `data` divides a number of sequences."""
@@ -286,7 +314,6 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
 
     Raises:
       ValueError: If the mesh has other axes, or sizes do not divide; says what would.
-      NotImplementedError: If `sequence` is more than 1.
 
     Example:
       >>> from sketchwalk_jax.models import ModelConfig
@@ -359,15 +386,17 @@ def embed_tokens(
 
     Args:
       params: Parameter tree.
-      tokens: Token ids; those outside the vocabulary are clamped.
+      tokens: Token ids, those of a prompt as `Blocks.deal` lays them out; those outside the
+        vocabulary are clamped.
       placement: The placement, if there is one.
     """
     if placement is None:
         return embed(params, tokens)
     table, ranks = params["embed"]["embedding"], placement.size("tensor")
+    by_row = "sequence" if tokens.shape[1] > 1 else None
     if ranks == 1 or table.shape[0] % ranks:
-        return constrain(embed(params, tokens), placement, "data")
-    by_sequence = placement.sharding("data").spec
+        return constrain(embed(params, tokens), placement, "data", by_row)
+    by_token = placement.sharding("data", by_row).spec
 
     def look_up(table: Float[Array, "V1 D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         own = jnp.clip(tokens, 0, ranks * table.shape[0] - 1)
@@ -379,8 +408,8 @@ def embed_tokens(
     return jax.shard_map(
         look_up,
         mesh=placement.mesh,
-        in_specs=(placement.sharding("tensor").spec, by_sequence),
-        out_specs=by_sequence,
+        in_specs=(placement.sharding("tensor").spec, by_token),
+        out_specs=by_token,
         check_vma=False,
     )(table, tokens)
 

@@ -93,6 +93,7 @@ def assert_ranks_agree(x: jax.Array) -> None:
 # Attention alone: lists of given queries, keys and values.
 
 _LENGTHS = (100, 37, 64, 80)
+_WIDTH = 112  # columns of the prompts
 
 
 def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
@@ -100,12 +101,19 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
     model = MESH_MODEL
     settings = Settings(model_config=model, config=policy, return_selection=True, placement=where)
     lengths = jnp.asarray(_LENGTHS, jnp.int32)
+    blocks = None if where is None else where.blocks
+
+    join = functools.partial(blocks.join, axis=3) if blocks is not None else None
 
     @jax.jit
     def run(prompt: Any, token: Any) -> Any:
         cache = sw.init_cache(
             model, policy, batch=len(_LENGTHS), max_tokens=128, dtype=dtype, sharding=where
         )
+        if blocks is not None:
+            more = -prompt[0].shape[2] % (SIZE * blocks.num_pieces)
+            widths = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
+            prompt = [blocks.deal(jnp.pad(x, widths), axis=2) for x in prompt]
         width = prompt[0].shape[2]
         columns = jnp.arange(width, dtype=jnp.int32)[None]
         first = jnp.zeros_like(lengths)
@@ -134,8 +142,12 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
 
                 numbers = jnp.arange(part.start, part.stop, dtype=jnp.int32)
                 own = [x[part.start : part.stop] for x in inputs]
-                state, result = jax.lax.scan(step, state, (*own, numbers))
-                found.append(result)
+                state, (out, (pairs, lists)) = jax.lax.scan(step, state, (*own, numbers))
+                if blocks is not None and not span.is_token:
+                    out, lists = blocks.join(out, axis=2), jax.tree.map(join, lists)
+                    out = out[:, :, :_WIDTH]
+                    lists = jax.tree.map(lambda x: x[:, :, :, : _WIDTH // SIZE], lists)
+                found.append((out, (pairs, lists)))
             cache = state[0]
         return found
 
@@ -154,7 +166,7 @@ def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") 
             for n in heads
         )
 
-    arrays = draw(112), draw(1)
+    arrays = draw(_WIDTH), draw(1)
     for name in names:
         plain = _attend(POLICIES[name], None, dtype, arrays)
         shared = _attend(POLICIES[name], placement(**axes), dtype, arrays)

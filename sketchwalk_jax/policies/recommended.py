@@ -91,6 +91,7 @@ class RecommendedConfig(BudgetPolicy):
 
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
+    blocks_on_mesh = "keys"
 
     local_blocks: int = 2
     min_blocks: int = 4
