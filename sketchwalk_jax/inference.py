@@ -39,7 +39,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.sharding import constrain_logits, embed_tokens, placement_of
+from sketchwalk_jax.sharding import constrain, constrain_logits, embed_tokens, placement_of
 
 PyTree = Any
 
@@ -155,7 +155,8 @@ def read_prompt(
         )
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
         if blocks is not None:  # between embedding and output, columns stand rank by rank
-            tokens, column = (blocks.deal(x, axis=1) for x in (tokens, column))
+            tokens = constrain(blocks.deal(tokens, axis=1), placement, "data")
+            column = constrain(blocks.deal(column, axis=1), placement)
         hidden, (written, _), found = run_layers(
             params,
             embed_tokens(params, tokens, placement),

@@ -4,10 +4,10 @@ A mesh has up to three axes, any of which may be missing or 1:
 
 * `data`: sequences of a batch. Nothing travels but a few numbers of each sequence.
 * `tensor`: heads, columns of the mlp, the vocabulary.
-* `sequence`: blocks of one sequence; not implemented yet.
+* `sequence`: rows of a prompt, and blocks of the cache.
 
 What each rank of `tensor` receives in one layer, with `B` sequences of its own and `T` new tokens
-of each (1 in decode), is, beside a few numbers of each sequence,
+of each of its own (1 in decode), is, beside a few numbers of each sequence,
 
 * of the dense algebra twice the sum over ranks of hidden states, `B · T · D` numbers;
 * of policies that see all heads (Sketch-and-Walk but for `recommended`, `released`, and whatever
@@ -20,8 +20,29 @@ of each (1 in decode), is, beside a few numbers of each sequence,
 
 So lists are those of one device, bit for bit, for given queries, keys and values: nothing is added
 up in another order. (Kernels that score for fewer key/value heads than there are ranks divide their
-sums otherwise; ranks agree then too.) Beside its layers a call adds up embeddings and gathers the
-logits that are drawn from, `B · T · D` and `B · V` numbers.
+sums otherwise; ranks agree then too.)
+
+Over `sequence`, a rank has rows of a prompt from its beginning and from its end, as `Blocks` deals
+them, so that causal work is even, and with them all that is computed of their tokens, walk and
+lists included. Keys and values go round before it attends: no row waits for another, and they are
+few beside what attention reads. With `K` key/value heads of its own, each rank receives in one
+layer
+
+* of a prompt of `T` tokens of all ranks keys and values, `2 · B · T · K · H` numbers; and where the
+  prompt is read in pieces, or behind others, those of the whole cache with room for `S` tokens,
+  `2 · B · S · K · H` numbers more for each piece;
+* of Sketch-and-Walk but for `recommended` float32 sketches of `I` rows, `2 · 4 · B · I · C · R`
+  bytes; of the other policies nothing: their statistics are of keys alone;
+* of a decoded token what other ranks found at the blocks that they hold, float32 `B · N · H` with
+  own heads and two numbers of each head; all ranks make the same lists.
+
+Statistics, which are little beside keys and values, lie on all ranks of `sequence`, and so do the
+parameters: the dense algebra of a prompt is shared, and nothing of it travels. That of a token is
+not shared.
+
+Beside its layers a call adds up embeddings, over `sequence` hidden states of the tokens whose
+logits are wanted, and gathers the logits that are drawn from: `B · T · D`, `B · D` and `B · V`
+numbers.
 
 Dense algebra is left to XLA, which partitions it by the shardings of the parameters; the cache,
 selection and attention of a layer run under `jax.shard_map`, where each rank has heads and
@@ -302,7 +323,9 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
     the mlp's columns and of the vocabulary. Key/value heads fewer than ranks are replicated: each
     then lies on `tensor / K` ranks, whose caches hold one head each, so that beyond `K` ranks more
     of them make attention faster and caches no smaller (`Placement.notes` says so). A vocabulary
-    that does not divide is replicated as well. Over `data`, each rank has a share of the sequences.
+    that does not divide is replicated as well. Over `data`, each rank has a share of the sequences;
+    over `sequence`, of the tokens of each, in prefill and in the cache: calls pad a prompt to `2 ·
+    sequence` times as many blocks, and a cache to `sequence` times as many, so any number divides.
 
     Args:
       mesh: Axes among `data`, `sequence` and `tensor`, any of which may be missing, of type Auto

@@ -19,6 +19,7 @@ from tolerances import tolerance
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import generation, inference
+from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
@@ -258,46 +259,69 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def check_bytes(names: list[str]) -> None:
+def check_bytes(names: list[str], axes: dict[str, int]) -> None:
     """Programs send what `sketchwalk_jax.sharding` says they send, and nothing else of size."""
-    where, c = placement(data=2, tensor=4), MESH_MODEL
+    where, c = placement(**axes), MESH_MODEL
     spread = jax.device_put(params(model=c), where.params)
-    batch, capacity = 4, 128
-    own = batch // 2 * 4  # bytes of a float32 number of each sequence of a rank
+    batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
     for name in names:
         policy = POLICIES[name]
-        ranges = len(attention_by_layer(lambda **_: None, Settings(model_config=c, config=policy)))
         settings = Settings(model_config=c, config=policy, placement=where)
         cache = sw.init_cache(c, policy, batch=batch, max_tokens=capacity, sharding=where)
-        numbers = jnp.ones((batch,), jnp.int32)
-        for width in (1, 112):
-            tokens = numbers if width == 1 else jnp.zeros((batch, width), jnp.int32)
-            if width == 1:
-                lowered = inference._decode.lower(
-                    spread, tokens, cache, active=numbers > 0, settings=settings
-                )
-            else:
-                lowered = inference._prefill.lower(
-                    spread, tokens, numbers * width, cache, is_fresh=True, settings=settings
-                )
+        token = inference._decode.lower(
+            spread, numbers, cache, active=numbers > 0, settings=settings
+        )
+        programs = [(1, False, token)]
+        for is_fresh in (True, False) if where.blocks else (True,):
+            lengths, tokens = numbers * capacity, jnp.zeros((batch, capacity), jnp.int32)
+            # Behind a cache a prompt may begin inside a block, and so touches one more.
+            tokens = tokens if is_fresh else tokens[:, : capacity - SIZE + 1]
+            prompt = inference._prefill.lower(
+                spread, tokens, lengths, cache, is_fresh=is_fresh, settings=settings
+            )
+            programs.append((capacity, is_fresh, prompt))
+        for width, is_fresh, lowered in programs:
             found = collectives(lowered.compile().as_text())
-            hidden = own * width * c.hidden_size
-            # Twice in each loop over layers, and for the embedding.
-            reduced = [size for kind, size in found if kind == "all-reduce"]
-            assert reduced == [hidden] * (2 * ranges + 1), (name, width, found)
-            rows = 1 if width == 1 else width // SIZE
-            blocks, by_head = capacity // SIZE, own * width * c.head_dim
-            gathered = {
-                "dense": [],
-                "paper": [by_head * c.num_heads, by_head * c.num_kv_heads],
-                "recommended": [own * c.num_heads * rows * (1 if width == 1 else 8) * blocks],
-            }[name]
-            gathered += [own * c.vocab_size]  # the logits
             # Beside a few numbers of each sequence: lengths, and pairs of every layer.
-            large = [
-                x for kind, x in found if kind != "all-reduce" and x > 4 * c.num_layers * batch
-            ]
-            assert sorted(large) == sorted(gathered), (name, width, found)
+            every = found, _sent(name, where, batch, width, capacity, is_fresh)
+            large, said = ([x for x in one if x[1] > 4 * c.num_layers * batch] for one in every)
+            assert sorted(large) == sorted(said), (name, width, every)
+
+
+def _sent(
+    name: str, where: Placement, batch: int, width: int, capacity: int, is_fresh: bool
+) -> list[tuple[str, int]]:
+    """What a program sends in float32: `width` tokens of every sequence, 1 to decode."""
+    c, policy = where.model_config, POLICIES[name]
+    data, sequence, tensor = (where.size(axis) for axis in ("data", "sequence", "tensor"))
+    is_token, own = width == 1, batch // data * 4  # bytes of a number of each sequence of a rank
+    columns = 1 if is_token else width // sequence
+    heads, kv_heads = c.num_heads // tensor, c.num_kv_heads // tensor
+    sparse = len(sparse_layers(c, policy))
+    ranges = 1 + (0 < sparse < c.num_layers)  # each a loop over layers
+    reduced, gathered = [], []
+    if tensor > 1:
+        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # and embeddings
+        gathered += [own * c.vocab_size]  # the logits
+    if sequence > 1 and is_token:
+        reduced += [own * heads * c.head_dim, own * heads, own * heads] * ranges
+    elif sequence > 1:
+        reduced += [own * c.hidden_size]  # of the tokens whose logits are wanted
+        of_a_token = own * kv_heads * c.head_dim
+        gathered += [of_a_token * width] * (2 * ranges)
+        gathered += [] if is_fresh else [of_a_token * capacity] * (2 * ranges)
+    rows, blocks = 1 if is_token else width // SIZE, capacity // SIZE
+    if name == "paper":
+        if tensor > 1:
+            by_head = own * columns * c.head_dim
+            gathered += [by_head * c.num_heads, by_head * c.num_kv_heads]
+        if sequence > 1 and not is_token:
+            gathered += [own * rows * 8] * 2  # sketches of queries and of keys
+    if name == "recommended" and tensor > 1:
+        pieces = 2 if sequence > 1 and not is_token else 1
+        of_a_row = own * c.num_heads * (1 if is_token else 8) * blocks
+        gathered += [of_a_row * rows // (sequence if pieces > 1 else 1) // pieces] * pieces
+    return [("all-reduce", x) for x in reduced] + [("all-gather", x) for x in gathered]
 
 
 # Loading.
