@@ -25,12 +25,12 @@ from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Attend
+from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.selection import write_token
 from sketchwalk_jax.policies.base import Blocks, Heads, Policy, Span, TokenWrite, take_layer
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.sharding import Placement, specs
+from sketchwalk_jax.sharding import Placement, linear_on_ranks, specs
 
 PyTree = Any
 PHASES = ("both", "prefill", "decode")
@@ -94,18 +94,23 @@ class LayerSettings:
 
     @property
     def row_kernels(self) -> KernelConfig | None:
-        """What products of few rows may run their kernel with, or `None` where XLA makes them.
+        """What kernels for one token may run with, or `None` where XLA does without.
 
-        On a mesh it does: their weights are spread.
+        They take weights and caches that are all here, or of which a placement says what is.
         """
         if self.placement is not None:
-            return None
+            return self.selection_kernels
         return row_kernels(self.implementation, self.kernel_config)
 
     @property
-    def token_kernels(self) -> KernelConfig | None:
-        """What a decoded token may be written with to caches, of which each rank has its own."""
-        return self.row_kernels if self.placement is None else self.selection_kernels
+    def multiply_rows(self) -> Multiply | None:
+        """How few rows are multiplied with weights, or `None` where XLA does it."""
+        kernels = self.row_kernels
+        if kernels is None:
+            return None
+        if self.placement is None:
+            return functools.partial(linear_of_rows, kernels=kernels)
+        return functools.partial(linear_on_ranks, placement=self.placement, kernels=kernels)
 
     @property
     def selection_kernels(self) -> KernelConfig | None:
@@ -237,7 +242,7 @@ def write_and_observe(
       The cache, and the layer's statistics.
     """
     # Of a token, each launch takes longer than what it does.
-    kernels = settings.token_kernels if span.is_token else None
+    kernels = settings.row_kernels if span.is_token else None
     write = TokenWrite(value, cache.key, cache.value, layer)
     is_own = observed is None and blocks is None
     if kernels is not None and index is not None and is_own:

@@ -243,14 +243,14 @@ def decode_token(
         (cache, walk),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
-        kernels=settings.row_kernels,
+        multiply=settings.multiply_rows,
     )
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)
     density = cache.density.add("decode", pairs, causal_pairs(positions, is_counted))
     cache = dataclasses.replace(written, lengths=positions + is_counted, density=density)
     logits = unembed(
-        params, hidden[:, 0], model_config=settings.model_config, kernels=settings.row_kernels
+        params, hidden[:, 0], model_config=settings.model_config, multiply=settings.multiply_rows
     )
     cache = spread_cache(cache, settings.placement, config)
     return constrain_logits(logits, settings.placement), cache, selection

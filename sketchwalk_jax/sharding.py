@@ -68,7 +68,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed
+from sketchwalk_jax.models.transformer import embed, linear_of_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
 
 PyTree = Any
@@ -93,6 +94,7 @@ _SPREAD: dict[tuple[str, ...], int] = {
     ("up", "bias"): 1,
     ("down", "kernel"): 1,
 }
+_INPUTS_SPREAD = {"out", "down"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -435,6 +437,77 @@ def embed_tokens(
         out_specs=by_token,
         check_vma=False,
     )(table, tokens)
+
+
+def linear_on_ranks(
+    x: Float[Array, "B T D"],
+    weights: dict[str, Float[Array, "L _ _"]],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "L D"] | None,
+    eps: float,
+    placement: Placement,
+    kernels: KernelConfig,
+    is_transposed: bool = False,
+) -> list[Float[Array, "B T _"]] | None:
+    """`linear_of_rows` with what each rank has of the weights.
+
+    A rank has some of the columns, and so of the results; or, of weights whose inputs are spread,
+    those of its own inputs, and ranks add up what these give. The kernel reads a rank's weights
+    where they lie, as on one device.
+
+    Args:
+      x: The input.
+      weights: Of all layers, by name, heads and their features as one axis.
+      layer: The layer.
+      scale: Of the norm that the input goes through first, of all layers, if there is one.
+      eps: Of the norm.
+      placement: Where the weights lie.
+      kernels: What the kernel may run with.
+      is_transposed: Whether weights are `[L, F, D]`.
+    """
+    ranks, c = placement.size("tensor"), placement.model_config
+    of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
+    axis = 1 if of_inputs or is_transposed else 2
+
+    def is_whole(name: str) -> bool:
+        by_keys = name in ("key", "value") and c.num_kv_heads % ranks != 0
+        return by_keys or (name in ("embed", "lm_head") and c.vocab_size % ranks != 0)
+
+    of_weights, of_results = [], []
+    for name in weights:
+        spread = None if is_whole(name) else "tensor"
+        of_weights.append(placement.sharding(*[None] * axis, spread))
+        of_results.append(placement.sharding("data", None, None if of_inputs else spread))
+    of_x = placement.sharding("data", None, "tensor" if of_inputs else None)
+    own = [
+        jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
+        for sharding, one in zip(of_weights, weights.values(), strict=True)
+    ]
+    batch, tokens, width = of_x.shard_shape(x.shape)
+    rows = jax.ShapeDtypeStruct((batch * tokens, width), x.dtype)
+    # Pallas takes long to import, and few callers need it.
+    from sketchwalk_jax.pallas_kernels.linear import why_not_linear
+
+    if why_not_linear(rows, own, scale, is_transposed=is_transposed):
+        return None
+
+    def on_rank(x: Array, stacks: list[Array], layer: Array, scale: Array | None) -> list[Array]:
+        # By name again: in a tree names are sorted.
+        own = dict(zip(weights, stacks, strict=True))
+        found = linear_of_rows(
+            x, own, layer, scale=scale, eps=eps, kernels=kernels, is_transposed=is_transposed
+        )
+        assert found is not None  # as was asked above
+        return [jax.lax.psum(one, "tensor") for one in found] if of_inputs else found
+
+    return jax.shard_map(
+        on_rank,
+        mesh=placement.mesh,
+        in_specs=(of_x.spec, specs(of_weights), PartitionSpec(), PartitionSpec()),
+        out_specs=specs(of_results),
+        check_vma=False,
+    )(x, list(weights.values()), layer, scale)
 
 
 def constrain_logits(
