@@ -18,13 +18,15 @@ from tiny import MODEL, params, prompts
 from tolerances import tolerance
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import generation, inference
+from sketchwalk_jax import KernelConfig, generation, inference, sharding
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
+from sketchwalk_jax.models.transformer import rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
+from sketchwalk_jax.pallas_kernels import linear
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
@@ -241,6 +243,42 @@ def check_steps(name: str, axes: dict[str, int]) -> None:
             np.testing.assert_allclose(one, many, **tolerance("logits"))
 
 
+def check_products(axes: dict[str, int]) -> None:
+    """Products of few rows with what each rank has of the weights, another kernel in its place."""
+    where, c = placement(**axes), MESH_MODEL
+    plain = params(model=c)
+    layers = plain["layers"]
+
+    def multiply(x: Any, weights: Any, layer: Any, **options: Any) -> Any:
+        if options["scale"] is not None:
+            x = rms_norm(x, options["scale"][layer], eps=options["eps"])
+        equation = "btd,fd->btf" if options["is_transposed"] else "btd,df->btf"
+        return [
+            jnp.einsum(equation, x, one[layer], precision="highest") for one in weights.values()
+        ]
+
+    sharding.linear_of_rows, linear.why_not_linear = multiply, lambda *_, **__: None
+    kernels, width = KernelConfig(), c.num_heads * c.head_dim
+    norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
+    groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}
+    groups |= {("out",): None, ("down",): None}
+    cases = [(names, layers, scale, False) for names, scale in groups.items()]
+    embedding = {"embed": {"kernel": plain["embed"]["embedding"][None]}}
+    for names, tree, scale, is_transposed in [*cases, (("embed",), embedding, None, True)]:
+        stacks = {n: tree[n]["kernel"].reshape(len(tree[n]["kernel"]), -1, 1) for n in names}
+        inputs = {"out": width, "down": c.intermediate_size}.get(names[0], c.hidden_size)
+        shape = (c.vocab_size, inputs) if is_transposed else (inputs, -1)
+        stacks = {n: one.reshape(len(one), *shape) for n, one in stacks.items()}
+        x = jax.random.normal(jax.random.key(1), (4, 1, inputs))
+        layer = jnp.asarray(0 if is_transposed else 2, jnp.int32)
+        options: dict[str, Any] = {"scale": scale, "eps": 1e-5, "is_transposed": is_transposed}
+        options["placement"], options["kernels"] = where, kernels
+        call = functools.partial(sharding.linear_on_ranks, weights=stacks, **options)
+        expected = multiply(x, stacks, layer, **options)
+        for one, other in zip(expected, jax.jit(call)(x, layer=layer), strict=True):
+            np.testing.assert_allclose(one, other, **tolerance("logits"), err_msg=str(names))
+
+
 def _assert_close(one: jax.Array, many: jax.Array) -> None:
     """Logits of the tokens of prompts, to the tolerance."""
     for row, length in enumerate(_LENGTHS):
@@ -362,10 +400,10 @@ def check_loading(directory: str, saved: str) -> None:
             assert sum(read) == share < 0.3 * total, (sum(read), share, total)
     TensorFiles.read = plain_read  # type: ignore[method-assign]
     save(saved, params, config)
-    for sharding in (where, placement(config, tensor=2)):
-        again, _ = load(saved, sharding=sharding)
+    for other in (where, placement(config, tensor=2)):
+        again, _ = load(saved, sharding=other)
         for path, leaf in flatten_params(again).items():
-            assert leaf.sharding == sharding(path, leaf), path
+            assert leaf.sharding == other(path, leaf), path
             np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
     # Random weights, drawn where they go, are the same for every sharding.
     drawn = init_params(jax.random.key(0), config, sharding=where)

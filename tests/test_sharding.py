@@ -213,6 +213,11 @@ def test_programs_of_other_policies_send_what_is_said(check, axes):
     check("check_bytes", ["dense", "paper"], axes)
 
 
+@pytest.mark.parametrize("axes", [_ALL, pytest.param({"tensor": 8}, marks=pytest.mark.slow)])
+def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
+    check("check_products", axes)
+
+
 _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
 
 
