@@ -39,7 +39,13 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.sharding import constrain, constrain_logits, embed_tokens, placement_of
+from sketchwalk_jax.sharding import (
+    constrain,
+    constrain_logits,
+    embed_tokens,
+    placement_of,
+    take_dealt_columns,
+)
 
 PyTree = Any
 
@@ -173,7 +179,9 @@ def read_prompt(
 
     def take(hidden: Array, columns: Array) -> Array:
         columns = jnp.clip(columns, 0, chunk - 1)
-        return take_columns(hidden, columns if blocks is None else blocks.place(columns, chunk))
+        if blocks is None or placement is None:
+            return take_columns(hidden, columns)
+        return take_dealt_columns(hidden, blocks.place(columns, chunk), placement)
 
     is_row = jnp.any(layout.valid.reshape(layout.valid.shape[0], -1, size), axis=-1)
     if num_chunks == 1:

@@ -439,6 +439,36 @@ def embed_tokens(
     )(table, tokens)
 
 
+def take_dealt_columns(
+    hidden: Float[Array, "B T D"], columns: Int[Array, "B U"], placement: Placement
+) -> Float[Array, "B U D"]:
+    """Hidden states of some tokens, whose ranks add them to the zeros of the others.
+
+    Left to itself, XLA would gather those of all tokens.
+
+    Args:
+      hidden: Of all tokens, as `Blocks.deal` lays them out.
+      columns: The columns that are wanted, of such a layout.
+      placement: The placement, whose `sequence` is more than 1.
+    """
+    by_sequence = placement.sharding("data").spec
+
+    def take(hidden: Float[Array, "B T1 D"], columns: Int[Array, "B U"]) -> Float[Array, "B U D"]:
+        width = hidden.shape[1]
+        own = columns - jax.lax.axis_index("sequence") * width
+        is_here = (own >= 0) & (own < width)
+        found = jnp.take_along_axis(hidden, jnp.clip(own, 0, width - 1)[..., None], axis=1)
+        return jax.lax.psum(jnp.where(is_here[..., None], found, 0), "sequence")
+
+    return jax.shard_map(
+        take,
+        mesh=placement.mesh,
+        in_specs=(placement.sharding("data", "sequence").spec, by_sequence),
+        out_specs=by_sequence,
+        check_vma=False,
+    )(hidden, columns)
+
+
 def linear_on_ranks(
     x: Float[Array, "B T D"],
     weights: dict[str, Float[Array, "L _ _"]],
