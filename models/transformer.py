@@ -22,6 +22,8 @@ from sketchwalk_jax.precision import matmul_precision
 PyTree = Any
 # (query [B T N H], key [B T K H], value, layer, state) -> (output [B T N H], state, per-layer aux)
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
+# What `linear_of_rows` is with its kernels.
+Multiply = Callable[..., list[Array] | None]
 
 
 def rms_norm(
@@ -41,14 +43,14 @@ class LayerWeights:
       stacks: Parameters of all layers.
       layer: The layer.
       eps: Of the norms.
-      kernels: What Hopper's kernel for few rows may run with, or `None` for XLA, which copies the
+      multiply: How few rows are multiplied (`linear_of_rows`), or `None` for XLA, which copies the
         layer's weights out of their stack first: little beside the products of many rows.
     """
 
     stacks: PyTree
     layer: Int[Array, ""]
     eps: float
-    kernels: KernelConfig | None
+    multiply: Multiply | None
 
     def norm(self, x: Array, name: str) -> Array:
         """The input behind a norm."""
@@ -68,17 +70,18 @@ class LayerWeights:
         stacks = [self.stacks[name] for name in names]
         inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
         outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
-        found = linear_of_rows(
-            x.reshape(*x.shape[:2], -1),
-            [
-                one["kernel"].reshape(one["kernel"].shape[0], -1, math.prod(out))
-                for one, out in zip(stacks, outputs, strict=True)
-            ],
-            self.layer,
-            scale=None if norm is None else self.stacks[norm]["scale"],
-            eps=self.eps,
-            kernels=self.kernels,
-        )
+        found = None
+        if self.multiply is not None:
+            found = self.multiply(
+                x.reshape(*x.shape[:2], -1),
+                {
+                    name: one["kernel"].reshape(one["kernel"].shape[0], -1, math.prod(out))
+                    for name, one, out in zip(names, stacks, outputs, strict=True)
+                },
+                self.layer,
+                scale=None if norm is None else self.stacks[norm]["scale"],
+                eps=self.eps,
+            )
         if found is None:
             x = x if norm is None else self.norm(x, norm)
             kernels = [self._own(one["kernel"]) for one in stacks]
@@ -97,36 +100,34 @@ class LayerWeights:
 
 def linear_of_rows(
     x: Float[Array, "B T D"],
-    kernels_of_layers: Sequence[Float[Array, "L _ _"]],
+    weights: dict[str, Float[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None,
     eps: float,
-    kernels: KernelConfig | None,
+    kernels: KernelConfig,
     is_transposed: bool = False,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products by Hopper's kernel for few rows, or `None` where it cannot make them.
 
     Args:
       x: The input.
-      kernels_of_layers: Arrays of weights, or transposed ones.
+      weights: Of all layers, by name.
       layer: The layer.
       scale: Of the norm that the input goes through first, of all layers, if there is one.
       eps: Of the norm.
       kernels: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
     """
-    if kernels is None:
-        return None
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
-    rows = x.reshape(-1, x.shape[-1])
-    if why_not_linear(rows, kernels_of_layers, scale, is_transposed=is_transposed):
+    rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
+    if why_not_linear(rows, stacks, scale, is_transposed=is_transposed):
         return None
     found = linear_kernel(
         rows,
-        kernels_of_layers,
+        stacks,
         layer,
         scale=scale,
         eps=eps,
@@ -146,7 +147,7 @@ def unembed(
     hidden: Float[Array, "*lead D"],
     *,
     model_config: ModelConfig,
-    kernels: KernelConfig | None = None,
+    multiply: Multiply | None = None,
 ) -> Float[Array, "*lead V"]:
     """Final norm and output head; logits in float32.
 
@@ -154,25 +155,25 @@ def unembed(
       params: The whole parameter tree.
       hidden: Output of the last layer.
       model_config: The model.
-      kernels: What Hopper's kernel for few rows may run with.
+      multiply: How few rows are multiplied, or `None` for XLA.
     """
     scale, eps = params["final_norm"]["scale"], model_config.rms_norm_eps
     is_tied = model_config.tie_word_embeddings
     if is_tied:
-        head, equation = params["embed"]["embedding"], "...d,vd->...v"
+        name, head, equation = "embed", params["embed"]["embedding"], "...d,vd->...v"
     else:
-        head, equation = params["lm_head"]["kernel"], "...d,dv->...v"
-    found = linear_of_rows(
-        hidden.reshape(1, -1, hidden.shape[-1]),
-        [head[None]],
-        jnp.zeros((), jnp.int32),
-        scale=scale[None],
-        eps=eps,
-        kernels=kernels,
-        is_transposed=is_tied,
-    )
-    if found is not None:
-        return found[0].reshape(*hidden.shape[:-1], -1).astype(jnp.float32)
+        name, head, equation = "lm_head", params["lm_head"]["kernel"], "...d,dv->...v"
+    if multiply is not None:
+        found = multiply(
+            hidden.reshape(-1, 1, hidden.shape[-1]),
+            {name: head[None]},
+            jnp.zeros((), jnp.int32),
+            scale=scale[None],
+            eps=eps,
+            is_transposed=is_tied,
+        )
+        if found is not None:
+            return found[0].reshape(*hidden.shape[:-1], -1).astype(jnp.float32)
     hidden = rms_norm(hidden, scale, eps=eps)
     logits = jnp.einsum(equation, hidden, head, precision=matmul_precision(hidden))
     return logits.astype(jnp.float32)
@@ -186,7 +187,7 @@ def run_layers(
     *,
     model_config: ModelConfig,
     layers: Sequence[tuple[range, Attend]],
-    kernels: KernelConfig | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -198,7 +199,7 @@ def run_layers(
      model_config: The model.
      layers: Ranges of layers in order, each with its attention
       `(query, key, value, layer, state) -> (output, state, aux)`.
-     kernels: What Hopper's kernel for few rows may run with.
+     multiply: How few rows are multiplied, or `None` for XLA.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -211,7 +212,7 @@ def run_layers(
     ) -> Any:
         hidden, state, count = carry
         layer = count if layer is None else layer
-        weights = LayerWeights(params["layers"], layer, model_config.rms_norm_eps, kernels)
+        weights = LayerWeights(params["layers"], layer, model_config.rms_norm_eps, multiply)
         with jax.named_scope("attention"):
             names = "query", "key", "value"
             query, key, value = weights.linear(hidden, names, "btd,dnh->btnh", norm="attn_norm")
@@ -231,7 +232,7 @@ def run_layers(
         step = functools.partial(layer_step, attend=attend)
         # Taking a layer's number out of an array is a launch, and counting is none. But of numbers
         # that it can foresee, XLA copies weights by other means than kernels, if it copies any.
-        numbers = None if kernels else jnp.arange(part.start, part.stop, dtype=jnp.int32)
+        numbers = None if multiply else jnp.arange(part.start, part.stop, dtype=jnp.int32)
         carry = hidden, state, jnp.asarray(part.start, jnp.int32)
         (hidden, state, _), aux = jax.lax.scan(step, carry, numbers, length=len(part))
         found.append(aux)

@@ -307,18 +307,20 @@ def select_token_by_evidence(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
+    ranks: Any = None,
     kernels: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
     The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
-    them.
+    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are.
     """
-    num_heads, head_dim = query.shape[2:]
+    own_heads, head_dim = query.shape[2:]
+    num_heads = own_heads if ranks is None else ranks.num_heads
     num_blocks, block_size, kv_heads = code.shape[2:5]
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
     fits = num_blocks <= MAX_BLOCKS and num_heads * num_blocks <= MAX_TOKEN_SCORES
-    fits = fits and num_heads <= min(SCORED_GROUP * kv_heads, MAX_TOKEN_HEADS)
+    fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
     if not is_right or block_size != SCORED_BLOCK or not fits:
         return None
     from sketchwalk_jax.pallas_kernels.token_lists import select_token_by_evidence_kernel
@@ -338,6 +340,7 @@ def select_token_by_evidence(
         decay=decay,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
+        ranks=ranks,
         interpret=kernels.interpret,
     )
     return selection, WalkState(evidence[:, None], walk.layers + 1)

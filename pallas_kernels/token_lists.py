@@ -176,6 +176,7 @@ def select_token_by_evidence_kernel(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
+    ranks: Any = None,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B J"]]:
     """Scores of one token per sequence, evidence and list: both kernels.
@@ -196,6 +197,8 @@ def select_token_by_evidence_kernel(
       decay: What remains of the evidence of the layer before.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the token's own that are always kept.
+      ranks: How heads are spread over ranks (`policies.base.Heads`), of which these are one's: the
+        parts of all are gathered between the kernels.
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
@@ -205,7 +208,7 @@ def select_token_by_evidence_kernel(
       ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
     """
     batch, num_blocks = step.shape[1:3]
-    num_heads = query.shape[1]
+    num_heads = query.shape[1] if ranks is None else ranks.num_heads
     is_long = num_blocks > MAX_BLOCKS or num_heads * num_blocks > MAX_TOKEN_SCORES
     if is_long or num_heads > MAX_TOKEN_HEADS:
         raise ValueError(
@@ -216,6 +219,7 @@ def select_token_by_evidence_kernel(
     together = _HEADS * warpgroups
     heads = -(-num_heads // together) * together
     lengths = lengths.astype(jnp.int32)
+    room = (heads if ranks is None else query.shape[1], height * TILE)
     *parts, count = token_scores_kernel(
         query,
         code,
@@ -225,9 +229,13 @@ def select_token_by_evidence_kernel(
         lengths=lengths,
         scale=scale,
         exponent=exponent,
-        room=(heads, height * TILE),
+        room=room,
+        all_kv_heads=None if ranks is None else ranks.num_kv_heads,
         interpret=interpret,
     )
+    if ranks is not None:
+        powers, *sums = (ranks.gather(x, axis=1) for x in parts)
+        parts = [powers, *(jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in sums)]
     plan = _Plan(
         num_heads=num_heads,
         num_blocks=num_blocks,

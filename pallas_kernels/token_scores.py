@@ -191,6 +191,7 @@ def token_scores_kernel(
     scale: float,
     exponent: int,
     room: tuple[int, int],
+    all_kv_heads: int | None = None,
     interpret: bool = False,
 ) -> TokenParts:
     """The parts of the module's text, of every token and head.
@@ -206,11 +207,13 @@ def token_scores_kernel(
       scale: Factor of the products.
       exponent: Of the shares.
       room: Heads and blocks that there is to be room for in the result.
+      all_kv_heads: Key/value heads of all ranks, where these are one rank's: parts are those of
+        one device.
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape
     num_blocks, kv_heads = code.shape[2], code.shape[4]
-    count = blocks_of_part(batch, kv_heads, num_blocks)
+    count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
     plan = _Plan(
         group=num_heads // kv_heads,

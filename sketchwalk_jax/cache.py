@@ -73,7 +73,8 @@ class Cache:
     """What decoding needs of the tokens seen so far. Layers are stacked on the leading axis.
 
     Attributes:
-      key: Keys after rotary embedding, `[L, B, S, K, H]`; `S` is the capacity in tokens.
+      key: Keys after rotary embedding, `[L, B, S, K, H]`; `S` is the capacity in tokens. On a mesh
+        with a `sequence` axis, blocks stand rank by rank (`policies.base.Blocks`).
       value: Values, `[L, B, S, K, H]`.
       statistics: The policy's statistics, one leading axis of sparse layers on every leaf.
       lengths: Tokens of each sequence, int32 `[B]`.
@@ -162,7 +163,8 @@ def init_cache(
       config: The policy that will select; it decides which statistics are kept. By default the
         recommended one, with the model's plan.
       batch: Sequences.
-      max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks.
+      max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks, on a mesh
+        as many for each rank of `sequence`.
       dtype: Type of keys and values, the model's own by default.
       sharding: Placement of keys and values; or a `Placement` on a mesh of all of it, which calls
         with parameters on that mesh need. No device then holds more than its share.
@@ -173,6 +175,7 @@ def init_cache(
     Raises:
       ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, or
         the mesh's `data` axis does not divide `batch`.
+      NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
     """
     config = recommended_policy(model_config) if config is None else config
     check_integer("batch", batch)
@@ -190,6 +193,8 @@ def init_cache(
     shape = LayerShape(model_config.num_heads, heads, head_dim, dtype)
     if placement is not None:
         placement.check_batch(batch)
+        placement.check_policy(config)
+        num_blocks = placement.num_blocks(num_blocks)
         heads, shape = placement.num_kv_heads, placement.layer_shape(config, dtype)
     size = (model_config.num_layers, batch, num_blocks * config.block_size, heads, head_dim)
     num_sparse = len(sparse_layers(model_config, config))

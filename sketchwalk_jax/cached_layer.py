@@ -5,8 +5,9 @@ decoded one alike. Its state is `(cache, walk)`, and its per-layer output the pa
 on request, the selection.
 
 On a mesh, this is where the rest of the model, which XLA partitions, hands over to ranks: each
-calls the same attention with its own sequences and heads, under `jax.shard_map`. Nothing here but
-the policy knows of heads that lie elsewhere (`Policy.heads_on_mesh`).
+calls the same attention with its own sequences, heads and rows, under `jax.shard_map`. Of what lies
+elsewhere the policy knows (`Policy.heads_on_mesh`, `Policy.blocks_on_mesh`), and what it takes to
+attend to a sequence whose blocks are spread (`Blocks`).
 """
 
 import dataclasses
@@ -24,12 +25,12 @@ from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Attend
+from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.selection import write_token
-from sketchwalk_jax.policies.base import Heads, Policy, Span, TokenWrite, take_layer
+from sketchwalk_jax.policies.base import Blocks, Heads, Policy, Span, TokenWrite, take_layer
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.sharding import Placement, specs
+from sketchwalk_jax.sharding import Placement, linear_on_ranks, specs
 
 PyTree = Any
 PHASES = ("both", "prefill", "decode")
@@ -66,6 +67,8 @@ class LayerSettings:
             raise ValueError(
                 f"config must be a policy such as SketchWalkConfig or Dense, got {self.config!r}"
             )
+        if self.placement is not None:
+            self.placement.check_policy(self.config)
         if self.phase not in PHASES:
             raise ValueError(f"phase must be one of {PHASES}, got {self.phase!r}")
         own = self.config.phases
@@ -91,18 +94,23 @@ class LayerSettings:
 
     @property
     def row_kernels(self) -> KernelConfig | None:
-        """What products of few rows may run their kernel with, or `None` where XLA makes them.
+        """What kernels for one token may run with, or `None` where XLA does without.
 
-        On a mesh it does: their weights are spread.
+        They take weights and caches that are all here, or of which a placement says what is.
         """
         if self.placement is not None:
-            return None
+            return self.selection_kernels
         return row_kernels(self.implementation, self.kernel_config)
 
     @property
-    def token_kernels(self) -> KernelConfig | None:
-        """What a decoded token may be written with to caches, of which each rank has its own."""
-        return self.row_kernels if self.placement is None else self.selection_kernels
+    def multiply_rows(self) -> Multiply | None:
+        """How few rows are multiplied with weights, or `None` where XLA does it."""
+        kernels = self.row_kernels
+        if kernels is None:
+            return None
+        if self.placement is None:
+            return functools.partial(linear_of_rows, kernels=kernels)
+        return functools.partial(linear_on_ranks, placement=self.placement, kernels=kernels)
 
     @property
     def selection_kernels(self) -> KernelConfig | None:
@@ -212,6 +220,7 @@ def write_and_observe(
     config: Policy,
     settings: LayerSettings,
     observed: tuple[Array, Array] | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Cache, PyTree]:
     """Writes the span's keys and values into one layer, and adds them to its statistics.
 
@@ -227,24 +236,33 @@ def write_and_observe(
       config: The policy.
       settings: Static settings.
       observed: Queries and keys that the statistics are of, where these are not the written ones.
+      blocks: How the blocks of the cache are spread over ranks; `None` where they are all here.
 
     Returns:
       The cache, and the layer's statistics.
     """
     # Of a token, each launch takes longer than what it does.
-    kernels = settings.token_kernels if span.is_token else None
+    kernels = settings.row_kernels if span.is_token else None
     write = TokenWrite(value, cache.key, cache.value, layer)
-    if kernels is not None and index is not None and observed is None:
+    is_own = observed is None and blocks is None
+    if kernels is not None and index is not None and is_own:
         where: dict[str, Any] = {"layer": index, "span": span, "kernels": kernels}
         found = config.append_in_place(key, cache.statistics, write, **where)
         if found is not None:
             statistics, keys, values = found
             cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
             return cache, config.of_layer(statistics, index)
-    written = None if kernels is None else write_token(key, write, span, kernels=kernels)
+    observed = (query, key) if observed is None else observed
+    place = span
+    if blocks is not None:
+        size = config.block_size
+        place, key, value = _own_span(span, key, value, blocks, size, cache.capacity)
+        start = None if start is None else place.start(size)
+        write = write._replace(value=value)
+    written = None if kernels is None else write_token(key, write, place, kernels=kernels)
     if written is None:
         keys, values = (
-            write_layer(buffer, new, layer=layer, start=start, span=span)
+            write_layer(buffer, new, layer=layer, start=start, span=place)
             for buffer, new in ((cache.key, key), (cache.value, value))
         )
     else:
@@ -253,8 +271,7 @@ def write_and_observe(
     if index is None:
         return cache, None
     where = {"index": index, "span": span, "kernels": settings.selection_kernels}
-    query, key = (query, key) if observed is None else observed
-    one, statistics = observe_layer(cache.statistics, query, key, config=config, **where)
+    one, statistics = observe_layer(cache.statistics, *observed, config=config, **where)
     return dataclasses.replace(cache, statistics=statistics), one
 
 
@@ -300,22 +317,35 @@ def _attention(
     config: Policy,
     settings: LayerSettings,
 ) -> Attend:
-    """`layer_attention` where all is here, or of one rank, whose heads `span.heads` counts."""
-    kernels = settings.selection_kernels
-    start = None if is_fresh else span.start(config.block_size)
-    first_query, num_queries = span.queries_of_rows(config.block_size)
+    """`layer_attention` where all is here, or of one rank, whose heads `span.heads` counts.
+
+    Where ranks share the blocks of a sequence, `span` is still that of all tokens: in a prompt
+    queries, keys and values are those of this rank's rows (`span.blocks`).
+    """
+    kernels, size = settings.selection_kernels, config.block_size
+    start = None if is_fresh else span.start(size)
+    first_query, num_queries = span.queries_of_rows(size)
     num_new = jnp.sum(num_queries, axis=-1, dtype=jnp.int32)
     all_pairs = causal_pairs(span.end - num_new, num_new)
     selects = is_sparse and settings.selects_in(span.phase)
-    heads = span.heads
+    heads, rows = span.heads, span.blocks
+    placement = settings.placement
+    blocks = None if placement is None else placement.blocks
+    walk_axes = None if placement is None else placement.rows_of_walk(config)
+    sees_all = heads is not None and is_sparse and config.heads_on_mesh == "all"
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
         observed = None
         if heads is not None:
-            if is_sparse and config.heads_on_mesh == "all":
+            if sees_all:
                 observed = heads.gather(query, axis=2), _all_keys(key, heads)
             key, value = (_own_keys(x, heads) for x in (key, value))
+        if rows is not None:
+            observed = (query, key) if observed is None else observed
+            key, value = (rows.gather(x, axis=1) for x in (key, value))
+            if config.blocks_on_mesh == "keys":
+                observed = observed[0], rows.gather(observed[1], axis=1) if sees_all else key
         cache, one = write_and_observe(
             cache,
             query,
@@ -328,37 +358,100 @@ def _attention(
             config=config,
             settings=settings,
             observed=observed,
+            blocks=blocks,
         )
-        keys, values, pairs, kept = cache.key, cache.value, all_pairs, None
-        where: dict[str, Any] = {
-            "layer": layer,
-            "kv_lengths": span.end,
-            "scale": settings.scale,
-            "implementation": settings.implementation,
-            "kernel_config": settings.kernel_config,
-        }
-        if not selects:
-            where["implementation"] = settings.dense_implementation
-            out = dense_attention(query, keys, values, query_offset=start, **where)
-        else:
-            seen = query, keys
-            if heads is not None and observed is not None:
-                seen = observed[0], heads.gather_keys(keys, axis=3)
-            selection, walk = config.select(
-                *seen, one, walk, layer=layer, span=span, kernels=kernels
+        seen = query if observed is None else observed[0]
+        keys, place = (cache.key, cache.value), layer
+        if rows is not None:  # of all ranks; if these are not all there is, with the cache
+            keys, place = (key[None], value[None]), jnp.zeros((), jnp.int32)
+            if not is_fresh:
+                gather = functools.partial(rows.gather_cache, layer=layer, block_size=size)
+                keys = gather(cache.key), gather(cache.value)
+        found = []
+        spans, starts = ([span], [start]) if rows is None else _spans_of_pieces(span, rows, size)
+        queries, seens = (jnp.split(x, len(spans), axis=1) for x in (query, seen))
+        walks = [walk] if rows is None else _split_walk(walk, walk_axes)
+        for own, first, query, seen, walk in zip(spans, starts, queries, seens, walks, strict=True):
+            selection, pairs, kept = None, all_pairs, None
+            if selects:
+                cached = cache.key
+                if heads is not None and sees_all and blocks is None:
+                    cached = heads.gather_keys(cached, axis=3)
+                selection, walk = config.select(
+                    seen, cached, one, walk, layer=layer, span=own, kernels=kernels
+                )
+                pairs = selection.attended_pairs(*own.queries_of_rows(size))
+                kept = selection if settings.return_selection else None
+                if heads is not None:
+                    selection, kept, pairs = _share_lists(selection, kept, pairs, heads, config)
+            out = _attend_to(
+                query,
+                *keys,
+                selection,
+                layer=place,
+                start=first,
+                span=own,
+                blocks=blocks if span.is_token else None,
+                size=size,
+                settings=settings,
             )
-            pairs = selection.attended_pairs(first_query, num_queries)
-            kept = selection if settings.return_selection else None
-            if heads is not None:
-                selection, kept, pairs = _share_lists(selection, kept, pairs, heads, config)
-            if span.is_token:
-                out = block_sparse_decode(query, keys, values, selection, **where)
-            else:
-                where |= {"first_block": span.first_block, "return_lse": False}
-                out, _ = attend_rows(query, keys, values, selection, **where)
+            found.append((out, walk, pairs, kept))
+        if rows is None:
+            ((out, walk, pairs, kept),) = found
+        else:
+            out, walk, pairs, kept = _join_pieces(found, walk_axes, rows)
+            pairs = pairs if selects else all_pairs
         return out, (cache, walk), (pairs, kept)
 
     return attend
+
+
+def _attend_to(
+    query: Float[Array, "B T N H"],
+    keys: Float[Array, "L B S K H"],
+    values: Float[Array, "L B S K H"],
+    selection: BlockSelection | None,
+    *,
+    layer: Int[Array, ""],
+    start: Int[Array, "B"] | None,
+    span: Span,
+    blocks: Blocks | None,
+    size: int,
+    settings: LayerSettings,
+) -> Float[Array, "B T N H"]:
+    """Attention to listed blocks, or to everything.
+
+    Args:
+      query: Queries of the span's tokens.
+      keys: Keys of all layers, or of one.
+      values: Their values.
+      selection: The lists; `None` for everything.
+      layer: The layer among them.
+      start: Position of the first query, `None` for 0.
+      span: The tokens.
+      blocks: How blocks are spread over ranks, of which each has some of these keys; `None` where
+        they are all here.
+      size: Tokens of a block.
+      settings: Static settings.
+    """
+    where: dict[str, Any] = {"layer": layer, "kv_lengths": span.end, "scale": settings.scale}
+    where |= {"kernel_config": settings.kernel_config, "return_lse": blocks is not None}
+    if blocks is not None:
+        own = blocks.own_tokens(span.end, size)
+        where["kv_lengths"], start = own, own - 1
+        if selection is not None:
+            selection = blocks.own_lists(selection, block_size=size, capacity=keys.shape[2])
+    if selection is None:
+        where["implementation"] = settings.dense_implementation
+        found = dense_attention(query, keys, values, query_offset=start, **where)
+    else:
+        where["implementation"] = settings.implementation
+        if span.is_token:
+            found = block_sparse_decode(query, keys, values, selection, **where)
+        else:
+            where["first_block"] = span.first_block
+            found, _ = attend_rows(query, keys, values, selection, **where)
+    return found if blocks is None else blocks.merge(*found)
 
 
 # On a mesh.
@@ -367,10 +460,11 @@ def _attention(
 def _on_ranks(
     make: Callable[[Span], Attend], span: Span, config: Policy, placement: Placement
 ) -> Attend:
-    """Attention on a mesh: every rank attends with its sequences and heads, to its cache.
+    """Attention on a mesh: every rank attends with its sequences, heads and rows, to its cache.
 
     Keys and values come whole where they have fewer heads than there are ranks. Beside what the
-    policy sends (`Policy.heads_on_mesh`), nothing travels between ranks.
+    policy sends (`Policy.heads_on_mesh`, `Policy.blocks_on_mesh`), keys and values of a prompt
+    travel between ranks of `sequence`, and outputs of a token (`sharding`).
 
     Args:
       make: Gives attention for a rank's tokens.
@@ -378,12 +472,16 @@ def _on_ranks(
       config: The policy.
       placement: Where all lies.
     """
-    span = dataclasses.replace(span, heads=placement.heads)
+    rows = None if span.is_token else placement.blocks
+    span = dataclasses.replace(span, heads=placement.heads, blocks=rows)
     by_sequence = placement.sharding("data").spec
-    by_head = placement.sharding("data", None, "tensor").spec
+    by_row = None if rows is None else rows.axis
+    of_queries = placement.sharding("data", by_row, "tensor").spec
     is_spread = placement.model_config.num_kv_heads == placement.num_kv_heads
-    of_keys = by_head if is_spread else by_sequence
-    fields, walks = specs(placement.cache(config)), specs(placement.walk(config))
+    of_keys = placement.sharding("data", by_row, "tensor" if is_spread else None).spec
+    of_lists = placement.sharding("data", None, by_row).spec
+    fields = specs(placement.cache(config))
+    walks = specs(placement.walk(config, is_token=span.is_token))
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
@@ -404,8 +502,8 @@ def _on_ranks(
         shared = jax.shard_map(
             on_rank,
             mesh=placement.mesh,
-            in_specs=(by_sequence, fields, walks, by_head, of_keys, of_keys, PartitionSpec()),
-            out_specs=(by_head, fields, walks, (by_sequence, by_sequence)),
+            in_specs=(by_sequence, fields, walks, of_queries, of_keys, of_keys, PartitionSpec()),
+            out_specs=(of_queries, fields, walks, (by_sequence, of_lists)),
             check_vma=False,
         )
         arrays = {name: getattr(cache, name) for name in fields}
@@ -413,6 +511,9 @@ def _on_ranks(
         return out, (dataclasses.replace(cache, **arrays), walk), aux
 
     return attend
+
+
+# Ranks that share the heads.
 
 
 def _own_keys(x: Float[Array, "B T K H"], heads: Heads) -> Float[Array, "B T K1 H"]:
@@ -446,3 +547,87 @@ def _share_lists(
         if kept is not None and num_lists == heads.num_heads // heads.ranks:
             kept = each(heads.gather, kept)
     return selection, kept, pairs
+
+
+# Ranks that share the blocks of a sequence.
+
+
+def _own_span(
+    span: Span,
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    blocks: Blocks,
+    size: int,
+    capacity: int,
+) -> tuple[Span, Float[Array, "B T1 K H"], Float[Array, "B T1 K H"]]:
+    """What this rank's cache holds of a span, where it lies there, and its keys and values.
+
+    Args:
+      span: The tokens.
+      key: Keys of all of them.
+      value: Their values.
+      blocks: How the blocks of the cache are spread.
+      size: Tokens of a block.
+      capacity: Tokens that this rank's cache has room for.
+    """
+    if span.is_token:
+        block = span.positions // size
+        place = blocks.own_before(block) * size + span.positions % size
+        is_mine = block % blocks.ranks == blocks.rank
+        return Span.of_tokens(place, size, span.valid[:, 0] & is_mine), key, value
+
+    def own(x: Array) -> Array:
+        by_block = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        mine = blocks.own_blocks(by_block, span.first_block)
+        return mine.reshape(x.shape[0], -1, *x.shape[2:])[:, :capacity]
+
+    first, end = blocks.own_before(span.first_block), blocks.own_tokens(span.end, size)
+    return Span(first, own(span.valid), end, end), own(key), own(value)
+
+
+def _spans_of_pieces(
+    span: Span, rows: Blocks, size: int
+) -> tuple[list[Span], list[Int[Array, "B"]]]:
+    """The two stretches of rows that are this rank's, and the position of the first token."""
+    width = span.valid.shape[1] // size // rows.num_pieces
+    places = rows.rank, rows.num_pieces - 1 - rows.rank
+    spans = [
+        dataclasses.replace(
+            span, first_block=span.first_block + piece * width, valid=valid, blocks=None
+        )
+        for piece, valid in zip(places, rows.pieces(span.valid, axis=1), strict=True)
+    ]
+    return spans, [one.start(size) for one in spans]
+
+
+def _split_walk(walk: PyTree, axes: PyTree) -> list[PyTree]:
+    """The walk of this rank's rows, each array's along its axis, as that of its two pieces."""
+
+    def piece(index: int) -> PyTree:
+        return jax.tree.map(
+            lambda axis, x: jnp.split(x, 2, axis=axis)[index] if axis >= 0 else x, axes, walk
+        )
+
+    return [piece(0), piece(1)]
+
+
+def _join_pieces(
+    found: Sequence[tuple[Array, PyTree, Float[Array, "B"], BlockSelection | None]],
+    axes: PyTree,
+    rows: Blocks,
+) -> tuple[Array, PyTree, Float[Array, "B"], BlockSelection | None]:
+    """Outputs, walks and lists of two pieces as those of this rank's rows; pairs of all ranks."""
+    outs, walks, pairs, kept = zip(*found, strict=True)
+    walk = jax.tree.map(
+        lambda axis, *x: jnp.concatenate(x, axis=axis) if axis >= 0 else x[0],
+        axes,
+        *walks,
+    )
+    lists = None
+    if kept[0] is not None:
+        ids, counts = (
+            jnp.concatenate([getattr(one, name) for one in kept], axis=2)
+            for name in ("ids", "counts")
+        )
+        lists = dataclasses.replace(kept[0], ids=ids, counts=counts)
+    return jnp.concatenate(outs, axis=1), walk, jax.lax.psum(sum(pairs), rows.axis), lists

@@ -39,7 +39,13 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
-from sketchwalk_jax.sharding import constrain_logits, embed_tokens, placement_of
+from sketchwalk_jax.sharding import (
+    constrain,
+    constrain_logits,
+    embed_tokens,
+    placement_of,
+    take_dealt_columns,
+)
 
 PyTree = Any
 
@@ -77,13 +83,18 @@ def chunk_layout(
     block_size: int,
     chunk_size: int | None,
     is_fresh: bool,
+    num_pieces: int = 1,
 ) -> ChunkLayout:
-    """Lays prompts out behind `used` tokens of each sequence, of which a fresh cache has none."""
+    """Lays prompts out behind `used` tokens of each sequence, of which a fresh cache has none.
+
+    A chunk is of whole blocks, as many in each of `num_pieces`.
+    """
     batch, num_tokens = tokens.shape
     shift = jnp.zeros((batch,), jnp.int32) if is_fresh else used % block_size
     reach = num_tokens if is_fresh else num_tokens + block_size - 1
     chunk = min(chunk_size or reach, reach)
-    chunk = -(-chunk // block_size) * block_size
+    least = block_size * num_pieces
+    chunk = -(-chunk // least) * least
     num_chunks = -(-reach // chunk)
     source = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
     valid = (source >= 0) & (source < lengths[:, None])
@@ -115,7 +126,8 @@ def read_prompt(
     Returns:
       The last layer's output at the wanted columns, the cache, and what was selected, if asked for.
     """
-    size = settings.config.block_size
+    size, placement = settings.config.block_size, settings.placement
+    blocks = None if placement is None else placement.blocks
     layout = chunk_layout(
         tokens,
         lengths,
@@ -123,6 +135,7 @@ def read_prompt(
         block_size=size,
         chunk_size=settings.chunk_size,
         is_fresh=is_fresh,
+        num_pieces=1 if blocks is None else blocks.num_pieces,
     )
     chunk, num_chunks = layout.chunk_size, layout.num_chunks
     first_block = cache.lengths // size
@@ -147,31 +160,41 @@ def read_prompt(
             batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
         )
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
+        if blocks is not None:  # between embedding and output, columns stand rank by rank
+            tokens = constrain(blocks.deal(tokens, axis=1), placement, "data")
+            column = constrain(blocks.deal(column, axis=1), placement)
         hidden, (written, _), found = run_layers(
             params,
-            embed_tokens(params, tokens, settings.placement),
+            embed_tokens(params, tokens, placement),
             span.start(size)[:, None] + column,
             (cache, walk),
             model_config=settings.model_config,
             layers=attention_by_layer(make, settings),
         )
         pairs, selection = join_layers(found)
+        if blocks is not None:
+            selection = jax.tree.map(lambda x: blocks.join(x, axis=3), selection)
         density = cache.density.add("prefill", pairs, causal_pairs(cache.lengths, num_new))
         return hidden, dataclasses.replace(written, lengths=span.end, density=density), selection
+
+    def take(hidden: Array, columns: Array) -> Array:
+        columns = jnp.clip(columns, 0, chunk - 1)
+        if blocks is None or placement is None:
+            return take_columns(hidden, columns)
+        return take_dealt_columns(hidden, blocks.place(columns, chunk), placement)
 
     is_row = jnp.any(layout.valid.reshape(layout.valid.shape[0], -1, size), axis=-1)
     if num_chunks == 1:
         hidden, cache, selection = read(0, cache)
         selection = _empty_others(selection, is_row, num_blocks=cache.capacity // size)
-        return take_columns(hidden, jnp.clip(wanted, 0, chunk - 1)), cache, selection
+        return take(hidden, wanted), cache, selection
 
     def step(carry: tuple[Cache, Array], index: Array) -> Any:
         cache, taken = carry
         hidden, cache, selection = read(index, cache)
         column = wanted - index * chunk
         is_here = (column >= 0) & (column < chunk)
-        here = take_columns(hidden, jnp.clip(column, 0, chunk - 1))
-        taken = jnp.where(is_here[:, :, None], here, taken)
+        taken = jnp.where(is_here[:, :, None], take(hidden, column), taken)
         return (cache, taken), selection
 
     embedding = params["embed"]["embedding"]
@@ -228,14 +251,14 @@ def decode_token(
         (cache, walk),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
-        kernels=settings.row_kernels,
+        multiply=settings.multiply_rows,
     )
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)
     density = cache.density.add("decode", pairs, causal_pairs(positions, is_counted))
     cache = dataclasses.replace(written, lengths=positions + is_counted, density=density)
     logits = unembed(
-        params, hidden[:, 0], model_config=settings.model_config, kernels=settings.row_kernels
+        params, hidden[:, 0], model_config=settings.model_config, multiply=settings.multiply_rows
     )
     cache = spread_cache(cache, settings.placement, config)
     return constrain_logits(logits, settings.placement), cache, selection
@@ -301,6 +324,7 @@ def prefill(
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
         in one phase only (`config.phases`) is dense in the other.
       chunk_size: Tokens processed at a time; bounds the memory of long prompts. `None` takes all.
+        Rounded up to `2 · sequence` blocks on a mesh with that axis.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
       return_selection: Whether to return the selected blocks.

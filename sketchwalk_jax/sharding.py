@@ -4,10 +4,10 @@ A mesh has up to three axes, any of which may be missing or 1:
 
 * `data`: sequences of a batch. Nothing travels but a few numbers of each sequence.
 * `tensor`: heads, columns of the mlp, the vocabulary.
-* `sequence`: blocks of one sequence; not implemented yet.
+* `sequence`: rows of a prompt, and blocks of the cache.
 
 What each rank of `tensor` receives in one layer, with `B` sequences of its own and `T` new tokens
-of each (1 in decode), is, beside a few numbers of each sequence,
+of each of its own (1 in decode), is, beside a few numbers of each sequence,
 
 * of the dense algebra twice the sum over ranks of hidden states, `B · T · D` numbers;
 * of policies that see all heads (Sketch-and-Walk but for `recommended`, `released`, and whatever
@@ -20,8 +20,29 @@ of each (1 in decode), is, beside a few numbers of each sequence,
 
 So lists are those of one device, bit for bit, for given queries, keys and values: nothing is added
 up in another order. (Kernels that score for fewer key/value heads than there are ranks divide their
-sums otherwise; ranks agree then too.) Beside its layers a call adds up embeddings and gathers the
-logits that are drawn from, `B · T · D` and `B · V` numbers.
+sums otherwise; ranks agree then too.)
+
+Over `sequence`, a rank has rows of a prompt from its beginning and from its end, as `Blocks` deals
+them, so that causal work is even, and with them all that is computed of their tokens, walk and
+lists included. Keys and values go round before it attends: no row waits for another, and they are
+few beside what attention reads. With `K` key/value heads of its own, each rank receives in one
+layer
+
+* of a prompt of `T` tokens of all ranks keys and values, `2 · B · T · K · H` numbers; and where the
+  prompt is read in pieces, or behind others, those of the whole cache with room for `S` tokens,
+  `2 · B · S · K · H` numbers more for each piece;
+* of Sketch-and-Walk but for `recommended` float32 sketches of `I` rows, `2 · 4 · B · I · C · R`
+  bytes; of the other policies nothing: their statistics are of keys alone;
+* of a decoded token what other ranks found at the blocks that they hold, float32 `B · N · H` with
+  own heads and two numbers of each head; all ranks make the same lists.
+
+Statistics, which are little beside keys and values, lie on all ranks of `sequence`, and so do the
+parameters: the dense algebra of a prompt is shared, and nothing of it travels. That of a token is
+not shared.
+
+Beside its layers a call adds up embeddings, over `sequence` hidden states of the tokens whose
+logits are wanted, and gathers the logits that are drawn from: `B · T · D`, `B · D` and `B · V`
+numbers.
 
 Dense algebra is left to XLA, which partitions it by the shardings of the parameters; the cache,
 selection and attention of a layer run under `jax.shard_map`, where each rank has heads and
@@ -47,8 +68,9 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed
-from sketchwalk_jax.policies.base import Heads, LayerShape, Policy
+from sketchwalk_jax.models.transformer import embed, linear_of_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
 
 PyTree = Any
 AXES = ("data", "sequence", "tensor")
@@ -72,6 +94,7 @@ _SPREAD: dict[tuple[str, ...], int] = {
     ("up", "bias"): 1,
     ("down", "kernel"): 1,
 }
+_INPUTS_SPREAD = {"out", "down"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -87,7 +110,6 @@ class Placement:
 
     Raises:
       ValueError: If the mesh has other axes, or sizes do not divide.
-      NotImplementedError: If `sequence` is more than 1.
     """
 
     mesh: Mesh | AbstractMesh
@@ -103,11 +125,6 @@ class Placement:
                 "mesh must have axes of type Auto, which XLA partitions over: make it with "
                 f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * "
                 f"{len(self.mesh.axis_names)}), got {self.mesh.axis_types}"
-            )
-        if self.size("sequence") > 1:
-            raise NotImplementedError(
-                f"the mesh's sequence axis must be 1 as yet, got {self.size('sequence')}; put its "
-                f"devices on data or tensor"
             )
         ranks, c = self.size("tensor"), self.model_config
         sizes = {"num_heads": c.num_heads, "intermediate_size": c.intermediate_size}
@@ -130,6 +147,12 @@ class Placement:
         """How heads are spread over `tensor`; `None` where every rank has all."""
         ranks, c = self.size("tensor"), self.model_config
         return Heads("tensor", ranks, c.num_heads, c.num_kv_heads) if ranks > 1 else None
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """How blocks of a sequence are spread over `sequence`; `None` where every rank has all."""
+        ranks = self.size("sequence")
+        return Blocks("sequence", ranks) if ranks > 1 else None
 
     @property
     def num_kv_heads(self) -> int:
@@ -195,7 +218,7 @@ class Placement:
         Lengths and measured density, a few numbers of each sequence, lie everywhere, so that every
         host can read them.
         """
-        keys = self.sharding(None, "data", None, "tensor")
+        keys = self.sharding(None, "data", "sequence", "tensor")
         return {
             "key": keys,
             "value": keys,
@@ -204,14 +227,28 @@ class Placement:
             "density": self.sharding(),
         }
 
-    def walk(self, config: Policy) -> PyTree:
-        """The shardings of the state that crosses layers: sequences over `data`."""
+    def walk(self, config: Policy, *, is_token: bool) -> PyTree:
+        """The shardings of the state that crosses layers.
+
+        Sequences are spread over `data`, rows of a prompt over `sequence`.
+        """
         make = functools.partial(config.init_walk, num_rows=1, num_blocks=1)
-        axes = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
-        return jax.tree.map(
-            lambda axis: self.sharding(*[None] * axis, "data") if axis >= 0 else self.sharding(),
-            axes,
-        )
+        by_sequence = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
+
+        def sharding(sequence: int, row: int) -> NamedSharding:
+            names: list[str | None] = [None] * (max(sequence, row) + 1)
+            if sequence >= 0:
+                names[sequence] = "data"
+            if row >= 0 and not is_token:
+                names[row] = "sequence"
+            return self.sharding(*names)
+
+        return jax.tree.map(sharding, by_sequence, self.rows_of_walk(config))
+
+    def rows_of_walk(self, config: Policy) -> PyTree:
+        """The axis of rows of every array of the state that crosses layers; -1 without one."""
+        make = functools.partial(config.init_walk, batch=1, num_blocks=1)
+        return _growing_axes(lambda: make(num_rows=1), lambda: make(num_rows=2))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array by the name of a mesh axis for each of its own.
@@ -231,6 +268,20 @@ class Placement:
         c = self.model_config
         kv_heads = c.num_kv_heads if config.heads_on_mesh == "all" else self.num_kv_heads
         return LayerShape(c.num_heads, kv_heads, c.head_dim, dtype)
+
+    def num_blocks(self, wanted: int) -> int:
+        """Blocks of a cache with room for so many: ranks of `sequence` have as many each."""
+        return wanted + -wanted % self.size("sequence")
+
+    def check_policy(self, config: Policy) -> None:
+        """Raises for a policy that cannot select where the blocks of a sequence are spread."""
+        if self.size("sequence") > 1 and config.blocks_on_mesh == "none":
+            raise NotImplementedError(
+                f"the mesh's sequence axis must be 1 for {type(config).__name__}, which selects "
+                f"with all queries and keys of a sequence at hand, got {self.size('sequence')}; "
+                f"put its devices on data or tensor, or use a policy with blocks_on_mesh, such as "
+                f"SketchWalkConfig.recommended() or Dense()"
+            )
 
     def check_batch(self, batch: int) -> None:
         """Raises unless `data` divides a number of sequences."""
@@ -274,7 +325,9 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
     the mlp's columns and of the vocabulary. Key/value heads fewer than ranks are replicated: each
     then lies on `tensor / K` ranks, whose caches hold one head each, so that beyond `K` ranks more
     of them make attention faster and caches no smaller (`Placement.notes` says so). A vocabulary
-    that does not divide is replicated as well. Over `data`, each rank has a share of the sequences.
+    that does not divide is replicated as well. Over `data`, each rank has a share of the sequences;
+    over `sequence`, of the tokens of each, in prefill and in the cache: calls pad a prompt to `2 ·
+    sequence` times as many blocks, and a cache to `sequence` times as many, so any number divides.
 
     Args:
       mesh: Axes among `data`, `sequence` and `tensor`, any of which may be missing, of type Auto
@@ -286,7 +339,6 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
 
     Raises:
       ValueError: If the mesh has other axes, or sizes do not divide; says what would.
-      NotImplementedError: If `sequence` is more than 1.
 
     Example:
       >>> from sketchwalk_jax.models import ModelConfig
@@ -359,15 +411,17 @@ def embed_tokens(
 
     Args:
       params: Parameter tree.
-      tokens: Token ids; those outside the vocabulary are clamped.
+      tokens: Token ids, those of a prompt as `Blocks.deal` lays them out; those outside the
+        vocabulary are clamped.
       placement: The placement, if there is one.
     """
     if placement is None:
         return embed(params, tokens)
     table, ranks = params["embed"]["embedding"], placement.size("tensor")
+    by_row = "sequence" if tokens.shape[1] > 1 else None
     if ranks == 1 or table.shape[0] % ranks:
-        return constrain(embed(params, tokens), placement, "data")
-    by_sequence = placement.sharding("data").spec
+        return constrain(embed(params, tokens), placement, "data", by_row)
+    by_token = placement.sharding("data", by_row).spec
 
     def look_up(table: Float[Array, "V1 D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         own = jnp.clip(tokens, 0, ranks * table.shape[0] - 1)
@@ -379,10 +433,111 @@ def embed_tokens(
     return jax.shard_map(
         look_up,
         mesh=placement.mesh,
-        in_specs=(placement.sharding("tensor").spec, by_sequence),
-        out_specs=by_sequence,
+        in_specs=(placement.sharding("tensor").spec, by_token),
+        out_specs=by_token,
         check_vma=False,
     )(table, tokens)
+
+
+def take_dealt_columns(
+    hidden: Float[Array, "B T D"], columns: Int[Array, "B U"], placement: Placement
+) -> Float[Array, "B U D"]:
+    """Hidden states of some tokens, whose ranks add them to the zeros of the others.
+
+    Left to itself, XLA would gather those of all tokens.
+
+    Args:
+      hidden: Of all tokens, as `Blocks.deal` lays them out.
+      columns: The columns that are wanted, of such a layout.
+      placement: The placement, whose `sequence` is more than 1.
+    """
+    by_sequence = placement.sharding("data").spec
+
+    def take(hidden: Float[Array, "B T1 D"], columns: Int[Array, "B U"]) -> Float[Array, "B U D"]:
+        width = hidden.shape[1]
+        own = columns - jax.lax.axis_index("sequence") * width
+        is_here = (own >= 0) & (own < width)
+        found = jnp.take_along_axis(hidden, jnp.clip(own, 0, width - 1)[..., None], axis=1)
+        return jax.lax.psum(jnp.where(is_here[..., None], found, 0), "sequence")
+
+    return jax.shard_map(
+        take,
+        mesh=placement.mesh,
+        in_specs=(placement.sharding("data", "sequence").spec, by_sequence),
+        out_specs=by_sequence,
+        check_vma=False,
+    )(hidden, columns)
+
+
+def linear_on_ranks(
+    x: Float[Array, "B T D"],
+    weights: dict[str, Float[Array, "L _ _"]],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "L D"] | None,
+    eps: float,
+    placement: Placement,
+    kernels: KernelConfig,
+    is_transposed: bool = False,
+) -> list[Float[Array, "B T _"]] | None:
+    """`linear_of_rows` with what each rank has of the weights.
+
+    A rank has some of the columns, and so of the results; or, of weights whose inputs are spread,
+    those of its own inputs, and ranks add up what these give. The kernel reads a rank's weights
+    where they lie, as on one device.
+
+    Args:
+      x: The input.
+      weights: Of all layers, by name, heads and their features as one axis.
+      layer: The layer.
+      scale: Of the norm that the input goes through first, of all layers, if there is one.
+      eps: Of the norm.
+      placement: Where the weights lie.
+      kernels: What the kernel may run with.
+      is_transposed: Whether weights are `[L, F, D]`.
+    """
+    ranks, c = placement.size("tensor"), placement.model_config
+    of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
+    axis = 1 if of_inputs or is_transposed else 2
+
+    def is_whole(name: str) -> bool:
+        by_keys = name in ("key", "value") and c.num_kv_heads % ranks != 0
+        return by_keys or (name in ("embed", "lm_head") and c.vocab_size % ranks != 0)
+
+    of_weights, of_results = [], []
+    for name in weights:
+        spread = None if is_whole(name) else "tensor"
+        of_weights.append(placement.sharding(*[None] * axis, spread))
+        of_results.append(placement.sharding("data", None, None if of_inputs else spread))
+    of_x = placement.sharding("data", None, "tensor" if of_inputs else None)
+    own = [
+        jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
+        for sharding, one in zip(of_weights, weights.values(), strict=True)
+    ]
+    batch, tokens, width = of_x.shard_shape(x.shape)
+    rows = jax.ShapeDtypeStruct((batch * tokens, width), x.dtype)
+    # Pallas takes long to import, and few callers need it.
+    from sketchwalk_jax.pallas_kernels.linear import why_not_linear
+
+    if why_not_linear(rows, own, scale, is_transposed=is_transposed):
+        return None
+
+    def on_rank(x: Array, stacks: list[Array], layer: Array, scale: Array | None) -> list[Array]:
+        # By name again: in a tree names are sorted.
+        own = dict(zip(weights, stacks, strict=True))
+        found = linear_of_rows(
+            x, own, layer, scale=scale, eps=eps, kernels=kernels, is_transposed=is_transposed
+        )
+        assert found is not None  # as was asked above
+        return [jax.lax.psum(one, "tensor") for one in found] if of_inputs else found
+
+    return jax.shard_map(
+        on_rank,
+        mesh=placement.mesh,
+        in_specs=(of_x.spec, specs(of_weights), PartitionSpec(), PartitionSpec()),
+        out_specs=specs(of_results),
+        check_vma=False,
+    )(x, list(weights.values()), layer, scale)
 
 
 def constrain_logits(

@@ -243,7 +243,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
             table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
             ranks = getattr(table[case], "ranks", 1)
             if ranks > 1:
-                function, arguments = table[case].program(mesh=make_mesh(ranks, "tensor"))
+                function, arguments = table[case].program(mesh=make_mesh(ranks, table[case].axis))
             else:
                 function, arguments = kernel_cases.program(table[case])
                 arguments = jax.tree.map(

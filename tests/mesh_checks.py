@@ -18,12 +18,15 @@ from tiny import MODEL, params, prompts
 from tolerances import tolerance
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import generation, inference
+from sketchwalk_jax import KernelConfig, generation, inference, sharding
+from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
+from sketchwalk_jax.models.transformer import rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
+from sketchwalk_jax.pallas_kernels import linear
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
@@ -93,6 +96,7 @@ def assert_ranks_agree(x: jax.Array) -> None:
 # Attention alone: lists of given queries, keys and values.
 
 _LENGTHS = (100, 37, 64, 80)
+_WIDTH = 112  # columns of the prompts
 
 
 def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
@@ -100,12 +104,19 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
     model = MESH_MODEL
     settings = Settings(model_config=model, config=policy, return_selection=True, placement=where)
     lengths = jnp.asarray(_LENGTHS, jnp.int32)
+    blocks = None if where is None else where.blocks
+
+    join = functools.partial(blocks.join, axis=3) if blocks is not None else None
 
     @jax.jit
     def run(prompt: Any, token: Any) -> Any:
         cache = sw.init_cache(
             model, policy, batch=len(_LENGTHS), max_tokens=128, dtype=dtype, sharding=where
         )
+        if blocks is not None:
+            more = -prompt[0].shape[2] % (SIZE * blocks.num_pieces)
+            widths = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
+            prompt = [blocks.deal(jnp.pad(x, widths), axis=2) for x in prompt]
         width = prompt[0].shape[2]
         columns = jnp.arange(width, dtype=jnp.int32)[None]
         first = jnp.zeros_like(lengths)
@@ -134,8 +145,12 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
 
                 numbers = jnp.arange(part.start, part.stop, dtype=jnp.int32)
                 own = [x[part.start : part.stop] for x in inputs]
-                state, result = jax.lax.scan(step, state, (*own, numbers))
-                found.append(result)
+                state, (out, (pairs, lists)) = jax.lax.scan(step, state, (*own, numbers))
+                if blocks is not None and not span.is_token:
+                    out, lists = blocks.join(out, axis=2), jax.tree.map(join, lists)
+                    out = out[:, :, :_WIDTH]
+                    lists = jax.tree.map(lambda x: x[:, :, :, : _WIDTH // SIZE], lists)
+                found.append((out, (pairs, lists)))
             cache = state[0]
         return found
 
@@ -154,7 +169,7 @@ def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") 
             for n in heads
         )
 
-    arrays = draw(112), draw(1)
+    arrays = draw(_WIDTH), draw(1)
     for name in names:
         plain = _attend(POLICIES[name], None, dtype, arrays)
         shared = _attend(POLICIES[name], placement(**axes), dtype, arrays)
@@ -228,6 +243,42 @@ def check_steps(name: str, axes: dict[str, int]) -> None:
             np.testing.assert_allclose(one, many, **tolerance("logits"))
 
 
+def check_products(axes: dict[str, int]) -> None:
+    """Products of few rows with what each rank has of the weights, another kernel in its place."""
+    where, c = placement(**axes), MESH_MODEL
+    plain = params(model=c)
+    layers = plain["layers"]
+
+    def multiply(x: Any, weights: Any, layer: Any, **options: Any) -> Any:
+        if options["scale"] is not None:
+            x = rms_norm(x, options["scale"][layer], eps=options["eps"])
+        equation = "btd,fd->btf" if options["is_transposed"] else "btd,df->btf"
+        return [
+            jnp.einsum(equation, x, one[layer], precision="highest") for one in weights.values()
+        ]
+
+    sharding.linear_of_rows, linear.why_not_linear = multiply, lambda *_, **__: None
+    kernels, width = KernelConfig(), c.num_heads * c.head_dim
+    norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
+    groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}
+    groups |= {("out",): None, ("down",): None}
+    cases = [(names, layers, scale, False) for names, scale in groups.items()]
+    embedding = {"embed": {"kernel": plain["embed"]["embedding"][None]}}
+    for names, tree, scale, is_transposed in [*cases, (("embed",), embedding, None, True)]:
+        stacks = {n: tree[n]["kernel"].reshape(len(tree[n]["kernel"]), -1, 1) for n in names}
+        inputs = {"out": width, "down": c.intermediate_size}.get(names[0], c.hidden_size)
+        shape = (c.vocab_size, inputs) if is_transposed else (inputs, -1)
+        stacks = {n: one.reshape(len(one), *shape) for n, one in stacks.items()}
+        x = jax.random.normal(jax.random.key(1), (4, 1, inputs))
+        layer = jnp.asarray(0 if is_transposed else 2, jnp.int32)
+        options: dict[str, Any] = {"scale": scale, "eps": 1e-5, "is_transposed": is_transposed}
+        options["placement"], options["kernels"] = where, kernels
+        call = functools.partial(sharding.linear_on_ranks, weights=stacks, **options)
+        expected = multiply(x, stacks, layer, **options)
+        for one, other in zip(expected, jax.jit(call)(x, layer=layer), strict=True):
+            np.testing.assert_allclose(one, other, **tolerance("logits"), err_msg=str(names))
+
+
 def _assert_close(one: jax.Array, many: jax.Array) -> None:
     """Logits of the tokens of prompts, to the tolerance."""
     for row, length in enumerate(_LENGTHS):
@@ -246,46 +297,69 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def check_bytes(names: list[str]) -> None:
+def check_bytes(names: list[str], axes: dict[str, int]) -> None:
     """Programs send what `sketchwalk_jax.sharding` says they send, and nothing else of size."""
-    where, c = placement(data=2, tensor=4), MESH_MODEL
+    where, c = placement(**axes), MESH_MODEL
     spread = jax.device_put(params(model=c), where.params)
-    batch, capacity = 4, 128
-    own = batch // 2 * 4  # bytes of a float32 number of each sequence of a rank
+    batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
     for name in names:
         policy = POLICIES[name]
-        ranges = len(attention_by_layer(lambda **_: None, Settings(model_config=c, config=policy)))
         settings = Settings(model_config=c, config=policy, placement=where)
         cache = sw.init_cache(c, policy, batch=batch, max_tokens=capacity, sharding=where)
-        numbers = jnp.ones((batch,), jnp.int32)
-        for width in (1, 112):
-            tokens = numbers if width == 1 else jnp.zeros((batch, width), jnp.int32)
-            if width == 1:
-                lowered = inference._decode.lower(
-                    spread, tokens, cache, active=numbers > 0, settings=settings
-                )
-            else:
-                lowered = inference._prefill.lower(
-                    spread, tokens, numbers * width, cache, is_fresh=True, settings=settings
-                )
+        token = inference._decode.lower(
+            spread, numbers, cache, active=numbers > 0, settings=settings
+        )
+        programs = [(1, False, token)]
+        for is_fresh in (True, False) if where.blocks else (True,):
+            lengths, tokens = numbers * capacity, jnp.zeros((batch, capacity), jnp.int32)
+            # Behind a cache a prompt may begin inside a block, and so touches one more.
+            tokens = tokens if is_fresh else tokens[:, : capacity - SIZE + 1]
+            prompt = inference._prefill.lower(
+                spread, tokens, lengths, cache, is_fresh=is_fresh, settings=settings
+            )
+            programs.append((capacity, is_fresh, prompt))
+        for width, is_fresh, lowered in programs:
             found = collectives(lowered.compile().as_text())
-            hidden = own * width * c.hidden_size
-            # Twice in each loop over layers, and for the embedding.
-            reduced = [size for kind, size in found if kind == "all-reduce"]
-            assert reduced == [hidden] * (2 * ranges + 1), (name, width, found)
-            rows = 1 if width == 1 else width // SIZE
-            blocks, by_head = capacity // SIZE, own * width * c.head_dim
-            gathered = {
-                "dense": [],
-                "paper": [by_head * c.num_heads, by_head * c.num_kv_heads],
-                "recommended": [own * c.num_heads * rows * (1 if width == 1 else 8) * blocks],
-            }[name]
-            gathered += [own * c.vocab_size]  # the logits
             # Beside a few numbers of each sequence: lengths, and pairs of every layer.
-            large = [
-                x for kind, x in found if kind != "all-reduce" and x > 4 * c.num_layers * batch
-            ]
-            assert sorted(large) == sorted(gathered), (name, width, found)
+            every = found, _sent(name, where, batch, width, capacity, is_fresh)
+            large, said = ([x for x in one if x[1] > 4 * c.num_layers * batch] for one in every)
+            assert sorted(large) == sorted(said), (name, width, every)
+
+
+def _sent(
+    name: str, where: Placement, batch: int, width: int, capacity: int, is_fresh: bool
+) -> list[tuple[str, int]]:
+    """What a program sends in float32: `width` tokens of every sequence, 1 to decode."""
+    c, policy = where.model_config, POLICIES[name]
+    data, sequence, tensor = (where.size(axis) for axis in ("data", "sequence", "tensor"))
+    is_token, own = width == 1, batch // data * 4  # bytes of a number of each sequence of a rank
+    columns = 1 if is_token else width // sequence
+    heads, kv_heads = c.num_heads // tensor, c.num_kv_heads // tensor
+    sparse = len(sparse_layers(c, policy))
+    ranges = 1 + (0 < sparse < c.num_layers)  # each a loop over layers
+    reduced, gathered = [], []
+    if tensor > 1:
+        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # and embeddings
+        gathered += [own * c.vocab_size]  # the logits
+    if sequence > 1 and is_token:
+        reduced += [own * heads * c.head_dim, own * heads, own * heads] * ranges
+    elif sequence > 1:
+        reduced += [own * c.hidden_size]  # of the tokens whose logits are wanted
+        of_a_token = own * kv_heads * c.head_dim
+        gathered += [of_a_token * width] * (2 * ranges)
+        gathered += [] if is_fresh else [of_a_token * capacity] * (2 * ranges)
+    rows, blocks = 1 if is_token else width // SIZE, capacity // SIZE
+    if name == "paper":
+        if tensor > 1:
+            by_head = own * columns * c.head_dim
+            gathered += [by_head * c.num_heads, by_head * c.num_kv_heads]
+        if sequence > 1 and not is_token:
+            gathered += [own * rows * 8] * 2  # sketches of queries and of keys
+    if name == "recommended" and tensor > 1:
+        pieces = 2 if sequence > 1 and not is_token else 1
+        of_a_row = own * c.num_heads * (1 if is_token else 8) * blocks
+        gathered += [of_a_row * rows // (sequence if pieces > 1 else 1) // pieces] * pieces
+    return [("all-reduce", x) for x in reduced] + [("all-gather", x) for x in gathered]
 
 
 # Loading.
@@ -326,10 +400,10 @@ def check_loading(directory: str, saved: str) -> None:
             assert sum(read) == share < 0.3 * total, (sum(read), share, total)
     TensorFiles.read = plain_read  # type: ignore[method-assign]
     save(saved, params, config)
-    for sharding in (where, placement(config, tensor=2)):
-        again, _ = load(saved, sharding=sharding)
+    for other in (where, placement(config, tensor=2)):
+        again, _ = load(saved, sharding=other)
         for path, leaf in flatten_params(again).items():
-            assert leaf.sharding == sharding(path, leaf), path
+            assert leaf.sharding == other(path, leaf), path
             np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
     # Random weights, drawn where they go, are the same for every sharding.
     drawn = init_params(jax.random.key(0), config, sharding=where)

@@ -65,7 +65,8 @@ class ModelCase:
       batch: Sequences.
       tokens: Tokens that a cache has room for.
       new: Tokens of each that are read, or 1 for decoding.
-      ranks: GPUs, over which heads, mlp and vocabulary are spread.
+      ranks: GPUs.
+      axis: Of the mesh that they make.
     """
 
     model_config: ModelConfig
@@ -74,6 +75,7 @@ class ModelCase:
     tokens: int = 131072
     new: int = 1
     ranks: int = 1
+    axis: str = "tensor"
 
     donated = (2,)  # the cache
 
@@ -133,6 +135,8 @@ decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
 decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
 read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)
+read_llama_8b_by_rows = dataclasses.replace(read_llama_8b_on_2, axis="sequence")
+decode_llama_8b_by_blocks = dataclasses.replace(decode_llama_8b_on_2, axis="sequence")
 read_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE, new=32768)
 
 NAMES = tuple(name for name, value in list(globals().items()) if isinstance(value, ModelCase))

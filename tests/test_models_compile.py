@@ -64,9 +64,26 @@ def test_two_gpus_share_a_piece_of_a_prompt(compiler):
     assert len(gathered) == 1 and gathered[0] <= 513 * 2048 * 8 * 4
 
 
-def test_two_gpus_send_little_for_a_token(compiler):
-    found = compiler.compile(f"program {FILE}:decode_llama_8b_on_2")
-    assert found["sends"] and max(size for _, size in found["sends"]) < 2**20  # logits, and shares
+def test_two_gpus_share_the_rows_of_a_piece(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_by_rows")
+    assert written(found, limit=2**29) == []
+    # Rows in four pieces, 516 in all; keys and values of these, and of the cache.
+    reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
+    gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
+    of_a_token = 8 * 128 * 2
+    assert max(reduced) <= 4096 * 2  # one hidden state
+    assert sorted(gathered) == [516 * 64 * of_a_token] * 2 + [131072 * of_a_token] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"), [("decode_llama_8b_on_2", 23), ("decode_llama_8b_by_blocks", 34)]
+)
+def test_two_gpus_decode_a_token(name, launches, compiler):
+    found = compiler.compile(f"program {FILE}:{name}")
+    assert written(found, limit=A_FEW_ROWS) == []
+    assert found["temporary_bytes"] < 2**20
+    assert found["launches"][0] <= launches
+    assert max(size for _, size in found["sends"]) < 2**20  # logits, and shares
 
 
 def test_a_copy_would_be_seen():

@@ -1,5 +1,6 @@
 """The kernels of the recommended policy beside plain JAX, in the interpreter or on a Hopper GPU."""
 
+import dataclasses
 import functools
 import operator
 
@@ -12,7 +13,7 @@ from variants import slow_unless
 from sketchwalk_jax.cached_layer import observe_layer
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import block_codes
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.base import Heads, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.walk import WalkState
@@ -292,6 +293,45 @@ def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, he
     drawn, policy = (queries.astype(dtype), *rest), RecommendedConfig(density=0.3)
     found, wanted = (select_token(policy, *drawn, kernels=one)[0] for one in (KERNELS, None))
     np.testing.assert_array_equal(found.ids, wanted.ids)
+
+
+def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
+    heads, kv_heads, ranks = 6, 2, 2
+    queries, codes, walk, lengths = draw_token(heads, kv_heads, 64, 45, "nan")
+    policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
+    wanted = select_token(policy, queries, codes, walk, lengths, kernels=KERNELS)
+
+    def select_on(rank, gather):
+        class Ranks(Heads):
+            def gather(self, x, *, axis):
+                return gather(x, axis)
+
+        span = Span.of_tokens(lengths - 1, SIZE)
+        shared = Ranks("tensor", ranks, heads, kv_heads)
+        own = BlockCodes(codes.code[:, :, :, rank, None], *(x[:, :, rank, None] for x in others))
+        return policy.select(
+            jnp.split(queries, ranks, axis=2)[rank],
+            jnp.zeros((1, 4, 1, 1, 64), queries.dtype),  # not read
+            own,
+            walk,
+            layer=jnp.zeros((), jnp.int32),
+            span=dataclasses.replace(span, heads=shared),
+            kernels=KERNELS,
+        )
+
+    others = codes.centre, codes.step, codes.unfinished
+    sent = [[], []]
+    for rank in range(ranks):
+
+        def keep(x, axis, own=sent[rank]):
+            own.append(x)
+            return jnp.concatenate([x] * ranks, axis=axis)
+
+        select_on(rank, keep)
+    turns = zip(*sent, strict=True)
+    found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 # Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).

@@ -1,6 +1,7 @@
 """Meshes: what is refused and where things lie, here; the rest in processes with eight devices."""
 
 import dataclasses
+import functools
 import socket
 import subprocess
 import sys
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mesh_checks import MESH_MODEL, POLICIES
 from tiny import prompts
 
 from sketchwalk_jax import generate, init_cache, load, sharding
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.policies.base import Blocks
 
 
 def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> AbstractMesh:
@@ -43,8 +48,12 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would(axes, message):
 def test_other_refusals():
     with pytest.raises(ValueError, match="axes of type Auto"):
         sharding.plan(mesh(AxisType.Explicit, data=2), MESH_MODEL)
-    with pytest.raises(NotImplementedError, match="sequence axis must be 1 as yet, got 2"):
-        sharding.plan(mesh(sequence=2), MESH_MODEL)
+    where = sharding.plan(mesh(sequence=2), MESH_MODEL)
+    sizes = {"batch": 1, "max_tokens": 64, "sharding": where}
+    with pytest.raises(NotImplementedError, match="must be 1 for OracleConfig, .* got 2; put its"):
+        init_cache(MESH_MODEL, POLICIES["oracle"], **sizes)
+    with pytest.raises(NotImplementedError, match="must be 1 for MInferenceConfig"):
+        Settings(model_config=MESH_MODEL, config=POLICIES["minference"], placement=where)
     where = sharding.plan(mesh(data=4), MESH_MODEL)
     with pytest.raises(ValueError, match="3 sequences for 4 ranks; pad the batch to 4"):
         init_cache(MESH_MODEL, POLICIES["paper"], batch=3, max_tokens=64, sharding=where)
@@ -94,7 +103,32 @@ def test_statistics_are_spread_where_ranks_select_by_their_own_heads():
     assert found["quest"].lowest.spec == spec(None, "data", None, "tensor")
     assert found["adamas"].spec == spec(None, "data", None, None, "tensor")
     assert found["oracle"] is None
-    assert where.walk(POLICIES["recommended"]).scores.spec == spec("data")
+    walk = where.walk(POLICIES["recommended"], is_token=False)
+    assert walk.scores.spec == spec("data")
+
+
+def test_the_cache_is_spread_over_the_blocks_of_a_sequence():
+    where = sharding.plan(mesh(data=2, sequence=4, tensor=2), MESH_MODEL)
+    assert where.notes == () and where.blocks == Blocks("sequence", 4)
+    recommended = where.cache(POLICIES["recommended"])
+    assert recommended["key"].spec == spec(None, "data", "sequence", "tensor")
+    assert recommended["statistics"].code.spec == spec(None, "data", None, None, "tensor")
+    walks = [where.walk(POLICIES["paper"], is_token=is_token) for is_token in (False, True)]
+    assert [walk.scores.spec for walk in walks] == [spec("data", "sequence"), spec("data")]
+    make = functools.partial(init_cache, MESH_MODEL, POLICIES["paper"], batch=2, sharding=where)
+    cache = jax.eval_shape(functools.partial(make, max_tokens=5 * 16))
+    assert cache.capacity == 8 * 16 and cache.statistics.key.shape[2] == 8
+
+
+@given(ranks=st.integers(1, 5), pieces=st.integers(1, 4))
+def test_rows_are_dealt_so_that_ranks_have_as_much_to_attend_to(ranks, pieces):
+    blocks = Blocks("sequence", ranks)
+    rows = np.arange(blocks.num_pieces * pieces)
+    dealt = blocks.deal(jnp.asarray(rows), axis=0)
+    np.testing.assert_array_equal(blocks.join(dealt, axis=0), rows)
+    np.testing.assert_array_equal(dealt[blocks.place(jnp.asarray(rows), len(rows))], rows)
+    causal = np.asarray(dealt + 1).reshape(ranks, -1).sum(axis=1)
+    assert len(set(causal)) == 1
 
 
 def test_without_a_mesh_there_is_no_placement():
@@ -122,16 +156,18 @@ def check(run_python, repository: Path):
 _OTHERS = [name for name in POLICIES if name not in ("dense", "paper", "recommended", "quest")]
 
 
+_ALL = {"data": 2, "sequence": 2, "tensor": 2}
+_MAIN = ["paper", "recommended", "quest"]
+
+
 @pytest.mark.parametrize(
     ("names", "axes"),
     [
-        (["paper", "recommended", "quest"], {"data": 2, "tensor": 4}),
+        (_MAIN, _ALL),
         pytest.param(_OTHERS, {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
-        pytest.param(
-            ["paper", "recommended", "quest", "oracle_for_all"],
-            {"tensor": 8},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param([*_MAIN, "oracle_for_all"], {"tensor": 8}, marks=pytest.mark.slow),
+        pytest.param([*_MAIN, "dense", "one_hop"], {"sequence": 4}, marks=pytest.mark.slow),
+        pytest.param(["adamas", "quest_for_all"], _ALL, marks=pytest.mark.slow),
     ],
 )
 def test_lists_of_given_queries_and_keys_are_those_of_one_device(check, names, axes):
@@ -139,16 +175,22 @@ def test_lists_of_given_queries_and_keys_are_those_of_one_device(check, names, a
 
 
 @pytest.mark.slow
-def test_lists_in_bfloat16_are_those_of_one_device(check):
-    check("check_lists", ["recommended"], {"data": 2, "tensor": 4}, dtype="bfloat16")
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 2}])
+def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
+    check("check_lists", ["recommended"], axes, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
     ("names", "axes", "options"),
     [
-        (["recommended"], {"data": 2, "tensor": 4}, {"chunk_size": 48}),
+        (["recommended"], _ALL, {"chunk_size": 64}),
         pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
         pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
+        pytest.param(["recommended", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            ["paper"], {"sequence": 2, "tensor": 4}, {"chunk_size": 48}, marks=pytest.mark.slow
+        ),
+        pytest.param(["quest"], {"data": 2, "sequence": 4}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_on_a_mesh_gives_what_it_gives_on_one_device(check, names, axes, options):
@@ -156,17 +198,24 @@ def test_a_model_on_a_mesh_gives_what_it_gives_on_one_device(check, names, axes,
 
 
 @pytest.mark.slow
-def test_steps_on_a_mesh_give_what_they_give_on_one_device(check):
-    check("check_steps", "recommended", {"data": 2, "tensor": 4})
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 4}])
+def test_steps_on_a_mesh_give_what_they_give_on_one_device(check, axes):
+    check("check_steps", "recommended", axes)
 
 
 def test_programs_send_what_is_said(check):
-    check("check_bytes", ["recommended"])
+    check("check_bytes", ["recommended"], _ALL)
 
 
 @pytest.mark.slow
-def test_programs_of_other_policies_send_what_is_said(check):
-    check("check_bytes", ["dense", "paper"])
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 4}, _ALL])
+def test_programs_of_other_policies_send_what_is_said(check, axes):
+    check("check_bytes", ["dense", "paper"], axes)
+
+
+@pytest.mark.parametrize("axes", [_ALL, pytest.param({"tensor": 8}, marks=pytest.mark.slow)])
+def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
+    check("check_products", axes)
 
 
 _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}

@@ -48,6 +48,7 @@ class AdamasConfig(DecodePolicy):
     """
 
     heads_on_mesh = "own"
+    blocks_on_mesh = "keys"
 
     thresholds: tuple[float, float, float] = (-10.0, 0.0, 10.0)
 

@@ -82,6 +82,152 @@ class Heads:
         return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the blocks of a sequence are spread over the ranks of a mesh axis.
+
+    *Rows* of a call are dealt zig-zag, so that causal work is even: of `2 · ranks` pieces of one
+    size, rank `r` has piece `r` and piece `2 · ranks - 1 - r`. *Blocks of a cache* are dealt in
+    turn, so that ranks hold as many of them at any length: rank `r` has blocks `r`, `r + ranks`,
+    `r + 2 · ranks` and so on, in this order.
+
+    Attributes:
+      axis: The axis, a name for collectives.
+      ranks: Ranks along it.
+    """
+
+    axis: str
+    ranks: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that rows are divided into, two for each rank."""
+        return 2 * self.ranks
+
+    @property
+    def rank(self) -> Int[Array, ""]:
+        """This rank."""
+        return jax.lax.axis_index(self.axis)
+
+    # Arrays of the rows of all ranks.
+
+    def deal(self, x: Array, *, axis: int) -> Array:
+        """What is in the order of the sequence, rank by rank.
+
+        Args:
+          x: An array of tokens or rows.
+          axis: Their axis, which `num_pieces` divides.
+        """
+        pieces = jnp.split(x, self.num_pieces, axis=axis)
+        dealt = [p for r in range(self.ranks) for p in (pieces[r], pieces[-1 - r])]
+        return jnp.concatenate(dealt, axis=axis)
+
+    def join(self, x: Array, *, axis: int) -> Array:
+        """The inverse of `deal`."""
+        pieces = jnp.split(x, self.num_pieces, axis=axis)
+        return jnp.concatenate(pieces[0::2] + pieces[1::2][::-1], axis=axis)
+
+    def place(self, columns: Int[Array, "*axes"], width: int) -> Int[Array, "*axes"]:
+        """Where `deal` puts columns of an array that has `width` of them."""
+        size = width // self.num_pieces
+        piece = columns // size
+        dealt = jnp.minimum(2 * piece, 2 * (self.num_pieces - 1 - piece) + 1)
+        return dealt * size + columns % size
+
+    # On a rank, under `shard_map`.
+
+    def gather(self, x: Array, *, axis: int) -> Array:
+        """What all ranks have of their rows, in the order of the sequence.
+
+        Each rank receives `(ranks - 1)` times the bytes of `x`.
+
+        Args:
+          x: An array of this rank's tokens or rows.
+          axis: Their axis.
+        """
+        return self.join(jax.lax.all_gather(x, self.axis, axis=axis, tiled=True), axis=axis)
+
+    def own(self, x: Array, *, axis: int) -> Array:
+        """The part of this rank's rows, of what is in the order of the sequence."""
+        return jnp.concatenate(self.pieces(x, axis=axis), axis=axis)
+
+    def pieces(self, x: Array, *, axis: int) -> tuple[Array, Array]:
+        """`own` as the two pieces of which each is of one stretch of the sequence."""
+        size = x.shape[axis] // self.num_pieces
+        early, late = (
+            jax.lax.dynamic_slice_in_dim(x, piece * size, size, axis=axis)
+            for piece in (self.rank, self.num_pieces - 1 - self.rank)
+        )
+        return early, late
+
+    def own_blocks(self, x: Array, first_block: Int[Array, "B"]) -> Array:
+        """The blocks that this rank's cache holds, of some that follow one another.
+
+        Args:
+          x: `[B, I, ...]`, blocks from `first_block` on; `ranks` divides `I`.
+          first_block: Block of the first one in each sequence.
+        """
+        turns = x.reshape(x.shape[0], -1, self.ranks, *x.shape[2:])
+        mine = (self.rank - first_block) % self.ranks
+        mine = mine.reshape(-1, *[1] * (turns.ndim - 1))
+        return jnp.take_along_axis(turns, mine, axis=2)[:, :, 0]
+
+    def own_before(self, block: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
+        """How many blocks before some block this rank's cache holds: where that one would be."""
+        return (block + self.ranks - 1 - self.rank) // self.ranks
+
+    def own_tokens(self, lengths: Int[Array, "*axes"], block_size: int) -> Int[Array, "*axes"]:
+        """How many of the first tokens of sequences this rank's cache holds."""
+        last = lengths // block_size
+        is_mine = last % self.ranks == self.rank
+        inside = jnp.where(is_mine, lengths % block_size, 0)
+        return self.own_before(last) * block_size + inside
+
+    def own_lists(self, lists: BlockSelection, *, block_size: int, capacity: int) -> BlockSelection:
+        """What this rank's cache holds of some lists, where it lies there.
+
+        Args:
+          lists: Lists of blocks, or of parts of blocks.
+          block_size: Tokens of a block.
+          capacity: Tokens that this rank's cache has room for.
+        """
+        ids, parts = lists.ids, block_size // lists.block_size
+        place = jnp.arange(ids.shape[-1], dtype=jnp.int32)[None, None, None]
+        block = ids // parts
+        is_mine = (place < lists.counts[..., None]) & (block % self.ranks == self.rank)
+        room = capacity // lists.block_size
+        own = jnp.where(is_mine, block // self.ranks * parts + ids % parts, room)
+        own = jnp.sort(own, axis=-1)[..., : min(room, ids.shape[-1])]
+        counts = jnp.sum(is_mine, axis=-1, dtype=jnp.int32)
+        return BlockSelection(own, counts, lists.block_size)
+
+    def gather_cache(
+        self, x: Float[Array, "L B S1 K H"], *, layer: Int[Array, ""], block_size: int
+    ) -> Float[Array, "1 B S K H"]:
+        """Keys or values of one layer that all ranks hold, in the order of the sequence."""
+        own = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        batch, tokens, *rest = own.shape
+        own = own.reshape(batch, tokens // block_size, block_size, *rest)
+        return jax.lax.all_gather(own, self.axis, axis=2).reshape(1, batch, -1, *rest)
+
+    def merge(
+        self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
+    ) -> Float[Array, "B T N H"]:
+        """Attention to what all ranks hold, from that to what each does.
+
+            o = Σ_r e^(l_r - m) o_r / Σ_r e^(l_r - m),   m = max_r l_r
+
+        Args:
+          out: This rank's output `o_r`; 0 where it holds nothing of a list.
+          lse: Its log-sum-exp `l_r` of the scores; -inf there.
+        """
+        largest = jax.lax.pmax(lse, self.axis)
+        weight = jnp.exp(lse - jnp.where(largest == -jnp.inf, 0.0, largest))
+        total = jax.lax.psum(weight, self.axis)
+        found = jax.lax.psum(out.astype(jnp.float32) * weight[..., None], self.axis)
+        return (found / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out.dtype)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -99,6 +245,7 @@ class Span:
         than `end` while a prompt is being read in chunks.
       heads: How the heads are spread over ranks, each of which makes this call for its own; `None`
         where they are all here.
+      blocks: How the rows of a prompt are spread over ranks; `None` where they are all here.
     """
 
     first_block: Int[Array, "B"]
@@ -106,6 +253,7 @@ class Span:
     end: Int[Array, "B"]
     prompt_end: Int[Array, "B"]
     heads: Heads | None = dataclasses.field(default=None, metadata={"static": True})
+    blocks: Blocks | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of_tokens(
@@ -217,6 +365,19 @@ class Policy(abc.ABC):
     those of the rank's own heads; it puts what it finds together, over `span.heads`, before it
     makes one list for all heads. `"own"`: those of the rank's own heads, for each of which it makes
     a list.
+    """
+
+    blocks_on_mesh: ClassVar[Literal["none", "keys", "own"]] = "none"
+    """What the policy sees on ranks that share the blocks of a sequence (`Span.blocks`).
+
+    `"none"`: it is refused there. Otherwise ranks ask it for lists of different rows of a prompt,
+    each for the two stretches of rows that are its own, one after the other; all have the same
+    statistics, which they keep of all blocks; and the cache that it is given has this rank's blocks
+    alone. So a row's list must follow from the row's own queries, the statistics and the walk.
+    `"keys"`: it observes, of a prompt, keys of all rows, and the queries of its own rows, on which
+    statistics must not depend. `"own"`: it observes queries and keys of its own rows, and puts what
+    it finds together, over `span.blocks`, before it adds it to the statistics; `span` is that of
+    all rows.
     """
 
     block_size: int = 64

@@ -21,6 +21,8 @@ class Dense(Policy):
       dense_layers: Of no effect: every layer is dense.
     """
 
+    blocks_on_mesh = "keys"
+
     @property
     def phases(self) -> tuple[str, ...]:
         """It selects in neither phase."""

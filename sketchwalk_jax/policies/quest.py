@@ -62,6 +62,7 @@ class QuestConfig(DecodePolicy):
     """
 
     heads_on_mesh = "own"
+    blocks_on_mesh = "keys"
 
     block_size: int = 16
     min_pages: int = 3

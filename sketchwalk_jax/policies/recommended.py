@@ -91,6 +91,7 @@ class RecommendedConfig(BudgetPolicy):
 
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
+    blocks_on_mesh = "keys"
 
     local_blocks: int = 2
     min_blocks: int = 4
@@ -304,9 +305,7 @@ class RecommendedConfig(BudgetPolicy):
         elif isinstance(statistics, LayerCodes):
             # Among all sparse layers, so as many have been walked; a counter less to keep.
             walk = WalkState(walk.scores, statistics.layer)
-        # The kernel makes lists at once, of what the heads here find.
-        takes = kernels is not None and is_slow and span.heads is None
-        if kernels is None or not takes or not isinstance(statistics, LayerCodes):
+        if kernels is None or not is_slow or not isinstance(statistics, LayerCodes):
             return None
         stack = statistics.stack
         return kernel_selection.select_token_by_evidence(
@@ -323,6 +322,7 @@ class RecommendedConfig(BudgetPolicy):
             decay=self.decay,
             sink_blocks=self.sink_blocks,
             local_blocks=_LOCAL_OF_TOKEN,
+            ranks=span.heads,
             kernels=kernels,
         )
 

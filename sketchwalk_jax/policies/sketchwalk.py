@@ -94,6 +94,8 @@ class SketchWalkConfig(Policy):
       8
     """
 
+    blocks_on_mesh = "own"
+
     sketch_dim: int | None = 64
     seed: int = 0
     head_combination: HeadCombination = "mean"
@@ -204,13 +206,14 @@ class SketchWalkConfig(Policy):
     ) -> SketchSums:
         """Adds the span's tokens to the sums."""
         omega, groups = self._omega(query), statistics.query.shape[2]
-        size = min(self.block_size, span.valid.shape[1])  # 1 in decode: a token is its own sum
+        valid = span.valid if span.blocks is None else span.blocks.own(span.valid, axis=1)
+        size = min(self.block_size, valid.shape[1])  # 1 in decode: a token is its own sum
         new = None
         if kernels is not None:
             new = kernel_selection.sketch_sums(
                 query,
                 key,
-                span.valid,
+                valid,
                 num_groups=groups,
                 combine=self.head_combination,
                 omega=omega,
@@ -219,8 +222,10 @@ class SketchWalkConfig(Policy):
             )
         if new is None:
             combined = (group_heads(x, groups, combine=self.head_combination) for x in (query, key))
-            one, other = (project(block_sums(x, span.valid, size), omega) for x in combined)
+            one, other = (project(block_sums(x, valid, size), omega) for x in combined)
             new = one, other
+        if span.blocks is not None:
+            new = span.blocks.gather(new[0], axis=1), span.blocks.gather(new[1], axis=1)
         return SketchSums(
             _add_blocks(statistics.query, new[0], span.first_block),
             _add_blocks(statistics.key, new[1], span.first_block),
