@@ -1,8 +1,9 @@
 """What the benchmarks share: alternating timers, hardware and versions, JSON files."""
 
+import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,32 @@ def check_same(
             f"{path} must hold results of the same kind, got {'; '.join(found)}; pass another "
             f"--out or remove the file"
         )
+
+
+def note_asked(meta: dict[str, Any], rows: Iterable[Mapping[str, Any]], *fields: str) -> None:
+    """Notes which rows are to be there in the end, so that `missing` knows what a file lacks.
+
+    Args:
+      meta: Of the file; gets the entry `"asked"`.
+      rows: Every row, as far as it is known before anything is measured.
+      *fields: What tells rows apart.
+    """
+    meta["asked"] = {"fields": fields, "rows": [_name(row, fields) for row in rows]}
+
+
+def missing(data: Mapping[str, Any]) -> list[str]:
+    """The rows that a file was to have and lacks, by name; a row that failed is there.
+
+    Files that do not say what was asked for have nothing missing.
+    """
+    asked = data["meta"].get("asked", {"fields": (), "rows": ()})
+    there = {_name(row, asked["fields"]) for row in data["rows"]}
+    return [name for name in asked["rows"] if name not in there]
+
+
+def _name(row: Mapping[str, Any], fields: Iterable[str]) -> str:
+    values = [row[field] for field in fields if row.get(field) not in (None, {})]
+    return " ".join(one if isinstance(one, str) else json.dumps(one) for one in values)
 
 
 def write_results(path: str | Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:

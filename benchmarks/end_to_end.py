@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import subprocess
@@ -116,6 +117,9 @@ PARTS = {
     "linear": ("linear", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"
+# What tells rows apart.
+NAMES = ("implementation", "model", "phase", "tokens", "batch", "policy", "preset", "density")
+NAMES = (*NAMES, "chunk_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,19 +196,27 @@ def main() -> None:
         return time.monotonic() - started < options.seconds
 
     models = {"tiny": TINY} if options.quick else MODELS
-    if not (options.without_transformers or options.quick):
+    has_peer = not (options.without_transformers or options.quick)
+    if has_peer:
         for name in names:  # before JAX takes the memory
             for row in transformers_rows(name, models[name], options, repeats, has_time):
                 add(row)
     meta |= common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0)
+    wanted = {
+        name: [cell for cell in cells(name, models[name], options) if matches(cell, options)]
+        for name in names
+    }
+    asked = [cell.row() for name in names for cell in wanted[name]]
+    if has_peer:
+        asked += [row for name in names for row in peer_cells(name, options)]
+    common.note_asked(meta, asked, *NAMES)
     rates = measure_rates(is_quick=options.quick)
     meta |= rates
     for name in names:
         model = Model(name, models[name], rates, repeats)
-        wanted = [cell for cell in cells(name, models[name], options) if matches(cell, options)]
         with ThreadPoolExecutor(8) as pool:
             futures: list[tuple[Cell, Future[Any] | None]] = []
-            for cell in wanted:
+            for cell in wanted[name]:
                 fits = model.needed_bytes(cell) < model.room
                 futures.append((cell, pool.submit(model.compile, cell) if fits else None))
             for cell, future in tqdm(futures, desc=name):
@@ -542,6 +554,30 @@ def shapes(tree: PyTree) -> PyTree:
 # transformers
 
 
+def peer_sizes(options: argparse.Namespace) -> dict[str, list[Any]]:
+    """Lengths, batches and phases in which transformers is measured."""
+    return {
+        "lengths": [one for one in LENGTHS if not options.tokens or one in options.tokens],
+        "batches": [one for one in BATCHES if not options.batch or one in options.batch],
+        "phases": options.phase or ["prefill", "decode"],
+    }
+
+
+def peer_row(name: str, phase: str, tokens: int, batch: int, **found: Any) -> Row:
+    """A row of transformers."""
+    cell = Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=DENSE)
+    return cell.row(**found) | {"implementation": "transformers"}
+
+
+def peer_cells(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """All rows of transformers, without what is measured."""
+    sizes = peer_sizes(options)
+    for tokens, batch in itertools.product(sizes["lengths"], sizes["batches"]):
+        for phase in sizes["phases"]:
+            if phase == "decode" or batch == 1:
+                yield peer_row(name, phase, tokens, batch)
+
+
 def transformers_rows(
     name: str,
     config: ModelConfig,
@@ -550,14 +586,10 @@ def transformers_rows(
     has_time: Callable[[], bool],
 ) -> Iterator[Row]:
     """Rows of transformers, from a process that gives the memory back."""
-    lengths = [one for one in LENGTHS if not options.tokens or one in options.tokens]
-    batches = [one for one in BATCHES if not options.batch or one in options.batch]
     wanted = {
         "fields": dataclasses.asdict(config),
-        "lengths": lengths,
-        "batches": batches,
-        "phases": options.phase or ["prefill", "decode"],
         "repeats": repeats,
+        **peer_sizes(options),
     }
     if not has_time():
         return
@@ -568,15 +600,7 @@ def transformers_rows(
     )
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            found = json.loads(line)
-            cell = Cell(
-                model=name,
-                phase=found.pop("phase"),
-                tokens=found.pop("tokens"),
-                batch=found.pop("batch"),
-                rule=DENSE,
-            )
-            yield cell.row(**found) | {"implementation": "transformers"}
+            yield peer_row(name, **json.loads(line))
     if done.returncode:
         print(f"transformers ended with {done.returncode}", file=sys.stderr)
 
@@ -633,11 +657,13 @@ def run_peer(wanted: dict[str, Any]) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             prompt = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
+            left = [one for one in wanted["phases"] if one == "decode" or batch == 1]
             try:
-                if batch == 1 and "prefill" in wanted["phases"]:
+                if "prefill" in left:
                     found = timed(lambda prompt=prompt: read(prompt), min(wanted["repeats"], 3))
                     say("prefill", tokens, 1, seconds=found, peak_gib=peak(torch))
-                if "decode" in wanted["phases"]:
+                    left.remove("prefill")
+                if "decode" in left:
                     cache = read(prompt).past_key_values
                     cache.batch_repeat_interleave(batch)
                     token = prompt[:, :1].expand(batch, 1)
@@ -646,7 +672,8 @@ def run_peer(wanted: dict[str, Any]) -> None:
                     say("decode", tokens, batch, seconds=found, peak_gib=peak(torch))
                     del cache
             except torch.OutOfMemoryError:
-                say("decode", tokens, batch, error="does not fit")
+                for phase in left:
+                    say(phase, tokens, batch, error="does not fit")
 
 
 def peak(torch: Any) -> float:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT  # which finds the package in a checkout that is not installed
+import common  # which finds the package in a checkout that is not installed
+from common import RESULTS, ROOT
 
 from sketchwalk_jax.evaluation import results as evaluations
 from sketchwalk_jax.evaluation.report import describe_gaps, describe_run
@@ -21,6 +22,7 @@ PAGES = (ROOT / "README.md", *(ROOT / "benchmarks" / name for name in ("QUALITY.
 PLOTS = ROOT / "benchmarks" / "plots"
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 Results = dict[str, Any]
+_MOST_NAMES = 8  # of measurements that are missing
 # The file of a table's results, and what makes the table of it, by name.
 Tables = dict[str, tuple[str, Callable[[Path], str]]]
 
@@ -100,9 +102,20 @@ def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["meta"].get("is_quick"):
             raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
-        return f"{make(data)}\n\n{describe_run(data['meta'])}"
+        return "\n\n".join([*describe_missing(data), make(data), describe_run(data["meta"])])
 
     return section
+
+
+def describe_missing(data: Results) -> list[str]:
+    """A paragraph on what a benchmark's file lacks of what was asked for; none of a whole one."""
+    names = common.missing(data)
+    if not names:
+        return []
+    shown = "; ".join(names[:_MOST_NAMES])
+    more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    count = f"{len(names):,} of {len(data['meta']['asked']['rows']):,}"
+    return [f"**Not finished.** {count} measurements are missing: {shown}{more}."]
 
 
 def read_whole(path: Path) -> evaluations.Results:

@@ -24,7 +24,17 @@ import recommended_parts
 import retrieval
 import selection_report
 from common import RESULTS  # which finds the package in a checkout that is not installed
-from pages import PAGES, Results, Tables, captioned, describe_whole, if_measured, read_whole, update
+from pages import (
+    PAGES,
+    Results,
+    Tables,
+    captioned,
+    describe_missing,
+    describe_whole,
+    if_measured,
+    read_whole,
+    update,
+)
 
 from sketchwalk_jax.evaluation.report import SUMMARY_NOTE, TITLES, describe_run, sections
 from sketchwalk_jax.evaluation.summaries import densities
@@ -165,7 +175,8 @@ def ruler_table(path: Path) -> str:
         f"density {meta['density']:g}, {meta['dtype']}; measured density of the sparse layers, "
         f"mean over tasks. lm-eval {meta['harness']}"
     )
-    return f"{markdown_table(header, rows, num_names=2)}\n\n{what}. {describe_run(meta)}"
+    table = markdown_table(header, rows, num_names=2)
+    return "\n\n".join([*describe_missing(data), table, f"{what}. {describe_run(meta)}"])
 
 
 def _of_quality(make: Callable[[Path], str]) -> tuple[str, Callable[[Path], str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # `common` finds the package.
-from common import RESULTS, check_same, describe_machine, write_results
+from common import RESULTS, check_same, describe_machine, note_asked, write_results
 
 from sketchwalk_jax.evaluation.results import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
@@ -59,6 +59,9 @@ def main() -> None:
         harness=harness_version(),
     )
     rows = finished_rows(options.out, meta) if options.policy else {}
+    wanted = [one for one in POLICIES if one in (options.policy or POLICIES) or one in rows]
+    asked = [{"policy": policy, "task": task} for policy in wanted for task in tasks]
+    note_asked(meta, asked, "policy", "task")
     for policy in options.policy or POLICIES:
         rows[policy] = run_policy(policy, model, tasks, meta, options)
         order = [row for name in POLICIES for row in rows.get(name, ())]

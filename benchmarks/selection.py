@@ -102,15 +102,29 @@ def main() -> None:
     started = time.perf_counter()
     rows: list[Row] = []
     meta = common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0, **more)
+    wanted = {one: share_rules(one) if options.share else own(one) for one in densities}
+    shapes = [
+        Shape(op="selection", tokens=tokens, density=density, **size)
+        for tokens in lengths
+        for density in densities
+    ]
+    asked = [
+        names_of(shape, rule, phase)
+        for shape in shapes
+        for rule, phase in measurements(
+            shape, wanted[shape.density], with_dense=shape.density == densities[0]
+        )
+    ]
+    common.note_asked(meta, asked, "phase", "tokens", "policy", "preset", "fields", "density")
     for tokens in lengths:
         # The arrays of one length at a time.
         jobs: list[tuple[Row, Callable[[], Row]]] = []
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-            for density in densities:
-                shape = Shape(op="selection", tokens=tokens, density=density, **size)
-                wanted = share_rules(density) if options.share else own(density)
-                length = Length(Inputs.draw(shape), pool, repeats, options.quick)
-                jobs += length.jobs(wanted, with_dense=density == densities[0])
+            for shape in shapes:
+                if shape.tokens == tokens:
+                    length = Length(Inputs.draw(shape), pool, repeats, options.quick)
+                    with_dense = shape.density == densities[0]
+                    jobs += length.jobs(wanted[shape.density], with_dense=with_dense)
             # Nothing is timed while something compiles.
         for names, job in tqdm(jobs, desc=f"{tokens:,} tokens"):
             try:
@@ -199,15 +213,55 @@ class Inputs:
             layers.append((arrays[0], arrays[1], arrays[2]))
         return cls(shape, layers, kernel_inputs.whole_prompt(shape))
 
-    @property
-    def layer_shape(self) -> LayerShape:
-        """Sizes of a layer."""
-        shape = self.shape
-        return LayerShape(*shape.heads, shape.head_dim, jnp.dtype(shape.dtype))
-
     def num_blocks(self, policy: Policy) -> int:
         """Blocks of the policy's size."""
         return self.shape.tokens // policy.block_size
+
+
+def layer_shape(shape: Shape) -> LayerShape:
+    """Sizes of a layer."""
+    return LayerShape(*shape.heads, shape.head_dim, jnp.dtype(shape.dtype))
+
+
+def observes(policy: Policy, shape: Shape) -> bool:
+    """Whether the policy keeps statistics."""
+    make = functools.partial(policy.init_statistics, batch=1, num_blocks=1)
+    return bool(jax.tree.leaves(jax.eval_shape(lambda: make(layer_shape(shape)))))
+
+
+def measurements(
+    shape: Shape, wanted: Sequence[Rule], *, with_dense: bool
+) -> list[tuple[Rule, str]]:
+    """What is measured of some rules, and in which phase."""
+    found = [(DENSE, "prefill"), (DENSE, "decode")] if with_dense else []
+    for rule in wanted:
+        policy = rule.make()
+        if "prefill" in policy.phases or observes(policy, shape):
+            found.append((rule, "prefill"))
+    for rule in wanted:
+        policy = rule.make()
+        # A token's own query stands for itself, whatever their number in prompts.
+        usual = getattr(policy, "representatives", None) in (None, QUERIES[1])
+        if "decode" in policy.phases and usual:
+            found.append((rule, "decode"))
+    return found
+
+
+def names_of(shape: Shape, rule: Rule, phase: str) -> Row:
+    """What a row is called, and the fields that measuring fills."""
+    return {
+        "phase": phase,
+        "tokens": shape.tokens,
+        "policy": rule.policy,
+        "preset": rule.preset,
+        "fields": dict(rule.fields),
+        "density": rule.density,
+        "batch": shape.batch,
+        "num_heads": shape.heads[0],
+        "num_kv_heads": shape.heads[1],
+        "head_dim": shape.head_dim,
+        "dtype": shape.dtype,
+    } | dict.fromkeys(MEASURED)
 
 
 class Length:
@@ -227,43 +281,16 @@ class Length:
         self, wanted: list[Rule], *, with_dense: bool = True
     ) -> list[tuple[Row, Callable[[], Row]]]:
         """What each row is called, and what measures it; its programs start to compile."""
-        found = []
-        if with_dense:
-            found += [
-                (self._names(DENSE, "prefill"), self._dense_prefill()),
-                (self._names(DENSE, "decode"), self._dense_decode()),
-            ]
-        for rule in wanted:
-            policy = rule.make()
-            if "prefill" in policy.phases or self._observes(policy):
-                found.append((self._names(rule, "prefill"), self._prefill(rule, policy)))
-        for rule in wanted:
-            policy = rule.make()
-            # A token's own query stands for itself, whatever their number in prompts.
-            usual = getattr(policy, "representatives", None) in (None, QUERIES[1])
-            if "decode" in policy.phases and usual:
-                found.append((self._names(rule, "decode"), self._decode(policy)))
-        return found
+        return [
+            (names_of(self._inputs.shape, rule, phase), self._measure(rule, phase))
+            for rule, phase in measurements(self._inputs.shape, wanted, with_dense=with_dense)
+        ]
 
-    def _names(self, rule: Rule, phase: str) -> Row:
-        shape = self._inputs.shape
-        return {
-            "phase": phase,
-            "tokens": shape.tokens,
-            "policy": rule.policy,
-            "preset": rule.preset,
-            "fields": dict(rule.fields),
-            "density": rule.density,
-            "batch": shape.batch,
-            "num_heads": shape.heads[0],
-            "num_kv_heads": shape.heads[1],
-            "head_dim": shape.head_dim,
-            "dtype": shape.dtype,
-        } | dict.fromkeys(MEASURED)
-
-    def _observes(self, policy: Policy) -> bool:
-        make = functools.partial(policy.init_statistics, batch=1, num_blocks=1)
-        return bool(jax.tree.leaves(jax.eval_shape(lambda: make(self._inputs.layer_shape))))
+    def _measure(self, rule: Rule, phase: str) -> Callable[[], Row]:
+        if rule == DENSE:
+            return self._dense_prefill() if phase == "prefill" else self._dense_decode()
+        policy = rule.make()
+        return self._prefill(rule, policy) if phase == "prefill" else self._decode(policy)
 
     def _compile(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -323,7 +350,7 @@ class Length:
         sizes: dict[str, Any] = {"num_layers": PROMPTS, "rounds": rounds}
         make = functools.partial(prompt_loop, policy, self._inputs, **sizes)
         knob, step = jnp.float32(0.0), PROMPTS * rounds
-        observing = make(selects=False) if self._observes(policy) else None
+        observing = make(selects=False) if observes(policy, self._inputs.shape) else None
         observed = None if observing is None else self._compile_loop(observing, knob)
         selecting = make(selects=True) if selects else None
         selected = attended = None
@@ -368,8 +395,8 @@ class Length:
     def _decode(self, policy: Policy) -> Callable[[], Row]:
         rounds = self._rounds()
         make = functools.partial(token_loop, policy, self._inputs, self._keys, rounds=rounds)
-        step, observes = LAYERS * rounds, self._observes(policy)
-        observing = make(selects=False) if observes else None
+        step = LAYERS * rounds
+        observing = make(selects=False) if observes(policy, self._inputs.shape) else None
         observed = None if observing is None else self._compile_loop(observing)
         selecting = make(selects=True)
         selected = self._compile_loop(selecting)
@@ -502,7 +529,7 @@ def prompt_step(policy: Policy, inputs: Inputs, *, selects: bool) -> Step:
         layers, span, knob = given
         own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
         walk, entry, (query, key) = jax.lax.optimization_barrier((walk, entry, layers[index]))
-        statistics = own.init_statistics(inputs.layer_shape, **sizes)
+        statistics = own.init_statistics(layer_shape(inputs.shape), **sizes)
         result = own.observe(query, key, statistics, span=span, kernels=KERNELS)
         if selects:
             layer = jnp.zeros((), jnp.int32)
@@ -583,7 +610,7 @@ def token_loop(
     batch, num_blocks = inputs.shape.batch, inputs.num_blocks(policy)
 
     def first() -> PyTree:
-        own = policy.init_statistics(inputs.layer_shape, batch=batch, num_blocks=num_blocks)
+        own = policy.init_statistics(layer_shape(inputs.shape), batch=batch, num_blocks=num_blocks)
         walk = policy.init_walk(batch=batch, num_rows=1, num_blocks=num_blocks)
         return walk, jnp.zeros((), jnp.int32), (own,) * LAYERS
 
@@ -605,7 +632,7 @@ def observe_prompt(policy: Policy, inputs: Inputs) -> Callable[..., PyTree]:
     sizes = {"batch": inputs.shape.batch, "num_blocks": inputs.num_blocks(policy)}
 
     def observe(query: Array, key: Array, span: Span) -> PyTree:
-        statistics = policy.init_statistics(inputs.layer_shape, **sizes)
+        statistics = policy.init_statistics(layer_shape(inputs.shape), **sizes)
         return policy.observe(query, key, statistics, span=span, kernels=KERNELS)
 
     return observe

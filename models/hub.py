@@ -2,8 +2,8 @@
 
 Only configuration, tokenizer and safetensors files are fetched, never code or pickles. They are
 kept in the hub's own cache, where later calls find them, without a network too. After an
-interruption, only files that are missing are fetched; inside a file, huggingface_hub 2 takes up a
-connection that breaks, and older versions may begin it anew.
+interruption, only files that are missing are fetched; inside a file, a connection that breaks is
+taken up where it broke.
 """
 
 import contextlib

@@ -29,7 +29,8 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import ParamsSharding
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.policies import Policy, with_plan
+from sketchwalk_jax.policies import Policy, takes_density, with_plan
+from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.tokenizer import (
     StreamDecoder,
@@ -114,6 +115,7 @@ class LanguageModel:
         source: str | os.PathLike[str],
         *,
         policy: Policy | None = None,
+        density: float | None = None,
         dtype: DTypeLike | None = None,
         sharding: ParamsSharding = None,
         progress: bool = True,
@@ -125,6 +127,7 @@ class LanguageModel:
             in `sketchwalk_jax.load`.
           policy: Which keys a query attends to; by default the recommended policy. It gets the
             plan of the model, if there is one.
+          density: As in `with_policy`.
           dtype: Dtype of the parameters; by default float32 on CPUs, which compute narrower types
             slowly, and elsewhere the checkpoint's own.
           sharding: Where the parameters go.
@@ -148,9 +151,15 @@ class LanguageModel:
         params, model_config = load(checkpoint, dtype=dtype, sharding=sharding, progress=progress)
         chosen = recommended_policy(model_config) if policy is None else policy
         made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
-        return made.with_policy(chosen)
+        return made.with_policy(chosen, density=density)
 
-    def with_policy(self, policy: Policy) -> Self:
+    def with_policy(
+        self,
+        policy: Policy,
+        *,
+        density: float | None = None,
+        num_tokens: int = LEAST_CONVERSATION,
+    ) -> Self:
         """The same model under another policy, or another density; the weights are shared.
 
         What a density changes is compiled anew: the lists of blocks are arrays with as many
@@ -159,13 +168,39 @@ class LanguageModel:
 
         Args:
           policy: The policy; the recommended one gets the model's plan, if there is one.
+          density: Share of its causal blocks that a query keeps, for all but dense attention.
+            MInference and FlexPrefill, which keep what the model and the prompt make them keep, are
+            calibrated to it on plain English, as `sketchwalk generate --density` does. The policy's
+            own by default, or as published.
+          num_tokens: Length of the prompts to come, for that calibration.
+
+        Raises:
+          ValueError: If the policy has no density that could be set, or it is out of range.
 
         Example:
           >>> lm = LanguageModel.load("DIR")  # doctest: +SKIP
           >>> for density in (0.1, 0.2, 1.0):  # doctest: +SKIP
           ...     policy = SketchWalkConfig.recommended(density=density)
           ...     print(density, lm.with_policy(policy).generate("Walk"))
+          >>> lm.with_policy(MInferenceConfig(), density=0.2).policy.scale  # doctest: +SKIP
+          0.2265625
         """
+        if isinstance(policy, PrefillPolicy) and density is not None:
+            from sketchwalk_jax.evaluation.calibration import set_density
+
+            policy = set_density(
+                policy,
+                self.params,
+                self.model_config,
+                self.tokenizer,
+                density=density,
+                num_tokens=num_tokens,
+            ).policy
+        elif density is not None:
+            if not takes_density(policy):
+                raise ValueError(f"density must be None with a policy of none, got {policy!r}")
+            fields: dict[str, Any] = {"density": density}
+            policy = dataclasses.replace(policy, **fields)
         return dataclasses.replace(self, policy=with_plan(policy, self.model_config.plan))
 
     def __repr__(self) -> str:

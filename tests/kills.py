@@ -1,4 +1,4 @@
-"""Kills evaluation, training and saving at random moments, continues them, and looks what is left.
+"""Kills what reads or writes for long at random moments, continues it, and looks what is left.
 
     python tests/kills.py                                   # 20 kills of each kind
     python tests/kills.py --kind evaluation --kills 5 --seed 3
@@ -11,6 +11,7 @@ of the process runs after it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -164,11 +167,13 @@ class Run:
       command: Its words, for a folder to write into.
       finished: What is finished in a folder, as something that may only grow (`<=`).
       result: What the whole run has given.
+      server: What it talks to, entered meanwhile.
     """
 
     command: Callable[[Path], list[str]]
     finished: Callable[[Path], Any]
     result: Callable[[Path], Any]
+    server: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def evaluation(folder: Path, model: Path | None = None) -> Run:
@@ -234,7 +239,106 @@ def training(folder: Path) -> Run:
     return Run(command, finished, result)
 
 
-RUNS: dict[str, Callable[[Path], Run]] = {"evaluation": evaluation, "training": training}
+def prompts(folder: Path) -> Run:
+    """`sketchwalk generate --prompts`: many short texts of a tiny model."""
+    import checkpoints
+
+    model, lines = folder / "model", folder / "prompts.jsonl"
+    tensors = checkpoints.write_checkpoint(model, tokenizer=True)
+    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
+    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
+    checkpoints.write_tensors(model, tensors)
+    texts = [f"{'walk ' * (n % 7)}{n}" for n in range(200)]
+    lines.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+
+    def finished(out: Path) -> frozenset[bytes]:
+        """The whole lines, each of them a text."""
+        path = out / "texts.jsonl"
+        whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        found = [json.loads(line) for line in whole]
+        assert len({one["index"] for one in found}) == len(found)
+        assert all(one["input"] == texts[one["index"]] for one in found)
+        return frozenset(whole)
+
+    def result(out: Path) -> tuple[set[str], bytes]:
+        assert len(finished(out)) == len(texts)
+        content = (out / "texts.jsonl").read_bytes()
+        indices = [json.loads(line)["index"] for line in content.splitlines()]
+        assert indices == list(range(len(texts)))
+        return {path.name for path in out.iterdir()}, content
+
+    def command(out: Path) -> list[str]:
+        words = "generate --max-new-tokens 6 --temperature 1 --batch 4 --policy dense".split()
+        words += ["--model", str(model), "--prompts", str(lines), "--out", str(out / "texts.jsonl")]
+        return [sys.executable, "-m", "sketchwalk_jax", *words]
+
+    return Run(command, finished, result)
+
+
+# First without a network: of half a download nothing may be loaded.
+_DOWNLOAD = """
+import os
+os.environ.update({environment})
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 14  # 10 MB are more than the files have
+import jax
+from sketchwalk_jax.models import load
+constants.HF_HUB_OFFLINE = True
+try:
+    before = load("org/name", progress=False)
+except ConnectionError as error:
+    assert "HF_HUB_OFFLINE is set" in str(error), error
+    before = None
+constants.HF_HUB_OFFLINE = False
+after = load("org/name", progress=False)
+if before is not None:
+    assert before[1] == after[1]
+    jax.tree.map(lambda a, b: None if (a == b).all() else 1 / 0, before[0], after[0])
+"""
+
+
+def download(folder: Path) -> Run:
+    """`load("org/name")` from a slow hub on this machine."""
+    import checkpoints
+    from hub_server import Hub
+
+    # The parts are of many sizes, so that they end one after another.
+    hub, repository = Hub(rate=3e6), folder / "repository"
+    checkpoints.write_checkpoint(
+        repository, "qwen3", tokenizer=True, num_shards=4, vocab_size=8192, hidden_size=64
+    )
+    hub.repositories["org/name"] = repository
+    known, num_asked = dict[Path, frozenset[str]](), 0
+
+    def finished(out: Path) -> frozenset[str]:
+        """The files that are there, all of them whole; none is asked for a second time."""
+        nonlocal num_asked
+        found = {path.name: path for path in out.glob("hub/models--org--name/snapshots/*/*")}
+        for name, path in found.items():
+            assert path.read_bytes() == (repository / name).read_bytes(), f"{name} is not whole"
+        again = {name for name, _ in hub.asked[num_asked:]} & known.get(out, frozenset())
+        assert not again, f"{again} were there and asked for again"
+        known[out], num_asked = frozenset(found), len(hub.asked)
+        return known[out]
+
+    def result(out: Path) -> frozenset[str]:
+        found = finished(out)
+        assert found == {path.name for path in repository.iterdir()}
+        return found
+
+    def command(out: Path) -> list[str]:
+        code = _DOWNLOAD.format(environment=hub.environment(out))
+        return [sys.executable, "-c", code]
+
+    return Run(command, finished, result, server=hub)
+
+
+RUNS: dict[str, Callable[[Path], Run]] = {
+    "evaluation": evaluation,
+    "training": training,
+    "prompts": prompts,
+    "download": download,
+}
 KINDS = (*WRITERS, *RUNS)
 
 
@@ -312,7 +416,9 @@ def kill(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """
     if kind in WRITERS:
         return kill_writer(kind, kills=kills, seed=seed, folder=folder)
-    return kill_run(kind, RUNS[kind](folder), kills=kills, seed=seed, folder=folder)
+    run = RUNS[kind](folder)
+    with run.server:
+        return kill_run(kind, run, kills=kills, seed=seed, folder=folder)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from sketchwalk_jax import Dense, SketchWalkConfig, language_model, make_generate
 from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.evaluation import calibration
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.policies.minference import MInferenceConfig
@@ -115,9 +116,9 @@ def test_every_source_gives_the_prompt_byte_for_byte(source, run, model, prompt_
 
 @pytest.fixture
 def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs `sketchwalk generate` up to the generation, and returns what that would be."""
+    """Runs a command up to the generation, and returns what that would be."""
 
-    def started(*arguments: object) -> dict:
+    def started(*arguments: object, command: str = "generate") -> dict:
         found = {}
 
         def stop(params, tokens, **options):
@@ -125,10 +126,10 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
             raise ValueError("stop")
 
         monkeypatch.setattr(language_model, "stream", stop)
-        command = ["generate", "--model", model, *arguments]
-        if "--prompt" not in arguments:
-            command += ["--prompt-file", prompt_file]
-        assert main([str(argument) for argument in command]) == 1
+        words = [command, "--model", model, *arguments]
+        if command == "generate" and "--prompt" not in arguments:
+            words += ["--prompt-file", prompt_file]
+        assert main([str(word) for word in words]) == 1
         return found
 
     return started
@@ -176,6 +177,28 @@ def test_density_of_a_policy_with_a_knob_is_found_on_another_text(started, capsy
     found = re.search(message, capsys.readouterr().err, re.MULTILINE)
     assert found is not None and float(found[1]) == config.gamma
     assert float(found[2]) == pytest.approx(0.8, abs=0.1)
+
+
+def test_chat_and_the_text_level_set_a_knob_as_generate_does(started, model, monkeypatch):
+    asked, policy = [], MInferenceConfig()
+
+    def calibrate(params, tokens, lengths, **options):
+        asked.append((tokens.shape, options.pop("model_config").num_layers, options))
+        return calibration.Calibration(policy.with_knob(0.25), 0.3, ())
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who walks?\n"))
+    options = ["--policy", "minference", "--density", 0.3]
+    lm = language_model.LanguageModel.load(model, policy=policy, density=0.3, progress=False)
+    configs = [started(*options)["config"], started(*options, command="chat")["config"], lm.policy]
+    assert configs == [MInferenceConfig(scale=0.25)] * 3
+    expected = (NUM_LAYERS, {"policy": policy, "density": 0.3})
+    # Of the prompt's length, or of the context's where prompts are not known.
+    assert asked == [((1, size), *expected) for size in (512, NUM_BYTES, 512)]
+    assert lm.with_policy(policy).policy == policy
+    assert lm.with_policy(StreamingConfig(), density=0.3).policy == StreamingConfig(density=0.3)
+    with pytest.raises(ValueError, match="density must be None"):
+        lm.with_policy(Dense(), density=0.3)
 
 
 @pytest.mark.filterwarnings("always")

@@ -1,5 +1,6 @@
 """The benchmark of whole models: it runs anywhere with `--quick`; what its rows say."""
 
+import argparse
 import importlib
 import json
 import math
@@ -37,6 +38,20 @@ def test_every_cell_is_measured(results):
     assert found == {(*one, name) for one in wanted for name in names}
     pieces = {row["preset"] or row["policy"] for row in rows if row["chunk_size"]}
     assert pieces == {"dense", "recommended"}
+    names = results["meta"]["asked"]["rows"]
+    assert len(names) == len(rows) == len(set(names))
+
+
+def test_what_is_asked_for_and_not_there_is_named(results, benchmark):
+    """Failed or not: what was tried is there."""
+    missing = benchmark.common.missing
+    assert missing(results) == []
+    part = results | {"rows": results["rows"][:-1]}
+    assert missing(part) == results["meta"]["asked"]["rows"][-1:]
+    assert missing({"meta": {}, "rows": []}) == []
+    wanted = dict.fromkeys(("tokens", "batch", "phase"))
+    names = [row["phase"] for row in benchmark.peer_cells("m", argparse.Namespace(**wanted))]
+    assert names.count("prefill") == 4 and names.count("decode") == 12
 
 
 def test_a_row_says_what_was_measured(results):

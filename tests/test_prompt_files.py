@@ -1,10 +1,6 @@
 """`--prompts FILE --out FILE`: every line a text, continued after an interruption, or refused."""
 
 import json
-import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,46 +136,3 @@ def test_a_damaged_file_of_texts_is_refused(content, message, run, tmp_path):
     assert status == 1 and message in err
     (tmp_path / "texts.jsonl.settings.json").unlink()
     assert "got it alone" in run(PROMPTS[:1])[1]
-
-
-@pytest.mark.slow
-def test_who_is_killed_loses_no_text_that_was_finished(model, tmp_path, program_environment):
-    kills(model, tmp_path, program_environment, count=4)
-
-
-def kills(model: Path, folder: Path, environment: dict[str, str], *, count: int) -> None:
-    """Kills the command at random moments while it writes; what stood there stays, and is whole."""
-    texts = [f"{'walk ' * (n % 7)}{n}" for n in range(60 * count)]
-    prompts, out = write_lines(folder / "prompts.jsonl", texts), folder / "texts.jsonl"
-    words = ["generate", "--model", model, "--prompts", prompts, "--out", out]
-    words += ["--max-new-tokens", NEW, "--temperature", 1, "--batch", 4, "--policy", "dense"]
-    command = [sys.executable, "-m", "sketchwalk_jax", *map(str, words)]
-    rng, whole = random.Random(0), dict[int, bytes]()
-
-    def look() -> dict[int, bytes]:
-        content = out.read_bytes() if out.exists() else b""
-        return {json.loads(line)["index"]: line for line in content.split(b"\n")[:-1]}
-
-    for _ in range(count):
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        while process.poll() is None and len(look()) == len(whole):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.2))
-        process.kill()
-        errors = process.communicate()[1].decode()
-        now = look()
-        assert len(now) > len(whole), errors
-        assert {index: now[index] for index in whole} == whole, "a finished text was lost"
-        whole = now
-        if len(whole) == len(texts):
-            break
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
-    found = read_lines(out)
-    assert [one["index"] for one in found] == list(range(len(texts)))
-    assert [one["input"] for one in found] == texts
-    done = {one["index"]: one for one in found}
-    assert {index: json.loads(line) for index, line in whole.items()} == {
-        index: done[index] for index in whole
-    }

@@ -7,7 +7,7 @@ import typer
 
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.language_model import LEAST_CONVERSATION, LanguageModel
 from sketchwalk_jax.progress import elapsed
 
 _MARK = "> "
@@ -20,7 +20,7 @@ def chat(
     ] = None,
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
-    density: options.DensityOption = None,
+    density: options.CalibratedDensityOption = None,
     fields: options.SetOption = None,
     phase: options.PhaseOption = "both",
     dtype: options.DTypeOption = None,
@@ -72,6 +72,9 @@ def chat(
     if not no_compile_cache:
         keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen)
+    config = options.set_density(
+        config, density, params, model_config, tokenizer, num_tokens=LEAST_CONVERSATION
+    )
     lm = LanguageModel(
         params=params, model_config=model_config, tokenizer=tokenizer, policy=config, phase=phase
     )

@@ -144,13 +144,12 @@ def demo(
     keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen)
 
-    if nominal is not None:
-        rivals = {
-            name: options.set_density(
-                one, nominal, params, model_config, tokenizer, num_tokens=num_tokens
-            )
-            for name, one in rivals.items()
-        }
+    rivals = {
+        name: options.set_density(
+            one, nominal, params, model_config, tokenizer, num_tokens=num_tokens
+        )
+        for name, one in rivals.items()
+    }
     name = _describe(config, preset, phase)
     table = _Table(is_shown=not as_json)
     _introduce(table, directory, text)

@@ -241,10 +241,9 @@ def generate(
     started = time.perf_counter()
     params, model_config = options.load_model(directory, chosen)
     load_s = time.perf_counter() - started
-    if density is not None:
-        config = options.set_density(
-            config, density, params, model_config, tokenizer, num_tokens=len(tokens)
-        )
+    config = options.set_density(
+        config, density, params, model_config, tokenizer, num_tokens=len(tokens)
+    )
     lm = LanguageModel(
         params=params, model_config=model_config, tokenizer=tokenizer, policy=config, **running
     )

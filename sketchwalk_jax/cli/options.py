@@ -37,9 +37,6 @@ from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
-# The text that a knob is set on: plain, nothing hidden in it.
-_CALIBRATION_TASK = "text_loss"
-_LEAST_CALIBRATION_TOKENS = 128
 
 _GENERATION_CONFIG = "generation_config.json"
 # Options that draw from the distribution; who gives one wants to draw.
@@ -420,7 +417,7 @@ def prepare(
 
 def set_density(
     config: Policy,
-    density: float,
+    density: float | None,
     params: Params,
     model_config: ModelConfig,
     tokenizer: Any,
@@ -429,22 +426,16 @@ def set_density(
 ) -> Policy:
     """The policy at a density on plain English of the prompt's length, if it has a knob.
 
-    What was found goes to standard error. Policies without a knob are returned as they are.
+    What was found goes to standard error. Policies without a knob are returned as they are, and so
+    are all without a density.
     """
-    if not isinstance(config, PrefillPolicy):
+    if density is None or not isinstance(config, PrefillPolicy):
         return config
-    from sketchwalk_jax.evaluation.calibration import calibrate, held_out_prompts
-    from sketchwalk_jax.evaluation.text import read_text
+    from sketchwalk_jax.evaluation import calibration
 
     with elapsed(f"calibrating to density {density:g}"):
-        tokens, lengths = held_out_prompts(
-            read_text(),
-            tokenizer,
-            tasks=(_CALIBRATION_TASK,),
-            num_tokens=max(num_tokens, _LEAST_CALIBRATION_TOKENS),
-        )
-        found = calibrate(
-            params, tokens, lengths, policy=config, model_config=model_config, density=density
+        found = calibration.set_density(
+            config, params, model_config, tokenizer, density=density, num_tokens=num_tokens
         )
     chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     print(f"{chosen}: measured density {found.density:.3f} on other text", file=sys.stderr)

@@ -5,8 +5,8 @@ MInference and FlexPrefill keep what the model and the prompt make them keep; a 
 on prompts that no result counts, never on those that are scored, and it stays as it is for all of
 them. Adamas's published thresholds are absolute numbers, and keys of another model may lie on
 another scale: where none reaches the outer thresholds, half of every code goes unused.
-`fit_thresholds` takes the quartiles of the model's own keys. `fit_policy` does what one policy
-needs, and `RuleCalibration` what those of an evaluation do.
+`fit_thresholds` takes the quartiles of the model's own keys. `set_density` and `fit_policy` do what
+one policy needs, and `RuleCalibration` what those of an evaluation do.
 """
 
 import dataclasses
@@ -46,6 +46,7 @@ _STEPS = 10_000  # densities are set to four decimals
 _TOO_MUCH = 0.05  # share of a density by which a rule over all layers may be above it
 _FITTED_ON: tuple[str, ...] = ("text_loss", "multi_key")
 _MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
+_LEAST_TOKENS = 128  # of a prompt that a density is set on
 
 
 def held_out_prompts(
@@ -366,6 +367,34 @@ def quartiles_of_keys(
     places = jnp.minimum(places, num_tokens - 1)[None, :, :, None, None]
     keys = jnp.take_along_axis(cache.key[np.array(layers, int)], places, axis=2)
     return key_quartiles(jnp.where(is_real, keys, jnp.nan))
+
+
+def set_density(
+    policy: PrefillPolicy,
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    density: float,
+    num_tokens: int,
+) -> Calibration:
+    """Sets a policy's knob to a density, on plain English of about the length of prompts to come.
+
+    Args:
+      policy: The policy.
+      params: Parameter tree.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      density: As in `calibrate`.
+      num_tokens: Tokens of a prompt, of which at least 128 and at most the model's context are
+        taken.
+
+    Returns:
+      What `calibrate` found.
+    """
+    num_tokens = min(max(num_tokens, _LEAST_TOKENS), model_config.context_length)
+    text = held_out_prompts(read_text(), tokenizer, tasks=_FITTED_ON[:1], num_tokens=num_tokens)
+    return calibrate(params, *text, policy=policy, model_config=model_config, density=density)
 
 
 def fit_policy(
