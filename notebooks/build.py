@@ -1,6 +1,6 @@
-"""Runs quickstart.py and writes quickstart.ipynb, with figures as its only outputs.
+"""Runs the notebooks' .py sources and writes the .ipynb files, with figures as their only outputs.
 
-python notebooks/build.py [--out notebooks/quickstart.ipynb]
+python notebooks/build.py [NAME ...] [--out FOLDER]
 """
 
 import argparse
@@ -13,6 +13,7 @@ import nbclient
 import nbformat
 
 HERE = Path(__file__).resolve().parent
+NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.name != "build.py")
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
@@ -45,14 +46,19 @@ def keep_figures(notebook: nbformat.NotebookNode) -> None:
 
 
 def main() -> None:
-    """Writes the notebook."""
+    """Writes the notebooks, each as soon as it has run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=HERE / "quickstart.ipynb")
-    out = parser.parse_args().out
-    notebook = jupytext.read(HERE / "quickstart.py")
-    execute(notebook)
-    keep_figures(notebook)
-    nbformat.write(notebook, out)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the .ipynb files")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(NAMES))
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
+    for name in options.names or NAMES:
+        notebook = jupytext.read(HERE / f"{name}.py")
+        execute(notebook)
+        keep_figures(notebook)
+        nbformat.write(notebook, options.out / f"{name}.ipynb")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,222 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: -all
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Your model: text in, text out
+#
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
+#
+# Load a checkpoint from a folder, the Hugging Face hub or a GGUF file; continue texts, one or many;
+# ask a document several questions, each of which reads only what is new. On a CPU, within a minute.
+
+# %% [markdown]
+# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
+# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
+# kernel restarts: run the cells once more.
+
+# %%
+import importlib.util
+import subprocess
+import sys
+from shutil import which
+
+SOURCE, EXTRAS = "..", "plots,gguf" + (",cuda12" if which("nvidia-smi") else "")
+if importlib.util.find_spec("sketchwalk_jax") is None:
+    wanted = f"sketchwalk-jax[{EXTRAS}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{EXTRAS}]"
+    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--quiet", wanted]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if sys.modules.keys() & {"jax", "jaxlib", "ml_dtypes", "numpy"}:
+        get_ipython().kernel.do_shutdown(restart=True)
+
+# %% [markdown]
+# Import what is used below, and keep compiled programs on disk for the next session.
+
+# %%
+import json
+import os
+from pathlib import Path
+from pydoc_data.topics import topics
+from tempfile import mkdtemp
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.models import bundled_model
+from sketchwalk_jax.tokenizer import apply_chat_template
+
+sw.keep_compiled_programs()
+
+# %% [markdown]
+# Name your model: a folder with `config.json` and safetensors, a name on the hub such as
+# `"Qwen/Qwen3-0.6B"` (downloaded once), or a GGUF file; of a Llama, Qwen2, Qwen2.5 or Qwen3.
+# Without one, this takes the small model that ships with the package: it knows English and finds
+# facts.
+
+# %%
+lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model())
+print(lm)
+
+# %% [markdown]
+# A string goes in and a string comes out. The first call compiles two programs; later ones of a
+# similar length run them again.
+
+# %%
+print(lm.generate("The house stood at the end of", max_new_tokens=16))
+
+# %% [markdown]
+# With `Sampling` tokens are drawn, anew at each call; a `key` makes a draw repeatable. Temperature
+# and the like are values, not programs: another one compiles nothing.
+
+# %%
+warm = sw.Sampling(temperature=0.8, top_p=0.95)
+for key in range(2):
+    print(lm.generate("The house stood at the end of", max_new_tokens=16, sampling=warm, key=key))
+
+# %% [markdown]
+# Text as it comes: pieces are never empty, and end at whole characters.
+
+# %%
+for piece in lm.stream("The house stood at the end of", max_new_tokens=16, every=2):
+    print(piece, end="|")
+
+# %% [markdown]
+# ## A long document
+#
+# Hide three facts in Python's own help, and ask for one. `complete` takes tokens, and says beside
+# the text what it cost: a fifth of all pairs of tokens, by the plan that the model came with.
+
+# %%
+text = " ".join(" ".join(topics.values()).split())
+facts = {"lantern": "68084", "harbour": "52710", "window": "31337"}
+document = text[:1300]
+for number, (word, code) in enumerate(facts.items(), start=1):
+    document += f" The code of {word} is {code}." + text[1300 * number :][:1300]
+prompt = lm.encode(document + " Q: code of window? A:")
+_, completion = next(lm.complete([prompt], max_new_tokens=16))
+print(f"{completion.text!r} after {completion.prompt_tokens} tokens")
+print(f"attended: {completion.measured_density:.0%} of the pairs")
+
+# %% [markdown]
+# ## Several turns
+#
+# A conversation keeps its cache: each turn reads only what is new. Instruction models bring a chat
+# template; the small model has none, so it gets one in the form that it was trained on. The
+# document is the system message.
+
+# %%
+if not lm.tokenizer.chat_template:
+    lm.tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.role == 'user' %} Q: {{ message.content }} A:"
+        "{% else %}{{ message.content }}{% endif %}"
+        "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+talk = lm.conversation(system=document, max_new_tokens=8)
+num_read, num_tokens = [], []
+for word in facts:
+    print(talk.send(f"code of {word}?"))
+    num_read.append(talk.num_read)
+    num_tokens.append(len(apply_chat_template(lm.tokenizer, talk.messages[:-1])))
+
+# %% [markdown]
+# What the turns read, beside what reading the conversation anew would have cost. For a single
+# question, `lm.chat("…")` does the same without keeping anything.
+
+# %%
+import matplotlib.pyplot as plt
+
+figure, axis = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
+turns = [f"turn {turn}" for turn in range(1, len(num_read) + 1)]
+axis.bar(turns, num_tokens, color="#E4E4E4", label="the conversation so far")
+axis.bar(turns, num_read, color="#0072B2", label="read in this turn")
+axis.bar_label(axis.containers[1])
+axis.set_ylabel("tokens")
+figure.legend(loc="outside upper center", ncols=2, frameon=False)
+axis.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# ## A batch
+#
+# A list in, a list out in its order. Prompts of similar length are read together, padded to few
+# sizes; each gets the text that it would get alone. For thousands, `sketchwalk generate --prompts
+# FILE.jsonl --out FILE.jsonl` writes each answer as it comes, and goes on where it was interrupted.
+
+# %%
+prompts = [f" The code of {word} is {code}. Q: code of {word}? A:" for word, code in facts.items()]
+prompts[1] = text[:400] + prompts[1]
+print(lm.generate(prompts, max_new_tokens=16))
+
+# %% [markdown]
+# ## A GGUF file
+#
+# GGUF files of the same families load by their path, at every quantisation, with the tokenizer that
+# is in them. So that there is one here, these three cells write the small model with 8 bits a
+# weight, as a converter would. First the sizes of the model:
+
+# %%
+import gguf
+from safetensors.numpy import load_file
+
+folder, path = bundled_model(), Path(mkdtemp()) / "small-Q8_0.gguf"
+config = json.loads((folder / "config.json").read_text())
+writer = gguf.GGUFWriter(path, "llama")
+writer.add_block_count(config["num_hidden_layers"])
+writer.add_context_length(config["max_position_embeddings"])
+writer.add_embedding_length(config["hidden_size"])
+writer.add_feed_forward_length(config["intermediate_size"])
+writer.add_head_count(config["num_attention_heads"])
+writer.add_head_count_kv(config["num_key_value_heads"])
+writer.add_key_length(config["head_dim"])
+writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+writer.add_rope_freq_base(config["rope_theta"])
+
+# %% [markdown]
+# Then the tokenizer, a byte-level one like GPT-2's.
+
+# %%
+tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
+tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
+writer.add_tokenizer_model("gpt2")
+writer.add_tokenizer_pre("gpt-2")
+writer.add_token_list(tokens)
+writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
+writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+writer.add_bos_token_id(0)
+writer.add_eos_token_id(1)
+writer.add_add_bos_token(True)
+
+# %% [markdown]
+# And the weights, whose queries and keys llama.cpp wants in another order of channels.
+
+# %%
+heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+for name, tensor in load_file(folder / "model.safetensors").items():
+    projection = name.split(".")[-2]
+    if projection in heads:
+        parts = tensor.reshape(heads[projection], 2, -1, tensor.shape[1])
+        tensor = parts.swapaxes(1, 2).reshape(tensor.shape)
+    kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+    quantised = gguf.quantize(tensor.astype("float32"), kind)
+    writer.add_tensor(names.get_name(name, (".weight",)), quantised, raw_dtype=kind)
+writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+writer.close()
+
+# %% [markdown]
+# From here on it is one line, as with a file from elsewhere. A GGUF file has no plan in it, so all
+# layers get the same density; `sketchwalk calibrate --model FILE.gguf` measures one and writes it
+# beside the file.
+
+# %%
+small = sw.LanguageModel.load(path)
+print(path.stat().st_size // 2**20, "MiB;", small.generate(prompts, max_new_tokens=16))
