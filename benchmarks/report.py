@@ -22,6 +22,7 @@ import kernel_report
 import real_report
 import recommended_parts
 import retrieval
+import scale_out_report
 import selection_report
 from common import RESULTS  # which finds the package in a checkout that is not installed
 from pages import (
@@ -202,6 +203,7 @@ TABLES: Tables = (
     | kernel_report.TABLES
     | selection_report.TABLES
     | end_to_end_report.TABLES
+    | scale_out_report.TABLES
     | ablation_report.TABLES
     | comparison.TABLES
     | real_report.TABLES

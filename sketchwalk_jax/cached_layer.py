@@ -384,17 +384,13 @@ def _attention(
                 kept = selection if settings.return_selection else None
                 if heads is not None:
                     selection, kept, pairs = _share_lists(selection, kept, pairs, heads, config)
-            out = _attend_to(
-                query,
-                *keys,
-                selection,
-                layer=place,
-                start=first,
-                span=own,
-                blocks=blocks if span.is_token else None,
-                size=size,
-                settings=settings,
-            )
+            held = blocks if own.is_token else None
+            how = _how_to_attend(selection, own, first, keys, place, held, size, settings)
+            out = how(query, *keys)
+            if held is not None:
+                out = held.merge(*out)
+            elif isinstance(out, tuple):
+                out = out[0]
             found.append((out, walk, pairs, kept))
         if rows is None:
             ((out, walk, pairs, kept),) = found
@@ -406,31 +402,26 @@ def _attention(
     return attend
 
 
-def _attend_to(
-    query: Float[Array, "B T N H"],
-    keys: Float[Array, "L B S K H"],
-    values: Float[Array, "L B S K H"],
+def _how_to_attend(
     selection: BlockSelection | None,
-    *,
-    layer: Int[Array, ""],
-    start: Int[Array, "B"] | None,
     span: Span,
+    start: Int[Array, "B"] | None,
+    keys: tuple[Array, Array],
+    layer: Int[Array, ""],
     blocks: Blocks | None,
     size: int,
     settings: LayerSettings,
-) -> Float[Array, "B T N H"]:
-    """Attention to listed blocks, or to everything.
+) -> Callable[..., Any]:
+    """Attention to listed blocks, or to everything, as a function of queries, keys and values.
 
     Args:
-      query: Queries of the span's tokens.
-      keys: Keys of all layers, or of one.
-      values: Their values.
       selection: The lists; `None` for everything.
-      layer: The layer among them.
-      start: Position of the first query, `None` for 0.
       span: The tokens.
-      blocks: How blocks are spread over ranks, of which each has some of these keys; `None` where
-        they are all here.
+      start: Position of the first query, `None` for 0.
+      keys: Keys and values, of all layers or of one.
+      layer: The layer among them.
+      blocks: How blocks are spread over ranks, of which each has some of these keys and so gives
+        an output and its log-sum-exp; `None` where they are all here.
       size: Tokens of a block.
       settings: Static settings.
     """
@@ -440,18 +431,15 @@ def _attend_to(
         own = blocks.own_tokens(span.end, size)
         where["kv_lengths"], start = own, own - 1
         if selection is not None:
-            selection = blocks.own_lists(selection, block_size=size, capacity=keys.shape[2])
+            capacity = keys[0].shape[2]
+            selection = blocks.own_lists(selection, block_size=size, capacity=capacity)
     if selection is None:
         where["implementation"] = settings.dense_implementation
-        found = dense_attention(query, keys, values, query_offset=start, **where)
-    else:
-        where["implementation"] = settings.implementation
-        if span.is_token:
-            found = block_sparse_decode(query, keys, values, selection, **where)
-        else:
-            where["first_block"] = span.first_block
-            found, _ = attend_rows(query, keys, values, selection, **where)
-    return found if blocks is None else blocks.merge(*found)
+        return functools.partial(dense_attention, query_offset=start, **where)
+    where |= {"implementation": settings.implementation, "selection": selection}
+    if span.is_token:
+        return functools.partial(block_sparse_decode, **where)
+    return functools.partial(attend_rows, first_block=span.first_block, **where)
 
 
 # On a mesh.

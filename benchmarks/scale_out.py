@@ -1,0 +1,512 @@
+"""Whole models on several GPUs: time to the first token and time of a token, by axis of the mesh.
+
+    python benchmarks/scale_out.py [--out benchmarks/results/scale_out.json] [--ranks 2]
+    python benchmarks/scale_out.py --axis one --phase prefill --tokens 131072    # a part of it
+
+Random weights in the shapes of real models, made where they lie. Each axis (`one` is a single GPU)
+runs in a process of its own, that of `one` with one GPU in sight; all add their rows to one file,
+in the place of rows of the same name, so that a run may be had in parts. Prompts are read as
+`generate` reads them; tokens are decoded, greedily, from a cache that has read a prompt.
+
+`--phase lists` compares what ranks select: lists on all ranks bit for bit, and with those of one
+GPU for the same weights and prompt, of whose blocks those that differ are counted: hidden states
+that are added up in another order differ in rounding, and blocks with nearly equal scores change
+places.
+
+Every row stands beside its floor: of a prompt the arithmetic of the linear layers and of the pairs
+attended to over the rate of a large matrix product, of a token the bytes that each rank must read
+over the rate of a copy; both for as many GPUs as there are. `sent_bytes` is what one rank receives
+in the layers of a call (`sketchwalk_jax.sharding`), and `rates` in `meta` how fast that goes here.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from end_to_end import MODELS, NEW_TOKENS, TINY, describe, measure_rates, parts, seconds
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.cache import sparse_layers
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.generation import decode_tokens, start_decoding
+from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models import init_params
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.sharding import Placement, plan
+
+Row = dict[str, Any]
+AXES = ("one", "sequence", "tensor", "data")
+LLAMA_70B = dataclasses.replace(
+    MODELS["llama-3.1-8b"],
+    num_layers=80,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_heads=64,
+)
+SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
+PIECE = 2**15
+RULE = Rule("sketchwalk", "recommended", 0.1)
+# What names a row.
+KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+      model: Name of the model.
+      phase: `"prefill"`, `"decode"` or `"lists"`.
+      axis: Of the mesh over which the model is spread, or `"one"` for a single GPU.
+      tokens: Of a prompt, or in the cache of each sequence.
+      batch: Sequences, of all ranks.
+      chunk_size: Tokens of a piece of the prompt, or None for one piece.
+      rule: The policy.
+    """
+
+    model: str
+    phase: str
+    axis: str
+    tokens: int
+    batch: int = 1
+    chunk_size: int | None = None
+    rule: Rule = RULE
+
+    def row(self, ranks: int, **found: Any) -> Row:
+        """What names it, and what was found."""
+        rule = self.rule
+        return {
+            "model": self.model,
+            "phase": self.phase,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "axis": self.axis,
+            "ranks": 1 if self.axis == "one" else ranks,
+            "policy": rule.policy,
+            "preset": rule.preset,
+            "density": rule.density,
+            "chunk_size": self.chunk_size,
+            "implementation": f"by {self.axis}",
+            **found,
+        }
+
+
+def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
+    """All measurements, short ones first."""
+    if is_quick:
+        for axis in AXES[:3]:
+            yield Cell(model="tiny", phase="prefill", axis=axis, tokens=512, chunk_size=256)
+        yield Cell(model="tiny", phase="decode", axis="one", tokens=512)
+        yield Cell(model="tiny", phase="decode", axis="tensor", tokens=512)
+        yield Cell(model="tiny", phase="decode", axis="data", tokens=512, batch=ranks)
+        for axis in ("sequence", "tensor"):
+            yield Cell(model="tiny", phase="lists", axis=axis, tokens=512)
+        return
+    small, large = SHAPES
+    for axis in ("sequence", "tensor"):
+        yield Cell(model=small, phase="lists", axis=axis, tokens=2**14)
+    for axis in AXES[:3]:
+        for rule in (RULE, DENSE):
+            yield Cell(model=small, phase="prefill", axis=axis, tokens=2**17, rule=rule)
+        yield Cell(model=small, phase="prefill", axis=axis, tokens=2**19, chunk_size=PIECE)
+        if axis != "one":
+            yield Cell(model=small, phase="prefill", axis=axis, tokens=2**20, chunk_size=PIECE)
+    for axis in ("one", "tensor"):
+        for rule in (RULE, DENSE):
+            yield Cell(
+                model=small, phase="decode", axis=axis, tokens=2**17, chunk_size=PIECE, rule=rule
+            )
+    for axis, batch in (("one", 8), ("data", 8 * ranks)):
+        piece = PIECE // 8
+        yield Cell(
+            model=small, phase="decode", axis=axis, tokens=2**16, batch=batch, chunk_size=piece
+        )
+    for phase in ("prefill", "decode"):
+        yield Cell(model=large, phase=phase, axis="tensor", tokens=2**17, chunk_size=PIECE)
+
+
+def matches(cell: Cell, options: argparse.Namespace) -> bool:
+    """Whether a measurement was asked for."""
+    wanted = {
+        "model": cell.model,
+        "axis": cell.axis,
+        "phase": cell.phase,
+        "tokens": cell.tokens,
+        "policy": cell.rule.preset or cell.rule.policy,
+    }
+    return all(
+        not getattr(options, name) or value in getattr(options, name)
+        for name, value in wanted.items()
+    )
+
+
+def main() -> None:
+    """Runs what was asked for, a process for each axis, and adds the rows to the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "scale_out.json")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of one host")
+    parser.add_argument("--model", action="append", help="default: all")
+    parser.add_argument("--axis", action="append", choices=AXES, help="default: all")
+    parser.add_argument("--phase", action="append", choices=("prefill", "decode", "lists"))
+    parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
+    parser.add_argument("--policy", action="append", help="policy or preset; default: all")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
+    parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    wanted = [
+        cell for cell in cells(options.ranks, is_quick=options.quick) if matches(cell, options)
+    ]
+    started = time.monotonic()
+    if options.child:
+        run(wanted, options, started)
+        return
+    for axis in AXES:
+        if not any(cell.axis == axis for cell in wanted):
+            continue
+        environment = dict(os.environ)
+        if axis == "one":
+            seen = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = seen[0]
+        left = options.seconds - (time.monotonic() - started)
+        if left <= 0:
+            break
+        own = [one for one in sys.argv[1:] if one not in AXES and one != "--axis"]
+        own += ["--axis", axis, "--child", "--seconds", str(left)]
+        done = subprocess.run([sys.executable, __file__, *own], env=environment)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+
+
+def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None:
+    """Measures cells of one axis; each is written as soon as it is there."""
+    keep_compiled_programs()
+    repeats = 2 if options.quick else options.repeats
+    meta = common.describe_machine(
+        is_quick=options.quick, repeats=repeats, max_ranks=options.ranks, rates={}
+    )
+    # Rows may come of several commands, each with a part of this one's.
+    meta["command"] = "python benchmarks/scale_out.py" + " --quick" * options.quick
+    axis = wanted[0].axis
+    ranks = 1 if axis == "one" else options.ranks
+    rates = measure_rates(is_quick=options.quick)
+    if ranks > 1:
+        rates |= measure_sending(ranks, is_quick=options.quick)
+    by_model: dict[str, list[Cell]] = {}
+    for cell in wanted:
+        by_model.setdefault(cell.model, []).append(cell)
+    for name, own in by_model.items():
+        config = TINY if options.quick else SHAPES[name]
+        model = Model(config, axis, ranks, rates, repeats)
+        for cell in own:
+            if time.monotonic() - started > options.seconds:
+                return
+            try:
+                row = cell.row(ranks, error=None, **model.measure(cell))
+            except Exception as error:  # the other rows are worth keeping
+                row = cell.row(ranks, error=f"{type(error).__name__}: {str(error)[:300]}")
+            add(options.out, meta, axis, rates, row)
+            gc.collect()  # what a failed cell held
+        del model
+        gc.collect()
+
+
+def add(path: Path, meta: Row, axis: str, rates: dict[str, float], row: Row) -> None:
+    """Adds a row to a file, in the place of one of the same name."""
+    rows, known = [], {}
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        common.check_same(path, found["meta"], meta, "device", "versions", "max_ranks", "is_quick")
+        known = found["meta"]["rates"]
+        rows = [one for one in found["rows"] if any(one[name] != row[name] for name in KEY)]
+    common.write_results(path, meta | {"rates": known | {axis: rates}}, [*rows, row])
+    text = f"by {row['axis']} {row['model']} lists: {row['error'] or row.get('differing_blocks')}"
+    print(text if row["phase"] == "lists" else describe(row), flush=True)
+
+
+def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
+    """The plan of a mesh with one axis; of one device, weights are drawn the same way."""
+    name = "tensor" if axis == "one" else axis
+    mesh = jax.make_mesh(
+        (ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
+    )
+    return plan(mesh, config)
+
+
+def measure_sending(ranks: int, *, is_quick: bool) -> dict[str, float]:
+    """How fast ranks gather and add up large arrays, and how long a token's sum takes.
+
+    Bytes are those that one rank receives: of a gathered array what the others have, of a sum
+    twice `(ranks - 1) / ranks` of it.
+    """
+    mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Auto,))
+    size = 2**18 if is_quick else 2**28
+
+    def on_ranks(call: Callable[[Any], Any], spec: Any, out: Any) -> Any:
+        where = {"mesh": mesh, "in_specs": spec, "out_specs": out, "check_vma": False}
+        return jax.jit(jax.shard_map(call, **where))
+
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    gather = on_ranks(lambda x: jax.lax.all_gather(x, "x", tiled=True), split, whole)
+    total = on_ranks(lambda x: jax.lax.psum(x, "x"), whole, whole)
+    many = on_ranks(
+        lambda x: jax.lax.fori_loop(0, 64, lambda _, y: jax.lax.psum(y, "x") / ranks, x),
+        whole,
+        whole,
+    )
+    spread = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, split))
+    copies = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, whole))
+    token = jax.device_put(jnp.zeros((8192,), jnp.bfloat16), NamedSharding(mesh, whole))
+    received = 2 * size * (ranks - 1) / ranks
+    return {
+        "gather_gb_per_s": received / seconds(lambda: gather(spread), 7)["median"] / 1e9,
+        "sum_gb_per_s": 2 * received / seconds(lambda: total(copies), 7)["median"] / 1e9,
+        "small_sum_us": seconds(lambda: many(token), 7)["median"] / 64 * 1e6,
+    }
+
+
+def sent_bytes(
+    config: ModelConfig,
+    *,
+    policy: Any,
+    axis: str,
+    ranks: int,
+    batch: int,
+    tokens: int,
+    chunk_size: int | None = None,
+    is_token: bool,
+) -> float:
+    """What one rank receives in all layers of a prompt, or of a token: `sketchwalk_jax.sharding`.
+
+    Of the kernels, whose scores of a prompt are those of key/value heads.
+
+    Args:
+      config: The model.
+      policy: What selects.
+      axis: Of the mesh.
+      ranks: Along it.
+      batch: Sequences of a rank.
+      tokens: Of a prompt, or in the cache.
+      chunk_size: Tokens of a piece, or None for one.
+      is_token: Whether a token is decoded.
+    """
+    others = (ranks - 1) / ranks
+    number = np.dtype(config.dtype).itemsize
+    of_keys = 2 * config.num_kv_heads * config.head_dim * number
+    sparse = len(sparse_layers(config, policy))
+    new = 1 if is_token else tokens
+    rows, blocks = -(-new // policy.block_size), tokens // policy.block_size
+    if axis == "tensor":
+        hidden = 2 * 2 * others * new * config.hidden_size * number
+        heads = config.num_heads if is_token else config.num_kv_heads
+        scores = others * 4 * heads * rows * blocks
+        return batch * (config.num_layers * hidden + sparse * scores)
+    if axis == "sequence" and is_token:
+        found = 2 * others * 4 * config.num_heads * (config.head_dim + 1)
+        return batch * config.num_layers * found
+    if axis == "sequence":
+        pieces = -(-tokens // chunk_size) if chunk_size else 0
+        return batch * config.num_layers * others * of_keys * (tokens + pieces * tokens)
+    return 0.0
+
+
+class Model:
+    """Random weights of one model on a mesh, and the measurements with them."""
+
+    def __init__(
+        self, config: ModelConfig, axis: str, ranks: int, rates: dict[str, float], repeats: int
+    ) -> None:
+        """Draws the weights where they lie."""
+        self.config, self._axis, self._ranks, self._repeats = config, axis, ranks, repeats
+        self._copy = rates["copy_tb_per_s"] * 1e12
+        self._matmul = rates["matmul_tflops"] * 1e12
+        where = make_placement(config, axis, ranks)
+        self._where = where if ranks > 1 else None
+        self._params = init_params(jax.random.key(0), config, sharding=where)
+
+    def measure(self, cell: Cell) -> Row:
+        """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+        if cell.phase == "lists":
+            return self._lists(cell)
+        new = NEW_TOKENS if cell.phase == "decode" else 0
+        settings = self._settings(cell)
+        read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
+        reading = jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
+        prompt = self._prompt(cell, cell.tokens - new)
+        started = time.perf_counter()
+        compiled = reading.lower(self._params, *prompt).compile()
+        took = time.perf_counter() - started
+        found: Row = (
+            self._decode(cell, settings, compiled(self._params, *prompt))
+            if cell.phase == "decode"
+            else self._prefill(cell, compiled, prompt)
+        )
+        memory = common.memory(compiled)
+        held = sum(memory[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
+        sent = sent_bytes(
+            self.config,
+            policy=cell.rule.make(),
+            axis=self._axis,
+            ranks=self._ranks,
+            batch=cell.batch,
+            tokens=cell.tokens,
+            chunk_size=cell.chunk_size,
+            is_token=cell.phase == "decode",
+        )
+        found |= {"peak_gib": (held - memory["aliased_bytes"]) / 2**30}
+        return {**found, "sent_bytes": sent, "compile_seconds": round(took, 1)}
+
+    def _settings(self, cell: Cell) -> Settings:
+        return Settings(
+            model_config=self.config,
+            config=cell.rule.make(),
+            chunk_size=cell.chunk_size,
+            placement=self._where,
+        )
+
+    def _prompt(self, cell: Cell, tokens: int) -> tuple[Any, Any, Any]:
+        drawn = jax.random.randint(
+            jax.random.key(1), (cell.batch, tokens), 0, self.config.vocab_size
+        )
+        found = drawn, jnp.full((cell.batch,), tokens, jnp.int32), jax.random.key(2)
+        if self._where is None:
+            return found
+        return jax.device_put(found, (self._where.tokens, *[self._where.sharding()] * 2))
+
+    def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
+        densities = []
+
+        def call() -> Any:
+            state = program(self._params, *prompt)
+            densities.append(state.cache.density.prefill)
+            return state.logits
+
+        timed = seconds(call, self._repeats if cell.tokens <= 2**17 else 1)
+        density = float(jnp.mean(densities[-1]))
+        work = prompt_flops(self.config, cell.tokens, density) * cell.batch
+        return {
+            "seconds": timed,
+            "measured_density": density,
+            "flops": work,
+            "floor_seconds": work / self._matmul / self._ranks,
+            "parts_ms": {name: one / self._ranks for name, one in parts(call).items()},
+        }
+
+    def _decode(self, cell: Cell, settings: Settings, state: Any) -> Row:
+        decode = functools.partial(
+            decode_tokens,
+            num_tokens=NEW_TOKENS,
+            eos_token_ids=(),
+            pad_token_id=0,
+            settings=dataclasses.replace(settings, chunk_size=None),
+        )
+        program = jax.jit(
+            lambda params, state, limit: decode(params, state, Sampling(), limit),
+            donate_argnums=1,
+        )
+        lengths = np.asarray(state.cache.lengths)
+        limit = jnp.asarray(NEW_TOKENS, jnp.int32)
+        held = state.cache.lengths.sharding
+
+        def call() -> Any:
+            nonlocal state
+            # The same tokens again.
+            cache = dataclasses.replace(state.cache, lengths=jax.device_put(lengths, held))
+            tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
+            return tokens
+
+        timed = seconds(call, self._repeats)
+        timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
+        density = float(jnp.mean(state.cache.density.decode))
+        if not bool(jnp.all(jnp.isfinite(state.logits))):
+            raise ValueError("logits must be finite")
+        cache = state.cache
+        read = token_bytes(self.config, cell.batch, num_bytes((cache.key, cache.value)), density)
+        # Ranks of `data` read all weights each; those of the others share them.
+        weights = token_bytes(self.config, cell.batch, 0, 0.0)
+        more = (self._ranks - 1) * weights if self._axis == "data" else 0
+        read += num_bytes(cache.statistics) + more
+        return {
+            "seconds": timed,
+            "measured_density": density,
+            "read_bytes": read,
+            "floor_seconds": read / self._copy / self._ranks,
+            "parts_ms": {name: one / NEW_TOKENS / self._ranks for name, one in parts(call).items()},
+        }
+
+    def _lists(self, cell: Cell) -> Row:
+        """Lists of a prompt on all ranks, and beside those of one device."""
+        config, policy = self.config, cell.rule.make()
+        tokens = np.asarray(self._prompt(cell, cell.tokens)[0])
+        one = make_placement(config, "one", 1)
+        found = []
+        for params, where in (
+            (self._params, self._where),
+            (jax.device_put(self._params, one.params), None),
+        ):
+            sizes: dict[str, Any] = {"batch": cell.batch, "max_tokens": cell.tokens}
+            cache = sw.init_cache(config, policy, **sizes, sharding=where)
+            _, _, lists = sw.prefill(
+                params, tokens, cache, model_config=config, config=policy, return_selection=True
+            )
+            found.append(lists)
+        shared, alone = found
+        is_equal = all(
+            np.array_equal(np.asarray(shard.data), np.asarray(x)[shard.index])
+            for x in (shared.ids, shared.counts)
+            for shard in x.addressable_shards
+        )
+        num_blocks = cell.tokens // policy.block_size
+        ids = [np.asarray(x.ids).reshape(-1, x.ids.shape[-1]) for x in found]
+        listed = differing = 0
+        for own, other in zip(*ids, strict=True):
+            own, other = set(own[own < num_blocks]), set(other[other < num_blocks])
+            listed, differing = listed + len(other), differing + len(other - own)
+        return {
+            "lists_equal_on_ranks": is_equal,
+            "counts_equal": bool(jnp.array_equal(np.asarray(shared.counts), alone.counts)),
+            "listed_blocks": listed,
+            "differing_blocks": differing,
+        }
+
+
+def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
+    """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
+    layers = param_shapes(config)["layers"]
+    linear = 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+    pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
+    return linear + 4 * pairs * config.num_heads * config.head_dim
+
+
+def token_bytes(config: ModelConfig, batch: int, cache_bytes: float, density: float) -> float:
+    """Bytes of weights, and of keys and values attended to, for a token of every sequence."""
+    shapes = jax.tree.leaves(param_shapes(config))
+    number = np.dtype(config.dtype).itemsize
+    weights = number * sum(math.prod(x.shape) for x in shapes)
+    if not config.tie_word_embeddings:
+        weights -= number * (config.vocab_size - batch) * config.hidden_size
+    return weights + density * cache_bytes
+
+
+if __name__ == "__main__":
+    main()
