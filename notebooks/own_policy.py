@@ -233,7 +233,7 @@ def recommended(density):
 rules = {"mean key": MeanKey, "best key": BestKey, "recommended": recommended}
 figure, axis = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
 for (name, rule), marker in zip(rules.items(), "vso"):
-    density, accuracy, _ = zip(*[measure(rule(density=d)) for d in (0.1, 0.2)])
+    density, accuracy, _ = zip(*[measure(rule(density=d)) for d in (0.2, 0.4)])
     axis.plot(density, accuracy, marker=marker, label=name)
 axis.set(xlabel="measured density", ylabel="right answers", xlim=(0, None), ylim=(-0.03, 1.05))
 axis.spines[["top", "right"]].set_visible(False)
