@@ -149,7 +149,7 @@ def candidate(name, density):
     return by_name("sketchwalk" if preset else name, preset=preset, density=density)
 
 
-names, densities = ("recommended", "paper", "streaming"), (0.1, 0.2)
+names, densities = ("recommended", "paper", "streaming"), (0.2, 0.4)
 dense = measure(sw.Dense())[1]
 found = {name: [measure(candidate(name, d)) for d in densities] for name in names}
 
@@ -168,7 +168,7 @@ for name, marker in zip(names, "osv"):
 axis.axhline(dense, color="black", linestyle=":", linewidth=1, label="dense")
 axis.set(xlabel="measured density", ylabel="right answers", xlim=(0, None), ylim=(-0.03, 1.05))
 axis.spines[["top", "right"]].set_visible(False)
-axis.legend(frameon=False, loc="center right")
+axis.legend(frameon=False, loc="center left")
 
 # %% [markdown]
 # ## What it costs

@@ -80,12 +80,12 @@ class TransformerBlock(nnx.Module):
 
 
 # %% [markdown]
-# Embeddings of characters and positions, four such blocks, logits.
+# Embeddings of characters and positions, two such blocks, logits.
 
 
 # %%
 class MiniGPT(nnx.Module):
-    def __init__(self, vocabulary, length, width=64, heads=2, layers=4, *, rngs):
+    def __init__(self, vocabulary, length, width=64, heads=2, layers=2, *, rngs):
         self.tokens = nnx.Embed(vocabulary, width, rngs=rngs)
         self.positions = nnx.Embed(length, width, rngs=rngs)
         self.blocks = nnx.List(TransformerBlock(width, heads, rngs) for _ in range(layers))
@@ -116,7 +116,7 @@ def with_walk(model, config):
     return model
 
 
-config = SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=0.33, dense_layers=1)
+config = SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=0.33, dense_layers=0)
 
 # %% [markdown]
 # ## Training
@@ -146,7 +146,7 @@ def train_step(model, optimizer, tokens):
 
 # %%
 text = np.frombuffer(" ".join(topics.values()).encode("ascii", "ignore"), np.uint8)
-LENGTH, BATCH, STEPS = 256, 4, 60
+LENGTH, BATCH, STEPS = 256, 8, 40
 
 
 def batches(steps, seed):
@@ -173,8 +173,9 @@ sparse = with_walk(MiniGPT(128, LENGTH, rngs=nnx.Rngs(0)), config)
 losses = {"dense": train(dense), "sparse": train(sparse)}
 
 # %% [markdown]
-# The losses run together: this short a text needs little of what lies far back, and a third of it
-# is enough.
+# The losses run together: what so small a model learns in so few steps stands a few characters
+# back, in blocks that every row keeps. Where the far ones matter, measure: the notebook on choosing
+# a policy does, on a model that finds facts.
 
 # %%
 figure, axis = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
@@ -193,10 +194,10 @@ axis.legend(frameon=False)
 # %%
 held_out = next(batches(1, seed=1))
 print("dense:", float(loss_of(dense, held_out)))
-for density in (0.2, 0.5, 1.0):
+for density in (0.2, 1.0):
     swapped = with_walk(
         nnx.clone(dense),
-        SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=density, dense_layers=1),
+        SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=density, dense_layers=0),
     )
     print(density, float(nnx.jit(loss_of)(swapped, held_out)))
 

@@ -21,17 +21,24 @@
 # ones. Everything here runs on a CPU within a minute, top to bottom.
 
 # %% [markdown]
-# Install the package if it is not there yet; `SOURCE` is a clone of the repository, or
-# `git+https://…` of one.
+# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
+# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
+# kernel restarts: run the cells once more.
 
 # %%
 import importlib.util
 import subprocess
 import sys
+from shutil import which
 
-SOURCE = ".."
+SOURCE, EXTRAS = "..", "plots,gguf" + (",cuda12" if which("nvidia-smi") else "")
 if importlib.util.find_spec("sketchwalk_jax") is None:
-    subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", f"{SOURCE}[plots]"])
+    wanted = f"sketchwalk-jax[{EXTRAS}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{EXTRAS}]"
+    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--quiet", wanted]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if sys.modules.keys() & {"jax", "jaxlib", "ml_dtypes", "numpy"}:
+        get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
 # Import what is used below. Programs that are compiled from here on are kept on disk: the next run

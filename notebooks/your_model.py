@@ -79,8 +79,7 @@ print(lm.generate("The house stood at the end of", max_new_tokens=16))
 
 # %%
 warm = sw.Sampling(temperature=0.8, top_p=0.95)
-for key in range(2):
-    print(lm.generate("The house stood at the end of", max_new_tokens=16, sampling=warm, key=key))
+print(lm.generate("The house stood at the end of", max_new_tokens=16, sampling=warm, key=1))
 
 # %% [markdown]
 # Text as it comes: pieces are never empty, and end at whole characters.
@@ -98,9 +97,9 @@ for piece in lm.stream("The house stood at the end of", max_new_tokens=16, every
 # %%
 text = " ".join(" ".join(topics.values()).split())
 facts = {"lantern": "68084", "harbour": "52710", "window": "31337"}
-document = text[:1300]
+document = text[:1000]
 for number, (word, code) in enumerate(facts.items(), start=1):
-    document += f" The code of {word} is {code}." + text[1300 * number :][:1300]
+    document += f" The code of {word} is {code}." + text[1000 * number :][:1000]
 prompt = lm.encode(document + " Q: code of window? A:")
 _, completion = next(lm.complete([prompt], max_new_tokens=16))
 print(f"{completion.text!r} after {completion.prompt_tokens} tokens")

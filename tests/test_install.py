@@ -243,3 +243,21 @@ def test_version_is_the_newest_of_the_changelog(repository: Path, run_python):
     printed = run_python("import sketchwalk_jax; print(sketchwalk_jax.__version__)").strip()
     headings = re.findall(r"^## \[(\S+)\]", (repository / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert printed == [heading for heading in headings if heading != "Unreleased"][0]
+
+
+def test_the_changelog_dates_the_version_as_the_citation_does(repository: Path):
+    changelog = (repository / "CHANGELOG.md").read_text()
+    dated = re.search(r"^## \[(\d\S+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    citation = (repository / "CITATION.cff").read_text()
+    assert dated is not None
+    assert f"version: {dated[1]}\ndate-released: {dated[2]}\n" in citation
+
+
+def test_the_list_of_dependencies_is_that_of_the_project(repository: Path, project: dict):
+    page = (repository / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2]
+    listed = re.findall(r"^\| `(\S+)` \|.* \| (.+) \|$", page, re.MULTILINE)
+    parts = project["project"]
+    groups = [parts["dependencies"], *parts["optional-dependencies"].values()]
+    groups += project["dependency-groups"].values()
+    names = {re.split("[>=<]", one)[0] for group in groups for one in group}
+    assert sorted(name for name, _ in listed) == sorted(names)
