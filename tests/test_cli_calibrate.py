@@ -174,7 +174,7 @@ def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, run
     out = tmp_path / "quality.json"
     command = ["eval", "--model", planned, "--policy", "sketchwalk", "--tokens", "1024"]
     command += ["--preset", "recommended", "--preset", "paper", "--prompts", "2"]
-    command += ["--task", "text_loss", "--task", "single_needle", "--density", "0.3"]
+    command += ["--task", "text_loss", "--density", "0.3"]
     command += ["--probe-prompts", "1", "--out", out]
     plan = load(planned)[1].plan
     for over in ("sparse_layers", "all_layers"):

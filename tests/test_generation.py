@@ -71,18 +71,6 @@ def test_batched_equals_single(weights, name, sampling):
         )
 
 
-@slow  # prefill and decoding at full density are compared elsewhere
-def test_density_of_one_generates_what_dense_generates(weights):
-    tokens, lengths = prompts(*LENGTHS)
-    full = POLICIES["paper"].__class__.paper(block_size=16, density=1.0, dense_layers=1)
-    results = [
-        generate(weights, tokens, lengths=lengths, config=config, **OPTIONS)
-        for config in (full, POLICIES["dense"])
-    ]
-    chex.assert_trees_all_equal(results[0].tokens, results[1].tokens)
-    assert float(results[0].measured_density.overall) == pytest.approx(1.0)
-
-
 def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
     tokens, lengths = prompts(*LENGTHS)
     options = {"config": POLICIES["paper"], "lengths": lengths, **OPTIONS}
