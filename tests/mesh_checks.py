@@ -5,6 +5,7 @@ Each `check_...` raises what does not hold. The tests call them through `run_pyt
 
 import dataclasses
 import functools
+import gc
 import math
 import re
 from pathlib import Path
@@ -385,6 +386,25 @@ def check_loading(directory: str, saved: str) -> None:
     for path, leaf in flatten_params(params).items():
         assert leaf.sharding == where(path, leaf), path
         np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
+    # Interrupted on the way, it leaves nothing on any device.
+    held = len(jax.live_arrays())
+
+    def interrupted(files: TensorFiles, name: str, *bounds: slice) -> np.ndarray:
+        if len(read) == 20:
+            raise KeyboardInterrupt
+        return counting(files, name, *bounds)
+
+    TensorFiles.read = interrupted  # type: ignore[method-assign]
+    read.clear()
+    try:
+        load(directory, sharding=where)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("it must have been interrupted")
+    gc.collect()
+    assert len(jax.live_arrays()) == held
+    TensorFiles.read = counting  # type: ignore[method-assign]
     # One rank alone: what a process with a single device reads.
     sources = find_sources(config)
     with TensorFiles(Path(directory)) as files:

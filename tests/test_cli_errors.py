@@ -88,6 +88,8 @@ MISTAKES = {
     ),
     "unknown phase": (["--phase", "all"], "--phase must be one of ('both', 'prefill', 'decode')"),
     "chunk of 100": (["--chunk-size", 100], "--chunk-size must be a positive multiple of"),
+    "mesh of sequences": (["--mesh", "data=2"], "--mesh must be tensor=RANKS, sequence=RANKS or"),
+    "mesh of too many": (["--mesh", "tensor=4,sequence=64"], "--mesh must have at most the "),
     "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
     "unknown dtype": (["--dtype", "int8"], "--dtype must be one of ('float32', 'float16'"),
     "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),

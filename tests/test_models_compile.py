@@ -57,11 +57,12 @@ def test_a_piece_of_a_prompt_copies_no_cache(name, compiler):
 def test_two_gpus_share_a_piece_of_a_prompt(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_on_2")
     assert written(found, limit=2**29) == []
-    # 513 rows, as the first may begin inside a block; some at a time scored by eight heads each.
+    # 513 rows, as the first may begin inside a block, scored by eight heads each, 520 with those
+    # that fill the last program, or some of them at a time.
     reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
     gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
     assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: of a layer twice, and embeddings
-    assert len(gathered) == 1 and gathered[0] <= 513 * 2048 * 8 * 4
+    assert len(gathered) == 1 and gathered[0] <= 520 * 2048 * 8 * 4
 
 
 def test_two_gpus_share_the_rows_of_a_piece(compiler):

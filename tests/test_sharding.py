@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import socket
 import subprocess
 import sys
@@ -224,6 +225,20 @@ _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size":
 def test_ranks_read_their_share(check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT, num_shards=2)
     check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
+
+
+@pytest.mark.slow
+def test_the_command_line_shares_a_model_over_devices(run_python, tmp_path: Path):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    write_checkpoint(tmp_path / "model", "llama", tokenizer=True, **heads)
+    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "Walk." * 40]
+    arguments += ["--max-new-tokens", "8", "--json", "--no-compile-cache"]
+    code = "import sys\nfrom sketchwalk_jax.cli import main\nsys.exit(main({}))"
+    meshes = ([], ["--mesh", "tensor=2,sequence=2"])
+    one, many = (
+        json.loads(run_python(code.format(arguments + mesh), devices=4)) for mesh in meshes
+    )
+    assert one["text"] == many["text"]
 
 
 @pytest.mark.slow

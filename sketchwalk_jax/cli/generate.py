@@ -69,6 +69,7 @@ def generate(
         ),
     ] = None,
     dtype: options.DTypeOption = None,
+    mesh: options.MeshOption = None,
     max_new_tokens: options.NewTokensOption = 128,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
@@ -173,6 +174,7 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
+    placement = options.make_placement(mesh, model_config, config)
     text = "" if prompts is not None else prompt.read_source(prompt_text, prompt_file)
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
@@ -239,7 +241,7 @@ def generate(
         texts = TextsFile(out, entries, settings, overwrite=overwrite)
 
     started = time.perf_counter()
-    params, model_config = options.load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen, sharding=placement)
     load_s = time.perf_counter() - started
     config = options.set_density(
         config, density, params, model_config, tokenizer, num_tokens=len(tokens)

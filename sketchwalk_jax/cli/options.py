@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.sharding import Placement, plan
 from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
@@ -120,6 +122,17 @@ TextOption = Annotated[
         help="Text to hide facts in: UTF-8, plain or .xz.",
         show_default="Python's help topics",
         rich_help_panel=TEXT,
+    ),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXIS=RANKS,...",
+        help="Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor "
+        "shares weights and heads, sequence a prompt's tokens and the cache.",
+        show_default="one device",
+        rich_help_panel=METHOD,
     ),
 ]
 DTypeOption = Annotated[
@@ -317,9 +330,47 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype
 
 
-def load_model(directory: Path, dtype: str, *, use_plan: bool = True) -> tuple[Params, ModelConfig]:
-    """The weights, on the device, with a sign of life."""
-    given: dict[str, Any] = {"dtype": dtype, "use_plan": use_plan}
+def make_placement(mesh: str | None, model_config: ModelConfig, config: Policy) -> Placement | None:
+    """Where a model lies on the mesh of `--mesh`; `None` on one device.
+
+    Args:
+      mesh: The option.
+      model_config: The model.
+      config: The policy.
+
+    Raises:
+      UsageError: If it is no mesh, or the model, the policy or this machine does not suit it.
+    """
+    if mesh is None:
+        return None
+    axes: dict[str, int] = {}
+    for entry in mesh.split(","):
+        name, _, ranks = entry.partition("=")
+        if name not in ("tensor", "sequence") or not ranks.isdecimal() or int(ranks) < 1:
+            raise UsageError(
+                "--mesh must be tensor=RANKS, sequence=RANKS or both with a comma between, got "
+                f"{mesh!r}"
+            )
+        axes[name] = int(ranks)
+    needed, there = math.prod(axes.values()), len(jax.devices())
+    if needed > there:
+        raise UsageError(f"--mesh must have at most the {there} devices of here, got {mesh!r}")
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    devices = jax.devices()[:needed]
+    made = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+    try:
+        placement = plan(made, model_config)
+        placement.check_policy(config)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"--mesh {mesh}: {error}") from error
+    return placement
+
+
+def load_model(
+    directory: Path, dtype: str, *, use_plan: bool = True, sharding: Placement | None = None
+) -> tuple[Params, ModelConfig]:
+    """The weights, on the device or as they lie on a mesh, with a sign of life."""
+    given: dict[str, Any] = {"dtype": dtype, "use_plan": use_plan, "sharding": sharding}
     if not (directory / SAVED_CONFIG_FILE).exists():
         return jax.block_until_ready(load(directory, progress=True, **given))
     # Orbax reads everything in one call, without steps for a bar.
