@@ -48,9 +48,7 @@ def test_each_source_has_its_notebook():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FIGURES))
-def test_runs_top_to_bottom_and_both_files_agree(
-    repository, program_environment, tmp_path, monkeypatch, name
-):
+def test_runs_top_to_bottom_and_both_files_agree(repository, program_environment, tmp_path, name):
     environment = {key: x for key, x in program_environment.items() if key != "MODEL_DIR"}
     done = subprocess.run(
         [sys.executable, repository / "notebooks" / "build.py", name, "--out", tmp_path],
