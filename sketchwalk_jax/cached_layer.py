@@ -48,6 +48,7 @@ class LayerSettings:
       kernel_config: Tile sizes, or `None` for the defaults.
       return_selection: Whether the selected blocks are returned.
       placement: Where the model lies on a mesh, or `None` on one device.
+      on_one_device: Whether the model is known to lie on one device: the only one, unless told.
 
     Raises:
       ValueError: If an option is unknown, or two contradict each other.
@@ -60,6 +61,7 @@ class LayerSettings:
     kernel_config: KernelConfig | None = None
     return_selection: bool = False
     placement: Placement | None = None
+    on_one_device: bool = dataclasses.field(default_factory=lambda: jax.device_count() == 1)
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -100,7 +102,9 @@ class LayerSettings:
         """
         if self.placement is not None:
             return self.selection_kernels
-        return row_kernels(self.implementation, self.kernel_config)
+        return row_kernels(
+            self.implementation, self.kernel_config, on_one_device=self.on_one_device
+        )
 
     @property
     def multiply_rows(self) -> Multiply | None:

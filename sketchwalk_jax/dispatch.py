@@ -95,18 +95,19 @@ def selection_kernels(
 
 
 def row_kernels(
-    implementation: str | None, config: KernelConfig | None = None
+    implementation: str | None, config: KernelConfig | None = None, *, on_one_device: bool
 ) -> KernelConfig | None:
     """How few rows may be multiplied with stacked weights, or `None` where XLA does it.
 
-    On several devices it does: weights may be spread over them.
+    Where weights may be spread over devices it does: a kernel would get all of them on each.
 
     Args:
       implementation: As asked for attention.
       config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+      on_one_device: Whether the weights are known to lie on one device.
     """
     found = selection_kernels(implementation, config)
-    return found if found is None or found.interpret or jax.device_count() == 1 else None
+    return found if found is None or found.interpret or on_one_device else None
 
 
 def why_not_cudnn(

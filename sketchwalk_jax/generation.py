@@ -42,7 +42,13 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sharding import Placement, constrain, constrain_logits, placement_of
+from sketchwalk_jax.sharding import (
+    Placement,
+    constrain,
+    constrain_logits,
+    lies_on_one_device,
+    placement_of,
+)
 from sketchwalk_jax.validation import check_integer
 
 PyTree = Any
@@ -294,6 +300,7 @@ def generate(
     call = check_call(
         tokens,
         placement=placement_of(params, model_config),
+        on_one_device=lies_on_one_device(params),
         model_config=model_config,
         config=config,
         max_new_tokens=max_new_tokens,
@@ -341,6 +348,7 @@ def check_call(
     tokens: Any,
     *,
     placement: Placement | None = None,
+    on_one_device: bool = False,
     model_config: ModelConfig,
     config: Policy | None = None,
     max_new_tokens: int,
@@ -368,6 +376,7 @@ def check_call(
         kernel_config=kernel_config,
         return_selection=return_selection,
         placement=placement,
+        on_one_device=on_one_device,
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_integer("max_new_tokens", max_new_tokens)
@@ -825,6 +834,7 @@ def stream(
     """
     check_integer("every", every)
     placement = placement_of(params, options["model_config"]) if "model_config" in options else None
-    call = check_call(tokens, placement=placement, **options)
+    one = lies_on_one_device(params)
+    call = check_call(tokens, placement=placement, on_one_device=one, **options)
     check_model(params, call.prompt[-1], call.reading["settings"].model_config)
     return Stream(call, params, every=every)

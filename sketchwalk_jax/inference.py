@@ -43,6 +43,7 @@ from sketchwalk_jax.sharding import (
     constrain,
     constrain_logits,
     embed_tokens,
+    lies_on_one_device,
     placement_of,
     take_dealt_columns,
 )
@@ -353,6 +354,7 @@ def prefill(
         return_selection=return_selection,
         return_all_logits=return_all_logits,
         placement=placement_of(params, model_config),
+        on_one_device=lies_on_one_device(params),
     )
     given, lengths = lengths, check_prompt(tokens, lengths, model_config)
     check_cache(cache, tokens.shape[0], model_config, config, settings.placement)
@@ -406,6 +408,7 @@ def decode_step(
         kernel_config=kernel_config,
         return_selection=return_selection,
         placement=placement_of(params, model_config),
+        on_one_device=lies_on_one_device(params),
     )
     check_token(tokens, cache, model_config, config, settings.placement)
     check_model(params, cache, model_config)
@@ -453,6 +456,7 @@ def forward(
         kernel_config=kernel_config,
         return_all_logits=True,
         placement=placement_of(params, model_config),
+        on_one_device=lies_on_one_device(params),
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_model(params, None, model_config)

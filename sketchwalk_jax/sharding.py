@@ -389,6 +389,22 @@ def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
     return _placement(sharding.mesh, model_config) if isinstance(sharding, NamedSharding) else None
 
 
+def lies_on_one_device(params: PyTree) -> bool:
+    """Whether parameters are known to lie on one device, whatever others this process has.
+
+    Under a `jit` of the caller's that is unknown, unless there is only one.
+
+    Args:
+      params: Parameter tree.
+    """
+    if jax.device_count() == 1:
+        return True
+    arrays = [one for one in jax.tree.leaves(params) if isinstance(one, jax.Array)]
+    if not arrays or any(isinstance(one, jax.core.Tracer) for one in arrays):
+        return False
+    return len(set[jax.Device]().union(*(one.devices() for one in arrays))) == 1
+
+
 def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTree:
     """Arrays that are spread by the names of mesh axes; as they are where there is no mesh.
 

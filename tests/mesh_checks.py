@@ -32,7 +32,7 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
-from sketchwalk_jax.sharding import Placement, plan
+from sketchwalk_jax.sharding import Placement, lies_on_one_device, plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,8 +379,13 @@ def check_loading(directory: str, saved: str) -> None:
         return found
 
     whole, _ = load(directory)
+    assert lies_on_one_device(whole)
+    known: list[bool] = []
+    jax.eval_shape(lambda tree: known.append(lies_on_one_device(tree)), whole)
+    assert known == [False]  # under a `jit` of the caller's, it could lie anywhere
     TensorFiles.read = counting  # type: ignore[method-assign]
     params, _ = load(directory, sharding=where)
+    assert not lies_on_one_device(params)
     total = sum(x.nbytes for x in jax.tree.leaves(whole))
     assert sum(read) == total, (sum(read), total)
     for path, leaf in flatten_params(params).items():

@@ -106,3 +106,10 @@ def test_asking_for_the_kernels_where_they_cannot_run_says_why(monkeypatch):
 def test_interpret_is_true_or_false(value):
     with pytest.raises(ValueError, match="interpret must be True or False"):
         KernelConfig(interpret=value)
+
+
+def test_weights_that_may_be_spread_are_multiplied_by_xla(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    assert dispatch.row_kernels(None, on_one_device=True) is not None
+    assert dispatch.row_kernels(None, on_one_device=False) is None
+    assert dispatch.row_kernels("xla", on_one_device=True) is None
