@@ -1,17 +1,19 @@
-"""Gradients of attention over lists beside those of dense attention: time and memory, on one GPU.
+"""Gradients of attention over lists beside those of dense attention: time and memory.
 
-    python benchmarks/gradients.py [--out benchmarks/results/gradients.json] [--quick]
+    python benchmarks/gradients.py [--quick]    # on a Hopper GPU: results/gradients.json
+    python benchmarks/gradients.py              # on a CPU: results/gradients_cpu.json
 
 A step is a forward and a backward pass: the cotangents of queries, keys and values for a given one
 of the output. Forward passes alone are timed too; what is left of a step is the backward pass. Both
 sides take turns over the same inputs, calls queued one after another. On a Hopper GPU lists go
-forward by the kernel, and dense attention goes through cuDNN both ways; anywhere else only
-`--quick` makes sense, and everything runs on XLA.
+forward by the kernel, and dense attention goes through cuDNN both ways. On a CPU everything runs on
+XLA, dense attention in the library's tiles, with fewer heads.
 """
 
 import argparse
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import common
@@ -30,6 +32,10 @@ SHAPES = tuple(
     Shape(op="prefill", tokens=tokens, density=DENSITY, heads=(32, 8), head_dim=128)
     for tokens in (4096, 16384, 65536)
 )
+CPU_SHAPES = tuple(
+    Shape(op="prefill", tokens=tokens, density=DENSITY, heads=(8, 2), head_dim=64, dtype="float32")
+    for tokens in (2048, 4096, 8192, 16384)
+)
 QUICK_SHAPES = (Shape(op="prefill", tokens=1024, density=0.2, heads=(4, 2), head_dim=64),)
 CHECKED_TOKENS = 16384  # the most whose gradients are computed in float32 as well
 Row = dict[str, Any]
@@ -38,18 +44,21 @@ Row = dict[str, Any]
 def main() -> None:
     """Runs everything and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=str(common.RESULTS / "gradients.json"))
+    parser.add_argument("--out", type=Path, help="default: by the device")
     parser.add_argument("--repeats", type=int, default=9, help="rounds, in turns")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, two rounds")
     options = parser.parse_args()
     keep_compiled_programs()
+    is_cpu = jax.default_backend() == "cpu"
     repeats = 2 if options.quick else options.repeats
+    out = options.out or common.RESULTS / ("gradients_cpu.json" if is_cpu else "gradients.json")
+    shapes = CPU_SHAPES if is_cpu else SHAPES
     rows = []
-    for shape in tqdm(QUICK_SHAPES if options.quick else SHAPES, desc="gradients"):
+    for shape in tqdm(QUICK_SHAPES if options.quick else shapes, desc="gradients"):
         rows.append(measure(shape, repeats))
         tqdm.write(describe(rows[-1]))
     meta = common.describe_machine(is_quick=options.quick, repeats=repeats)
-    common.write_results(options.out, meta, rows)
+    common.write_results(out, meta, rows)
 
 
 def step_of(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
@@ -68,9 +77,10 @@ def measure(shape: Shape, repeats: int) -> Row:
     sets = kernel_inputs.prefill_sets(shape)
     grads = [jnp.roll(one[0], 1, axis=1) for one in sets]
     sparse = functools.partial(sw.block_sparse_attention, implementation=kernels.IMPLEMENTATION)
-    dense = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=kernels.PEER
-    )
+    dense: Callable[..., jax.Array] = sw.dense_attention
+    if kernels.PEER == "cudnn":
+        options: dict[str, Any] = {"is_causal": True, "implementation": kernels.PEER}
+        dense = functools.partial(jax.nn.dot_product_attention, **options)
     with_grads = [(*one, grad) for one, grad in zip(sets, grads, strict=True)]
     without_lists = [(*one[:3], grad) for one, grad in zip(sets, grads, strict=True)]
     runs = {

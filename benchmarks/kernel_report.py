@@ -141,6 +141,29 @@ def tuning_table(data: Results) -> str:
     return markdown_table(("Shape", "Changed", "Time", "Faster by"), lines, num_names=2)
 
 
+def gradients_table(data: Results) -> str:
+    """Forward and backward passes of lists and of dense attention, and their memory."""
+    lines = []
+    for row in data["rows"]:
+        both: list[str] = []
+        for name in ("forward_ms", "backward_ms"):
+            both += [f"{row[f'{who}_{name}']:,.4g} ms" for who in ("peer", "ours")]
+        sizes = [f"{row[f'{who}_temporary_bytes'] / 2**20:,.0f}" for who in ("peer", "ours")]
+        lines.append(
+            [
+                heads(row),
+                f"{row['tokens']:,}",
+                f"{row['density']:g}",
+                *both,
+                f"**{row['backward_ratio']:.1f}×**",
+                f"{' / '.join(sizes)} MiB",
+            ]
+        )
+    titles = ("Heads", "Tokens", "Density", "Forward, dense", "Lists", "Backward, dense", "Lists")
+    titles += ("Backward faster", "Temporary memory, dense / lists")
+    return markdown_table(titles, lines, num_names=1)
+
+
 def rates_table(data: Results) -> str:
     """What a multiprocessor does in a cycle, with one kind of work alone."""
     lines = []
@@ -212,6 +235,14 @@ TABLES: Tables = {
     "kernels-decode": ("kernels.json", captioned(decode_table)),
     "kernels-selection": ("kernels.json", captioned(selection_table)),
     "kernels-tuning": ("kernel_tuning.json", captioned(tuning_table)),
+    "gradients": (
+        "gradients.json",
+        if_measured(captioned(gradients_table), "`python benchmarks/gradients.py`"),
+    ),
+    "gradients-cpu": (
+        "gradients_cpu.json",
+        if_measured(captioned(gradients_table), "`python benchmarks/gradients.py`"),
+    ),
     "kernels-rates": (
         "hopper_rates.json",
         if_measured(captioned(rates_table), "`python benchmarks/hopper_rates.py`"),
