@@ -131,7 +131,7 @@ def test_directory_that_does_not_exist_is_named(command, tmp_path, refuse):
     [
         (b"", "must not be empty"),
         (b"caf\xe9 au lait", "UTF-8 text, got byte 0xe9 at offset 3"),
-        (b"a" * 505, "model's context of 512 tokens, got 505 and 8; shorten the prompt"),
+        (b"a" * 505, "got 505 and 8; shorten the prompt or lower --max-new-tokens"),
     ],
     ids=["empty", "not UTF-8", "too long"],
 )

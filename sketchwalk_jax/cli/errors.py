@@ -1,6 +1,7 @@
 """What the command line says when something is wrong, and with which exit status."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -54,7 +55,15 @@ def explain(error: BaseException) -> tuple[str, int]:
                 "; pass --chunk-size or a smaller --batch, a shorter prompt, or a smaller --dtype"
             )
         return message, 1
-    return str(error), 1
+    return _FLAGGED.sub(lambda found: _flag(found[0]), str(error)), 1
+
+
+# What messages of the library say to change, by the names of its arguments.
+_FLAGGED = re.compile(r"\b(max_new_tokens|chunk_size)\b")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @contextlib.contextmanager
@@ -68,8 +77,7 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        flag = f"--{name.replace('_', '-')}" if name.isidentifier() else name
-        raise UsageError(f"{flag} {rest}") from error
+        raise UsageError(f"{_flag(name) if name.isidentifier() else name} {rest}") from error
 
 
 def show_warning(
