@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from tiny import MODEL, params, prompts
 from tolerances import tolerance
@@ -22,6 +23,7 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import KernelConfig, generation, inference, sharding
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
+from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.models import ModelConfig, init_params, load, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
@@ -386,6 +388,8 @@ def check_loading(directory: str, saved: str) -> None:
     TensorFiles.read = counting  # type: ignore[method-assign]
     params, _ = load(directory, sharding=where)
     assert not lies_on_one_device(params)
+    with pytest.raises(NotImplementedError, match="on one device to be evaluated, got 8 devices"):
+        Programs(params)
     total = sum(x.nbytes for x in jax.tree.leaves(whole))
     assert sum(read) == total, (sum(read), total)
     for path, leaf in flatten_params(params).items():

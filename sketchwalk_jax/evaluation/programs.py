@@ -264,8 +264,18 @@ class Programs:
         """Starts without programs.
 
         Args:
-          params: Parameter tree: the first argument of every program.
+          params: Parameter tree, on one device: the first argument of every program.
+
+        Raises:
+          NotImplementedError: If it is spread over devices.
         """
+        arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+        devices = set[jax.Device]().union(*(x.devices() for x in arrays))
+        if len(devices) > 1:
+            raise NotImplementedError(
+                f"params must lie on one device to be evaluated, got {len(devices)} devices; load "
+                f"the checkpoint without sharding"
+            )
         self._params = jax.tree.map(_abstract, params)
         self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
         self._started: dict[Any, Future[Any]] = {}
