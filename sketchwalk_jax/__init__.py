@@ -8,10 +8,12 @@
     generation = generate(params, tokens)
 
 Importing this package imports neither Flax nor transformers nor Orbax; what needs them imports
-them.
+them. `LanguageModel` is imported when it is first asked for.
 """
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 # In a checkout the packages `models` and `pallas_kernels` lie beside this folder, not in it.
 _root = _Path(__file__).parent.parent
@@ -29,7 +31,6 @@ from sketchwalk_jax.cache import Cache, Density, init_cache  # noqa: E402
 from sketchwalk_jax.compiled import keep_compiled_programs  # noqa: E402
 from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
 from sketchwalk_jax.inference import decode_step, forward, prefill  # noqa: E402
-from sketchwalk_jax.language_model import LanguageModel  # noqa: E402
 from sketchwalk_jax.layer import init_walk, sketchwalk_attention  # noqa: E402
 from sketchwalk_jax.layer_cache import (  # noqa: E402
     LayerCache,
@@ -43,6 +44,9 @@ from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig  # noqa: E402
 from sketchwalk_jax.sampling import Sampling  # noqa: E402
 from sketchwalk_jax.selection import BlockSelection  # noqa: E402
 from sketchwalk_jax.walk import WalkState  # noqa: E402
+
+if _TYPE_CHECKING:
+    from sketchwalk_jax.language_model import LanguageModel
 
 __all__ = [
     "BlockSelection",
@@ -76,3 +80,13 @@ __all__ = [
     "sketchwalk_cached_attention",
     "stream",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """The text level, which the functions below it do without."""
+    if name != "LanguageModel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sketchwalk_jax.language_model import LanguageModel
+
+    globals()[name] = LanguageModel
+    return LanguageModel

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention import gradients, xla
+from sketchwalk_jax.attention import xla
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.selection import BlockSelection
 
@@ -158,6 +158,8 @@ def _lists_forward(
 
 def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
     """Cotangents of queries, keys and values."""
+    from sketchwalk_jax.attention import gradients  # few callers differentiate
+
     # What is kept of a constant may come back as NumPy's.
     query, key, value, selection, first_block, layer, kv_lengths, *found = jax.tree.map(
         jnp.asarray, kept
@@ -223,6 +225,8 @@ def _dense_forward(options: tuple[float, int], *arguments: Any) -> tuple[Any, An
 
 def _dense_backward(options: tuple[float, int], kept: tuple[Any, ...], grads: Any) -> Any:
     """Cotangents of queries, keys and values."""
+    from sketchwalk_jax.attention import gradients  # few callers differentiate
+
     scale, keys_per_step = options
     query, key, value, positions, layer, kv_lengths, outputs = jax.tree.map(jnp.asarray, kept)
     found = gradients.attend_dense(
