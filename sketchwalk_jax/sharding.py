@@ -399,10 +399,19 @@ def lies_on_one_device(params: PyTree) -> bool:
     """
     if jax.device_count() == 1:
         return True
-    arrays = [one for one in jax.tree.leaves(params) if isinstance(one, jax.Array)]
-    if not arrays or any(isinstance(one, jax.core.Tracer) for one in arrays):
+    if any(isinstance(one, jax.core.Tracer) for one in jax.tree.leaves(params)):
         return False
-    return len(set[jax.Device]().union(*(one.devices() for one in arrays))) == 1
+    return len(devices_of(params)) == 1
+
+
+def devices_of(params: PyTree) -> set[jax.Device]:
+    """The devices that arrays lie on; NumPy's lie on none.
+
+    Args:
+      params: Parameter tree.
+    """
+    arrays = [one for one in jax.tree.leaves(params) if isinstance(one, jax.Array)]
+    return set[jax.Device]().union(*(one.devices() for one in arrays))
 
 
 def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTree:

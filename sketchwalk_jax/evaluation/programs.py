@@ -27,6 +27,7 @@ from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.sharding import devices_of
 
 PyTree = Any
 
@@ -269,11 +270,10 @@ class Programs:
         Raises:
           NotImplementedError: If it is spread over devices.
         """
-        arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-        devices = set[jax.Device]().union(*(x.devices() for x in arrays))
-        if len(devices) > 1:
+        found = len(devices_of(params))
+        if found > 1:
             raise NotImplementedError(
-                f"params must lie on one device to be evaluated, got {len(devices)} devices; load "
+                f"params must lie on one device to be evaluated, got {found} devices; load "
                 f"the checkpoint without sharding"
             )
         self._params = jax.tree.map(_abstract, params)
