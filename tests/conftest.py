@@ -11,6 +11,12 @@ os.environ.setdefault("NPROC", "8")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+# Kernels as they are compiled for Hopper, in place of Pallas' interpreter (`compiled_kernels`).
+RUNS_COMPILED = "SKETCHWALK_COMPILED_KERNELS" in os.environ
+if RUNS_COMPILED:
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # which would run programs
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"
+
 import random
 import subprocess
 import sys
@@ -38,6 +44,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Examples compile, so they are few, never timed, and the same ones in every run.
 settings.register_profile("sketchwalk", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("sketchwalk")
+
+
+if RUNS_COMPILED:
+    import compiled_kernels
+
+    compiled_kernels.install()
 
 
 def pytest_configure(config: pytest.Config) -> None:

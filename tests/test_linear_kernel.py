@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from tolerances import tolerance
-from variants import slow_unless
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.inference import decode_step, prefill
@@ -23,7 +23,6 @@ pytestmark = [
     ),
 ]
 
-INTERPRET = jax.default_backend() == "cpu"
 EPS = 1e-5
 # Rows, inputs, columns of each array, whether weights are [L, F, D], and whether there is a norm.
 CASES = {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import slow_unless
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax.cached_layer import observe_layer
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -22,7 +22,7 @@ token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
 
 pytestmark = pytest.mark.interpreted
 
-KERNELS = KernelConfig(interpret=jax.default_backend() == "cpu")
+KERNELS = KernelConfig(interpret=INTERPRET)
 
 SIZE = 64
 # Heads, key/value heads, channels, queries of a row, rows before the first, tokens after it.

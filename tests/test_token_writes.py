@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import slow_unless
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig, dispatch
 from sketchwalk_jax.cache import write_layer
@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 
-KERNELS = KernelConfig(interpret=jax.default_backend() == "cpu")
+KERNELS = KernelConfig(interpret=INTERPRET)
 SIZE, BLOCKS, LAYERS = 64, 2, 3
 # The first token of a block, the last that there is room for, one without room, an ended sequence.
 POSITIONS, ACTIVE = (SIZE, BLOCKS * SIZE - 1, BLOCKS * SIZE, 5), (True, True, True, False)

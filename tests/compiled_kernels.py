@@ -1,0 +1,121 @@
+"""Kernels of Pallas as they were compiled for Hopper, run on a CPU (`ptx`).
+
+`install` puts what is here in the place of `plgpu.kernel`: a kernel that is called is compiled for
+its operands' shapes, which takes JAX's CUDA plugin and no GPU, and its PTX is run on them.
+"""
+
+import functools
+import itertools
+import os
+import sys
+import tempfile
+from typing import Any
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ptx
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+_make = plgpu.kernel
+_seeds = itertools.count()  # of the order of warps: another one in each call
+
+
+def install() -> None:
+    """Runs every kernel that is made from now on as it is compiled."""
+    from sketchwalk_jax import dispatch
+
+    plgpu.kernel = _kernel
+    dispatch.is_hopper = lambda: True
+
+
+def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:
+    """Stands in for `plgpu.kernel`."""
+    if interpret is not None and interpret is not False:
+        return _make(body, interpret=interpret, **options)
+    real = _make(body, **options)
+
+    def call(*operands: Any) -> Any:
+        is_reference = [isinstance(jax.typeof(x), _REFERENCE) for x in operands]
+        held = [x[...] if own else x for x, own in zip(operands, is_reference, strict=True)]
+        held = [jnp.asarray(x) for x in held]
+
+        def program(*values: Any) -> Any:
+            given = [
+                jax.new_ref(x) if own else x for x, own in zip(values, is_reference, strict=True)
+            ]
+            results = real(*given)
+            kept = [x[...] for x, own in zip(given, is_reference, strict=True) if own]
+            return results, kept
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held]
+        results, kept = jax.eval_shape(program, *shapes)
+        leaves, tree = jax.tree.flatten(results)
+        run = functools.partial(
+            _run, _code(program, shapes), leaves, tuple(is_reference), next(_seeds)
+        )
+        found, written = jax.pure_callback(run, (leaves, kept), *held)
+        references = [x for x, own in zip(operands, is_reference, strict=True) if own]
+        for one, value in zip(references, written, strict=True):
+            one[...] = value
+        return jax.tree.unflatten(tree, found)
+
+    return call
+
+
+_REFERENCE = type(jax.typeof(jax.new_ref(np.zeros(1, np.float32))))
+
+
+@functools.cache
+def _sharding() -> NamedSharding:
+    """A pretended H200."""
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", topology="1x1x1", target_config=hopper.TARGET
+    )
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())
+
+
+def _code(program: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[str, str]:
+    """The PTX of a program's one kernel, and its host's code."""
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()) for x in shapes]
+    cache = jax.config.jax_enable_compilation_cache
+    sys.stdout.flush()
+    was = os.dup(1)
+    try:
+        with tempfile.TemporaryFile("w+") as printed:
+            jax.config.update("jax_enable_compilation_cache", False)  # it would print nothing
+            os.dup2(printed.fileno(), 1)
+            jax.jit(program).lower(*placed).compile()
+            os.dup2(was, 1)
+            printed.seek(0)
+            found = list(ptx.kernels(printed.read()))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cache)
+        os.dup2(was, 1)
+        os.close(was)
+    if len(found) != 1:
+        raise RuntimeError(f"one kernel is to be compiled, got {len(found)}")
+    return found[0]
+
+
+def _run(
+    code: tuple[str, str],
+    results: list[jax.ShapeDtypeStruct],
+    is_reference: tuple[bool, ...],
+    seed: int,
+    *operands: Any,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Runs a kernel; what it writes begins as garbage."""
+    held = [
+        np.array(x, copy=own, order="C") for x, own in zip(operands, is_reference, strict=True)
+    ]
+    written = [x for x, own in zip(held, is_reference, strict=True) if own]
+    found = [
+        np.full(x.size * x.dtype.itemsize, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
+        for x in results
+    ]
+    ptx.run(*code, held, [*found, *written], seed=seed)
+    return found, written
