@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if RUNS_COMPILED:
+        return  # a program that was kept does not say what it is
     directory = config.cache.mkdir("jax_compilation_cache")
     directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)

@@ -55,7 +55,7 @@ _TYPES: dict[str, np.dtype[Any]] = _INTEGERS | {
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "pred": np.dtype(bool),
 }
-_PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
+_PAIRS = {f"{kind}x2": kind for kind in ("f16", "bf16", "u16", "s16")}
 _ELEMENTS = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}  # bytes, by kind of a copy
 
 
@@ -302,6 +302,52 @@ class Program:
     parameters: tuple[str, ...]
     registers: dict[str, str]
 
+    @functools.cached_property
+    def meetings(self) -> dict[int, int]:
+        """Where threads that part at a branch meet again: what all ways to the end pass first.
+
+        That is what the assembler makes of it (Fung et al., "Dynamic Warp Formation", 2007).
+        """
+        end = len(self.instructions)
+        jumps = {
+            index: self.labels[one.operands[0]]
+            for index, one in enumerate(self.instructions)
+            if one.name[0] == "bra"
+        }
+        stops = {i for i, one in enumerate(self.instructions) if one.name[0] in ("ret", "exit")}
+        after = {index + 1 for index in (*jumps, *stops)}
+        starts = sorted({0, *self.labels.values(), *after} - {end})
+        following: list[list[int]] = []  # of each stretch of instructions, by number
+        number = {start: index for index, start in enumerate(starts)} | {end: len(starts)}
+        last = [stop - 1 for stop in (*starts[1:], end)]
+        for own in last:
+            one, found = self.instructions[own], []
+            if own in jumps:
+                found.append(number[jumps[own]])
+            if one.name[0] in ("ret", "exit"):
+                found.append(number[end])
+            if one.guard is not None or one.name[0] not in ("bra", "ret", "exit"):
+                found.append(number[own + 1])
+            following.append(found)
+        # What all ways from each stretch pass, as bits.
+        everything = (1 << len(starts) + 1) - 1
+        passed = [everything] * len(starts) + [1 << len(starts)]
+        while True:
+            new = [
+                functools.reduce(operator.and_, (passed[x] for x in found)) | 1 << index
+                for index, found in enumerate(following)
+            ]
+            if new == passed[:-1]:
+                break
+            passed[:-1] = new
+        found = {}
+        for index, own in enumerate(last):
+            if own in jumps:
+                others = [x for x in range(len(passed)) if passed[index] >> x & 1 and x != index]
+                first = max(others, key=lambda x: passed[x].bit_count())
+                found[own] = (*starts, end)[first]
+        return found
+
 
 _TOKEN = re.compile(r"%?[A-Za-z_$][\w$]*")
 
@@ -321,11 +367,8 @@ def parse(text: str) -> Program:
     scopes: list[dict[str, str]] = [{}]
     count = 1  # of scopes
 
-    def resolve(match: re.Match[str], inside: list[dict[str, str]]) -> str:
-        for scope in reversed(inside):
-            if match[0] in scope:
-                return scope[match[0]]
-        return match[0]
+    def resolve(match: re.Match[str]) -> str:
+        return next((scope[match[0]] for scope in scopes[::-1] if match[0] in scope), match[0])
 
     position, end = head.end(), len(text)
     while position < end:
@@ -368,20 +411,20 @@ def parse(text: str) -> Program:
         guard = None
         if line.startswith("@"):
             which, line = line[1:].split(" ", 1)
-            own = _TOKEN.sub(lambda x: resolve(x, scopes), which.strip("!"))
+            own = _TOKEN.sub(resolve, which.strip("!"))
             guard = (own, which.startswith("!"))
         name, _, operands = line.partition(" ")
         if name.startswith("bra"):  # to a label that may come later
             jumps.append((len(instructions), list(scopes)))
         else:
-            operands = _TOKEN.sub(lambda x: resolve(x, scopes), operands)
+            operands = _TOKEN.sub(resolve, operands)
         instructions.append(
             Instruction(guard, tuple(name.split(".")), tuple(_split(operands)), line)
         )
     for index, inside in jumps:
         one = instructions[index]
-        operands = tuple(_TOKEN.sub(lambda x: resolve(x, inside), y) for y in one.operands)
-        instructions[index] = dataclasses.replace(one, operands=operands)
+        label = next(scope[one.operands[0]] for scope in inside[::-1] if one.operands[0] in scope)
+        instructions[index] = dataclasses.replace(one, operands=(label,))
     return Program(tuple(instructions), labels, parameters, registers)
 
 
@@ -539,6 +582,15 @@ class Block:
         return self.shared[places]
 
 
+@dataclasses.dataclass
+class _Path:
+    """Where some threads of a warp are, and where they meet the others again."""
+
+    threads: np.ndarray
+    next: int
+    meeting: int
+
+
 class _Waiting(Exception):
     """The instruction cannot go on now."""
 
@@ -549,7 +601,7 @@ class Warp:
     def __init__(self, block: Block, index: int) -> None:
         self.block, self.index = block, index
         self.values: dict[str, np.ndarray] = {}
-        self.next = np.zeros(LANES, np.int64)  # where each thread is
+        self.paths = [_Path(_ALL, 0, -1)]  # the last one is gone, up to where it meets the others
         self.alive = _ALL.copy()
         self.active = _ALL  # of the current instruction
         self.is_blocked: Callable[[], bool] | None = None
@@ -558,7 +610,6 @@ class Warp:
         self.flying: dict[str, int] = {}  # registers of products in flight, and of how many
         self.bulk_open: list[list[_Copy]] = [[] for _ in range(LANES)]
         self.bulk: list[list[list[_Copy]]] = [[] for _ in range(LANES)]
-        self.arrived: set[int] = set()
 
     @property
     def has_ended(self) -> bool:
@@ -573,32 +624,41 @@ class Warp:
 
     def where(self) -> str:
         """The instruction that it has come to."""
-        return self.block.program.instructions[self.next[self.alive].min()].text
+        return self.block.program.instructions[self.paths[-1].next].text
 
     def step(self) -> bool:
         """Executes one instruction; whether another one may follow at once."""
         if self.has_ended or not self.can_go_on():
             return False
         program = self.block.program
-        at = int(self.next[self.alive].min())
-        active = self.alive & (self.next == at)
+        while len(self.paths) > 1 and (
+            self.paths[-1].next == self.paths[-1].meeting
+            or not (self.paths[-1].threads & self.alive).any()
+        ):
+            self.paths.pop()
+        path = self.paths[-1]
+        at, active = path.next, path.threads & self.alive
         one = program.instructions[at]
-        if one.guard is not None:
-            holds = self.get(one.guard[0], "pred") != one.guard[1]
-            running = active & holds
-        else:
+        if one.guard is None:
             running = active
-        if one.name[0] in ("bra", "ret", "exit"):
-            self.next[active] = at + 1
-            if one.name[0] == "bra":
-                self.next[running] = program.labels[one.operands[0]]
-            else:
-                self.alive = self.alive & ~running
-                if self.has_ended and (self.open or self.groups):
-                    raise Fault("threads end before their products have")
-            return True
-        self.active = running
-        if running.any():
+        else:
+            running = active & (self.get(one.guard[0], "pred") != one.guard[1])
+        if one.name[0] in ("ret", "exit"):
+            self.alive = self.alive & ~running
+            if self.has_ended and (self.open or self.groups):
+                raise Fault("threads end before their products have")
+        elif one.name[0] == "bra":
+            target = program.labels[one.operands[0]]
+            if (running == active).all():
+                path.next = target
+                return True
+            if running.any():
+                path.next = meeting = program.meetings[at]
+                self.paths.append(_Path(active & ~running, at + 1, meeting))
+                self.paths.append(_Path(running, target, meeting))
+                return True
+        elif running.any():
+            self.active = running
             execute = _OPERATIONS.get(one.name[0])
             if execute is None:
                 raise NotImplementedError(one.text)
@@ -608,9 +668,9 @@ class Warp:
                 return False
             except Fault as error:
                 raise Fault(f"{error} (warp {self.index}: {one.text})") from None
-            except (KeyError, TypeError, IndexError, ValueError) as error:
+            except (KeyError, TypeError, IndexError, ValueError, StopIteration) as error:
                 raise Fault(f"{type(error).__name__} {error} (in {one.text})") from error
-        self.next[active] = at + 1
+        path.next = at + 1
         return self.is_blocked is None
 
     def wait(self, is_blocked: Callable[[], bool]) -> None:
@@ -703,7 +763,7 @@ def _constant(text: str, dtype: np.dtype[Any]) -> np.ndarray:
     if "." in text:
         return np.array(float(text)).astype(dtype)
     number = int(text, 0)
-    if dtype == bool:
+    if dtype.kind == "b":
         return np.array(bool(number))
     if dtype.kind in "ui":
         return np.array(number & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)
@@ -733,21 +793,20 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Warp, Instruction], 
 
     def execute(warp: Warp, one: Instruction) -> None:
         kind, (target, *sources) = _kind(one), one.operands
-        with np.errstate(all="ignore"):
-            if kind in _PAIRS:
-                half = _TYPES[_PAIRS[kind]]
-                given = [
-                    np.ascontiguousarray(np.broadcast_to(warp.get(x, "b32"), (LANES,))).view(half)
-                    for x in sources
-                ]
-                found = np.asarray(function(one, *given)).astype(half)
-                warp.put(target, np.ascontiguousarray(found).view(np.uint32))
-                return
-            given = [warp.get(x, kind) for x in sources]
-            found = function(one, *given)
-            if kind in ("f16", "bf16", "f32") and "fma" not in one.name:
-                found = np.asarray(found).astype(_TYPES[kind])
-            warp.put(target, np.asarray(found))
+        if kind in _PAIRS:
+            half = _TYPES[_PAIRS[kind]]
+            given = [
+                np.ascontiguousarray(np.broadcast_to(warp.get(x, "b32"), (LANES,))).view(half)
+                for x in sources
+            ]
+            found = np.asarray(function(one, *given)).astype(half)
+            warp.put(target, np.ascontiguousarray(found).view(np.uint32))
+            return
+        given = [warp.get(x, kind) for x in sources]
+        found = function(one, *given)
+        if kind in ("f16", "bf16", "f32") and "fma" not in one.name:
+            found = np.asarray(found).astype(_TYPES[kind])
+        warp.put(target, np.asarray(found))
 
     return execute
 
@@ -762,7 +821,8 @@ def _multiply(one: Instruction, x: np.ndarray, y: np.ndarray, *more: np.ndarray)
         if "wide" in one.name:
             return _wide(x) * _wide(y)
         if "hi" in one.name:
-            return (_wide(x) * _wide(y) >> 8 * x.dtype.itemsize).astype(x.dtype)
+            product = x.astype(object) * y.astype(object)
+            return np.asarray(product >> 8 * x.dtype.itemsize).astype(x.dtype)
         return x * y
     return x * y
 
@@ -844,7 +904,7 @@ for _name, _function in {
     "or": lambda one, x, y: x | y,
     "xor": lambda one, x, y: x ^ y,
     "not": lambda one, x: ~x,
-    "neg": lambda one, x: (-x.astype(x.dtype)),
+    "neg": lambda one, x: -x.astype(x.dtype),
     "abs": lambda one, x: np.abs(x),
     "ex2": _float(np.exp2),
     "lg2": _float(np.log2),
@@ -948,9 +1008,7 @@ def _do_lop3(warp: Warp, one: Instruction) -> None:
     found = np.zeros(LANES, np.uint32)
     for index in range(8):
         if int(table, 0) >> index & 1:
-            found |= (
-                (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
-            )
+            found |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
     warp.put(target, found)
 
 
@@ -1015,50 +1073,51 @@ def _do_convert(warp: Warp, one: Instruction) -> None:
     names = [part for part in one.name if part in _TYPES or part[:-2] in _TYPES]
     to, origin = names
     target, *sources = one.operands
-    with np.errstate(all="ignore"):
-        if to.endswith("x2"):  # the first source is the upper half
-            narrow = _TYPES[to[:-2]]
-            if origin.endswith("x2"):
-                x = np.ascontiguousarray(np.broadcast_to(warp.get(sources[0], "b32"), (LANES,)))
-                halves = x.view(_TYPES[origin[:-2]]).reshape(LANES, 2).astype(np.float32)
-            else:
-                pair = [np.broadcast_to(warp.get(x, origin), (LANES,)) for x in sources[::-1]]
-                halves = np.stack(pair, axis=-1).astype(np.float32)
-            if "relu" in one.name:
-                halves = np.maximum(halves, 0)
-            if narrow.itemsize == 1:
-                most = float(ml_dtypes.finfo(narrow).max)
-                if "satfinite" in one.name:
-                    halves = np.clip(halves, -most, most)
-            found = np.ascontiguousarray(halves.astype(narrow))
-            warp.put(target, found.view(f"u{2 * narrow.itemsize}").reshape(LANES))
-            return
+    if to.endswith("x2"):  # the first source is the upper half
+        narrow = _TYPES[to[:-2]]
         if origin.endswith("x2"):
-            raise NotImplementedError(one.text)
-        value, wanted = warp.get(sources[0], origin), _TYPES[to]
-        if wanted.kind in "ui" and value.dtype.kind not in "uib":
-            rounding = next(x for x in one.name if x in ("rni", "rzi", "rmi", "rpi"))
-            rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](
-                value.astype(np.float64)
+            pair = _TYPES[origin[:-2]]
+            x = warp.get(sources[0], f"b{16 * pair.itemsize}")
+            x = np.ascontiguousarray(np.broadcast_to(x, (LANES,)))
+            halves = x.view(pair).reshape(LANES, 2).astype(np.float32)
+        else:
+            both = [np.broadcast_to(warp.get(x, origin), (LANES,)) for x in sources[::-1]]
+            halves = np.stack(both, axis=-1).astype(np.float32)
+        if "relu" in one.name:
+            halves = np.maximum(halves, 0)
+        if narrow.itemsize == 1:
+            most = float(ml_dtypes.finfo(narrow).max)
+            if "satfinite" in one.name:
+                halves = np.clip(halves, -most, most)
+        found = np.ascontiguousarray(halves.astype(narrow))
+        warp.put(target, found.view(f"u{2 * narrow.itemsize}").reshape(LANES))
+        return
+    if origin.endswith("x2"):
+        raise NotImplementedError(one.text)
+    value, wanted = warp.get(sources[0], origin), _TYPES[to]
+    if wanted.kind in "ui" and value.dtype.kind not in "uib":
+        rounding = next(x for x in one.name if x in ("rni", "rzi", "rmi", "rpi"))
+        rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](
+            value.astype(np.float64)
+        )
+        limits = np.iinfo(wanted)
+        rounded = np.nan_to_num(rounded, nan=0.0, posinf=limits.max, neginf=limits.min)
+        found = np.clip(rounded, limits.min, limits.max)
+        found = np.array([int(x) for x in found.reshape(-1)], object).astype(wanted)
+        warp.put(target, found.reshape(rounded.shape))
+        return
+    if wanted == value.dtype and wanted.kind not in "ui":
+        rounding = [x for x in one.name if x in ("rni", "rzi", "rmi", "rpi")]
+        if rounding:
+            value = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding[0]](
+                value
             )
-            limits = np.iinfo(wanted)
-            rounded = np.nan_to_num(rounded, nan=0.0, posinf=limits.max, neginf=limits.min)
-            found = np.clip(rounded, limits.min, limits.max)
-            found = np.array([int(x) for x in found.reshape(-1)], object).astype(wanted)
-            warp.put(target, found.reshape(rounded.shape))
-            return
-        if wanted == value.dtype and wanted.kind not in "ui":
-            rounding = [x for x in one.name if x in ("rni", "rzi", "rmi", "rpi")]
-            if rounding:
-                value = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
-                    rounding[0]
-                ](value)
-        if "sat" in one.name:
-            value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
-        found = value.astype(wanted)
-        if "rz" in one.name and to == "bf16":
-            found = (value.view(np.uint32) >> 16).astype(np.uint16)
-        warp.put(target, found)
+    if "sat" in one.name:
+        value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
+    found = value.astype(wanted)
+    if "rz" in one.name and to == "bf16":
+        found = (value.view(np.uint32) >> 16).astype(np.uint16)
+    warp.put(target, found)
 
 
 @_operation("cvta")
@@ -1122,7 +1181,7 @@ def _do_store(warp: Warp, one: Instruction) -> None:
     sources = _split(source.strip("{}")) if source.startswith("{") else [source]
     if len(sources) != count:
         raise ValueError("as many registers as entries")
-    lanes, block = warp.active, warp.block
+    lanes = warp.active
     places, width = warp.address(target)[lanes], _TYPES[kind].itemsize * count
     if (places % width).any():
         raise Fault(f"addresses are no multiples of {width}")
@@ -1267,11 +1326,8 @@ def _do_reduce(warp: Warp, one: Instruction) -> None:
 def _do_elect(warp: Warp, one: Instruction) -> None:
     warp.together()
     target, _, chosen = one.operands[0].partition("|")
-    leader = warp.block.random.randrange(LANES)  # whichever: what follows may not depend on it
-    leader = 0 if leader % 2 else leader
-    leader = 0
-    warp.put(target, np.array(leader, np.uint32))
-    warp.put(chosen, leader == _LANE)
+    warp.put(target, np.array(0, np.uint32))
+    warp.put(chosen, _LANE == 0)
 
 
 @_operation("activemask")
@@ -1372,7 +1428,9 @@ def _do_fence(warp: Warp, one: Instruction) -> None:
         warp.block.unfenced[mine] = 0
 
 
-@_operation("setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol", "discard", "applypriority")
+@_operation(
+    "setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol", "discard", "applypriority"
+)
 def _do_nothing(warp: Warp, one: Instruction) -> None:
     pass
 
@@ -1453,18 +1511,61 @@ def _copy_tensor(warp: Warp, one: Instruction) -> None:
     block.check(own)
     if is_load:
         barrier = block.barriers[int(warp.address(one.operands[2])[lane])]
-        block.shared[own] = _GARBAGE
-        block.unfenced[own] = 0
+        _start_load(block, barrier, own, places, is_there)
+    else:
+        _start_store(warp, one, lane, own, places, is_there)
 
-        def finish() -> None:
-            values = np.zeros(places.size, np.uint8)
-            values[is_there] = block.memory.read(places[is_there])
-            block.shared[own] = values
-            barrier.bytes_missing -= places.size
-            barrier.settle()
 
-        block.copies.append(_Copy(finish))
-        return
+def _copy_bulk(warp: Warp, one: Instruction) -> None:
+    """Adjacent bytes."""
+    if int(warp.active.sum()) != 1:
+        raise Fault("more than one thread copies")
+    lane, block = int(np.flatnonzero(warp.active)[0]), warp.block
+    is_load = one.name[3].startswith("shared")
+    target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
+    size = int(np.broadcast_to(warp.get(one.operands[2], "u32"), (LANES,))[lane])
+    if size % 16 or target % 16 or source % 16:
+        raise Fault("a copy is of multiples of 16 bytes")
+    inside = np.arange(size)
+    if is_load:
+        barrier = block.barriers[int(warp.address(one.operands[3])[lane])]
+        _start_load(block, barrier, block.check(target + inside), source + inside)
+    else:
+        _start_store(warp, one, lane, block.check(source + inside), target + inside)
+
+
+def _start_load(
+    block: Block,
+    barrier: _Barrier,
+    own: np.ndarray,
+    places: np.ndarray,
+    is_there: np.ndarray | bool = True,
+) -> None:
+    """Starts to copy from global to shared memory; what is not there becomes zero."""
+    is_there = np.broadcast_to(is_there, places.shape)
+    block.shared[own] = _GARBAGE
+    block.unfenced[own] = 0
+
+    def finish() -> None:
+        values = np.zeros(places.size, np.uint8)
+        values[is_there] = block.memory.read(places[is_there])
+        block.shared[own] = values
+        barrier.bytes_missing -= places.size
+        barrier.settle()
+
+    block.copies.append(_Copy(finish))
+
+
+def _start_store(
+    warp: Warp,
+    one: Instruction,
+    lane: int,
+    own: np.ndarray,
+    places: np.ndarray,
+    is_there: np.ndarray | bool = True,
+) -> None:
+    """Starts to copy from shared to global memory."""
+    block, is_there = warp.block, np.broadcast_to(is_there, places.shape)
     values = block.read_shared(own).copy()
 
     def read() -> None:
@@ -1477,10 +1578,6 @@ def _copy_tensor(warp: Warp, one: Instruction) -> None:
     copy = _Copy(write, read)
     block.copies.append(copy)
     warp.bulk_open[lane].append(copy)
-
-
-def _copy_bulk(warp: Warp, one: Instruction) -> None:
-    raise NotImplementedError(one.text)
 
 
 # Products
@@ -1562,15 +1659,41 @@ def _start_product(warp: Warp, one: Instruction) -> None:
             if (block.shared[left_places] != early["left"]).any():
                 raise Fault(f"what a product reads has been overwritten ({one.text})")
             first = as_matrix(early["left"], left_kind)
-        with np.errstate(all="ignore"):
-            found = signs[0] * signs[1] * (first.astype(np.float64) @ second.T.astype(np.float64))
-            if goes_on.all():
-                found = found + _sums(warp, names, to, columns)
-            _put_sums(warp, names, to, found.astype(np.float32))
+        found = signs[0] * signs[1] * (first.astype(np.float64) @ second.T.astype(np.float64))
+        if goes_on.all():
+            found = found + _sums(warp, names, to, columns)
+        _put_sums(warp, names, to, found.astype(np.float32))
 
     for name in names:
         warp.flying[name] = warp.flying.get(name, 0) + 1
     warp.open.append(_Product(finish, names))
+
+
+@_operation("mma")
+def _do_mma(warp: Warp, one: Instruction) -> None:
+    """A product of a warp's own: 16 rows with eight columns, both in registers."""
+    warp.together()
+    depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
+    to, left_kind, right_kind, _ = one.name[-4:]
+    target, left, right, start = (_split(x.strip("{}")) for x in one.operands)
+    held = [[np.broadcast_to(warp.get(x, "b32"), (LANES,)) for x in y] for y in (left, right)]
+    first = _from_registers(held[0], _TYPES[left_kind], depth)
+    per = 4 // _TYPES[right_kind].itemsize
+    second = np.zeros((8, depth), np.float32)
+    for index, register in enumerate(held[1]):
+        entries = np.ascontiguousarray(register).view(_TYPES[right_kind]).reshape(LANES, per)
+        for part in range(per):
+            column = per * (_LANE % 4) + 4 * per * index + part
+            second[_LANE // 4, column] = entries[:, part].astype(np.float32)
+    if to != "f32":
+        raise NotImplementedError(one.text)
+    sums = [np.broadcast_to(warp.get(x, "f32"), (LANES,)) for x in start]
+    product = first.astype(np.float64) @ second.T.astype(np.float64)
+    for index in range(2):
+        row, column = _sum_places(index)
+        for part in range(2):
+            found = product[row, column + part] + sums[2 * index + part]
+            warp.put(target[2 * index + part], found.astype(np.float32))
 
 
 def _operand(
@@ -1581,9 +1704,11 @@ def _operand(
     if (values != values[0]).any():
         raise Fault("threads have different descriptors")
     bits = int(values[0])
-    start, leading, stride = (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (
-        bits >> 32 & 0x3FFF
-    ) << 4
+    start, leading, stride = (
+        (bits & 0x3FFF) << 4,
+        (bits >> 16 & 0x3FFF) << 4,
+        (bits >> 32 & 0x3FFF) << 4,
+    )
     if bits >> 49 & 7:
         raise NotImplementedError("a matrix that does not begin where its swizzling does")
     line = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62]
@@ -1677,8 +1802,9 @@ def run(
     memory = Memory()
     buffers = [memory.place(x) for x in (*arguments, *results)]
     launch, program = read_launch(host, buffers), parse(ptx)
-    for index in np.ndindex(launch.grid):
-        Block(program, launch, memory, index, seed).run()
+    with np.errstate(all="ignore"):
+        for index in np.ndindex(launch.grid):
+            Block(program, launch, memory, index, seed).run()
 
 
 def kernels(printed: str) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,319 @@
+"""What runs PTX on a CPU: that it computes, and that it sees each fault that it promises to see."""
+
+import ml_dtypes
+import numpy as np
+import ptx
+import pytest
+
+HEAD = """
+.version 9.0
+.target sm_90a
+.visible .entry one(.param .u64 .ptr .align 256 one_0, .param .u64 .ptr .align 256 one_1,
+  .param .align 64 .b8 one_2[256])
+.maxntid {threads}, 1, 1
+{{
+  .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<30>;
+  ld.param.b64 %rd1, [one_0];
+  ld.param.b64 %rd2, [one_1];
+  mov.b64 %rd3, one_2;
+  mov.u32 %r1, %tid.x;
+  mov.b64 %rd9, __dynamic_shmem__0;
+  cvt.u32.u64 %r90, %rd9;
+  mul.wide.u32 %rd4, %r1, 4;
+  add.s64 %rd5, %rd1, %rd4;
+  add.s64 %rd6, %rd2, %rd4;
+  setp.eq.s32 %p8, %r1, 0;
+"""
+
+
+def run(body, source, target, *, threads=32, maps=(), seed=0):
+    """Runs instructions behind `HEAD`: `%rd5` and `%rd6` are a thread's words of both arrays."""
+    memory = ptx.Memory()
+    addresses = [memory.place(x) for x in (source, target)]
+    program = ptx.parse(f"{HEAD.format(threads=threads)} {body} ret; }}")
+    arguments = (0, 8, 1 << 20)
+    found = {
+        arguments[2] + 128 * index: ptx.TensorMap(addresses[which], *rest)
+        for index, (which, *rest) in enumerate(maps)
+    }
+    held = dict(zip(arguments, addresses, strict=False))
+    launch = ptx.Launch((1, 1, 1), threads, 32768, arguments, held, found)
+    ptx.Block(program, launch, memory, (0, 0, 0), seed).run()
+    return target
+
+
+def arrays(count=32, dtype=np.uint32):
+    return np.arange(count, dtype=dtype), np.zeros(count, dtype)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("add.s32 %r3, %r2, 7;", lambda x: x + 7),
+        ("mul.wide.u32 %rd7, %r2, 5; cvt.u32.u64 %r3, %rd7;", lambda x: x * 5),
+        ("mul.hi.u32 %r3, %r2, -1;", lambda x: x * (2**32 - 1) >> 32),
+        ("{ .reg .b32 x; shl.b32 x, %r2, 3; lop3.b32 %r3, x, %r2, 5, 0x6a; }", None),
+        ("bfe.u32 %r3, %r2, 1, 3;", lambda x: x >> 1 & 7),
+        ("prmt.b32 %r3, %r2, 255, 0x4400;", lambda x: x | x << 8 | 255 << 16 | 255 << 24),
+        ("shfl.sync.bfly.b32 %r3, %r2, 3, 31, -1;", lambda x: x ^ 3),
+        ("shfl.sync.idx.b32 %r3, %r2, 5, 31, -1;", lambda x: 0 * x + 5),
+        ("setp.lt.u32 %p1, %r2, 9; selp.b32 %r3, 1, 2, %p1;", lambda x: np.where(x < 9, 1, 2)),
+        ("mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r3, {%rs2, %rs1};", lambda x: x << 16),
+        ("cvt.rn.f32.u32 %r4, %r2; mul.f32 %r4, %r4, 0f40000000; cvt.rzi.u32.f32 %r3, %r4;", None),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_instructions_compute(body, expected):
+    source, target = arrays()
+    numbers = source.astype(np.int64)
+    if "lop3" in body:
+        wanted = (numbers << 3 & numbers) ^ 5
+    elif "cvt.rzi" in body:
+        wanted = 2 * numbers
+    else:
+        wanted = expected(numbers)
+    found = run(f"ld.global.b32 %r2, [%rd5]; {body} st.global.b32 [%rd6], %r3;", source, target)
+    np.testing.assert_array_equal(found, wanted.astype(np.uint32))
+
+
+# Odd threads go around a loop as often as they say; what they skip stands behind the end.
+PARTING = """
+  mov.b32 %r3, 0; and.b32 %r4, %r1, 1; setp.eq.s32 %p1, %r4, 0;
+  @%p1 bra FAR;
+AGAIN:
+  add.s32 %r3, %r3, 1; setp.lt.s32 %p2, %r3, %r1; @%p2 bra AGAIN;
+MEET:
+  shfl.sync.bfly.b32 %r5, %r3, 1, 31, -1; st.global.b32 [%rd6], %r5; ret;
+FAR:
+  mov.b32 %r3, 100; bra MEET;
+"""
+
+
+def test_threads_that_part_meet_again():
+    found = run(PARTING, *arrays())
+    lane = np.arange(32)
+    np.testing.assert_array_equal(found, np.where(lane % 2, 100, lane + 1))
+
+
+def test_threads_that_have_not_met_may_not_exchange():
+    body = PARTING.replace("mov.b32 %r3, 100;", "shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;")
+    with pytest.raises(ptx.Fault, match=r"elsewhere .*shfl"):
+        run(body, *arrays())
+
+
+EXCHANGE = """
+  shl.b32 %r2, %r1, 2; add.s32 %r2, %r2, %r90;
+  ld.global.b32 %r3, [%rd5]; st.shared.b32 [%r2], %r3;
+  bar.sync 0;
+  xor.b32 %r4, %r1, 32; shl.b32 %r4, %r4, 2; add.s32 %r4, %r4, %r90;
+  ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd6], %r5;
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warps_exchange_through_shared_memory(seed):
+    source, target = arrays(64)
+    found = run(EXCHANGE, source, target, threads=64, seed=seed)
+    np.testing.assert_array_equal(found, source ^ 32)
+
+
+def test_without_a_barrier_some_order_of_warps_finds_garbage():
+    source, target = arrays(64)
+    body = EXCHANGE.replace("bar.sync 0;", "")
+    found = [run(body, source, target.copy(), threads=64, seed=seed) for seed in range(8)]
+    assert any((x != source ^ 32).any() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("add.s32 %r3, %r4, 1;", "nothing has been written to %r4"),
+        ("st.global.b32 [%rd6+4096], %r1;", "no array has the addresses"),
+        ("ld.shared.b32 %r3, [%r90+40000];", "outside of shared memory"),
+        ("st.global.b64 [%rd6], %rd5;", "no multiples of 8"),
+        ("bar.sync 1, 64;", "wait forever"),
+        ("@%p8 bar.sync 0;", "elsewhere"),
+        ("mbarrier.init.shared.b64 [%r90], 1;", "made more than once"),
+        ("trap;", "trap"),
+    ],
+)
+def test_faults_of_threads_are_seen(body, message):
+    with pytest.raises(ptx.Fault, match=message):
+        run(body, *arrays())
+
+
+# 64 floats through the copy engine, there and back.
+MAPS = ((0, 4, (64,), (1,), (64,), 16), (1, 4, (64,), (1,), (64,), 16))
+THERE = """
+  @%p8 mbarrier.init.shared.b64 [%r90+1024], 1;
+  bar.sync 0;
+  @%p8 mbarrier.arrive.expect_tx.shared.b64 %rd8, [%r90+1024], 256;
+  @%p8 cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes
+    [%r90], [%rd3, {0}], [%r90+1024];
+"""
+WAIT = """
+  { .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%r90+1024], 0, 1000;
+    @done bra.uni DONE; bra.uni AGAIN; DONE: }
+"""
+DOUBLE = """
+  shl.b32 %r2, %r1, 2; add.s32 %r2, %r2, %r90;
+  ld.shared.b32 %r3, [%r2]; add.f32 %r3, %r3, %r3; st.shared.b32 [%r2], %r3;
+  ld.shared.b32 %r3, [%r2+128]; add.f32 %r3, %r3, %r3; st.shared.b32 [%r2+128], %r3;
+"""
+FENCE = "fence.proxy.async.shared::cta; bar.sync 0;"
+BACK = """
+  add.s64 %rd7, %rd3, 128;
+  @%p8 cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%rd7, {0}], [%r90];
+  cp.async.bulk.commit_group;
+"""
+END = "cp.async.bulk.wait_group 0;"
+OVERWRITE = "st.shared.b32 [%r2], %r1;"
+
+
+def copy(*parts):
+    source = np.arange(64, dtype=np.float32)
+    return run("".join(parts), source, np.zeros_like(source), maps=MAPS), 2 * source
+
+
+def test_copies_arrive():
+    np.testing.assert_array_equal(*copy(THERE, WAIT, DOUBLE, FENCE, BACK, END))
+
+
+def test_who_does_not_wait_for_a_copy_finds_garbage():
+    found, wanted = copy(THERE, DOUBLE, FENCE, WAIT, BACK, END)
+    assert (found != wanted).any()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((THERE, WAIT, DOUBLE, BACK, END), "no fence has passed on"),
+        ((THERE, WAIT, DOUBLE, FENCE, BACK, OVERWRITE, END), "overwritten"),
+        ((THERE.replace("256;", "260;"), WAIT), "wait forever"),
+        ((THERE.replace("1024], 1;", "1024], 2;"), WAIT), "wait forever"),
+        ((THERE, "@%p8 mbarrier.arrive.shared.b64 %rd8, [%r90+1024];"), "more arrivals"),
+        ((THERE, THERE), "made more than once"),
+        ((THERE, WAIT, BACK.replace("@%p8 ", ""), END), "more than one thread copies"),
+    ],
+)
+def test_faults_of_copies_are_seen(parts, message):
+    with pytest.raises(ptx.Fault, match=message):
+        copy(*parts)
+
+
+# A row of 16 for each warp times eight columns: queries in registers, keys in shared memory.
+DEPTH = 32  # of eight bits
+SUMS = ", ".join(f"%r{10 + index}" for index in range(4))
+LEFT = ", ".join(f"%r{20 + index}" for index in range(4))
+START = f"""
+  shl.b32 %r2, %r1, 2; add.s32 %r3, %r2, %r90;
+  ld.global.b32 %r4, [%rd5+4096];
+  setp.lt.u32 %p1, %r1, 64; @%p1 st.shared.b32 [%r3], %r4;
+  and.b32 %r5, %r1, 31; shr.u32 %r6, %r1, 5; shl.b32 %r6, %r6, 9;
+  shr.u32 %r7, %r5, 2; shl.b32 %r7, %r7, 5; add.s32 %r6, %r6, %r7;
+  and.b32 %r7, %r5, 3; shl.b32 %r7, %r7, 2; add.s32 %r6, %r6, %r7;
+  cvt.u64.u32 %rd7, %r6; add.s64 %rd7, %rd7, %rd1;
+  ld.global.b32 %r20, [%rd7]; ld.global.b32 %r21, [%rd7+256];
+  ld.global.b32 %r22, [%rd7+16]; ld.global.b32 %r23, [%rd7+272];
+  shr.u64 %rd10, %rd9, 4; and.b64 %rd10, %rd10, 16383;
+  or.b64 %rd10, %rd10, {(8 * 32 >> 4) << 32 | 3 << 62};
+  setp.ne.b32 %p2, 0, 0;
+"""
+PRODUCT = f"""
+  wgmma.fence.sync.aligned;
+  wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {{{SUMS}}}, {{{LEFT}}}, %rd10, %p2, 1, 1;
+  wgmma.commit_group.sync.aligned;
+"""
+AWAIT = "wgmma.wait_group.sync.aligned 0;"
+WRITE = """
+  and.b32 %r5, %r1, 31; shr.u32 %r6, %r1, 5; shl.b32 %r6, %r6, 9;
+  shr.u32 %r7, %r5, 2; shl.b32 %r7, %r7, 5; add.s32 %r6, %r6, %r7;
+  and.b32 %r7, %r5, 3; shl.b32 %r7, %r7, 3; add.s32 %r6, %r6, %r7;
+  cvt.u64.u32 %rd7, %r6; add.s64 %rd7, %rd7, %rd2;
+  st.global.v2.b32 [%rd7], {%r10, %r11}; st.global.v2.b32 [%rd7+256], {%r12, %r13};
+"""
+
+
+def multiply(*parts):
+    """Products of 64 queries with eight keys, and what they are to be."""
+    rng = np.random.default_rng(0)
+    queries, keys = (
+        rng.normal(size=(size, DEPTH)).astype(ml_dtypes.float8_e4m3fn) for size in (64, 8)
+    )
+    held = np.zeros(8192, np.uint8)
+    held[:2048] = queries.view(np.uint8).reshape(-1)
+    # Lines of 32 bytes, of which every other four exchange their halves.
+    place = np.arange(256)
+    held[4096 + (place ^ (place >> 7 & 1) << 4)] = keys.view(np.uint8).reshape(-1)
+    found = run("".join(parts), held, np.zeros((64, 8), np.float32), threads=128)
+    return found, queries.astype(np.float32) @ keys.astype(np.float32).T
+
+
+def test_products_of_eight_bits_are_made():
+    found, wanted = multiply(START, FENCE, PRODUCT, AWAIT, WRITE)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((START, "bar.sync 0;", PRODUCT, AWAIT, WRITE), "no fence has passed on"),
+        ((START, FENCE, PRODUCT, WRITE, AWAIT), "a product in flight has %r1"),
+        ((START, FENCE, PRODUCT, "mov.b32 %r10, 0;", AWAIT), "a product in flight has %r10"),
+        ((START, FENCE, PRODUCT, "mov.b32 %r20, 0;", AWAIT), "%r20.* has been overwritten"),
+        ((START, FENCE, PRODUCT, "st.shared.b32 [%r90], %r1;", AWAIT), "has been overwritten"),
+        ((START, FENCE, PRODUCT), "end before their products"),
+        ((START, FENCE, PRODUCT.replace("%p2, 1", "%p8, 1"), AWAIT), "whether sums go on"),
+    ],
+)
+def test_faults_of_products_are_seen(parts, message):
+    with pytest.raises(ptx.Fault, match=message):
+        multiply(*parts)
+
+
+HOST = """\
+define void @one_mosaic_gpu(ptr %0, ptr %1) {
+  %2 = load ptr, ptr %1, align 8
+  %3 = getelementptr ptr, ptr %1, i32 1
+  %4 = load ptr, ptr %3, align 8
+  %5 = insertvalue { ptr, i64, [2 x i64] } poison, ptr %4, 0
+  %6 = insertvalue { ptr, i64, [2 x i64] } %5, i64 6, 2, 1
+  %7 = extractvalue { ptr, i64, [2 x i64] } %6, 0
+  %8 = alloca [128 x i8], i64 1, align 64
+  %9 = alloca i64, i64 2, align 8
+  %10 = extractvalue { ptr, i64, [2 x i64] } %6, 2, 1
+  store i64 4, ptr %9, align 4
+  %11 = getelementptr inbounds nuw i64, ptr %9, i64 1
+  store i64 %10, ptr %11, align 4
+  call void @mosaic_gpu_init_tma_desc(ptr %8, ptr %7, i64 5, i64 2, ptr %9, ptr %9, i64 64, ptr %9)
+  %12 = load [128 x i8], ptr %8, align 1
+  %13 = alloca { ptr, [128 x i8] }, align 8
+  %14 = alloca [2 x i64], align 8
+  %15 = getelementptr { ptr, [128 x i8] }, ptr %13, i32 0, i32 0
+  store ptr %2, ptr %15, align 8
+  store ptr %15, ptr %14, align 8
+  %16 = getelementptr { ptr, [128 x i8] }, ptr %13, i32 0, i32 1
+  store [128 x i8] %12, ptr %16, align 1
+  %17 = getelementptr i64, ptr %14, i32 1
+  store ptr %16, ptr %17, align 8
+  call void @mosaic_gpu_build_kernel_spec(ptr %0, i32 3, i32 2, i32 1, i32 0, i32 0, i32 0, \
+i32 256, i32 1, i32 1, i32 4096, i32 0, i32 2, ptr %14, ptr %14)
+  ret void
+}
+"""
+
+
+def test_what_the_host_says_is_read():
+    launch = ptx.read_launch(HOST, [1000, 2000])
+    assert (launch.grid, launch.threads, launch.shared_bytes) == ((3, 2, 1), 256, 4096)
+    first, second = launch.arguments
+    assert launch.memory[first] == 1000
+    assert launch.maps[second] == ptx.TensorMap(2000, 2, (4, 6), (4, 6), (4, 6), 64)
+
+
+def test_a_box_that_reaches_beyond_an_array_says_which_bytes_there_are():
+    one = ptx.TensorMap(1000, 2, (3, 8), (8, 1), (2, 4), 16)
+    places, is_there = one.places((2, -1))
+    assert places.reshape(2, 4, 2)[0, 1].tolist() == [1032, 1033]
+    wanted = [[False, True, True, True], [False] * 4]
+    np.testing.assert_array_equal(is_there.reshape(2, 4, 2)[..., 0], wanted)
