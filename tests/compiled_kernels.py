@@ -29,9 +29,11 @@ _seeds = itertools.count()  # of the order of warps: another one in each call
 def install() -> None:
     """Runs every kernel that is made from now on as it is compiled."""
     from sketchwalk_jax import dispatch
+    from sketchwalk_jax.pallas_kernels import selection
 
     plgpu.kernel = _kernel
     dispatch.is_hopper = lambda: True
+    selection.walk_precision = lambda kernels: jax.lax.Precision.HIGHEST  # XLA's, on a CPU
 
 
 def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:

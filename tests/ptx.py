@@ -1659,7 +1659,7 @@ def _start_product(warp: Warp, one: Instruction) -> None:
             if (block.shared[left_places] != early["left"]).any():
                 raise Fault(f"what a product reads has been overwritten ({one.text})")
             first = as_matrix(early["left"], left_kind)
-        found = signs[0] * signs[1] * (first.astype(np.float64) @ second.T.astype(np.float64))
+        found = signs[0] * signs[1] * (first @ second.T)
         if goes_on.all():
             found = found + _sums(warp, names, to, columns)
         _put_sums(warp, names, to, found.astype(np.float32))
@@ -1688,7 +1688,7 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
     if to != "f32":
         raise NotImplementedError(one.text)
     sums = [np.broadcast_to(warp.get(x, "f32"), (LANES,)) for x in start]
-    product = first.astype(np.float64) @ second.T.astype(np.float64)
+    product = first @ second.T
     for index in range(2):
         row, column = _sum_places(index)
         for part in range(2):
@@ -1753,7 +1753,7 @@ def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sums(warp: Warp, names: Sequence[str], kind: str, columns: int) -> np.ndarray:
-    found = np.zeros((16, columns), np.float64)
+    found = np.zeros((16, columns), np.float32)
     for index in range(columns // 4):
         row, column = _sum_places(index)
         if kind == "f32":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from tolerances import tolerance
-from variants import slow_unless
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import (
     KernelConfig,
@@ -40,7 +40,7 @@ CONFIGS = {
 }
 
 
-KERNELS = KernelConfig(interpret=not dispatch.is_hopper())
+KERNELS = KernelConfig(interpret=INTERPRET)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kernels"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from tolerances import TOLERANCES, tolerance
-from variants import slow_unless
+from variants import INTERPRET, RUNS_COMPILED, slow_unless
 
 from sketchwalk_jax import (
     BlockSelection,
@@ -29,8 +29,8 @@ from sketchwalk_jax import (
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 
-ON_GPU = dispatch.is_hopper()
-CONFIG = None if ON_GPU else KernelConfig(interpret=True)
+ON_GPU = dispatch.is_hopper() and not RUNS_COMPILED
+CONFIG = KernelConfig(interpret=True) if INTERPRET else None
 SEEDS = (0, 1, 2) if ON_GPU else (0,)  # the interpreter is slow
 CASES = kernel_cases.CASES + (kernel_cases.LARGE_CASES if ON_GPU else ())
 ATTENTION_CASES = [case for case in CASES if case.op != "select"]

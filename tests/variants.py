@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import pytest
 
-INTERPRET = jax.default_backend() == "cpu" and "SKETCHWALK_COMPILED_KERNELS" not in os.environ
-"""Whether Pallas' interpreter runs kernels, not a GPU, nor `ptx` as they are compiled for one."""
+RUNS_COMPILED = "SKETCHWALK_COMPILED_KERNELS" in os.environ
+"""Whether kernels are compiled for Hopper and run on a CPU (`compiled_kernels`)."""
+INTERPRET = jax.default_backend() == "cpu" and not RUNS_COMPILED
+"""Whether Pallas' interpreter runs kernels."""
 
 
 def slow_unless(is_kept: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
