@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import hopper
@@ -28,6 +29,7 @@ _seeds = itertools.count()  # of the order of warps: another one in each call
 
 def install() -> None:
     """Runs every kernel that is made from now on as it is compiled."""
+    os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     from sketchwalk_jax import dispatch
     from sketchwalk_jax.pallas_kernels import selection
 

@@ -150,6 +150,12 @@ def _largest(shape: str) -> int:
     return max(found)
 
 
+def path_of_assemblers(environment: Path) -> str:
+    """`PATH` with the programs of NVIDIA's wheels in a virtual environment."""
+    wheels = environment.glob("lib/python3*/site-packages/nvidia/*/bin")
+    return os.pathsep.join([*map(str, wheels), os.environ["PATH"]])
+
+
 class Compiler:
     """The program below in another environment; a case that kills it leaves the others alone."""
 
@@ -190,14 +196,12 @@ class Compiler:
     def _environment(self) -> dict[str, str]:
         folder = Path(__file__).resolve().parent
         search = [str(path) for path in (folder.parent, folder, *self._folders)]
-        # Programs of NVIDIA's wheels, which put them beside its libraries
-        wheel = Path(self._python).parents[1].glob("lib/python3*/site-packages/nvidia/*/bin")
-        programs = [*map(str, wheel), os.environ["PATH"]]
+        programs = path_of_assemblers(Path(self._python).parents[1])
         drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program says nothing
         kept = {name: value for name, value in os.environ.items() if name not in drop}
         return kept | {
             "JAX_PLATFORMS": "cpu",
-            "PATH": os.pathsep.join(programs),
+            "PATH": programs,
             "PYTHONPATH": os.pathsep.join(search),
         }
 
