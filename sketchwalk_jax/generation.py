@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
+from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cache import (
     Cache,
     Density,
@@ -30,6 +31,7 @@ from sketchwalk_jax.calls import (
     check_cache,
     check_model,
     check_prompt,
+    check_unused,
     first_rows,
     prompt_rows,
     tokens_used,
@@ -69,6 +71,7 @@ class Generation:
         beyond a shorter one are empty.
       is_finite: Whether every logit of a sequence was finite, bool `[B]`; tokens that were chosen
         from others mean nothing.
+      choice: What an `Auto` chose; `None` where a policy was given.
     """
 
     tokens: Int[Array, "B U"]
@@ -77,6 +80,7 @@ class Generation:
     cache: Cache
     selection: BlockSelection | None
     is_finite: Bool[Array, "B"]
+    choice: Choice | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         """Sizes and outcome in one line; the tokens are not printed."""
@@ -239,7 +243,7 @@ def generate(
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     sampling: Sampling | None = None,
@@ -267,7 +271,8 @@ def generate(
       tokens: Prompts, right-padded.
       model_config: The model.
       config: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
-        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses one by the padded
+        length of the prompts, the number of sequences and what the cache holds.
       max_new_tokens: Most tokens to generate for a sequence.
       lengths: Prompt tokens of each sequence; all `T` by default.
       sampling: How tokens are drawn; greedy by default. New values do not recompile.
@@ -329,6 +334,7 @@ def generate(
         state.cache,
         first_rows(selection, call.num_rows),
         state.is_finite,
+        call.choice,
     )
 
 
@@ -342,6 +348,7 @@ class Call:
     reading: dict[str, Any]  # what is static about `_start`
     decoding: dict[str, Any]  # what is static about `_continue`
     num_rows: int | None  # blocks of the longest prompt, where that is known
+    choice: Choice | None  # what an `Auto` chose
 
 
 def check_call(
@@ -350,7 +357,7 @@ def check_call(
     placement: Placement | None = None,
     on_one_device: bool = False,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Any = None,
     sampling: Sampling | None = None,
@@ -369,7 +376,7 @@ def check_call(
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
-        config=config,
+        config=config.policy(model_config) if isinstance(config, Auto) else config,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -380,12 +387,26 @@ def check_call(
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_integer("max_new_tokens", max_new_tokens)
+    choice = None
+    if isinstance(config, Auto):
+        if cache is not None:
+            check_unused(cache)
+        choice = config.choose(
+            model_config,
+            batch=tokens.shape[0],
+            tokens=tokens_used(cache) + tokens.shape[1],
+            max_new_tokens=max_new_tokens,
+            phase=phase,
+            is_spread=placement is not None,
+            cache=cache,
+        )
+        settings = dataclasses.replace(settings, config=choice.config, phase=choice.phase)
     if placement is not None:
         placement.check_batch(tokens.shape[0])
     if not isinstance(pad_token_id, int):
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
     capacity = _check_room(tokens, lengths, cache, max_new_tokens, max_tokens, settings)
-    num_rows = prompt_rows(tokens, lengths, cache, config.block_size)
+    num_rows = prompt_rows(tokens, lengths, cache, settings.config.block_size)
     if key is not None and sampling is None:
         raise ValueError(
             "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
@@ -407,6 +428,7 @@ def check_call(
             "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
         },
         num_rows=num_rows,
+        choice=choice,
     )
 
 
@@ -603,7 +625,9 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
 class Generate:
     """The callable that `make_generate` returns."""
 
-    def __init__(self, model_config: ModelConfig, config: Policy | None, **static: Any) -> None:
+    def __init__(
+        self, model_config: ModelConfig, config: Policy | Auto | None, **static: Any
+    ) -> None:
         """Keeps the static options; see `make_generate`."""
         config = recommended_policy(model_config) if config is None else config
         self.model_config, self.config, self.static = model_config, config, static
@@ -655,7 +679,7 @@ class Generate:
 
 
 def pad_to_bucket(
-    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy
+    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy | Auto
 ) -> tuple[Array | np.ndarray, Any]:
     """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
     if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
@@ -673,7 +697,7 @@ def pad_to_bucket(
 
 def make_generate(
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...] | None = None,
@@ -695,7 +719,8 @@ def make_generate(
 
     Args:
       model_config: The model.
-      config: The policy; by default the recommended one with the model's plan, as in `generate`.
+      config: The policy, or an `Auto`; by default the recommended policy with the model's plan, as
+        in `generate`.
       max_new_tokens: Most tokens to generate for a sequence.
       eos_token_ids: Tokens that end a sequence; the model's own by default.
       pad_token_id: Fills `tokens` after a sequence's end.
@@ -763,6 +788,11 @@ class Stream(Iterator[StreamChunk]):
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
         self._left, self._is_done = call.max_new_tokens, False
+
+    @property
+    def choice(self) -> Choice | None:
+        """What an `Auto` chose; `None` where a policy was given."""
+        return self._call.choice
 
     @property
     def cache(self) -> Cache:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.language_model import LEAST_CONVERSATION, LanguageModel
@@ -76,7 +77,11 @@ def chat(
         config, density, params, model_config, tokenizer, num_tokens=LEAST_CONVERSATION
     )
     lm = LanguageModel(
-        params=params, model_config=model_config, tokenizer=tokenizer, policy=config, phase=phase
+        params=params,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        policy=Auto(config) if policy == options.AUTO else config,
+        phase=phase,
     )
     talk = lm.conversation(
         system=system, max_new_tokens=max_new_tokens, sampling=sampling, key=seed

@@ -40,6 +40,9 @@ from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 
+AUTO = "auto"
+"""Sketchwalk from the length on from which it was measured to pay, and dense below (`Auto`)."""
+
 _GENERATION_CONFIG = "generation_config.json"
 # Options that draw from the distribution; who gives one wants to draw.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
@@ -59,7 +62,8 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help=f"Which keys a query attends to: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.",
+        help=f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where "
+        "that was measured to pay on this device, by the length, and dense elsewhere.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -229,12 +233,17 @@ def make_policy(
 ) -> Policy:
     """The policy that the options name; one with a knob as published, whatever the density.
 
+    Of `auto` it is what may be chosen, sketchwalk with the same options.
+
     An option that the policy has no use for is checked, and then passed over with a warning, so
     that one command line serves to compare policies.
 
     Raises:
       UsageError: If a name is unknown or a value is out of range.
     """
+    policy = "sketchwalk" if policy == AUTO else policy
+    if policy not in POLICIES:
+        raise UsageError(f"--policy must be one of {(*POLICIES, AUTO)}, got {policy!r}")
     with usage_errors():
         if density is not None:
             SketchWalkConfig(density=density)
