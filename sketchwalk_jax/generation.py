@@ -36,6 +36,7 @@ from sketchwalk_jax.calls import (
     prompt_rows,
     tokens_used,
 )
+from sketchwalk_jax.compiled import keep_by_default
 from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig
@@ -263,8 +264,8 @@ def generate(
     One reads the prompts, one decodes: `stream` runs the same two, and another `max_new_tokens`
     compiles neither as long as `new_token_room` of it is the same; with `max_tokens` or a cache the
     first never. Pure; under a `jit` of the caller's all is one program. A batch gives what its
-    sequences give one by one. `sketchwalk_jax.keep_compiled_programs()` keeps programs on disk,
-    so that the first call of the next session compiles nothing.
+    sequences give one by one. Programs are kept on disk (`keep_compiled_programs` says where), so
+    that the first call of the next session compiles nothing.
 
     Args:
       params: Parameter tree from `load`.
@@ -302,6 +303,7 @@ def generate(
       >>> out = generate(params, tokens, model_config=model_config,
       ...                max_new_tokens=32)  # doctest: +SKIP
     """
+    keep_by_default()
     call = check_call(
         tokens,
         placement=placement_of(params, model_config),
@@ -714,8 +716,8 @@ def make_generate(
     Prompts are padded to buckets of lengths, so that a new length seldom compiles anew; another
     `max_new_tokens` shares the programs of this one as `generate` says. Another `config` compiles
     anew, and so does another density: the lists of blocks are arrays with as many columns as a row
-    may keep, and attention works through them. Call `sketchwalk_jax.keep_compiled_programs()`
-    first to keep programs on disk, so that a sweep of densities compiles once and for all.
+    may keep, and attention works through them. Programs are kept on disk, so that a sweep of
+    densities compiles once and for all.
 
     Args:
       model_config: The model.
@@ -862,6 +864,7 @@ def stream(
       ...                     max_new_tokens=64):  # doctest: +SKIP
       ...     print(chunk.tokens)
     """
+    keep_by_default()
     check_integer("every", every)
     placement = placement_of(params, options["model_config"]) if "model_config" in options else None
     one = lies_on_one_device(params)

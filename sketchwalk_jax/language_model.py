@@ -165,8 +165,7 @@ class LanguageModel:
         """The same model under another policy, or another density; the weights are shared.
 
         What a density changes is compiled anew: the lists of blocks are arrays with as many
-        columns as a row may keep. `sketchwalk_jax.keep_compiled_programs()` keeps the programs of
-        a sweep for the next.
+        columns as a row may keep. The programs of a sweep are kept on disk for the next.
 
         Args:
           policy: The policy, or an `Auto` of one; the recommended one gets the model's plan, if

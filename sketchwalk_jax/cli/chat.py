@@ -7,7 +7,6 @@ import typer
 
 from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.language_model import LEAST_CONVERSATION, LanguageModel
 from sketchwalk_jax.progress import elapsed
 
@@ -70,8 +69,7 @@ def chat(
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
     prompt.check_chat_template(tokenizer)
-    if not no_compile_cache:
-        keep_compiled_programs()
+    options.choose_compile_cache(no_compile_cache)
     params, model_config = options.load_model(directory, chosen)
     config = options.set_density(
         config, density, params, model_config, tokenizer, num_tokens=LEAST_CONVERSATION

@@ -17,7 +17,6 @@ from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.generation import check_call, pad_to_bucket
 from sketchwalk_jax.language_model import MAX_BATCH, LanguageModel, TextStream
 from sketchwalk_jax.models.plans import fingerprint
@@ -209,8 +208,7 @@ def generate(
         )
         config, phase = choice.config, choice.phase
         print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
-    if not no_compile_cache:
-        keep_compiled_programs()
+    options.choose_compile_cache(no_compile_cache)
     running: dict[str, Any] = {
         "phase": phase,
         "chunk_size": chunk_size,

@@ -14,6 +14,7 @@ import typer
 
 from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
@@ -223,6 +224,14 @@ NoCompileCacheOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def choose_compile_cache(is_off: bool) -> None:
+    """Keeps compiled programs on disk, or neither reads nor writes any (`--no-compile-cache`)."""
+    if is_off:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        keep_compiled_programs()
 
 
 def make_policy(
