@@ -259,11 +259,14 @@ def sentence(path: Path) -> str:
     for device in dict.fromkeys(one.device for one in own):
         some = [
             f"{what} {_span([one for one in own if (one.device, one.phase) == (device, phase)])}"
-            for phase, what in (("prefill", "prompts"), ("decode", "a decoded token"))
+            for phase, what in (("prefill", "prompts of"), ("decode", "decoding behind"))
         ]
         parts.append(f"on {_device(device)}, {' and '.join(some)}")
     text = f"At density {DENSITY:g} and one sequence, `recommended` is not slower than dense: "
-    text += "; ".join(parts) + ". Below, `Auto` and `--policy auto` run dense."
+    text += (
+        "; ".join(parts)
+        + ", by the width of the model. `Auto` and `--policy auto` run dense below."
+    )
     missing = [name for name in FILES if not (path.parent / name).exists()]
     if FILES[1] in missing:
         text += " GPUs are *not measured yet* (`python benchmarks/end_to_end.py`)."
@@ -273,10 +276,10 @@ def sentence(path: Path) -> str:
 def _span(found: list[BreakEven]) -> str:
     """From how many tokens on, over the widths that were measured."""
     if any(one.tokens is None for one in found):
-        return f"nowhere up to {max(one.longest for one in found):,} tokens"
+        return f"no length up to {max(one.longest for one in found):,} tokens"
     tokens = sorted({one.tokens for one in found if one.tokens is not None})
-    shown = f"{tokens[0]:,}" + (f"–{tokens[-1]:,}" if len(tokens) > 1 else "")
-    return f"from {shown} tokens on"
+    shown = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
+    return f"{shown} tokens or more"
 
 
 def _device(kind: str) -> str:

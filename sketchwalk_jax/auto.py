@@ -161,7 +161,7 @@ class Auto:
 
         found = [one for one in found if times(one) <= _MOST_TIMES and one.batch <= batch]
         if not found:
-            return f"no measurement of a model with attention {width} wide on {device}"
+            return f"no measurement of {batch} sequences with attention {width} wide on {device}"
         return min(found, key=lambda one: (one.density, times(one), -one.batch))
 
     def choose(
