@@ -186,7 +186,7 @@ def sum_bytes(tree: Any) -> int:
 def decoding(step: Callable[[Any], Any], cache: Any, first: int) -> Callable[[], Any]:
     """A call that appends tokens from position `first` on, each call where the last one ended."""
     keys, values = (jax.random.normal(jax.random.key(n), cache.key.shape) for n in range(2))
-    lengths = jnp.full((1,), first, jnp.int32)
+    lengths = jnp.full(cache.lengths.shape, first, jnp.int32)
     state = [dataclasses.replace(cache, key=keys, value=values, lengths=lengths)]
 
     def run() -> Any:

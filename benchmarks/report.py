@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, QUALITY.md and KERNELS.md from the JSON results.
+"""Writes the tables of README.md, QUALITY.md and KERNELS.md from the JSON results, and break-evens.
 
     python benchmarks/report.py            # rewrites the tables
     python benchmarks/report.py --check    # fails if they differ from the results
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ablation_report
+import break_even
 import claims
 import comparison
 import end_to_end_report
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         update(page, options.results, TABLES, is_check=options.check)
         for page in options.page or PAGES
     ]
+    if not options.page:
+        is_equal.append(break_even.update_table(options.results, is_check=options.check))
     return 0 if all(is_equal) or not options.check else 1
 
 
@@ -200,6 +203,7 @@ TABLES: Tables = (
         f"quality-{name}": _of_quality(lambda path, name=name: quality_sections(path)[name])
         for name in TITLES
     }
+    | break_even.TABLES
     | kernel_report.TABLES
     | selection_report.TABLES
     | end_to_end_report.TABLES

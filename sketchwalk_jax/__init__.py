@@ -27,6 +27,7 @@ from sketchwalk_jax.attention.api import (  # noqa: E402
     block_sparse_decode,
     dense_attention,
 )
+from sketchwalk_jax.auto import Auto  # noqa: E402
 from sketchwalk_jax.cache import Cache, Density, init_cache  # noqa: E402
 from sketchwalk_jax.compiled import keep_compiled_programs  # noqa: E402
 from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
@@ -49,6 +50,7 @@ if _TYPE_CHECKING:
     from sketchwalk_jax.language_model import LanguageModel
 
 __all__ = [
+    "Auto",
     "BlockSelection",
     "Cache",
     "Dense",

@@ -173,11 +173,13 @@ def init_cache(
       A `Cache` with lengths of zero.
 
     Raises:
-      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, or
-        the mesh's `data` axis does not divide `batch`.
+      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
+        mesh's `data` axis does not divide `batch`, or `config` is no policy.
       NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
     """
     config = recommended_policy(model_config) if config is None else config
+    if not isinstance(config, Policy):
+        raise ValueError(f"config must be a policy such as SketchWalkConfig, got {config!r}")
     check_integer("batch", batch)
     check_integer("max_tokens", max_tokens)
     if max_tokens > model_config.context_length:

@@ -82,6 +82,29 @@ def _layout(
     return structure, shapes.made_for, arrays
 
 
+def check_unused(cache: Any) -> None:
+    """Raises unless something is a cache whose arrays are there.
+
+    Args:
+      cache: The cache.
+
+    Raises:
+      ValueError: If it is something else, or was used before.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache must be a Cache (init_cache makes one), got {type(cache).__name__}"
+        )
+    for leaf in jax.tree.leaves(cache):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            if leaf.is_deleted():
+                raise ValueError(
+                    "cache must not have been used before: a call consumes the cache that it is "
+                    "given (it is donated), got one whose arrays are gone; continue with the cache "
+                    "that the call returned"
+                )
+
+
 def check_cache(
     cache: Any,
     batch: int,
@@ -101,19 +124,8 @@ def check_cache(
     Raises:
       ValueError: If it was used before, or is of another model, policy, batch or mesh.
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"cache must be a Cache (init_cache makes one), got {type(cache).__name__}"
-        )
+    check_unused(cache)
     leaves, structure = jax.tree.flatten(cache)
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-            if leaf.is_deleted():
-                raise ValueError(
-                    "cache must not have been used before: a call consumes the cache that it is "
-                    "given (it is donated), got one whose arrays are gone; continue with the cache "
-                    "that the call returned"
-                )
     if cache.lengths.shape != (batch,):
         raise ValueError(
             f"tokens must have the cache's batch size {cache.lengths.shape[0]}, got {batch}"

@@ -1,5 +1,6 @@
 """Compiled programs are kept on disk, for the next process that needs them."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -15,16 +16,22 @@ def cache_directory() -> Path:
 def keep_compiled_programs() -> None:
     """Keeps compiled programs on disk, so that a later process need not compile them again.
 
-    It turns JAX's persistent compilation cache on, for every program of this process, unless JAX
-    is told already what to do: `JAX_COMPILATION_CACHE_DIR` and `JAX_ENABLE_COMPILATION_CACHE` keep
-    their meaning. The folder is `sketchwalk-jax/compiled` in `$XDG_CACHE_HOME`, or else in
-    `~/.cache`; where it cannot be written, nothing is kept. Call it once, in the first cell of a
-    notebook: importing the package changes no setting of JAX. The command line calls it.
+    It turns JAX's persistent compilation cache on, for every program that this process compiles
+    from then on, unless JAX is told already what to do. The first call of `generate`, `stream`,
+    `prefill`, `decode_step` or `forward` does so by itself, and the command line; importing the
+    package changes no setting of JAX. Call it earlier to keep what is compiled before.
+
+    The folder is `sketchwalk-jax/compiled` in `$XDG_CACHE_HOME`, or else in `~/.cache`. It may be
+    deleted at any time; where it cannot be written, nothing is kept. `JAX_COMPILATION_CACHE_DIR`
+    names another one, and `JAX_ENABLE_COMPILATION_CACHE=false`, or
+    `jax.config.update("jax_enable_compilation_cache", False)`, turns all of it off.
 
     Example:
       >>> import sketchwalk_jax as sw
       >>> sw.keep_compiled_programs()  # doctest: +SKIP
     """
+    if not jax.config.jax_enable_compilation_cache:
+        return
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir:
         return
     try:
@@ -37,3 +44,9 @@ def keep_compiled_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@functools.cache
+def keep_by_default() -> None:
+    """`keep_compiled_programs`, once in a process: later changes of JAX's settings stay."""
+    keep_compiled_programs()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
+from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cache import (
     Cache,
     Density,
@@ -30,10 +31,12 @@ from sketchwalk_jax.calls import (
     check_cache,
     check_model,
     check_prompt,
+    check_unused,
     first_rows,
     prompt_rows,
     tokens_used,
 )
+from sketchwalk_jax.compiled import keep_by_default
 from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig
@@ -69,6 +72,7 @@ class Generation:
         beyond a shorter one are empty.
       is_finite: Whether every logit of a sequence was finite, bool `[B]`; tokens that were chosen
         from others mean nothing.
+      choice: What an `Auto` chose; `None` where a policy was given.
     """
 
     tokens: Int[Array, "B U"]
@@ -77,6 +81,7 @@ class Generation:
     cache: Cache
     selection: BlockSelection | None
     is_finite: Bool[Array, "B"]
+    choice: Choice | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         """Sizes and outcome in one line; the tokens are not printed."""
@@ -239,7 +244,7 @@ def generate(
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     sampling: Sampling | None = None,
@@ -259,15 +264,16 @@ def generate(
     One reads the prompts, one decodes: `stream` runs the same two, and another `max_new_tokens`
     compiles neither as long as `new_token_room` of it is the same; with `max_tokens` or a cache the
     first never. Pure; under a `jit` of the caller's all is one program. A batch gives what its
-    sequences give one by one. `sketchwalk_jax.keep_compiled_programs()` keeps programs on disk,
-    so that the first call of the next session compiles nothing.
+    sequences give one by one. Programs are kept on disk (`keep_compiled_programs` says where), so
+    that the first call of the next session compiles nothing.
 
     Args:
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
       model_config: The model.
       config: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
-        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses one by the padded
+        length of the prompts, the number of sequences and what the cache holds.
       max_new_tokens: Most tokens to generate for a sequence.
       lengths: Prompt tokens of each sequence; all `T` by default.
       sampling: How tokens are drawn; greedy by default. New values do not recompile.
@@ -297,6 +303,7 @@ def generate(
       >>> out = generate(params, tokens, model_config=model_config,
       ...                max_new_tokens=32)  # doctest: +SKIP
     """
+    keep_by_default()
     call = check_call(
         tokens,
         placement=placement_of(params, model_config),
@@ -329,6 +336,7 @@ def generate(
         state.cache,
         first_rows(selection, call.num_rows),
         state.is_finite,
+        call.choice,
     )
 
 
@@ -342,6 +350,7 @@ class Call:
     reading: dict[str, Any]  # what is static about `_start`
     decoding: dict[str, Any]  # what is static about `_continue`
     num_rows: int | None  # blocks of the longest prompt, where that is known
+    choice: Choice | None  # what an `Auto` chose
 
 
 def check_call(
@@ -350,7 +359,7 @@ def check_call(
     placement: Placement | None = None,
     on_one_device: bool = False,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Any = None,
     sampling: Sampling | None = None,
@@ -369,7 +378,7 @@ def check_call(
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
-        config=config,
+        config=config.policy(model_config) if isinstance(config, Auto) else config,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -380,12 +389,26 @@ def check_call(
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_integer("max_new_tokens", max_new_tokens)
+    choice = None
+    if isinstance(config, Auto):
+        if cache is not None:
+            check_unused(cache)
+        choice = config.choose(
+            model_config,
+            batch=tokens.shape[0],
+            tokens=tokens_used(cache) + tokens.shape[1],
+            max_new_tokens=max_new_tokens,
+            phase=phase,
+            is_spread=placement is not None,
+            cache=cache,
+        )
+        settings = dataclasses.replace(settings, config=choice.config, phase=choice.phase)
     if placement is not None:
         placement.check_batch(tokens.shape[0])
     if not isinstance(pad_token_id, int):
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
     capacity = _check_room(tokens, lengths, cache, max_new_tokens, max_tokens, settings)
-    num_rows = prompt_rows(tokens, lengths, cache, config.block_size)
+    num_rows = prompt_rows(tokens, lengths, cache, settings.config.block_size)
     if key is not None and sampling is None:
         raise ValueError(
             "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
@@ -407,6 +430,7 @@ def check_call(
             "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
         },
         num_rows=num_rows,
+        choice=choice,
     )
 
 
@@ -603,7 +627,9 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
 class Generate:
     """The callable that `make_generate` returns."""
 
-    def __init__(self, model_config: ModelConfig, config: Policy | None, **static: Any) -> None:
+    def __init__(
+        self, model_config: ModelConfig, config: Policy | Auto | None, **static: Any
+    ) -> None:
         """Keeps the static options; see `make_generate`."""
         config = recommended_policy(model_config) if config is None else config
         self.model_config, self.config, self.static = model_config, config, static
@@ -655,7 +681,7 @@ class Generate:
 
 
 def pad_to_bucket(
-    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy
+    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy | Auto
 ) -> tuple[Array | np.ndarray, Any]:
     """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
     if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
@@ -673,7 +699,7 @@ def pad_to_bucket(
 
 def make_generate(
     model_config: ModelConfig,
-    config: Policy | None = None,
+    config: Policy | Auto | None = None,
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...] | None = None,
@@ -690,12 +716,13 @@ def make_generate(
     Prompts are padded to buckets of lengths, so that a new length seldom compiles anew; another
     `max_new_tokens` shares the programs of this one as `generate` says. Another `config` compiles
     anew, and so does another density: the lists of blocks are arrays with as many columns as a row
-    may keep, and attention works through them. Call `sketchwalk_jax.keep_compiled_programs()`
-    first to keep programs on disk, so that a sweep of densities compiles once and for all.
+    may keep, and attention works through them. Programs are kept on disk, so that a sweep of
+    densities compiles once and for all.
 
     Args:
       model_config: The model.
-      config: The policy; by default the recommended one with the model's plan, as in `generate`.
+      config: The policy, or an `Auto`; by default the recommended policy with the model's plan, as
+        in `generate`.
       max_new_tokens: Most tokens to generate for a sequence.
       eos_token_ids: Tokens that end a sequence; the model's own by default.
       pad_token_id: Fills `tokens` after a sequence's end.
@@ -765,6 +792,11 @@ class Stream(Iterator[StreamChunk]):
         self._left, self._is_done = call.max_new_tokens, False
 
     @property
+    def choice(self) -> Choice | None:
+        """What an `Auto` chose; `None` where a policy was given."""
+        return self._call.choice
+
+    @property
     def cache(self) -> Cache:
         """The cache after the last chunk, to continue from; the next chunk consumes it."""
         if self._state is None:
@@ -832,6 +864,7 @@ def stream(
       ...                     max_new_tokens=64):  # doctest: +SKIP
       ...     print(chunk.tokens)
     """
+    keep_by_default()
     check_integer("every", every)
     placement = placement_of(params, options["model_config"]) if "model_config" in options else None
     one = lies_on_one_device(params)

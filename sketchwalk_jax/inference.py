@@ -32,6 +32,7 @@ from sketchwalk_jax.calls import (
     first_rows,
     prompt_rows,
 )
+from sketchwalk_jax.compiled import keep_by_default
 from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import run_layers, unembed
@@ -343,6 +344,7 @@ def prefill(
         longer than the cache, or ids outside the vocabulary. The fill level of the cache and token
         values are unknown under `jit` and are not checked there (such ids are clamped).
     """
+    keep_by_default()
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
@@ -399,6 +401,7 @@ def decode_step(
     Raises:
       ValueError: For parameters, a cache, tokens or options that do not fit.
     """
+    keep_by_default()
     config = recommended_policy(model_config) if config is None else config
     settings = Settings(
         model_config=model_config,
@@ -447,6 +450,7 @@ def forward(
     Raises:
       ValueError: As `prefill`.
     """
+    keep_by_default()
     config = Dense() if config is None else config
     settings = Settings(
         model_config=model_config,

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, Shaped
 
+from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cache import Cache, Density, recommended_policy
 from sketchwalk_jax.calls import cache_bytes
 from sketchwalk_jax.generation import (
@@ -32,6 +33,7 @@ from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.sharding import placement_of
 from sketchwalk_jax.tokenizer import (
     StreamDecoder,
     apply_chat_template,
@@ -90,7 +92,7 @@ class LanguageModel:
       params: Parameter tree.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      policy: Which keys a query attends to.
+      policy: Which keys a query attends to; an `Auto` is resolved at each call.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
       chunk_size: Tokens that a prompt is read at a time; None for all at once.
       eos_token_ids: Tokens that end a text; the model's own by default.
@@ -104,7 +106,7 @@ class LanguageModel:
     params: PyTree
     model_config: ModelConfig
     tokenizer: Any
-    policy: Policy
+    policy: Policy | Auto
     phase: str = "both"
     chunk_size: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
@@ -114,7 +116,7 @@ class LanguageModel:
         cls,
         source: str | os.PathLike[str],
         *,
-        policy: Policy | None = None,
+        policy: Policy | Auto | None = None,
         density: float | None = None,
         dtype: DTypeLike | None = None,
         sharding: ParamsSharding = None,
@@ -155,7 +157,7 @@ class LanguageModel:
 
     def with_policy(
         self,
-        policy: Policy,
+        policy: Policy | Auto,
         *,
         density: float | None = None,
         num_tokens: int = LEAST_CONVERSATION,
@@ -163,11 +165,11 @@ class LanguageModel:
         """The same model under another policy, or another density; the weights are shared.
 
         What a density changes is compiled anew: the lists of blocks are arrays with as many
-        columns as a row may keep. `sketchwalk_jax.keep_compiled_programs()` keeps the programs of
-        a sweep for the next.
+        columns as a row may keep. The programs of a sweep are kept on disk for the next.
 
         Args:
-          policy: The policy; the recommended one gets the model's plan, if there is one.
+          policy: The policy, or an `Auto` of one; the recommended one gets the model's plan, if
+            there is one.
           density: Share of its causal blocks that a query keeps, for all but dense attention.
             MInference and FlexPrefill, which keep what the model and the prompt make them keep, are
             calibrated to it on plain English, as `sketchwalk generate --density` does. The policy's
@@ -185,6 +187,11 @@ class LanguageModel:
           >>> lm.with_policy(MInferenceConfig(), density=0.2).policy.scale  # doctest: +SKIP
           0.2265625
         """
+        if isinstance(policy, Auto):
+            sparse = policy.policy(self.model_config)
+            made = self.with_policy(sparse, density=density, num_tokens=num_tokens).policy
+            assert isinstance(made, Policy)
+            return dataclasses.replace(self, policy=dataclasses.replace(policy, sparse=made))
         if isinstance(policy, PrefillPolicy) and density is not None:
             from sketchwalk_jax.evaluation.calibration import set_density
 
@@ -257,7 +264,8 @@ class LanguageModel:
         """Continues one prompt or several.
 
         Several are read in batches of similar length, so that little is padded and few programs
-        are compiled; a prompt gets the text that it would get alone.
+        are compiled; a prompt gets the text that it would get alone. An `Auto` chooses once, by the
+        longest of them and the size of a batch.
 
         Args:
           prompts: One text, or a list of them. Special tokens spelled out in it count.
@@ -317,6 +325,16 @@ class LanguageModel:
           ValueError: As `generate`.
         """
         check_integer("batch_size", batch_size, is_optional=True)
+        if isinstance(self.policy, Auto) and prompts:
+            yield from self._resolved(prompts, max_new_tokens, batch_size).complete(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                key=key,
+                batch_size=batch_size,
+                key_ids=key_ids,
+            )
+            return
         one_key = _make_key(key, sampling)
         ids = range(len(prompts)) if key_ids is None else key_ids
         for rows in batches_by_length(
@@ -506,6 +524,25 @@ class LanguageModel:
             ends=self._end_tokens,
         )
 
+    def _resolved(
+        self, prompts: Sequence[Any], max_new_tokens: int, batch_size: int | None
+    ) -> Self:
+        """The model with what its `Auto` chooses for all these prompts."""
+        assert isinstance(self.policy, Auto)
+        auto, config = self.policy, self.model_config
+        sparse = dataclasses.replace(self, policy=auto.policy(config))
+        batch = min(sparse._batch_size(prompts, max_new_tokens, batch_size), len(prompts))
+        longest = bucket_length(max(map(len, prompts)), multiple=auto.block_size)
+        found = auto.choose(
+            config,
+            batch=batch,
+            tokens=min(longest, config.context_length),
+            max_new_tokens=max_new_tokens,
+            phase=self.phase,
+            is_spread=placement_of(self.params, config) is not None,
+        )
+        return dataclasses.replace(self, policy=found.config, phase=found.phase)
+
     def _batch_size(self, prompts: Sequence[Any], max_new_tokens: int, wanted: int | None) -> int:
         """The size that was asked for, or one whose caches take half of what is free at most."""
         if wanted is not None or not prompts:
@@ -514,6 +551,7 @@ class LanguageModel:
         free = free_bytes(embedding)
         if free is None:
             return size
+        assert isinstance(self.policy, Policy)
         longest = bucket_length(max(map(len, prompts)), multiple=self.policy.block_size)
         capacity = min(longest + new_token_room(max_new_tokens), self.model_config.context_length)
         one = cache_bytes(self.model_config, self.policy, 1, capacity, embedding.dtype.name)
@@ -607,6 +645,11 @@ class TextStream(Iterator[str]):
         """Rate of the tokens after the first; None where there are none."""
         count = len(self.tokens) - self._num_first
         return count / (self._last - self._first) if count else None
+
+    @property
+    def choice(self) -> Choice | None:
+        """What an `Auto` chose; `None` where a policy was given."""
+        return self._chunks.choice
 
     @property
     def cache(self) -> Cache:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sketchwalk_jax import Dense, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.inference import decode_token, read_prompt
+from sketchwalk_jax.inference import _read, decode_token
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
@@ -98,9 +98,7 @@ class ModelCase:
 
             def read(params: Any, tokens: Any, cache: Any) -> Any:
                 lengths = jnp.full((self.batch,), self.new, jnp.int32)
-                columns = (lengths - 1)[:, None]
-                where = {"is_fresh": False, "settings": settings}
-                return read_prompt(params, tokens, lengths, columns, cache, **where)
+                return _read(params, tokens, lengths, cache, is_fresh=False, settings=settings)
 
             return read, (params, jax.ShapeDtypeStruct(shape, jnp.int32), cache)
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import checkpoints
 import jax
+import numpy as np
 import pytest
 
+import sketchwalk_jax
 from sketchwalk_jax import compiled, progress
 
 PROMPT = "Walk with the sketch.\r\n"
@@ -46,6 +48,43 @@ def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkey
     compiled.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == before
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def fresh_settings(tmp_path: Path, monkeypatch):
+    """JAX as a process finds it, and the folder for caches; afterwards as the tests have it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compiled.keep_by_default.cache_clear()
+    yield tmp_path
+    compiled.keep_by_default.cache_clear()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["generate", "stream", "prefill", "decode_step", "forward"])
+def test_calls_keep_compiled_programs_unless_told_otherwise(name, fresh_settings):
+    def call():
+        more = {"max_new_tokens": 1} if name in ("generate", "stream") else {"cache": None}
+        options = {"model_config": None} | ({} if name == "forward" else more)
+        with pytest.raises(ValueError, match="model_config must be"):
+            getattr(sketchwalk_jax, name)({}, np.zeros((1, 4), np.int32), **options)
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    call()
+    assert jax.config.jax_compilation_cache_dir is None and not list(fresh_settings.iterdir())
+    jax.config.update("jax_enable_compilation_cache", True)
+    compiled.keep_by_default.cache_clear()  # another process
+    call()
+    folder = fresh_settings / "sketchwalk-jax" / "compiled"
+    assert jax.config.jax_compilation_cache_dir == str(folder) and folder.is_dir()
+    jax.config.update("jax_compilation_cache_dir", None)
+    call()
+    assert jax.config.jax_compilation_cache_dir is None  # who changes it later has the last word
 
 
 def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatch):

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.language_model import LEAST_CONVERSATION, LanguageModel
 from sketchwalk_jax.progress import elapsed
 
@@ -69,14 +69,17 @@ def chat(
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
     prompt.check_chat_template(tokenizer)
-    if not no_compile_cache:
-        keep_compiled_programs()
+    options.choose_compile_cache(no_compile_cache)
     params, model_config = options.load_model(directory, chosen)
     config = options.set_density(
         config, density, params, model_config, tokenizer, num_tokens=LEAST_CONVERSATION
     )
     lm = LanguageModel(
-        params=params, model_config=model_config, tokenizer=tokenizer, policy=config, phase=phase
+        params=params,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        policy=Auto(config) if policy == options.AUTO else config,
+        phase=phase,
     )
     talk = lm.conversation(
         system=system, max_new_tokens=max_new_tokens, sampling=sampling, key=seed

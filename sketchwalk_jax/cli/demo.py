@@ -218,6 +218,8 @@ def _rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
     """
     found = {}
     for name in names:
+        if name == options.AUTO:
+            raise UsageError("--policy auto is either of the two that are here already")
         if name not in RIVALS:
             raise UsageError(f"--policy must be one of {RIVALS}, got {name!r}")
         fields: dict[str, Any] = (

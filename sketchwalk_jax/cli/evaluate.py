@@ -247,6 +247,11 @@ def evaluate(
     --tokens and --task, several may be given. A table goes to standard output, all results to a
     JSON file.
     """
+    if options.AUTO in (policy or ()):
+        raise UsageError(
+            "--policy must name what is measured, got 'auto', which is sketchwalk or dense by the "
+            "length: name these"
+        )
     directory = options.check_model(model)
     given: dict[str, Any] = {
         "policies": policy,

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import typer
 
+from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.generation import check_call, pad_to_bucket
-from sketchwalk_jax.language_model import LanguageModel, TextStream
+from sketchwalk_jax.language_model import MAX_BATCH, LanguageModel, TextStream
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.policies import PRESETS, changed_fields
 from sketchwalk_jax.progress import elapsed, progress_bar
@@ -195,8 +195,20 @@ def generate(
             tokens = prompt.tokenize(tokenizer, text, is_chat=chat, system=system)
         prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
 
-    if not no_compile_cache:
-        keep_compiled_programs()
+    padded, lengths = pad_to_bucket(tokens[None], np.array([len(tokens)]), model_config, config)
+    choice: Choice | None = None
+    if policy == options.AUTO:
+        choice = Auto(config).choose(
+            model_config,
+            batch=1 if prompts is None else min(batch or MAX_BATCH, len(entries)),
+            tokens=padded.shape[1],
+            max_new_tokens=max_new_tokens,
+            phase=phase,
+            is_spread=placement is not None,
+        )
+        config, phase = choice.config, choice.phase
+        print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
+    options.choose_compile_cache(no_compile_cache)
     running: dict[str, Any] = {
         "phase": phase,
         "chunk_size": chunk_size,
@@ -204,7 +216,6 @@ def generate(
     }
     call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
     key = jax.random.key(seed)
-    padded, lengths = pad_to_bucket(tokens[None], np.array([len(tokens)]), model_config, config)
     # Once more after loading; whatever is wrong shows before the weights are read.
     check_call(
         padded,
@@ -217,10 +228,12 @@ def generate(
     )
     about = {
         "policy": policy,
-        "preset": (preset or PRESETS[0]) if policy == "sketchwalk" else None,
+        "preset": (preset or PRESETS[0]) if policy in ("sketchwalk", options.AUTO) else None,
         "phase": phase,
         "dtype": chosen,
     }
+    if choice is not None:
+        about["chosen"] = type(config).__name__
     texts = None
     if prompts is not None:
         assert out is not None
@@ -257,7 +270,12 @@ def generate(
     if not shown["is_finite"]:
         warnings.warn(NOT_FINITE, stacklevel=1)
     if as_json:
-        more = {"load_s": round(load_s, 4), **about, "settings": changed_fields(config)}
+        more: dict[str, Any] = {
+            "load_s": round(load_s, 4),
+            **about,
+            "settings": changed_fields(config),
+        }
+        more |= {} if choice is None else {"reasons": choice.reasons}
         print(json.dumps({**shown, **more}, allow_nan=False), flush=True)
     else:
         print(_to_line(shown), file=sys.stderr)

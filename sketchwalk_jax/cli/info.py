@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import typer
 
 from sketchwalk_jax._version import __version__
+from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import init_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import UsageError
@@ -78,6 +79,9 @@ def info(
         "model": _describe_checkpoint(directory, model_config, dtype=chosen),
         "plan": about_plan,
         "cache": _describe_cache(model_config, config, max_tokens=context or longest, dtype=chosen),
+        "break_even": {
+            phase: _describe_break_even(config, phase, model_config) for phase in config.phases
+        },
     }
     print(json.dumps(found) if as_json else _to_text(found), flush=True)
 
@@ -184,6 +188,17 @@ def _describe_cache(
     }
 
 
+def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
+    """From how many tokens on the policy is not slower than dense attention, where it was measured.
+
+    Of one sequence; `tokens` is None where it was not, or was slower up to `longest`.
+    """
+    found = Auto(config).find(phase, model_config)
+    if isinstance(found, str):
+        return {"tokens": None, "longest": None, "problem": found}
+    return {"tokens": found.tokens, "longest": found.longest, "problem": None}
+
+
 def _to_text(found: dict[str, Any]) -> str:
     """The same facts for reading."""
     here = found["environment"]
@@ -200,6 +215,8 @@ def _to_text(found: dict[str, Any]) -> str:
         *_plan_rows(found["plan"]),
         ("", ""),
         *_cache_rows(found["cache"]),
+        *([("", "")] if found["break_even"] else []),
+        *((f"{phase} pays", _from_where(**one)) for phase, one in found["break_even"].items()),
     ]
     return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
 
@@ -252,6 +269,15 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
             for density, layers in plan["representatives"].items()
         ),
     ]
+
+
+def _from_where(tokens: int | None, longest: int | None, problem: str | None) -> str:
+    """Where a policy pays, in words."""
+    if problem is not None:
+        return problem
+    if tokens is None:
+        return f"nowhere up to {longest:,} tokens, where dense attention is faster"
+    return f"from {tokens:,} tokens on, below which dense attention is faster"
 
 
 def _cache_rows(cache: dict[str, Any]) -> list[tuple[str, str]]:

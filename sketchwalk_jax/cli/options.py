@@ -14,6 +14,7 @@ import typer
 
 from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.models.bundled import bundled_model
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
@@ -40,6 +41,9 @@ from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 
+AUTO = "auto"
+"""Sketchwalk from the length on from which it was measured to pay, and dense below (`Auto`)."""
+
 _GENERATION_CONFIG = "generation_config.json"
 # Options that draw from the distribution; who gives one wants to draw.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
@@ -59,7 +63,8 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help=f"Which keys a query attends to: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.",
+        help=f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where "
+        "that was measured to pay on this device, by the length, and dense elsewhere.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -221,6 +226,14 @@ NoCompileCacheOption = Annotated[
 ]
 
 
+def choose_compile_cache(is_off: bool) -> None:
+    """Keeps compiled programs on disk, or neither reads nor writes any (`--no-compile-cache`)."""
+    if is_off:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        keep_compiled_programs()
+
+
 def make_policy(
     policy: str,
     preset: str | None,
@@ -229,12 +242,17 @@ def make_policy(
 ) -> Policy:
     """The policy that the options name; one with a knob as published, whatever the density.
 
+    Of `auto` it is what may be chosen, sketchwalk with the same options.
+
     An option that the policy has no use for is checked, and then passed over with a warning, so
     that one command line serves to compare policies.
 
     Raises:
       UsageError: If a name is unknown or a value is out of range.
     """
+    policy = "sketchwalk" if policy == AUTO else policy
+    if policy not in POLICIES:
+        raise UsageError(f"--policy must be one of {(*POLICIES, AUTO)}, got {policy!r}")
     with usage_errors():
         if density is not None:
             SketchWalkConfig(density=density)

@@ -60,7 +60,8 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
     """
     overrides = {name: value for name, value in overrides.items() if value is not None}
     if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
+        more = "; sketchwalk_jax.Auto takes a policy, and chooses by length" * (policy == "auto")
+        raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}{more}")
     make: Any = _CLASSES[policy]
     if policy == "sketchwalk":
         preset = preset or PRESETS[0]

@@ -17,7 +17,6 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
@@ -108,31 +107,13 @@ class BlockCodes:
         """Keys of a block."""
         return self.code.shape[2]
 
-    def add(
-        self,
-        key: Float[Array, "B T K H"],
-        span: Span,
-        *,
-        channels: Int[np.ndarray, "C"] | None = None,
-        kernels: KernelConfig | None = None,
-    ) -> Self:
+    def add(self, key: Float[Array, "B T K C"], span: Span) -> Self:
         """The codes with those of a span's keys.
 
         Args:
-          key: Keys of the span's tokens.
+          key: Keys of the span's tokens, in the channels that count.
           span: The tokens; padding among them leaves no trace.
-          channels: Which channels of the keys count; all if left out.
-          kernels: What Hopper kernels run with, or `None` for plain JAX; they take keys in 16 bits,
-            blocks of 64 tokens and the slow half of the channels.
         """
-        if kernels is not None and channels is not None:
-            only = self.as_layer()
-            added = only.stack.add_to_layer(
-                only.layer, key, span, channels=channels, kernels=kernels
-            )
-            if added is not None:
-                return jax.tree.map(lambda x: x[0], added)
-        key = key if channels is None else key[..., channels]
         batch, size = self.unfinished.shape[:2]
         sequence = jnp.arange(batch, dtype=jnp.int32)
         key = key.astype(self.unfinished.dtype)
@@ -172,25 +153,23 @@ class BlockCodes:
         key: Float[Array, "B T K H"],
         span: Span,
         *,
-        channels: Int[np.ndarray, "C"],
         kernels: KernelConfig,
     ) -> Self | None:
         """`add` to one layer of codes that lie on a leading axis, in place under `jit`.
 
+        The slow half of the channels counts.
+
         Args:
           layer: Which one.
-          key: Keys of the span's tokens.
+          key: Keys of the span's tokens, in 16 bits, in all channels.
           span: The tokens.
-          channels: Which channels of the keys count.
           kernels: What Hopper kernels run with.
 
         Returns:
           The codes of all layers, or `None` if no kernel can take the call.
         """
         codes = self.code, self.centre, self.step, self.unfinished
-        found = kernel_selection.block_codes(
-            codes, key, span, layer=layer, channels=channels, kernels=kernels
-        )
+        found = kernel_selection.block_codes(codes, key, span, layer=layer, kernels=kernels)
         return None if found is None else type(self)(*found)
 
     def as_layer(self) -> "LayerCodes":
@@ -204,7 +183,6 @@ class BlockCodes:
         write: TokenWrite,
         span: Span,
         *,
-        channels: Int[np.ndarray, "C"],
         kernels: KernelConfig,
     ) -> tuple[Self, Array, Array] | None:
         """`add_to_layer` of a token that is written to the cache at once.
@@ -214,14 +192,13 @@ class BlockCodes:
           key: The token's keys.
           write: Its values, and where both go.
           span: The token.
-          channels: Which channels of the keys count.
           kernels: What Hopper kernels run with.
 
         Returns:
           The codes of all layers and both caches, or `None` if no kernel can take the call.
         """
         own = self.code, self.centre, self.step, self.unfinished
-        where: dict[str, Any] = {"layer": layer, "channels": channels, "kernels": kernels}
+        where: dict[str, Any] = {"layer": layer, "kernels": kernels}
         found = kernel_selection.block_codes(own, key, span, **where, write=write)
         if found is None:
             return None

@@ -202,10 +202,13 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> PyTree:
         """Codes of the span's keys too."""
-        channels = self.channels(key.shape[-1])
-        if kernels is None or not isinstance(statistics, BlockCodes):
-            return statistics.add(key[..., channels], span)
-        return statistics.add(key, span, channels=channels, kernels=kernels)
+        if kernels is not None and isinstance(statistics, BlockCodes):
+            only = statistics.as_layer()
+            where: dict[str, Any] = {"layer": only.layer, "span": span, "kernels": kernels}
+            found = self.observe_in_place(query, key, only.stack, **where)
+            if found is not None:
+                return jax.tree.map(lambda x: x[0], found)
+        return statistics.add(key[..., self.channels(key.shape[-1])], span)
 
     def observe_in_place(
         self,
@@ -218,10 +221,10 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None = None,
     ) -> PyTree | None:
         """Codes of all layers, with those of the span's keys in one."""
+        kernels = self._of_slow(kernels, key.shape[-1])
         if kernels is None or not isinstance(statistics, BlockCodes):
             return None
-        channels = self.channels(key.shape[-1])
-        return statistics.add_to_layer(layer, key, span, channels=channels, kernels=kernels)
+        return statistics.add_to_layer(layer, key, span, kernels=kernels)
 
     def append_in_place(
         self,
@@ -234,11 +237,10 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig,
     ) -> tuple[PyTree, Array, Array] | None:
         """Codes of all layers, with that of the token's keys in one, and the caches."""
-        if not isinstance(statistics, BlockCodes):
+        found = self._of_slow(kernels, key.shape[-1])
+        if found is None or not isinstance(statistics, BlockCodes):
             return None
-        channels = self.channels(key.shape[-1])
-        where: dict[str, Any] = {"channels": channels, "kernels": kernels}
-        return statistics.append_to_layer(layer, key, write, span, **where)
+        return statistics.append_to_layer(layer, key, write, span, kernels=found)
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
         """Codes are left where they lie."""
@@ -249,6 +251,11 @@ class RecommendedConfig(BudgetPolicy):
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
         """The channels that count."""
         return slow_channels(head_dim)
+
+    def _of_slow(self, kernels: KernelConfig | None, head_dim: int) -> KernelConfig | None:
+        """What kernels run with, where the channels that count are those that kernels know."""
+        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
+        return kernels if is_slow else None
 
     def select(
         self,
@@ -298,14 +305,13 @@ class RecommendedConfig(BudgetPolicy):
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
         """All of `select` for a token, by kernels; None where these cannot."""
-        head_dim = query.shape[-1]
-        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
+        kernels = self._of_slow(kernels, query.shape[-1])
         if isinstance(statistics, BlockCodes):
             statistics = statistics.as_layer()
         elif isinstance(statistics, LayerCodes):
             # Among all sparse layers, so as many have been walked; a counter less to keep.
             walk = WalkState(walk.scores, statistics.layer)
-        if kernels is None or not is_slow or not isinstance(statistics, LayerCodes):
+        if kernels is None or not isinstance(statistics, LayerCodes):
             return None
         stack = statistics.stack
         return kernel_selection.select_token_by_evidence(
@@ -317,7 +323,7 @@ class RecommendedConfig(BudgetPolicy):
             layer=statistics.layer,
             lengths=span.end,
             budgets=self.budgets(stack.code.shape[2], is_token=True),
-            scale=default_scale(head_dim),
+            scale=default_scale(query.shape[-1]),
             exponent=self.exponent,
             decay=self.decay,
             sink_blocks=self.sink_blocks,
@@ -359,8 +365,8 @@ class RecommendedConfig(BudgetPolicy):
         """`count` queries that stand for each row, in the channels that count."""
         head_dim = query.shape[-1]
         sizes, found = {"count": count, "block_size": self.block_size}, None
-        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
-        if kernels is not None and is_slow:
+        kernels = self._of_slow(kernels, head_dim)
+        if kernels is not None:
             found = kernel_selection.representatives(query, span.valid, **sizes, kernels=kernels)
         if found is None:
             query = query[..., self.channels(head_dim)]

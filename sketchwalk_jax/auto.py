@@ -1,0 +1,258 @@
+"""Dense below the measured break-even, sparse above it: a policy that is chosen by length.
+
+Selecting costs time of its own, so that attention over few blocks pays from some length on. `Auto`
+is no policy: it is resolved to one, for each phase, before anything is traced, as all that it looks
+at is a size of the call. It goes by measurements alone, `break_even.json` beside this file, which
+`benchmarks/break_even.py` makes of the benchmarks' results.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sketchwalk_jax.cache import Cache, recommended_policy
+from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.dispatch import device_kind
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.validation import check_choice
+
+_BOTH = PHASES[0]
+_TABLE = Path(__file__).with_name("break_even.json")
+# How many times wider or narrower a model may be than the one that was measured.
+_MOST_TIMES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BreakEven:
+    """From how many tokens on a policy is not slower than dense attention, as it was measured.
+
+    Linear layers take the same time on either side, so that the sign of the difference follows from
+    what attention is made of, of which `width` is the size.
+
+    Attributes:
+      device: The device, as JAX calls its kind.
+      phase: `"prefill"`, in which tokens are those of the prompt, or `"decode"`, in which they are
+        those in the cache of each sequence.
+      policy: Name of the policy's class.
+      density: Its density.
+      block_size: Its tokens per block.
+      width: Query heads times their size.
+      batch: Sequences.
+      tokens: The least measured length from which on it was at least as fast at every length; None
+        if at the longest it was not.
+      longest: The longest length that was measured, in tokens.
+    """
+
+    device: str
+    phase: str
+    policy: str
+    density: float
+    block_size: int
+    width: int
+    batch: int
+    tokens: int | None
+    longest: int
+
+    def pays(self, tokens: int) -> bool | None:
+        """Whether the policy is not slower at a length; None where that was not measured."""
+        if self.tokens is not None:
+            return tokens >= self.tokens
+        return False if tokens <= self.longest else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What an `Auto` is resolved to: two arguments of `generate`, and why.
+
+    Attributes:
+      config: The policy: the sparse one, or `Dense` where it is to select in no phase.
+      phase: Where it selects: `"both"`, `"prefill"` or `"decode"`.
+      reasons: What was found for each phase that was to be decided, in words.
+    """
+
+    config: Policy
+    phase: str
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """A sparse policy where it was measured to pay, dense attention elsewhere, for each phase.
+
+    `generate`, `make_generate`, `stream` and `LanguageModel` take it in the place of a policy, and
+    their results say what was chosen (`Generation.choice`). It changes results: below the
+    break-even they are those of dense attention. A call with a cache goes on with the policy that
+    the cache was made for.
+
+    A break-even counts where device, policy and block size are those of the call, its density is
+    the least that is not below the policy's, its batch the largest that is not above the call's,
+    and its width the nearest within a factor of four. Where there is none, on a mesh of several
+    devices too, the sparse policy runs as it was asked for, and `Choice.reasons` says "no
+    measurement".
+
+    `prefill`, `decode_step` and `init_cache` see a part of a generation each and take a policy:
+    `choose` gives one, and its phase.
+
+    Attributes:
+      sparse: The policy; by default the recommended one, with the plan of the model.
+      measured: Break-evens to go by; by default those that come with the package.
+
+    Raises:
+      ValueError: If what is to be sparse is no policy.
+    """
+
+    sparse: Policy | None = None
+    measured: tuple[BreakEven, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the policy."""
+        if self.sparse is not None and not isinstance(self.sparse, Policy):
+            raise ValueError(
+                f"sparse must be a policy such as SketchWalkConfig, got {self.sparse!r}"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the sparse policy."""
+        return Policy.block_size if self.sparse is None else self.sparse.block_size
+
+    def policy(self, model_config: ModelConfig) -> Policy:
+        """The sparse policy, for a model."""
+        default = recommended_policy(model_config)  # which checks the model
+        return default if self.sparse is None else self.sparse
+
+    def find(
+        self,
+        phase: str,
+        model_config: ModelConfig,
+        *,
+        batch: int = 1,
+        device: str | None = None,
+    ) -> BreakEven | str:
+        """The break-even that counts for a model, or why there is none.
+
+        Args:
+          phase: `"prefill"` or `"decode"`.
+          model_config: The model.
+          batch: Sequences.
+          device: The kind of device; the default one if left out.
+        """
+        config = self.policy(model_config)
+        device = device_kind() if device is None else device
+        found = [one for one in self._rows if (one.device, one.phase) == (device, phase)]
+        if not found:
+            return f"no measurement for this device, {device}"
+        name, density = type(config).__name__, getattr(config, "density", None)
+        found = [one for one in found if one.policy == name and one.block_size == self.block_size]
+        if not found or density is None:
+            return f"no measurement of {name} with blocks of {self.block_size} on {device}"
+        found = [one for one in found if one.density >= density]
+        if not found:
+            return f"no measurement of a density of {density:g} or more on {device}"
+        width = model_config.num_heads * model_config.head_dim
+
+        def times(one: BreakEven) -> float:
+            return max(one.width / width, width / one.width)
+
+        found = [one for one in found if times(one) <= _MOST_TIMES and one.batch <= batch]
+        if not found:
+            return f"no measurement of {batch} sequences with attention {width} wide on {device}"
+        return min(found, key=lambda one: (one.density, times(one), -one.batch))
+
+    def choose(
+        self,
+        model_config: ModelConfig,
+        *,
+        batch: int,
+        tokens: int,
+        max_new_tokens: int = 0,
+        phase: str = _BOTH,
+        is_spread: bool = False,
+        cache: Cache | None = None,
+    ) -> Choice:
+        """The policy and the phase to run with.
+
+        Args:
+          model_config: The model.
+          batch: Sequences.
+          tokens: Tokens of each before decoding, padding included: of the prompt, and of what the
+            cache holds.
+          max_new_tokens: Most tokens to generate; half of them count for decoding, as its steps
+            have so many more behind them on average.
+          phase: Where the sparse policy may select.
+          is_spread: Whether the model lies on several devices, of which nothing was measured.
+          cache: What the call continues, if anything. Where it has statistics the policy stays
+            sparse, in the phases that pay or else in all, and dense where it has none to select by.
+
+        Returns:
+          A `Choice`, whose `config` and `phase` are arguments of `generate`, `init_cache`,
+          `prefill` and `decode_step`.
+
+        Raises:
+          ValueError: If the phase is unknown.
+
+        Example:
+          >>> from sketchwalk_jax.models.config import ModelConfig
+          >>> shape = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "head_dim": 16}
+          >>> model_config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2,
+          ...     num_kv_heads=2, max_position_embeddings=4096, **shape)
+          >>> Auto(measured=()).choose(model_config, batch=1, tokens=2048).reasons[0]
+          'prefill sparse: no measurement for this device, cpu'
+        """
+        check_choice("phase", phase, PHASES)
+        config, lengths = self.policy(model_config), {"prefill": tokens}
+        lengths["decode"] = tokens + max_new_tokens // 2
+        own = [one for one in config.phases if phase in (_BOTH, one)]
+        sparse, reasons = [], []
+        for one in own:
+            found = self.find(one, model_config, batch=batch)
+            if is_spread:
+                found = "no measurement on several devices"
+            pays = None if isinstance(found, str) else found.pays(lengths[one])
+            if pays is not False:
+                sparse.append(one)
+            how = "dense" if pays is False else "sparse"
+            reasons.append(f"{one} {how}: {_why(found, lengths[one], pays)}")
+        if cache is not None:
+            keeps = type(config).init_statistics is not Policy.init_statistics
+            if cache.made_for and not sparse:
+                sparse, reasons = own, ["sparse: the cache was made so"]
+            elif keeps and not cache.made_for:
+                sparse, reasons = [], ["dense: the cache was made so"]
+        if not sparse:
+            return Choice(
+                config=Dense(block_size=config.block_size), phase=_BOTH, reasons=tuple(reasons)
+            )
+        return Choice(
+            config=config,
+            phase=phase if sparse == own else sparse[0],
+            reasons=tuple(reasons),
+        )
+
+    @property
+    def _rows(self) -> Sequence[BreakEven]:
+        return read_break_evens() if self.measured is None else self.measured
+
+
+def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
+    """Why a phase is sparse or dense, in words."""
+    if isinstance(found, str):
+        return found
+    where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"
+    if pays is None:
+        return f"no measurement beyond {found.longest:,} tokens ({where})"
+    if found.tokens is None:
+        return f"{tokens:,} tokens, and sparse did not pay up to {found.longest:,} ({where})"
+    return f"{tokens:,} tokens, and sparse pays from {found.tokens:,} on ({where})"
+
+
+@functools.cache
+def read_break_evens() -> tuple[BreakEven, ...]:
+    """The break-evens that come with the package."""
+    rows: list[dict[str, Any]] = json.loads(_TABLE.read_text(encoding="utf-8"))["rows"]
+    return tuple(BreakEven(**row) for row in rows)

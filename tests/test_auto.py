@@ -1,0 +1,336 @@
+"""`Auto`: what is chosen from measurements, what then runs, and the measurements themselves."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import checkpoints
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import MODEL, POLICIES, params, prompts
+
+import sketchwalk_jax as sw
+from sketchwalk_jax import Auto, Dense, generation
+from sketchwalk_jax.auto import BreakEven, read_break_evens
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.quest import QuestConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
+
+PAPER = POLICIES["paper"]  # density 0.4, blocks of 16 tokens; the model is 64 wide
+PREFILL = BreakEven(
+    device="cpu",
+    phase="prefill",
+    policy="SketchWalkConfig",
+    density=0.4,
+    block_size=16,
+    width=64,
+    batch=1,
+    tokens=100,
+    longest=400,
+)
+DECODE = dataclasses.replace(PREFILL, phase="decode", tokens=200)
+TABLE = (PREFILL, DECODE)
+
+
+def chosen(tokens, table=TABLE, *, policy=PAPER, batch=1, **options):
+    return Auto(policy, table).choose(MODEL, batch=batch, tokens=tokens, **options)
+
+
+def what(found):
+    return ("dense" if isinstance(found.config, Dense) else "sparse"), found.phase
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (99, {}, ("dense", "both")),
+        (100, {}, ("sparse", "prefill")),
+        (199, {}, ("sparse", "prefill")),
+        (200, {}, ("sparse", "both")),
+        (100, {"max_new_tokens": 200}, ("sparse", "both")),  # 100 more on average
+        (99, {"max_new_tokens": 202}, ("sparse", "decode")),
+        (200, {"phase": "prefill"}, ("sparse", "prefill")),
+        (199, {"phase": "decode"}, ("dense", "both")),
+        (99, {"policy": Dense(block_size=16)}, ("dense", "both")),
+    ],
+)
+def test_a_phase_is_sparse_from_its_break_even_on(tokens, options, expected):
+    found = chosen(tokens, **options)
+    assert what(found) == expected
+    assert found.config.block_size == 16
+
+
+def test_a_policy_of_one_phase_is_chosen_by_that():
+    policy = QuestConfig(block_size=16, density=0.3)
+    table = tuple(dataclasses.replace(one, policy="QuestConfig") for one in TABLE)
+    assert what(chosen(150, table, policy=policy)) == ("dense", "both")
+    assert what(chosen(200, table, policy=policy)) == ("sparse", "both")
+    assert len(chosen(200, table, policy=policy).reasons) == 1
+
+
+def test_the_nearest_measurement_counts():
+    others = (
+        dataclasses.replace(PREFILL, batch=4, tokens=20),
+        dataclasses.replace(PREFILL, density=0.5, tokens=40),
+        dataclasses.replace(PREFILL, width=128, tokens=60),
+        dataclasses.replace(PREFILL, device="gpu", tokens=80),
+    )
+    table = (*others, PREFILL)
+
+    def found(**options):
+        batch = options.pop("batch", 1)
+        policy = dataclasses.replace(PAPER, **options)
+        return Auto(policy, table).find("prefill", MODEL, batch=batch).tokens
+
+    assert found() == found(batch=3) == 100
+    assert found(batch=4) == found(batch=9) == 20
+    assert found(density=0.1) == 100  # fewer blocks are no slower
+    assert found(density=0.45) == 40
+    wider = dataclasses.replace(MODEL, num_heads=8)
+    assert Auto(PAPER, table).find("prefill", wider).tokens == 60
+    assert Auto(PAPER, table).find("prefill", MODEL, device="gpu").tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "message"),
+    [
+        ((), {}, "no measurement for this device, cpu"),
+        ((DECODE,), {}, "no measurement for this device, cpu"),
+        (TABLE, {"policy": StreamingConfig(block_size=16)}, "no measurement of StreamingConfig"),
+        (TABLE, {"policy": dataclasses.replace(PAPER, block_size=32)}, "with blocks of 32"),
+        (TABLE, {"policy": dataclasses.replace(PAPER, density=0.9)}, "a density of 0.9 or more"),
+        ((dataclasses.replace(PREFILL, width=512),), {}, "attention 64 wide"),
+        ((dataclasses.replace(PREFILL, batch=2),), {}, "attention 64 wide"),
+        (TABLE, {"is_spread": True}, "no measurement on several devices"),
+        ((dataclasses.replace(PREFILL, tokens=None),), {}, "no measurement beyond 400 tokens"),
+    ],
+)
+def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options, message):
+    found = chosen(401, table, **options)
+    assert what(found) == ("sparse", "both")
+    assert found.config is options.get("policy", PAPER)
+    assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
+
+
+def test_what_never_paid_is_dense_as_far_as_it_was_measured():
+    never = tuple(dataclasses.replace(one, tokens=None) for one in TABLE)
+    assert what(chosen(400, never)) == ("dense", "both")
+    assert "sparse did not pay up to 400" in chosen(400, never).reasons[0]
+
+
+@pytest.mark.unchecked
+def test_it_wraps_a_policy_and_stands_for_none_elsewhere():
+    with pytest.raises(ValueError, match="sparse must be a policy"):
+        Auto("quest")
+    with pytest.raises(ValueError, match="phase must be one of"):
+        chosen(1, phase="all")
+    with pytest.raises(ValueError, match="config must be a policy"):
+        sw.init_cache(MODEL, Auto(), batch=1, max_tokens=64)
+    weights, (prompt, _) = params(), prompts(20)
+    with pytest.raises(ValueError, match="config must be a policy"):
+        sw.forward(weights, prompt, model_config=MODEL, config=Auto())
+    with pytest.raises(ValueError, match=r"'auto'; sketchwalk_jax\.Auto takes a policy"):
+        by_name("auto")
+    with pytest.raises(ValueError, match="must be a Cache"):
+        sw.generate(
+            weights, prompt, model_config=MODEL, config=Auto(), max_new_tokens=1, cache="cache"
+        )
+
+
+# What runs.
+
+
+def run(config, *, tokens=40, cache=None, phase="both"):
+    prompt, _ = prompts(tokens)
+    return generation.generate(
+        params(),
+        prompt,
+        model_config=MODEL,
+        config=config,
+        max_new_tokens=3,
+        max_tokens=None if cache is not None else 128,
+        cache=cache,
+        phase=phase,
+    )
+
+
+@pytest.mark.parametrize(
+    ("breaks", "given", "phase"),
+    [
+        ((41, 42), Dense(block_size=16), "both"),
+        ((40, 42), PAPER, "prefill"),
+        ((41, 41), PAPER, "decode"),
+        ((40, 41), PAPER, "both"),
+    ],
+)
+def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase):
+    table = [
+        dataclasses.replace(one, tokens=tokens) for one, tokens in zip(TABLE, breaks, strict=True)
+    ]
+    expected = run(given, phase=phase)
+    programs = generation._start._cache_size(), generation._continue._cache_size()
+    found = run(Auto(PAPER, tuple(table)))
+    assert (generation._start._cache_size(), generation._continue._cache_size()) == programs
+    assert (found.choice.config, found.choice.phase) == (given, phase)
+    assert expected.choice is None
+    chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
+    assert hash(Auto(PAPER, tuple(table))) == hash(Auto(PAPER, tuple(table)))
+
+
+@pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
+def test_a_cache_goes_on_as_it_was_made(first, then):
+    """Though more tokens would make it sparse, or fewer dense."""
+    autos = [
+        Auto(PAPER, tuple(dataclasses.replace(one, tokens=at, longest=at) for one in TABLE))
+        for at in (first, then)
+    ]
+    begun = run(autos[0])
+    found = run(autos[1], cache=begun.cache, tokens=20)
+    assert type(found.choice.config) is type(begun.choice.config)
+    assert found.choice.reasons[0].endswith("the cache was made so")
+
+
+def test_streams_and_texts_say_what_was_chosen(tmp_path):
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True)
+    never = BreakEven(
+        device="cpu",
+        phase="prefill",
+        policy="RecommendedConfig",
+        density=1.0,
+        block_size=64,
+        width=32,
+        batch=1,
+        tokens=None,
+        longest=512,
+    )
+    auto = Auto(measured=(never, dataclasses.replace(never, phase="decode")))
+    lm = LanguageModel.load(tmp_path, policy=auto, density=0.3, progress=False)
+    assert lm.policy.sparse == sw.SketchWalkConfig.recommended(density=0.3)
+    pieces = lm.stream("Walk with the ", max_new_tokens=4)
+    dense = lm.with_policy(Dense())
+    assert "".join(pieces) == dense.generate("Walk with the ", max_new_tokens=4)
+    assert pieces.choice.config == Dense() and len(pieces.choice.reasons) == 2
+    prompts = ["Walk with the ", "sketch"]
+    assert lm.generate(prompts, max_new_tokens=4) == dense.generate(prompts, max_new_tokens=4)
+
+
+def test_it_is_resolved_under_a_jit_too():
+    prompt, _ = prompts(40)
+    weights = params()
+
+    @jax.jit
+    def call(prompt):
+        options = {"model_config": MODEL, "max_new_tokens": 1, "max_tokens": 128}
+        return generation.generate(weights, prompt, config=Auto(PAPER, TABLE), **options)
+
+    assert what(jax.eval_shape(call, jnp.asarray(prompt)).choice) == ("dense", "both")
+
+
+# The command line.
+
+
+@pytest.fixture
+def model(tmp_path):
+    checkpoints.write_checkpoint(tmp_path / "model", tokenizer=True)
+    return tmp_path / "model"
+
+
+def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
+    rows = [dataclasses.replace(one, policy="RecommendedConfig", width=32) for one in TABLE]
+    rows = tuple(dataclasses.replace(one, block_size=64, tokens=None) for one in rows)
+    monkeypatch.setattr("sketchwalk_jax.auto.read_break_evens", lambda: rows)
+    command = ["generate", "--model", str(model), "--prompt", "Walk", "--max-new-tokens", "4"]
+    assert main([*command, "--policy", "auto", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["policy"], found["chosen"], found["preset"]) == ("auto", "Dense", "recommended")
+    assert found["measured_density"] == 1.0 and len(found["reasons"]) == 2
+    assert err.splitlines()[0] == f"auto: {found['reasons'][0]}"
+    assert main(["info", "--model", str(model), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["break_even"]
+    assert shown["decode"] == {"tokens": None, "longest": 400, "problem": None}
+    assert main(["info", "--model", str(model), "--density", "0.9"]) == 0
+    assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("eval", "--policy must name what is measured, got 'auto'"), ("demo", "--policy auto is")],
+)
+def test_what_compares_refuses_it(command, message, model, capsys):
+    assert main([command, "--model", str(model), "--policy", "auto"]) == 2
+    assert message in capsys.readouterr().err
+
+
+# The measurements.
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module("break_even")
+
+
+def test_the_package_comes_with_break_evens_of_the_default_policy():
+    """A test of the pages compares them with the results."""
+    rows = read_break_evens()
+    found = {one.phase for one in rows if one.policy == "RecommendedConfig"}
+    assert found == {"prefill", "decode"}
+    assert all(one.tokens is None or one.tokens <= one.longest for one in rows)
+
+
+def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
+    assert benchmark.least_tokens({512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}) == 4096
+    assert benchmark.least_tokens({512: 1.5, 1024: 1.0}) == 512
+    assert benchmark.least_tokens({512: 1.5, 1024: 0.99}) is None
+
+
+def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
+    """As `end_to_end.py` writes them, as soon as there are any."""
+
+    def row(tokens, policy, median, **more):
+        fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}
+        fields |= {"implementation": "ours", "chunk_size": None, "error": None, "policy": policy}
+        preset, density = ("recommended", 0.1) if policy == "sketchwalk" else (None, 1.0)
+        fields |= {"preset": preset, "density": density, "seconds": {"median": median}}
+        return fields | more
+
+    rows = [row(16384, "dense", 1.0), row(16384, "sketchwalk", 1.2)]
+    rows += [row(32768, "dense", 2.0), row(32768, "sketchwalk", 1.5)]
+    rows += [row(65536, "dense", 1.0), row(65536, "sketchwalk", 9.0, error="does not fit")]
+    rows += [row(65536, "dense", 1.0, implementation="transformers")]
+    meta = {"device": "NVIDIA H200"}
+    (tmp_path / "end_to_end.json").write_text(json.dumps({"meta": meta, "rows": rows}))
+    (found,) = benchmark.break_evens(tmp_path)
+    expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
+    expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
+    assert dataclasses.asdict(found) == expected | {"tokens": 32768, "longest": 32768}
+    quick = {"meta": meta | {"is_quick": True}, "rows": rows}
+    (tmp_path / "end_to_end.json").write_text(json.dumps(quick))
+    with pytest.raises(ValueError, match="--quick"):
+        benchmark.break_evens(tmp_path)
+
+
+def test_a_table_of_other_results_is_found_and_replaced(benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "TABLE", tmp_path / "break_even.json")
+    results = benchmark.common.RESULTS
+    assert not benchmark.update_table(results, is_check=True)
+    assert "differs" in capsys.readouterr().out and not benchmark.TABLE.exists()
+    assert not benchmark.update_table(results, is_check=False)
+    assert benchmark.update_table(results, is_check=True)
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_a_cell(benchmark, monkeypatch):
+    monkeypatch.setitem(benchmark.MODELS, "tiny", MODEL)
+    rows = benchmark.measure("tiny", "decode", 256, 2, 2)
+    assert [one["preset"] for one in rows] == list(benchmark.PRESETS)
+    found = benchmark.of_rows(rows, "cpu")
+    assert [(one.width, one.batch, one.longest) for one in found] == [(64, 2, 256)] * 2
+    assert all(np.isfinite(one["speedup"]["median"]) for one in rows)
