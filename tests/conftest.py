@@ -16,6 +16,8 @@ RUNS_COMPILED = "SKETCHWALK_COMPILED_KERNELS" in os.environ
 if RUNS_COMPILED:
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # which would run programs
     os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"
+    # A program that was kept does not say what it is.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import random
 import subprocess
@@ -61,8 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if RUNS_COMPILED:
-        return  # a program that was kept does not say what it is
     directory = config.cache.mkdir("jax_compilation_cache")
     directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
