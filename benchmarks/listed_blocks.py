@@ -86,9 +86,10 @@ def main() -> None:
 def listed_blocks(lists: sw.BlockSelection, num_blocks: int) -> Bool[np.ndarray, "L I J"]:
     """Which blocks are on a list of a row, of any head, in every layer of one prompt."""
     ids = np.asarray(lists.ids)[:, 0]  # [L, M, I, P]; beyond a list's count, the number of blocks
-    found = np.zeros((ids.shape[0], ids.shape[2], num_blocks + 1), bool)
+    found = np.zeros((ids.shape[0], num_blocks, num_blocks + 1), bool)
+    prompt = found[:, : ids.shape[2]]  # rows of padding list nothing
     for of_a_head in np.moveaxis(ids, 1, 0):
-        np.put_along_axis(found, np.minimum(of_a_head, num_blocks), True, axis=-1)
+        np.put_along_axis(prompt, of_a_head, True, axis=-1)
     return found[..., :num_blocks]
 
 

@@ -583,6 +583,30 @@ def constrain_logits(
     return constrain(logits, placement, *axes) if logits.ndim == 2 else logits
 
 
+def on_every_rank(
+    function: Callable[..., PyTree], placement: Placement | None
+) -> Callable[..., PyTree]:
+    """A function of arrays that every rank calls with all of them, for what ranks do not share.
+
+    Left to itself, XLA would partition it, which it cannot where the function launches kernels.
+
+    Args:
+      function: Takes arrays in any trees, and closes over none; what it finds is the same on every
+        rank.
+      placement: The placement, if there is one; without, the function is returned as it is.
+    """
+    if placement is None:
+        return function
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        function,
+        mesh=placement.mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
+
+
 def specs(shardings: PyTree) -> PyTree:
     """The partition specs of shardings, as `jax.shard_map` takes them."""
     return jax.tree.map(lambda one: one.spec, shardings)

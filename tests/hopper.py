@@ -4,8 +4,8 @@ As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: 
 of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
 answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
 `program`, what the whole program writes to memory, how often its loops launch something, and what
-it sends between GPUs, and while what runs, if the case is for several (`ranks`). The tests use `Compiler`, which starts
-it.
+it sends between GPUs if the case is for several (`ranks`), and what runs meanwhile. The tests use
+`Compiler`, which starts it.
 """
 
 import json
