@@ -546,12 +546,12 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
         np.testing.assert_allclose(expected, measured, rtol=2e-3)
 
 
-def check_refused_evaluation(directory: str, folder: str) -> None:
+def check_refused_evaluation() -> None:
     """A policy that a mesh does not suit is refused before anything is done or written."""
     where = placement(MESH_MODEL, sequence=2)
     config = EvaluationConfig(policies=("oracle",), tokens=(512,), tasks=("text_loss",))
     weights = jax.device_put(params(model=MESH_MODEL), where.params)
-    out = Path(folder) / "quality.json"
+    out = Path("quality.json")
     call: dict[str, Any] = {"text": None, "model": {}, "config": config, "out": out}
     with pytest.raises(NotImplementedError, match="sequence axis must be 1 for OracleConfig"):
         evaluate_model(weights, MESH_MODEL, None, **call)

@@ -164,10 +164,13 @@ def evaluate_model(
         otherwise.
     """
     config = config or EvaluationConfig()
-    _check_policies(config, placement_of(params, model_config))
+    placement = placement_of(params, model_config)
+    _check_policies(config, placement)
     lengths = check_lengths(config, model_config)
+    mesh: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
     meta = describe_machine(
         model=dict(model),
+        **mesh,
         **describe_texts(text, config),
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
