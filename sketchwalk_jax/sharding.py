@@ -25,16 +25,19 @@ sums otherwise; ranks agree then too.)
 Over `sequence`, a rank has rows of a prompt from its beginning and from its end, as `Blocks` deals
 them, so that causal work is even, and with them all that is computed of their tokens, walk and
 lists included. Keys and values go round before it attends: no row waits for another, and they are
-few beside what attention reads. With `K` key/value heads of its own, each rank receives in one
-layer
+few beside what attention reads. They travel while queries are projected and rows are scored, and so
+all of them do: which blocks its rows list, a rank knows only then (`benchmarks/listed_blocks.py`
+counts them), and statistics are of all keys. With `K` key/value heads of its own, each rank
+receives in one layer
 
 * of a prompt of `T` tokens of all ranks keys and values, `2 · B · T · K · H` numbers; and where the
   prompt is read in pieces, or behind others, those of the whole cache with room for `S` tokens,
   `2 · B · S · K · H` numbers more for each piece;
 * of Sketch-and-Walk but for `recommended` float32 sketches of `I` rows, `2 · 4 · B · I · C · R`
   bytes; of the other policies nothing: their statistics are of keys alone;
-* of a decoded token what other ranks found at the blocks that they hold, float32 `B · N · H` with
-  own heads and two numbers of each head; all ranks make the same lists.
+* of a decoded token neither keys nor values, but what other ranks found at the blocks that they
+  hold, float32 `B · N · H` with own heads and two numbers of each head; all ranks make the same
+  lists.
 
 Statistics, which are little beside keys and values, lie on all ranks of `sequence`, and so do the
 parameters: the dense algebra of a prompt is shared, and nothing of it travels. That of a token is
