@@ -435,7 +435,8 @@ def embed_tokens(
 ) -> Float[Array, "B T D"]:
     """`embed`; on a mesh each rank looks up the tokens whose embeddings it has.
 
-    Left to itself, XLA would gather the whole table for a batch of one token.
+    Left to itself, XLA would gather the whole table for a batch of one token. Sequences and tokens
+    are spread over the axes that divide them.
 
     Args:
       params: Parameter tree.
@@ -446,10 +447,13 @@ def embed_tokens(
     if placement is None:
         return embed(params, tokens)
     table, ranks = params["embed"]["embedding"], placement.size("tensor")
-    by_row = "sequence" if tokens.shape[1] > 1 else None
+    axes = [
+        axis if size % placement.size(axis) == 0 else None
+        for axis, size in zip(("data", "sequence"), tokens.shape, strict=True)
+    ]
     if ranks == 1 or table.shape[0] % ranks:
-        return constrain(embed(params, tokens), placement, "data", by_row)
-    by_token = placement.sharding("data", by_row).spec
+        return constrain(embed(params, tokens), placement, *axes)
+    by_token = placement.sharding(*axes).spec
 
     def look_up(table: Float[Array, "V1 D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         own = jnp.clip(tokens, 0, ranks * table.shape[0] - 1)

@@ -31,10 +31,10 @@ from sketchwalk_jax.cache import Cache, init_cache, sparse_layers, write_layer
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, join_layers, observe_layer
 from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Attend, embed, run_layers
+from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sharding import constrain, on_every_rank, placement_of
+from sketchwalk_jax.sharding import constrain, embed_tokens, on_every_rank, placement_of
 
 PyTree = Any
 
@@ -314,7 +314,7 @@ def _probe_layers(
 
     _, (cache, _), found = run_layers(
         params,
-        embed(params, tokens),
+        embed_tokens(params, tokens, placement),
         span.start(together.block_size)[:, None] + column,
         (cache, _walks(together, span, cache.capacity)),
         model_config=settings.model_config,
