@@ -136,7 +136,7 @@ class LongDecode:
         self._watching = Together.watching(watched, programs.placement)
         readers = [together for together, _ in self._watching.values()]
         self._dense: Policy = readers[0] if readers else Dense()
-        for config in {self._dense, *readers} if wanted else ():
+        for config in dict.fromkeys((self._dense, *readers)) if wanted else ():
             self._read_program(config)
         for rule, phases in wanted.items():
             if "both" in phases and rule != DENSE:
@@ -197,27 +197,38 @@ class LongDecode:
         lengths = np.array([sample.answer_start for sample in rows], np.int32)
         answers = np.stack([sample.answer for sample in rows])
         read = partial(self._read, tokens, lengths)
-        dense, reader = None, self._dense
+        dense, reader = None, None
         found: dict[tuple[Rule, str], Outcome] = {}
         for rule, phases in wanted.items():
             if dense is None or self._reader(rule) != reader:
-                dense, reader = None, self._reader(rule)  # memory is for one
+                dense, reader = None, self._reader(rule)  # memory is for the cache of one
                 dense = read(reader)
-            plain = dataclasses.replace(dense, statistics=None, made_for=())
             for phase in phases:
-                if rule == DENSE:
-                    cache = plain
-                elif phase == "both":
-                    cache = read(self._policies[rule])
-                else:
-                    together, place = self._watching[rule]
-                    where = self._programs.placement
-                    cache = together.cache_of(dense, place, self._model_config, where)
-                compare = self._compare_program(rule).result()
-                compared = jax.device_get(compare(self._params, plain, cache, answers))
+                compared = self._compare(read, dense, answers, rule, phase)
                 found[rule, phase] = _outcome(compared, len(samples))
             after()
         return found
+
+    def _compare(
+        self,
+        read: Callable[[Policy], Cache],
+        dense: Cache,
+        answers: Int[np.ndarray, "B U"],
+        rule: Rule,
+        phase: str,
+    ) -> Compared:
+        """Feeds the answers to a rule in one phase, beside dense attention to its own cache."""
+        plain = dataclasses.replace(dense, statistics=None, made_for=())
+        if rule == DENSE:
+            cache = plain
+        elif phase == "both":
+            cache = read(self._policies[rule])
+        else:
+            together, place = self._watching[rule]
+            placement = self._programs.placement
+            cache = together.cache_of(dense, place, self._model_config, placement)
+        compare = self._compare_program(rule).result()
+        return jax.device_get(compare(self._params, plain, cache, answers))
 
     def _read(self, tokens: np.ndarray, lengths: np.ndarray, config: Policy) -> Cache:
         return self._read_program(config).result()(self._params, tokens, lengths)

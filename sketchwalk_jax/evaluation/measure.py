@@ -110,7 +110,8 @@ class Measurement:
 
     def _start(self, wanted: Wanted) -> None:
         """Compiles in the order in which programs are needed."""
-        for config in {self._dense, *(together for together, _ in self._watching.values())}:
+        readers = (together for together, _ in self._watching.values())
+        for config in dict.fromkeys((self._dense, *readers)):
             self._prefill_program(config)
         start_programs(self._programs, wanted, self._policies, **self._shape)
         for rules in self._probes:
@@ -161,11 +162,12 @@ class Measurement:
                     made.clear()  # memory is for the caches of one
                 if (config, reads_all) not in made:
                     made[config, reads_all] = self._prefill(prompts, config, reads_all=reads_all)
-                prefilled = made[config, reads_all]
                 if reads_all and prompts.has_answer:
-                    outcome = self._score_prefill(prompts, prefilled)
+                    outcome = self._score_prefill(prompts, made[config, reads_all])
                 else:
-                    outcome = self._decode(prompts, prefilled, config, rule, phase, tokenizer)
+                    outcome = self._decode(
+                        prompts, made[config, reads_all], config, rule, phase, tokenizer
+                    )
                 found[rule, phase] = outcome
             if after is not None:
                 after()

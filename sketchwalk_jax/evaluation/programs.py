@@ -342,10 +342,10 @@ class Programs:
         self.placement, devices = placement_of(params, model_config), devices_of(params)
         if len(devices) > 1 and self.placement is None:
             raise NotImplementedError(
-                f"params must lie on one device to be evaluated, or as sharding.plan(mesh, ...) "
-                f"says, got {len(devices)} devices; load them with sharding="
+                f"params must lie on one device, or as sharding.plan places them, to be evaluated, "
+                f"got {len(devices)} devices; load them with sharding=plan(mesh, model_config)"
             )
-        if not devices <= set(jax.local_devices()):
+        if any(device.process_index != jax.process_index() for device in devices):
             raise NotImplementedError(
                 "params must lie on devices of one host to be evaluated, got those of several: the "
                 "file of the results is one process's"

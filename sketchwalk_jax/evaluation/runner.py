@@ -97,6 +97,8 @@ def evaluate(
       >>> results = evaluate("path/to/checkpoint",
       ...                    config=EvaluationConfig.reduced())  # doctest: +SKIP
     """
+    if not isinstance(sharding, Placement | None):
+        raise ValueError(f"sharding must be a Placement from sharding.plan, got {sharding!r}")
     _check_policies(config or EvaluationConfig(), sharding)
     text = read_text() if text is None else text
     directory = find_checkpoint(directory, progress=progress)
