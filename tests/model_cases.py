@@ -100,7 +100,8 @@ class ModelCase:
 
             def read(params: Any, tokens: Any, cache: Any) -> Any:
                 lengths = jnp.full((self.batch,), self.new, jnp.int32)
-                return _read(params, tokens, lengths, cache, is_fresh=self.is_fresh, settings=settings)
+                where = {"is_fresh": self.is_fresh, "settings": settings}
+                return _read(params, tokens, lengths, cache, **where)
 
             return read, (params, jax.ShapeDtypeStruct(shape, jnp.int32), cache)
 
