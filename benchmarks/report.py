@@ -20,6 +20,7 @@ import claims
 import comparison
 import end_to_end_report
 import kernel_report
+import listed_blocks
 import real_report
 import recommended_parts
 import retrieval
@@ -208,6 +209,7 @@ TABLES: Tables = (
     | selection_report.TABLES
     | end_to_end_report.TABLES
     | scale_out_report.TABLES
+    | listed_blocks.TABLES
     | ablation_report.TABLES
     | comparison.TABLES
     | real_report.TABLES

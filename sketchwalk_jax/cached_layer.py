@@ -341,6 +341,11 @@ def _attention(
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
         observed = None
+        before: tuple[Array, ...] = ()
+        if rows is not None and not is_fresh:
+            # Not with what is written now: so they travel while this layer computes what that is.
+            gather = functools.partial(rows.gather_cache, layer=layer, block_size=size)
+            before = gather(cache.key), gather(cache.value)
         if heads is not None:
             if sees_all:
                 observed = heads.gather(query, axis=2), _all_keys(key, heads)
@@ -366,11 +371,11 @@ def _attention(
         )
         seen = query if observed is None else observed[0]
         keys, place = (cache.key, cache.value), layer
-        if rows is not None:  # of all ranks; if these are not all there is, with the cache
+        if rows is not None:  # of all ranks; if these are not all there is, behind the cache's
             keys, place = (key[None], value[None]), jnp.zeros((), jnp.int32)
-            if not is_fresh:
-                gather = functools.partial(rows.gather_cache, layer=layer, block_size=size)
-                keys = gather(cache.key), gather(cache.value)
+        if before:
+            write = functools.partial(write_layer, layer=place, start=start, span=span)
+            keys = write(before[0], key), write(before[1], value)
         found = []
         spans, starts = ([span], [start]) if rows is None else _spans_of_pieces(span, rows, size)
         queries, seens = (jnp.split(x, len(spans), axis=1) for x in (query, seen))

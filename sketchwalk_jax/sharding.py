@@ -25,16 +25,19 @@ sums otherwise; ranks agree then too.)
 Over `sequence`, a rank has rows of a prompt from its beginning and from its end, as `Blocks` deals
 them, so that causal work is even, and with them all that is computed of their tokens, walk and
 lists included. Keys and values go round before it attends: no row waits for another, and they are
-few beside what attention reads. With `K` key/value heads of its own, each rank receives in one
-layer
+few beside what attention reads. They travel while queries are projected and rows are scored, and so
+all of them do: which blocks its rows list, a rank knows only then (`benchmarks/listed_blocks.py`
+counts them), and statistics are of all keys. With `K` key/value heads of its own, each rank
+receives in one layer
 
 * of a prompt of `T` tokens of all ranks keys and values, `2 · B · T · K · H` numbers; and where the
   prompt is read in pieces, or behind others, those of the whole cache with room for `S` tokens,
   `2 · B · S · K · H` numbers more for each piece;
 * of Sketch-and-Walk but for `recommended` float32 sketches of `I` rows, `2 · 4 · B · I · C · R`
   bytes; of the other policies nothing: their statistics are of keys alone;
-* of a decoded token what other ranks found at the blocks that they hold, float32 `B · N · H` with
-  own heads and two numbers of each head; all ranks make the same lists.
+* of a decoded token neither keys nor values, but what other ranks found at the blocks that they
+  hold, float32 `B · N · H` with own heads and two numbers of each head; all ranks make the same
+  lists.
 
 Statistics, which are little beside keys and values, lie on all ranks of `sequence`, and so do the
 parameters: the dense algebra of a prompt is shared, and nothing of it travels. That of a token is
@@ -432,7 +435,8 @@ def embed_tokens(
 ) -> Float[Array, "B T D"]:
     """`embed`; on a mesh each rank looks up the tokens whose embeddings it has.
 
-    Left to itself, XLA would gather the whole table for a batch of one token.
+    Left to itself, XLA would gather the whole table for a batch of one token. Sequences and tokens
+    are spread over the axes that divide them.
 
     Args:
       params: Parameter tree.
@@ -443,10 +447,13 @@ def embed_tokens(
     if placement is None:
         return embed(params, tokens)
     table, ranks = params["embed"]["embedding"], placement.size("tensor")
-    by_row = "sequence" if tokens.shape[1] > 1 else None
+    axes = [
+        axis if size % placement.size(axis) == 0 else None
+        for axis, size in zip(("data", "sequence"), tokens.shape, strict=True)
+    ]
     if ranks == 1 or table.shape[0] % ranks:
-        return constrain(embed(params, tokens), placement, "data", by_row)
-    by_token = placement.sharding("data", by_row).spec
+        return constrain(embed(params, tokens), placement, *axes)
+    by_token = placement.sharding(*axes).spec
 
     def look_up(table: Float[Array, "V1 D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         own = jnp.clip(tokens, 0, ranks * table.shape[0] - 1)
@@ -581,6 +588,30 @@ def constrain_logits(
         # Said first, so that logits are gathered, and not the output head.
         logits = constrain(logits, placement, *axes, "tensor")
     return constrain(logits, placement, *axes) if logits.ndim == 2 else logits
+
+
+def on_every_rank(
+    function: Callable[..., PyTree], placement: Placement | None
+) -> Callable[..., PyTree]:
+    """A function of arrays that every rank calls with all of them, for what ranks do not share.
+
+    Left to itself, XLA would partition it, which it cannot where the function launches kernels.
+
+    Args:
+      function: Takes arrays in any trees, and closes over none; what it finds is the same on every
+        rank.
+      placement: The placement, if there is one; without, the function is returned as it is.
+    """
+    if placement is None:
+        return function
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        function,
+        mesh=placement.mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
 
 
 def specs(shardings: PyTree) -> PyTree:

@@ -4,8 +4,8 @@ As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: 
 of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
 answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
 `program`, what the whole program writes to memory, how often its loops launch something, and what
-it sends between GPUs if the case is for several (`ranks`). The tests use `Compiler`, which starts
-it.
+it sends between GPUs if the case is for several (`ranks`), and what runs meanwhile. The tests use
+`Compiler`, which starts it.
 """
 
 import json
@@ -129,6 +129,27 @@ def read_sends(text: str) -> list[tuple[str, int]]:
         made = re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line)
         if made is not None:
             found.append((made[2], _largest(made[1])))
+    return found
+
+
+def read_overlaps(text: str) -> list[tuple[int, int]]:
+    """Of each all-gather of a compiled program, in order, its bytes and what runs meanwhile.
+
+    That is the matrix products and kernels that are launched between its start and its end. The
+    program is in the order in which a GPU launches it.
+    """
+    found: list[tuple[int, int]] = []
+    for _, lines in _computations(text):
+        running: dict[str, tuple[int, int]] = {}
+        for line in lines:
+            made = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) all-gather-start\(", line)
+            ended = re.search(r" all-gather-done\(%([\w.\-]+)\)", line)
+            if made is not None:
+                running[made[1]] = _largest(made[2]), 0
+            elif ended is not None:
+                found.append(running.pop(ended[1]))
+            elif re.search(r"%gemm_fusion[\w.\-]* = | custom-call\(", line):
+                running = {name: (size, count + 1) for name, (size, count) in running.items()}
     return found
 
 
@@ -263,6 +284,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
                     "writes": read_writes(text),
                     "launches": read_launches(text),
                     "sends": read_sends(text),
+                    "overlaps": read_overlaps(text),
                     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 }
             printed.seek(0)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from evaluation_samples import sample
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny import MODEL, params, prompts
 from tolerances import tolerance
 
@@ -23,7 +24,15 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import KernelConfig, generation, inference, sharding
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
-from sketchwalk_jax.evaluation.programs import Programs
+from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, long_decode, measure
+from sketchwalk_jax.evaluation.calibration import calibrate, fit_thresholds
+from sketchwalk_jax.evaluation.long_decode import LongDecode
+from sketchwalk_jax.evaluation.measure import Measurement
+from sketchwalk_jax.evaluation.planning import make_plan
+from sketchwalk_jax.evaluation.programs import Programs, whole_batch
+from sketchwalk_jax.evaluation.prompts import make_prompts
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models import ModelConfig, init_params, load, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
@@ -34,6 +43,7 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.sharding import Placement, lies_on_one_device, plan
 
 
@@ -388,8 +398,11 @@ def check_loading(directory: str, saved: str) -> None:
     TensorFiles.read = counting  # type: ignore[method-assign]
     params, _ = load(directory, sharding=where)
     assert not lies_on_one_device(params)
-    with pytest.raises(NotImplementedError, match="on one device to be evaluated, got 8 devices"):
-        Programs(params)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    elsewhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
+    with pytest.raises(NotImplementedError, match="plan places .*, got 8 devices; load"):
+        Programs(elsewhere, config)
+    del elsewhere
     total = sum(x.nbytes for x in jax.tree.leaves(whole))
     assert sum(read) == total, (sum(read), total)
     for path, leaf in flatten_params(params).items():
@@ -442,6 +455,105 @@ def check_loading(directory: str, saved: str) -> None:
         np.testing.assert_array_equal(leaf, flatten_params(others)[path])
     kernel = np.asarray(drawn["layers"]["gate"]["kernel"], np.float32)
     np.testing.assert_allclose(kernel.std() * math.sqrt(config.hidden_size), 1.0, atol=0.05)
+
+
+# Evaluations.
+
+
+def check_evaluation(rules: list[Rule], axes: dict[str, int], *, probes: bool = True) -> None:
+    """Answers, losses, densities and what probes find are those of one device."""
+    model, answers = MESH_MODEL, list[np.ndarray]()
+
+    def note(prompts: Any, first: np.ndarray, likeliest: np.ndarray, *_: Any) -> np.ndarray:
+        fed = np.arange(likeliest.shape[1]) < prompts.num_steps[:, None]
+        answers.append(np.concatenate([first[:, None], np.where(fed, likeliest, 0)], axis=1))
+        return np.zeros(len(prompts.samples), bool)
+
+    measure.right_in_decode = note  # there is no tokenizer
+    wanted = {DENSE: ("both",)} | {rule: ("decode", "both") for rule in rules}
+    found = []
+    plain = params(model=model)
+    for where in (None, placement(**axes)):
+        weights = plain if where is None else jax.device_put(plain, where.params)
+        programs = Programs(weights, model)
+        sizes: dict[str, int] = {"num_tokens": 256, "probe_batch": 1 if probes else 0}
+        sizes["batch"] = whole_batch(3, where)
+        measurement = Measurement(programs, weights, model, wanted, **sizes)
+        outcomes, probed, own = [], list[Any](), len(answers)
+        for task in ("multi_key", "text_loss"):
+            some = [sample(task, seed, length=150 + 31 * seed) for seed in range(3)]
+            prompts = make_prompts(some, batch=sizes["batch"], num_tokens=256)
+            outcomes += measurement.run(prompts, wanted, None).items()
+        if probes:
+            probed += measurement.probe(make_prompts(some[:1], batch=1, num_tokens=256)).items()
+        programs.close()
+        found.append((outcomes, [x[:3] for x in answers[own:]], probed))
+    (one, said, probed), (many, also_said, also_probed) = found
+    np.testing.assert_array_equal(said, also_said)
+    for (key, outcome), (other, spread) in zip(one, many, strict=True):
+        assert key == other
+        if outcome.losses is not None:
+            np.testing.assert_allclose(outcome.losses, spread.losses, **tolerance("logits"))
+        for x, y in zip(*map(jax.tree.leaves, (outcome.density, spread.density)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=str(key))
+    for (key, expected), (other, measured) in zip(probed, also_probed, strict=True):
+        assert key == other
+        for x, y in zip(*map(dataclasses.astuple, (expected, measured)), strict=True):
+            if x is not None:
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6, err_msg=str(key))
+
+
+def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
+    """Losses and divergences of long decoding are those of one device."""
+    long_decode.NUM_DECODED = 40  # over the borders of blocks
+    model, where = MESH_MODEL, placement(**axes)
+    tokens = np.random.default_rng(3).integers(2, 64, 240).astype(np.int32)
+    text = Sample("long_decode", tokens, 200, tokens[200:], 200, "")
+    wanted = {DENSE: ("both",)} | {rule: ("decode", "both") for rule in rules}
+    plain, found = params(model=model), []
+    for weights in (plain, jax.device_put(plain, where.params)):
+        programs, sizes = Programs(weights, model), {"num_tokens": 256, "batch": 2}
+        long = LongDecode(programs, weights, model, wanted, **sizes, policies={})
+        found.append(long.run([text, text], wanted, after=lambda: None))
+        programs.close()
+    for key, outcome in found[0].items():
+        for name in ("losses", "divergences"):
+            pair = (getattr(x, name) for x in (outcome, found[1][key]))
+            np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-6, err_msg=str(key))
+
+
+def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
+    """Knobs, thresholds and plans are set to what one device sets them to."""
+    model, where = MESH_MODEL, placement(**axes)
+    rows, lengths = prompts(250, 200, 222)
+    plain, found = params(model=model), []
+    for weights in (plain, jax.device_put(plain, where.params)):
+        options: dict[str, Any] = {"model_config": model}
+        policy: Any = POLICIES["adamas"]
+        fitted = fit_thresholds(weights, rows, lengths, policy=policy, **options)
+        own = [np.array(fitted.policy.thresholds)]
+        if has_knob:
+            policy = POLICIES["flexprefill"]
+            set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)
+            own.append(np.array(set_to.tried))
+        small = RecommendedConfig(block_size=16)
+        made = make_plan(weights, [rows[0]], config=small, densities=(0.2, 0.4, 0.6), **options)
+        own += [np.array([*made.densities, *made.errors, made.weights])]
+        found.append(own)
+    for expected, measured in zip(*found, strict=True):
+        np.testing.assert_allclose(expected, measured, rtol=2e-3)
+
+
+def check_refused_evaluation() -> None:
+    """A policy that a mesh does not suit is refused before anything is done or written."""
+    where = placement(MESH_MODEL, sequence=2)
+    config = EvaluationConfig(policies=("oracle",), tokens=(512,), tasks=("text_loss",))
+    weights = jax.device_put(params(model=MESH_MODEL), where.params)
+    out = Path("quality.json")
+    call: dict[str, Any] = {"text": None, "model": {}, "config": config, "out": out}
+    with pytest.raises(NotImplementedError, match="sequence axis must be 1 for OracleConfig"):
+        evaluate_model(weights, MESH_MODEL, None, **call)
+    assert not out.exists()
 
 
 # Several processes.

@@ -65,6 +65,7 @@ class ModelCase:
       batch: Sequences.
       tokens: Tokens that a cache has room for.
       new: Tokens of each that are read, or 1 for decoding.
+      is_fresh: Whether a prompt is read into an empty cache.
       ranks: GPUs.
       axis: Of the mesh that they make.
     """
@@ -74,6 +75,7 @@ class ModelCase:
     batch: int = 1
     tokens: int = 131072
     new: int = 1
+    is_fresh: bool = False
     ranks: int = 1
     axis: str = "tensor"
 
@@ -98,7 +100,8 @@ class ModelCase:
 
             def read(params: Any, tokens: Any, cache: Any) -> Any:
                 lengths = jnp.full((self.batch,), self.new, jnp.int32)
-                return _read(params, tokens, lengths, cache, is_fresh=False, settings=settings)
+                where = {"is_fresh": self.is_fresh, "settings": settings}
+                return _read(params, tokens, lengths, cache, **where)
 
             return read, (params, jax.ShapeDtypeStruct(shape, jnp.int32), cache)
 
@@ -134,6 +137,9 @@ read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768
 decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
 read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)
 read_llama_8b_by_rows = dataclasses.replace(read_llama_8b_on_2, axis="sequence")
+read_llama_8b_by_rows_at_once = dataclasses.replace(
+    read_llama_8b_by_rows, new=131072, is_fresh=True
+)
 decode_llama_8b_by_blocks = dataclasses.replace(decode_llama_8b_on_2, axis="sequence")
 read_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE, new=32768)
 

@@ -246,7 +246,13 @@ def test_long_decoding_is_that_of_decode_steps(monkeypatch):
     full, rule = Rule("sketchwalk", "paper", 1.0), Rule("sketchwalk", "damped", 0.3)
     wanted = {DENSE: ("both",), full: ("decode", "both"), rule: ("decode", "both")}
     long = LongDecode(
-        Programs(params), params, model_config, wanted, num_tokens=640, batch=2, policies={}
+        Programs(params, model_config),
+        params,
+        model_config,
+        wanted,
+        num_tokens=640,
+        batch=2,
+        policies={},
     )
     found = long.run([sample], wanted, after=lambda: None)
     dense = found[DENSE, "both"]

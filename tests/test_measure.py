@@ -34,7 +34,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def programs(weights):
-    return Programs(weights)
+    return Programs(weights, MODEL)
 
 
 @pytest.fixture

@@ -77,6 +77,18 @@ def test_two_gpus_share_the_rows_of_a_piece(compiler):
     of_a_token = 8 * 128 * 2
     assert max(reduced) <= 4096 * 2  # one hidden state
     assert sorted(gathered) == [516 * 64 * of_a_token] * 2 + [131072 * of_a_token] * 2
+    # What the cache holds, the most of it, travels while products or kernels run.
+    behind = [count for size, count in found["overlaps"] if size == 131072 * of_a_token]
+    assert len(behind) == 2 and min(behind) > 0
+
+
+def test_a_prompt_travels_while_its_rows_are_computed(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_by_rows_at_once")
+    assert written(found, limit=2**31) == []
+    # Keys while queries are projected, values while blocks are scored.
+    (keys, during_keys), (values, during_values) = found["overlaps"]
+    assert keys == values == 131072 * 8 * 128 * 2
+    assert during_keys > 0 and during_values > 2
 
 
 @pytest.mark.parametrize(
@@ -131,3 +143,19 @@ ENTRY %main (x: s32[]) -> (s32[], f32[4]) {
 }
 """
     assert hopper.read_launches(text) == [3]
+
+
+def test_a_wait_would_be_seen():
+    text = """\
+%layers (x: bf16[4,8]) -> bf16[8,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %all-gather-start = ((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%x), dimensions={0}
+  %wrapped_slice = bf16[4,4]{1,0} fusion(%x), kind=kLoop, calls=%slice
+  %all-gather-done = bf16[8,8]{1,0} all-gather-done(%all-gather-start)
+  %all-gather-start.1 = ((bf16[4,4]{1,0}), bf16[8,4]{1,0}) all-gather-start(%wrapped_slice)
+  %gemm_fusion_dot.1 = bf16[4,4]{1,0} fusion(%x, %x), kind=kCustom, calls=%gemm
+  %kernel = f32[4]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
+  ROOT %all-gather-done.1 = bf16[8,4]{1,0} all-gather-done(%all-gather-start.1)
+}
+"""
+    assert hopper.read_overlaps(text) == [(128, 0), (64, 2)]

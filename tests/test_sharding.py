@@ -16,11 +16,12 @@ from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from mesh_checks import MESH_MODEL, POLICIES
+from mesh_checks import MESH_MODEL, POLICIES, SIZE
 from tiny import prompts
 
 from sketchwalk_jax import generate, init_cache, load, sharding
 from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.policies.base import Blocks
 
@@ -149,6 +150,7 @@ def check(run_python, repository: Path):
         folder = str(repository / "tests")
         call = ", ".join([*map(repr, arguments), *(f"{k}={v!r}" for k, v in options.items())])
         code = f"import sys; sys.path.insert(0, {folder!r})\nimport mesh_checks\n"
+        code += "from mesh_checks import Rule\n"
         return run_python(f"{code}mesh_checks.{name}({call})", devices=8)
 
     return check
@@ -219,7 +221,47 @@ def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
     check("check_products", axes)
 
 
+_RECOMMENDED = Rule("sketchwalk", "recommended", 0.4, (("block_size", SIZE),))
+_QUEST = Rule("quest", None, 0.4)
+_DAMPED = Rule("sketchwalk", "damped", 0.4)
+
+
+@pytest.mark.parametrize(
+    ("rules", "axes", "probes"),
+    [
+        ([_RECOMMENDED, _QUEST], _ALL, False),
+        pytest.param([_RECOMMENDED, _QUEST], _ALL, True, marks=pytest.mark.slow),
+        pytest.param([_DAMPED, _RECOMMENDED], {"sequence": 4}, True, marks=pytest.mark.slow),
+        pytest.param(
+            [_DAMPED, Rule("oracle", None, 0.4), Rule("adamas", None, 0.4)],
+            {"tensor": 8},
+            True,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_evaluation_on_a_mesh_finds_what_it_finds_on_one_device(check, rules, axes, probes):
+    check("check_evaluation", rules, axes, probes=probes)
+
+
+@pytest.mark.slow
+def test_long_decoding_on_a_mesh_finds_what_it_finds_on_one_device(check):
+    check("check_long_decode", [_RECOMMENDED, _QUEST], {"sequence": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "has_knob"), [({"data": 2, "tensor": 4}, True), ({"sequence": 2, "tensor": 2}, False)]
+)
+def test_policies_are_set_on_a_mesh_as_on_one_device(check, axes, has_knob):
+    check("check_calibration", axes, has_knob=has_knob)
+
+
 _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
+
+
+def test_an_evaluation_is_refused_before_it_begins(check):
+    check("check_refused_evaluation")
 
 
 def test_ranks_read_their_share(check, tmp_path: Path):
@@ -239,6 +281,37 @@ def test_the_command_line_shares_a_model_over_devices(run_python, tmp_path: Path
         json.loads(run_python(code.format(arguments + mesh), devices=4)) for mesh in meshes
     )
     assert one["text"] == many["text"]
+
+
+@pytest.mark.slow
+def test_the_command_line_evaluates_on_a_mesh(run_python, tmp_path: Path):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    write_checkpoint(tmp_path / "model", "llama", tokenizer=True, **heads, num_hidden_layers=2)
+    arguments = "--preset recommended --policy sketchwalk --density 0.5 --tokens 512 --prompts 2"
+    arguments += " --task single_needle --task text_loss --probe-prompts 1"
+    code = "import sys\nfrom sketchwalk_jax.cli import main\nsys.exit(main({}))"
+    found = []
+    for name, mesh in {"one": [], "many": ["--mesh", "tensor=2,sequence=2"]}.items():
+        out = tmp_path / f"{name}.json"
+        words = ["eval", "--model", str(tmp_path / "model"), *arguments.split(), *mesh]
+        run_python(code.format([*words, "--out", str(out)]), devices=4)
+        found.append(json.loads(out.read_text()))
+    one, many = found
+    assert "mesh" not in one["meta"] and many["meta"]["mesh"] == {"tensor": 2, "sequence": 2}
+    assert len(one["rows"]) == len(many["rows"]) > 6
+    for row, other in zip(one["rows"], many["rows"], strict=True):
+        assert row.keys() == other.keys()
+        for field, value in row.items():
+            assert _is_close(value, other[field]), (field, value, other[field])
+
+
+def _is_close(one, other) -> bool:
+    """Whether two entries of rows are equal but for rounding."""
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_close, one, other))
+    if isinstance(one, float):
+        return one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    return one == other
 
 
 @pytest.mark.slow

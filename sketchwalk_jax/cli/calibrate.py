@@ -42,6 +42,7 @@ def calibrate(
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts.")] = PROMPTS,
     text: options.TextOption = None,
     dtype: options.DTypeOption = None,
+    mesh: options.MeshOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -67,6 +68,7 @@ def calibrate(
     model_config = ModelConfig.from_pretrained(directory)
     num_tokens = _check_tokens(tokens, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
+    placement = options.make_placement(mesh, model_config)
     with _usage_errors():
         source = read_text(text)
     with elapsed("opening the tokenizer"):
@@ -78,7 +80,7 @@ def calibrate(
     own = fingerprint(directory)
     keep_compiled_programs()
     # A plan that is there already may be of another checkpoint: it is to be replaced.
-    params, model_config = options.load_model(directory, chosen, use_plan=False)
+    params, model_config = options.load_model(directory, chosen, use_plan=False, sharding=placement)
 
     with progress_bar(prompts, "measuring", unit=" prompts") as bar:
         plan = make_plan(

@@ -88,6 +88,7 @@ def demo(
     density: options.DensityOption = None,
     phase: options.PhaseOption = PHASE,
     dtype: options.DTypeOption = None,
+    mesh: options.MeshOption = None,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -134,6 +135,7 @@ def demo(
     with usage_errors():
         for one in (config, *rivals.values()):
             Settings(model_config=model_config, config=one, phase=phase)
+    placement = options.make_placement(mesh, model_config, config, *rivals.values())
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)
     is_drawn = not no_plot and _can_draw(out)
@@ -142,7 +144,7 @@ def demo(
         text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
     prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
     keep_compiled_programs()
-    params, model_config = options.load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen, sharding=placement)
 
     rivals = {
         name: options.set_density(

@@ -222,6 +222,7 @@ def evaluate(
         ),
     ] = _DEFAULT.density_over,
     dtype: options.DTypeOption = None,
+    mesh: options.MeshOption = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -283,10 +284,12 @@ def evaluate(
             f"{max(tokens)}"
         )
     chosen = options.choose_dtype(dtype, model_config)
+    policies = (rule.make() for rule in config.rules())
+    placement = options.make_placement(mesh, model_config, *policies)
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
     keep_compiled_programs()
-    params, model_config = options.load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen, sharding=placement)
     name = checkpoint_name(directory)
     results = evaluate_model(
         params,

@@ -348,16 +348,18 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype
 
 
-def make_placement(mesh: str | None, model_config: ModelConfig, config: Policy) -> Placement | None:
+def make_placement(
+    mesh: str | None, model_config: ModelConfig, *policies: Policy
+) -> Placement | None:
     """Where a model lies on the mesh of `--mesh`; `None` on one device.
 
     Args:
       mesh: The option.
       model_config: The model.
-      config: The policy.
+      *policies: What will select there.
 
     Raises:
-      UsageError: If it is no mesh, or the model, the policy or this machine does not suit it.
+      UsageError: If it is no mesh, or the model, a policy or this machine does not suit it.
     """
     if mesh is None:
         return None
@@ -378,7 +380,8 @@ def make_placement(mesh: str | None, model_config: ModelConfig, config: Policy) 
     made = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
     try:
         placement = plan(made, model_config)
-        placement.check_policy(config)
+        for policy in policies:
+            placement.check_policy(policy)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"--mesh {mesh}: {error}") from error
     return placement

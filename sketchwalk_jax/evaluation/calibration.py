@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.programs import Programs, read_prompts
+from sketchwalk_jax.evaluation.programs import Programs, read_prompts, whole_batch
 from sketchwalk_jax.evaluation.settings import OVER, Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples, text_for
 from sketchwalk_jax.evaluation.text import Text, read_text
@@ -33,6 +33,7 @@ from sketchwalk_jax.policies import Policy, changed_fields, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.sharding import constrain, placement_of
 from sketchwalk_jax.validation import check_choice, check_number
 
 PyTree = Any
@@ -163,7 +164,8 @@ def calibrate(
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     prompts = params, tokens, jnp.asarray(lengths, jnp.int32)
-    published, size = unset(policy), batch or tokens.shape[0]
+    size = whole_batch(batch or tokens.shape[0], placement_of(params, model_config))
+    published = unset(policy)
 
     def measure(value: float, *, policy: PrefillPolicy) -> float:
         same, run = unset(policy), program
@@ -233,9 +235,8 @@ def _measure(
     """The measured density at one value of knob and floor, in some layers."""
     attended, causal, count = 0.0, 0.0, tokens.shape[0]
     for start in range(0, count, batch):
-        # The last batch reaches back; what it repeats is not counted.
-        begin = min(start, max(0, count - batch))
-        rows = slice(begin, begin + batch)
+        # The last batch repeats the last prompt, which is counted once.
+        rows = np.minimum(np.arange(start, start + batch), count - 1)
         found = program(
             params,
             tokens[rows],
@@ -243,7 +244,7 @@ def _measure(
             jnp.asarray(value, jnp.float32),
             jnp.asarray(floor, jnp.int32),
         )
-        new = slice(start - begin, None)
+        new = slice(min(batch, count - start))
         pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
         attended += pairs.sum()
         causal += np.asarray(found.prefill_causal, np.float64)[new].sum() * len(pairs)
@@ -281,7 +282,11 @@ def prefill_density(
     Returns:
       The pairs that were attended to.
     """
-    settings = Settings(model_config=model_config, config=policy.with_traced(value, floor))
+    settings = Settings(
+        model_config=model_config,
+        config=policy.with_traced(value, floor),
+        placement=placement_of(params, model_config),
+    )
     return read_prompts(params, tokens, lengths, settings=settings)[1].density
 
 
@@ -342,6 +347,9 @@ def fit_thresholds(
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     if program is None:
         program = functools.partial(quartiles_of_keys, layers=layers, model_config=model_config)
+    # Prompts of no tokens, of which ranks have as many each, have no keys.
+    more = whole_batch(len(tokens), placement_of(params, model_config)) - len(tokens)
+    tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
     quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
     low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
     return FittedThresholds(dataclasses.replace(policy, thresholds=(low, middle, high)))
@@ -357,16 +365,22 @@ def quartiles_of_keys(
     model_config: ModelConfig,
 ) -> Float[Array, "3"]:
     """Quartiles over some layers, heads, channels and tokens evenly spread."""
-    settings = Settings(model_config=model_config, config=Dense())
+    where, config = placement_of(params, model_config), Dense()
+    settings = Settings(model_config=model_config, config=config, placement=where)
     _, cache = read_prompts(params, tokens, lengths, settings=settings)
     num_tokens = tokens.shape[1]
     stride = (lengths[:, None] + _KEYS_OF_A_PROMPT - 1) // _KEYS_OF_A_PROMPT
     count = min(_KEYS_OF_A_PROMPT, num_tokens)
     places = jnp.arange(count, dtype=jnp.int32)[None, :] * stride
     is_real = (places < lengths[:, None])[None, :, :, None, None]
-    places = jnp.minimum(places, num_tokens - 1)[None, :, :, None, None]
+    places = jnp.minimum(places, num_tokens - 1)
+    if where is not None and where.blocks is not None:
+        places = where.blocks.place_in_cache(places, cache.capacity, config.block_size)
+    places = places[None, :, :, None, None]
     keys = jnp.take_along_axis(cache.key[np.array(layers, int)], places, axis=2)
-    return key_quartiles(jnp.where(is_real, keys, jnp.nan))
+    if where is not None and where.heads is not None:
+        keys = keys[:, :, :, :: where.heads.copies]
+    return constrain(key_quartiles(jnp.where(is_real, keys, jnp.nan)), where)
 
 
 def set_density(
@@ -623,7 +637,8 @@ class RuleCalibration:
             filter(is_set_by_model, rules), key=lambda rule: (str(rule), str(rule.phases))
         )
         self._programs, self._model_config = programs, model_config
-        self._num_tokens, self._batch = num_tokens, min(batch, num_tasks)
+        self._num_tokens = num_tokens
+        self._batch = whole_batch(min(batch, num_tasks), programs.placement)
         self._measured = [
             rule for rule in self._rules if isinstance(rule.make(), PrefillPolicy | AdamasConfig)
         ]

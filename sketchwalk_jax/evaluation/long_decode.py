@@ -26,6 +26,7 @@ from sketchwalk_jax.inference import decode_token
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.sharding import constrain
 
 PyTree = Any
 
@@ -59,6 +60,7 @@ def compare_program(
     cache: Cache,
     tokens: Int[Array, "B U"],
     *,
+    plain: Settings,
     settings: Settings,
 ) -> Compared:
     """Feeds the same tokens to dense attention and to a policy, and compares what they predict.
@@ -71,12 +73,12 @@ def compare_program(
       dense: Cache of dense attention.
       cache: Cache of the policy.
       tokens: The tokens, in order.
+      plain: Model and dense attention.
       settings: Model and policy.
 
     Returns:
       Losses and divergences.
     """
-    plain = Settings(model_config=settings.model_config, config=Dense())
     active = jnp.ones(tokens.shape[:1], bool)
 
     def step(carry: tuple[Cache, Cache], column: tuple[Array, Array]) -> Any:
@@ -90,6 +92,7 @@ def compare_program(
 
     columns = jnp.swapaxes(tokens, 0, 1)
     carry, (losses, divergences) = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
+    losses, divergences = constrain((losses, divergences), settings.placement)
     return Compared(jnp.swapaxes(losses, 0, 1), jnp.swapaxes(divergences, 0, 1), carry[1].density)
 
 
@@ -125,16 +128,20 @@ class LongDecode:
         self._programs, self._params, self._model_config = programs, params, model_config
         self.batch, self._num_tokens = batch, num_tokens
         self._policies = {rule: rule.make() for rule in wanted} | dict(policies)
-        self._watched = [rule for rule in wanted if rule != DENSE and "decode" in wanted[rule]]
-        self._dense: Policy = Dense()
-        if self._watched:
-            self._dense = Together.of([self._policies[rule] for rule in self._watched])
-        if wanted:
-            self._read_program(self._dense, "decode")
+        watched = {
+            rule: self._policies[rule]
+            for rule in wanted
+            if rule != DENSE and "decode" in wanted[rule]
+        }
+        self._watching = Together.watching(watched, programs.placement)
+        readers = [together for together, _ in self._watching.values()]
+        self._dense: Policy = readers[0] if readers else Dense()
+        for config in dict.fromkeys((self._dense, *readers)) if wanted else ():
+            self._read_program(config)
         for rule, phases in wanted.items():
             if "both" in phases and rule != DENSE:
-                self._read_program(self._policies[rule], "both")
-            self._compare_program(self._policies[rule])
+                self._read_program(self._policies[rule])
+            self._compare_program(rule)
 
     def dense_layers(self, rule: Rule) -> tuple[int, ...]:
         """Layers in which a rule does not select; none for dense attention itself."""
@@ -143,26 +150,28 @@ class LongDecode:
         sparse = sparse_layers(self._model_config, self._policies[rule])
         return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
-    def _settings(self, config: Policy, phase: str = "both") -> Settings:
-        is_watching = isinstance(config, Together)
-        return Settings(
-            model_config=self._model_config,
-            config=config,
-            phase="decode" if is_watching else phase,
-        )
+    def _reader(self, rule: Rule) -> Policy:
+        """What reads texts densely for a rule."""
+        return self._watching[rule][0] if rule in self._watching else self._dense
 
-    def _read_program(self, config: Policy, phase: str) -> Future[Any]:
+    def _read_program(self, config: Policy) -> Future[Any]:
         tokens = jax.ShapeDtypeStruct((self.batch, self._num_tokens), jnp.int32)
         lengths = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        settings = self._settings(config, phase)
-        return self._programs.start(read_program, tokens, lengths, settings=settings)
+        return self._programs.start(
+            read_program, tokens, lengths, settings=self._programs.settings(config)
+        )
 
-    def _compare_program(self, config: Policy) -> Future[Any]:
+    def _compare_program(self, rule: Rule) -> Future[Any]:
         shape = {"batch": self.batch, "num_tokens": self._num_tokens}
-        settings, plain = self._settings(config), self._settings(Dense())
+        # On a mesh, blocks of the dense cache lie by their size.
+        dense = Dense(block_size=self._reader(rule).block_size)
+        policy = dense if rule == DENSE else self._policies[rule]
+        plain, settings = (self._programs.settings(x) for x in (dense, policy))
         caches = (self._programs.cache(one, **shape) for one in (plain, settings))
         tokens = jax.ShapeDtypeStruct((self.batch, NUM_DECODED), jnp.int32)
-        return self._programs.start(compare_program, *caches, tokens, settings=settings)
+        return self._programs.start(
+            compare_program, *caches, tokens, plain=plain, settings=settings
+        )
 
     def run(
         self,
@@ -188,28 +197,41 @@ class LongDecode:
         lengths = np.array([sample.answer_start for sample in rows], np.int32)
         answers = np.stack([sample.answer for sample in rows])
         read = partial(self._read, tokens, lengths)
-        dense = read(self._dense, "decode")
-        plain = dataclasses.replace(dense, statistics=None, made_for=())
+        dense, reader = None, None
         found: dict[tuple[Rule, str], Outcome] = {}
         for rule, phases in wanted.items():
+            if dense is None or self._reader(rule) != reader:
+                dense, reader = None, self._reader(rule)  # memory is for the cache of one
+                dense = read(reader)
             for phase in phases:
-                config = self._policies[rule]
-                if rule == DENSE:
-                    cache = plain
-                elif phase == "both":
-                    cache = read(config, phase)
-                else:
-                    assert isinstance(self._dense, Together)
-                    index = self._watched.index(rule)
-                    cache = self._dense.cache_of(dense, index, self._model_config)
-                compare = self._compare_program(config).result()
-                compared = jax.device_get(compare(self._params, plain, cache, answers))
+                compared = self._compare(read, dense, answers, rule, phase)
                 found[rule, phase] = _outcome(compared, len(samples))
             after()
         return found
 
-    def _read(self, tokens: np.ndarray, lengths: np.ndarray, config: Policy, phase: str) -> Cache:
-        return self._read_program(config, phase).result()(self._params, tokens, lengths)
+    def _compare(
+        self,
+        read: Callable[[Policy], Cache],
+        dense: Cache,
+        answers: Int[np.ndarray, "B U"],
+        rule: Rule,
+        phase: str,
+    ) -> Compared:
+        """Feeds the answers to a rule in one phase, beside dense attention to its own cache."""
+        plain = dataclasses.replace(dense, statistics=None, made_for=())
+        if rule == DENSE:
+            cache = plain
+        elif phase == "both":
+            cache = read(self._policies[rule])
+        else:
+            together, place = self._watching[rule]
+            placement = self._programs.placement
+            cache = together.cache_of(dense, place, self._model_config, placement)
+        compare = self._compare_program(rule).result()
+        return jax.device_get(compare(self._params, plain, cache, answers))
+
+    def _read(self, tokens: np.ndarray, lengths: np.ndarray, config: Policy) -> Cache:
+        return self._read_program(config).result()(self._params, tokens, lengths)
 
 
 def _outcome(compared: Compared, count: int) -> Outcome:

@@ -38,26 +38,22 @@ _MAX_PROBED = 8
 
 
 def start_programs(
-    programs: Programs,
-    model_config: ModelConfig,
-    wanted: Wanted,
-    policies: Mapping[Rule, Policy],
-    **shape: int,
+    programs: Programs, wanted: Wanted, policies: Mapping[Rule, Policy], **shape: int
 ) -> None:
     """Starts to compile what rules need for themselves; arguments as in `Measurement`."""
-    programs.decode(_settings(model_config, Dense()), **shape)
     for rule, phases in wanted.items():
-        settings = _settings(model_config, policies[rule])
+        settings = programs.settings(policies[rule])
+        if rule == DENSE or "prefill" in phases:
+            programs.decode(programs.settings(_plain(policies[rule])), **shape)
         if rule != DENSE and {"prefill", "both"} & set(phases):
             programs.prefill(settings, **shape)
         if rule != DENSE and {"decode", "both"} & set(phases):
             programs.decode(settings, **shape)
 
 
-def _settings(model_config: ModelConfig, config: Policy) -> Settings:
-    # `Together` observes and never selects; the others select wherever they are run.
-    phase = "decode" if isinstance(config, Together) else "both"
-    return Settings(model_config=model_config, config=config, phase=phase)
+def _plain(config: Policy) -> Dense:
+    """Dense attention to a cache of a policy, whose blocks lie on a mesh by their size."""
+    return Dense(block_size=config.block_size)
 
 
 class Measurement:
@@ -99,10 +95,10 @@ class Measurement:
         self._shape = {"batch": batch, "num_tokens": num_tokens}
         self._policies = {rule: rule.make() for rule in wanted} | dict(policies or {})
         sparse = [rule for rule in wanted if rule != DENSE]
-        self._watched = [rule for rule in sparse if "decode" in wanted[rule]]
-        self._dense: Policy = Dense()
-        if self._watched:
-            self._dense = Together.of([self._policies[rule] for rule in self._watched])
+        watched = {rule: self._policies[rule] for rule in sparse if "decode" in wanted[rule]}
+        self._watching = Together.watching(watched, programs.placement)
+        readers = [together for together, _ in self._watching.values()]
+        self._dense: Policy = readers[0] if readers else Dense()
         by_layers: dict[tuple[int, ...], list[Rule]] = {}
         for rule in sparse if probe_batch else ():
             by_layers.setdefault(self.dense_layers(rule), []).append(rule)
@@ -114,8 +110,10 @@ class Measurement:
 
     def _start(self, wanted: Wanted) -> None:
         """Compiles in the order in which programs are needed."""
-        self._prefill_program(self._dense)
-        start_programs(self._programs, self._model_config, wanted, self._policies, **self._shape)
+        readers = (together for together, _ in self._watching.values())
+        for config in dict.fromkeys((self._dense, *readers)):
+            self._prefill_program(config)
+        start_programs(self._programs, wanted, self._policies, **self._shape)
         for rules in self._probes:
             self._probe_programs(rules)
 
@@ -127,10 +125,14 @@ class Measurement:
         return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
     def _prefill_program(self, config: Policy) -> Future[Any]:
-        return self._programs.prefill(_settings(self._model_config, config), **self._shape)
+        return self._programs.prefill(self._programs.settings(config), **self._shape)
 
     def _decode_program(self, config: Policy) -> Future[Any]:
-        return self._programs.decode(_settings(self._model_config, config), **self._shape)
+        return self._programs.decode(self._programs.settings(config), **self._shape)
+
+    def _reader(self, rule: Rule) -> Policy:
+        """What reads prompts densely for a rule."""
+        return self._watching[rule][0] if rule in self._watching else self._dense
 
     def run(
         self, prompts: Prompts, wanted: Wanted, tokenizer: Any, *, after: Any = None
@@ -147,21 +149,25 @@ class Measurement:
           The outcome of every rule and phase.
         """
         found: dict[tuple[Rule, str], Outcome] = {}
-        dense: dict[bool, Prefilled] = {}
+        dense: dict[tuple[Policy, bool], Prefilled] = {}
         for rule, phases in wanted.items():
-            sparse: dict[bool, Prefilled] = {}
+            sparse: dict[tuple[Policy, bool], Prefilled] = {}
             for phase in phases:
                 is_sparse = rule != DENSE and phase != "decode"
-                config = self._policies[rule] if is_sparse else self._dense
+                config = self._policies[rule] if is_sparse else self._reader(rule)
                 # Where the answer is not among the tokens, both are the same prompt.
                 reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
                 made = sparse if is_sparse else dense
-                if reads_all not in made:
-                    made[reads_all] = self._prefill(prompts, config, reads_all=reads_all)
+                if any(other != config for other, _ in made):
+                    made.clear()  # memory is for the caches of one
+                if (config, reads_all) not in made:
+                    made[config, reads_all] = self._prefill(prompts, config, reads_all=reads_all)
                 if reads_all and prompts.has_answer:
-                    outcome = self._score_prefill(prompts, made[reads_all])
+                    outcome = self._score_prefill(prompts, made[config, reads_all])
                 else:
-                    outcome = self._decode(prompts, made[reads_all], rule, phase, tokenizer)
+                    outcome = self._decode(
+                        prompts, made[config, reads_all], config, rule, phase, tokenizer
+                    )
                 found[rule, phase] = outcome
             if after is not None:
                 after()
@@ -183,10 +189,16 @@ class Measurement:
         return _outcome(prompts, density, is_right=right_in_prefill(prompts, likeliest))
 
     def _decode(
-        self, prompts: Prompts, made: Prefilled, rule: Rule, phase: str, tokenizer: Any
+        self,
+        prompts: Prompts,
+        made: Prefilled,
+        reader: Policy,
+        rule: Rule,
+        phase: str,
+        tokenizer: Any,
     ) -> Outcome:
         is_sparse = rule != DENSE and phase != "prefill"
-        config = self._policies[rule] if is_sparse else Dense()
+        config = self._policies[rule] if is_sparse else _plain(reader)
         program = self._decode_program(config).result()
         decoded = program(
             self._params,
@@ -212,8 +224,8 @@ class Measurement:
             return dataclasses.replace(cache, statistics=None, made_for=())
         if phase == "both":
             return cache
-        assert isinstance(self._dense, Together)
-        return self._dense.cache_of(cache, self._watched.index(rule), self._model_config)
+        together, place = self._watching[rule]
+        return together.cache_of(cache, place, self._model_config, self._programs.placement)
 
     def _probe_programs(self, rules: Sequence[Rule]) -> tuple[Future[Any], Future[Any]]:
         together = Together.of([self._policies[rule] for rule in rules])
@@ -222,7 +234,8 @@ class Measurement:
         lengths = jax.ShapeDtypeStruct((batch,), np.dtype("int32"))
         tokens = jax.ShapeDtypeStruct((batch, num_tokens), lengths.dtype)
         continuation = jax.ShapeDtypeStruct((batch, MAX_STEPS), lengths.dtype)
-        settings = _settings(self._model_config, together)
+        # Not that of programs: on a mesh every rank measures all of it.
+        settings = Settings(model_config=self._model_config, config=together, phase="decode")
         cache = self._programs.cache(settings, **self._probe_shape)
         return (
             self._programs.start(probe_prefill, tokens, lengths, **static),

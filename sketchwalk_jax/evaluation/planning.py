@@ -4,6 +4,8 @@ Two measurements make a curve. While the model runs densely, the recommended pol
 layer at several densities from the same evidence, and its output is compared and thrown away: one
 pass gives the shape of all curves. How much an error of a layer matters is another question: each
 layer in turn is made sparse at one density, alone, and what comes out of the model is compared.
+
+On a mesh weights are shared, and every rank attends with all heads to all of a prompt.
 """
 
 import dataclasses
@@ -28,6 +30,7 @@ from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sharding import on_every_rank, placement_of
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
 
@@ -64,7 +67,7 @@ def make_plan(
     one head of one token, is what a layer must not miss.
 
     Args:
-      params: Parameter tree.
+      params: Parameter tree, on one device or on a mesh.
       prompts: Tokens of each prompt.
       model_config: The model.
       config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
@@ -157,18 +160,26 @@ def _outcome(
     model_config: ModelConfig,
 ) -> Float[Array, "C V"]:
     """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
-    span, only_layer = whole_prompt(tokens, length), jnp.zeros((), jnp.int32)
 
-    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
+    def of_layer(
+        span: Span, query: Array, key: Array, value: Array, is_sparse: Array, walks: PyTree
+    ) -> Any:
+        only_layer, length = jnp.zeros((), jnp.int32), span.end
         # The evidence is gathered in all layers, as it is where all are sparse.
         codes = observe_prompt(config, query, key, span)
         lists, walk = config.select(query, key[None], codes, *walks, layer=only_layer, span=span)
         out = jax.lax.cond(
-            layer == sparse_layer,
+            is_sparse,
             lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
             lambda: dense_attention(query, key, value, kv_lengths=length),
         )
         return out, [walk], None
+
+    shared = on_every_rank(of_layer, placement_of(params, model_config))
+    span = whole_prompt(tokens, length)
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
+        return shared(span, query, key, value, layer == sparse_layer, walks)
 
     hidden, _ = run_prompt(params, tokens, attend, [config], model_config=model_config)
     logits = unembed(params, hidden[0, columns], model_config=model_config)
@@ -249,20 +260,19 @@ def _losses(
     Then what the policy `middle` misses with several numbers of representatives, its own among
     them.
     """
-    span = whole_prompt(tokens, length)
     policies = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
     own = counts.index(tried[middle].representatives)
-    only_layer = jnp.zeros((), jnp.int32)
     size = tried[0].block_size
-    rows = span.rows(size)
-    column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    first_query, num_queries = span.queries_of_rows(size)
-    late = (column >= length[:, None] // 3) & span.valid
-    last = (column >= length[:, None] - _LAST_TOKENS) & span.valid
 
-    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
-        kernel = params["layers"]["out"]["kernel"]
-        kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+    def of_layer(
+        span: Span, query: Array, key: Array, value: Array, kernel: Array, walks: PyTree
+    ) -> Any:
+        only_layer, length = jnp.zeros((), jnp.int32), span.end
+        rows = span.rows(size)
+        column = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
+        first_query, num_queries = span.queries_of_rows(size)
+        late = (column >= length[:, None] // 3) & span.valid
+        last = (column >= length[:, None] - _LAST_TOKENS) & span.valid
 
         def squares(x: Float[Array, "1 T N H"]) -> Float[Array, "1 T"]:
             x = jnp.einsum("btnh,nhd->btd", x, kernel, preferred_element_type=jnp.float32)
@@ -290,6 +300,14 @@ def _losses(
             for policy, walk in zip(policies, walks, strict=True)
         ]
         return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))
+
+    shared = on_every_rank(of_layer, placement_of(params, model_config))
+    span = whole_prompt(tokens, length)
+
+    def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
+        kernel = params["layers"]["out"]["kernel"]
+        kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+        return shared(span, query, key, value, kernel, walks)
 
     return run_prompt(params, tokens, attend, policies, model_config=model_config)[1]
 

@@ -11,6 +11,9 @@ its walk carried along, and its output is compared and thrown away:
   and what selecting them takes. A query head reads the tokens of its list; the query heads of a
   group read keys and values of one key/value head, each token once, so a group reads the union of
   its lists.
+
+On a mesh weights are shared, as everywhere; but every rank keeps all keys and values, and measures
+all heads and rows.
 """
 
 import dataclasses
@@ -28,9 +31,10 @@ from sketchwalk_jax.cache import Cache, init_cache, sparse_layers, write_layer
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, join_layers, observe_layer
 from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Attend, embed, run_layers
+from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.sharding import constrain, embed_tokens, on_every_rank, placement_of
 
 PyTree = Any
 
@@ -299,17 +303,26 @@ def _probe_layers(
     """All layers over the span's tokens; the cache, its lengths as they were, and the sums."""
     together: Any = settings.config
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    make = partial(_probe_attention, span, is_fresh=is_fresh, settings=settings)
+    placement = placement_of(params, settings.model_config)
+
+    def make(**layers: Any) -> Attend:
+        def attend(span: Span, *arrays: Any) -> Any:
+            own = _probe_attention(span, is_fresh=is_fresh, settings=settings, **layers)
+            return own(*arrays)
+
+        return partial(on_every_rank(attend, placement), span)
+
     _, (cache, _), found = run_layers(
         params,
-        embed(params, tokens),
+        embed_tokens(params, tokens, placement),
         span.start(together.block_size)[:, None] + column,
         (cache, _walks(together, span, cache.capacity)),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
     )
     sums = join_layers(found)[1]
-    return cache, _no_sums(together, 0, len(span.end)) if sums is None else sums
+    sums = _no_sums(together, 0, len(span.end)) if sums is None else sums
+    return constrain((cache, sums), placement)
 
 
 def _no_sums(together: Together, num_sparse: int, batch: int) -> ProbeSums:

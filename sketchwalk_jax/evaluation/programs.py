@@ -2,22 +2,30 @@
 
 A *prefill* program makes a cache; a *decode* program continues it and leaves it as it was, so that
 one prefill serves several phases. Dense prefill keeps the statistics of all policies at once
-(`Together`), so that it runs once for all of them.
+(`Together`), so that it runs once for all of them; on a mesh, for those that see the same there.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, init_cache, made_for, sparse_layers
+from sketchwalk_jax.cache import (
+    Cache,
+    Density,
+    init_cache,
+    made_for,
+    sparse_layers,
+    spread_cache,
+)
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
@@ -27,7 +35,14 @@ from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.sharding import devices_of
+from sketchwalk_jax.sharding import (
+    Placement,
+    constrain,
+    constrain_logits,
+    devices_of,
+    lies_on_one_device,
+    placement_of,
+)
 
 PyTree = Any
 
@@ -84,6 +99,42 @@ class Together(Policy):
         size = max(policy.block_size for policy in policies)
         return cls(policies=tuple(policies), block_size=size)
 
+    @classmethod
+    def watching[Name](
+        cls, policies: Mapping[Name, Policy], placement: Placement | None
+    ) -> dict[Name, tuple["Together", int]]:
+        """Who keeps the statistics of each policy: all together, or on a mesh several groups.
+
+        There the policies of a group see the same of other ranks, and blocks of one size, which
+        ranks of `sequence` have in turn.
+
+        Args:
+          policies: The policies, by any name.
+          placement: Where the model lies on a mesh, if it does.
+
+        Returns:
+          By the same names the group, and the place among its policies.
+        """
+        groups: dict[Any, list[Name]] = {}
+        for name, policy in policies.items():
+            seen = policy.heads_on_mesh, policy.blocks_on_mesh, policy.block_size
+            groups.setdefault(None if placement is None else seen, []).append(name)
+        found: dict[Name, tuple[Together, int]] = {}
+        for names in groups.values():
+            together = cls.of([policies[name] for name in names])
+            found |= {name: (together, place) for place, name in enumerate(names)}
+        return found
+
+    @property
+    def heads_on_mesh(self) -> Literal["all", "combined", "own"]:  # type: ignore[override]
+        """What all of the policies see, of which a mesh has those of one group."""
+        return self.policies[0].heads_on_mesh
+
+    @property
+    def blocks_on_mesh(self) -> Literal["none", "keys", "own"]:  # type: ignore[override]
+        """As `heads_on_mesh`."""
+        return self.policies[0].blocks_on_mesh
+
     def is_dense(self, layer: int) -> bool:
         """Whether none of the policies selects in a layer."""
         return all(policy.is_dense(layer) for policy in self.policies)
@@ -137,7 +188,9 @@ class Together(Policy):
         """Not for selection."""
         raise NotImplementedError("statistics of several policies are for dense attention only")
 
-    def cache_of(self, cache: Cache, index: int, model_config: ModelConfig) -> Cache:
+    def cache_of(
+        self, cache: Cache, index: int, model_config: ModelConfig, placement: Placement | None
+    ) -> Cache:
         """The cache as if one of the policies alone had watched."""
         watched = sparse_layers(model_config, self)
         own = sparse_layers(model_config, self.policies[index])
@@ -145,6 +198,8 @@ class Together(Policy):
         if own != watched:
             places = np.array([watched.index(layer) for layer in own], int)
             statistics = jax.tree.map(lambda x: x[places], statistics)
+        if placement is not None:
+            statistics = jax.device_put(statistics, placement.statistics(self.policies[index]))
         own_key = made_for(statistics, model_config, self.policies[index])
         return dataclasses.replace(cache, statistics=statistics, made_for=own_key)
 
@@ -170,16 +225,20 @@ def read_prompts(
       The last layer's output at those columns, and the cache.
     """
     batch, num_tokens = tokens.shape
-    dtype = params["embed"]["embedding"].dtype
     cache = init_cache(
-        settings.model_config, settings.config, batch=batch, max_tokens=num_tokens, dtype=dtype
+        settings.model_config,
+        settings.config,
+        batch=batch,
+        max_tokens=num_tokens,
+        dtype=params["embed"]["embedding"].dtype,
+        sharding=settings.placement,
     )
     if columns is None:
         columns = jnp.zeros((batch, 1), jnp.int32)
     hidden, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
-    return hidden, cache
+    return hidden, spread_cache(cache, settings.placement, settings.config)
 
 
 def _next_tokens(
@@ -187,20 +246,22 @@ def _next_tokens(
     hidden: Float[Array, "B C D"],
     targets: Int[Array, "B C"],
     *,
-    model_config: ModelConfig,
+    settings: Settings,
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
     """The likeliest next tokens, and the loss of the right ones, nats."""
 
     def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, target = column
-        logits = unembed(params, hidden, model_config=model_config)
+        logits = unembed(params, hidden, model_config=settings.model_config)
+        logits = constrain_logits(logits, settings.placement)
         right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         loss = jax.nn.logsumexp(logits, axis=-1) - right
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), loss
 
     # Column by column: the logits of all of them would be large for a large vocabulary.
     found = jax.lax.map(one_column, (jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)))
-    return jnp.swapaxes(found[0], 0, 1), jnp.swapaxes(found[1], 0, 1)
+    found = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
+    return constrain(found, settings.placement)
 
 
 def prefill_program(
@@ -214,8 +275,9 @@ def prefill_program(
 ) -> Prefilled:
     """Reads prompts into a new cache, and scores the tokens after some columns."""
     hidden, cache = read_prompts(params, tokens, lengths, columns, settings=settings)
-    likeliest, losses = _next_tokens(params, hidden, targets, model_config=settings.model_config)
-    return Prefilled(likeliest, losses, likeliest[:, -1], cache)
+    likeliest, losses = _next_tokens(params, hidden, targets, settings=settings)
+    first = constrain(likeliest[:, -1], settings.placement)
+    return Prefilled(likeliest, losses, first, cache)
 
 
 def decode_program(
@@ -255,30 +317,54 @@ def decode_program(
         jnp.zeros((batch, MAX_STEPS), jnp.float32),
     )
     carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
-    return Decoded(carry[2], carry[3], carry[1].density)
+    likeliest, losses = constrain(carry[2:], settings.placement)
+    return Decoded(likeliest, losses, carry[1].density)
+
+
+def whole_batch(batch: int, placement: Placement | None) -> int:
+    """The least number of sequences, of at least so many, of which ranks have as many each."""
+    return batch if placement is None else batch + -batch % placement.size("data")
 
 
 class Programs:
     """Programs of one model, compiled in threads from the moment they are asked for."""
 
-    def __init__(self, params: PyTree) -> None:
+    def __init__(self, params: PyTree, model_config: ModelConfig) -> None:
         """Starts without programs.
 
         Args:
-          params: Parameter tree, on one device: the first argument of every program.
+          params: Parameter tree, on one device or a mesh: the first argument of every program.
+          model_config: The model.
 
         Raises:
-          NotImplementedError: If it is spread over devices.
+          NotImplementedError: If it is spread over devices without a placement, or over hosts.
         """
-        found = len(devices_of(params))
-        if found > 1:
+        self.placement, devices = placement_of(params, model_config), devices_of(params)
+        if len(devices) > 1 and self.placement is None:
             raise NotImplementedError(
-                f"params must lie on one device to be evaluated, got {found} devices; load "
-                f"the checkpoint without sharding"
+                f"params must lie on one device, or as sharding.plan places them, to be evaluated, "
+                f"got {len(devices)} devices; load them with sharding=plan(mesh, model_config)"
             )
-        self._params = jax.tree.map(_abstract, params)
+        if any(device.process_index != jax.process_index() for device in devices):
+            raise NotImplementedError(
+                "params must lie on devices of one host to be evaluated, got those of several: the "
+                "file of the results is one process's"
+            )
+        self._model_config, self._on_one_device = model_config, lies_on_one_device(params)
+        self._params = jax.tree.map(self._abstract, params)
         self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
         self._started: dict[Any, Future[Any]] = {}
+
+    def settings(self, config: Policy) -> Settings:
+        """Those of a program with a policy, which selects wherever it is run."""
+        return Settings(
+            model_config=self._model_config,
+            config=config,
+            # `Together` observes and never selects.
+            phase="decode" if isinstance(config, Together) else "both",
+            placement=self.placement,
+            on_one_device=self._on_one_device,
+        )
 
     def start(self, function: Callable[..., Any], *arguments: Any, **static: Any) -> Future[Any]:
         """Starts to compile a function of the parameters, unless that was done before.
@@ -291,7 +377,7 @@ class Programs:
         Returns:
           The future compiled program; it takes the parameters and `arguments`.
         """
-        abstract = jax.tree.map(_abstract, arguments)
+        abstract = jax.tree.map(self._abstract, arguments)
         leaves, tree = jax.tree.flatten(abstract)
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         key = (function, tuple(sorted(static.items())), tree, shapes)
@@ -313,26 +399,46 @@ class Programs:
         return self.start(decode_program, cache, *arguments, settings=settings)
 
     def cache(self, settings: Settings, *, batch: int, num_tokens: int) -> Cache:
-        """Shapes of a cache."""
-        dtype = self._params["embed"]["embedding"].dtype
-        return jax.eval_shape(
+        """Shapes of a cache, which say where it lies on a mesh."""
+        where = settings.placement
+        made = jax.eval_shape(
             partial(
                 init_cache,
                 settings.model_config,
                 settings.config,
                 batch=batch,
                 max_tokens=num_tokens,
-                dtype=dtype,
+                dtype=self._params["embed"]["embedding"].dtype,
+                sharding=where,
             )
         )
+        if where is None:
+            return made
+        shardings = where.cache(settings.config)
+        arrays = {
+            name: jax.tree.map(
+                lambda sharding, part: jax.tree.map(partial(_placed, sharding), part),
+                one,
+                getattr(made, name),
+            )
+            for name, one in shardings.items()
+        }
+        return dataclasses.replace(made, **arrays)
+
+    def _abstract(self, x: Any) -> jax.ShapeDtypeStruct:
+        """Shape and type of an array; on a mesh where it lies, which is everywhere if unknown."""
+        if self.placement is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        where = getattr(x, "sharding", None)
+        return _placed(where if isinstance(where, NamedSharding) else self.placement.sharding(), x)
 
     def close(self) -> None:
         """Drops what has not been compiled yet."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _integers(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:

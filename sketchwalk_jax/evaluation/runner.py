@@ -23,7 +23,7 @@ from sketchwalk_jax.evaluation.calibration import (
 )
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
-from sketchwalk_jax.evaluation.programs import Programs
+from sketchwalk_jax.evaluation.programs import Programs, whole_batch
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.results import (
     Outcome,
@@ -42,6 +42,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.progress import progress_bar
+from sketchwalk_jax.sharding import AXES, Placement, placement_of
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.validation import check_number
 
@@ -59,6 +60,7 @@ def evaluate(
     config: EvaluationConfig | None = None,
     text: Text | None = None,
     dtype: str | None = None,
+    sharding: Placement | None = None,
     out: str | os.PathLike[str] = "quality.json",
     overwrite: bool = False,
     seconds: float | None = None,
@@ -72,6 +74,8 @@ def evaluate(
       config: What to run; lengths beyond the model's context are left out.
       text: Text to hide facts in, from `read_text`; Python's help topics by default.
       dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
+      sharding: Where the model lies on a mesh of devices of this host, from `sharding.plan`; on one
+        device by default. Answers are the same, but for rounding.
       out: File of the results. If it exists it is continued: what it holds is not run again.
       overwrite: Whether to start afresh instead.
       seconds: Time after which no further prompts are begun; what is finished by then is kept, and
@@ -87,15 +91,21 @@ def evaluate(
     Raises:
       ValueError: If the checkpoint, the text or the lengths do not suit, or if `out` holds results
         of something else.
+      NotImplementedError: If a policy cannot select on the mesh.
 
     Example:
       >>> results = evaluate("path/to/checkpoint",
       ...                    config=EvaluationConfig.reduced())  # doctest: +SKIP
     """
+    if not isinstance(sharding, Placement | None):
+        raise ValueError(f"sharding must be a Placement from sharding.plan, got {sharding!r}")
+    _check_policies(config or EvaluationConfig(), sharding)
     text = read_text() if text is None else text
     directory = find_checkpoint(directory, progress=progress)
     tokenizer = load_tokenizer(directory)
-    params, model_config = load(directory, dtype=_dtype(dtype), progress=progress)
+    params, model_config = load(
+        directory, dtype=_dtype(dtype), sharding=sharding, progress=progress
+    )
     model = {"name": checkpoint_name(directory), "sha256": hash_weights(directory)}
     return evaluate_model(
         params,
@@ -135,7 +145,7 @@ def evaluate_model(
     """`evaluate` for a model in memory.
 
     Args:
-      params: Parameter tree, on one device.
+      params: Parameter tree, on one device or on a mesh of devices of this host.
       model_config: The model. Its plan, if it has one, is that of the preset `recommended`.
       tokenizer: A tokenizer of transformers.
       text: Text to hide facts in.
@@ -152,11 +162,17 @@ def evaluate_model(
 
     Raises:
       ValueError: As `evaluate`.
+      NotImplementedError: If a policy cannot select on the mesh, or `params` lie on several devices
+        otherwise.
     """
     config = config or EvaluationConfig()
+    placement = placement_of(params, model_config)
+    _check_policies(config, placement)
     lengths = check_lengths(config, model_config)
+    mesh: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
     meta = describe_machine(
         model=dict(model),
+        **mesh,
         **describe_texts(text, config),
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
@@ -174,6 +190,13 @@ def evaluate_model(
         progress=progress,
     )
     return {"meta": file.meta, "rows": file.rows}
+
+
+def _check_policies(config: EvaluationConfig, placement: Placement | None) -> None:
+    """Raises for a policy that cannot select on a mesh, before anything is done."""
+    if placement is not None:
+        for rule in config.rules():
+            placement.check_policy(rule.make())
 
 
 def describe_texts(text: Text, config: EvaluationConfig) -> dict[str, Any]:
@@ -253,24 +276,32 @@ def check_lengths(config: EvaluationConfig, model_config: ModelConfig) -> tuple[
 
 
 def choose_batch(
-    model_config: ModelConfig, config: EvaluationConfig, *, num_tokens: int, dtype: Any
+    model_config: ModelConfig,
+    config: EvaluationConfig,
+    *,
+    num_tokens: int,
+    dtype: Any,
+    placement: Placement | None = None,
 ) -> int:
-    """Prompts at a time: as many as memory is sure to hold, in batches of equal size."""
+    """Prompts at a time: as many as memory is sure to hold, in batches of equal size.
+
+    On a mesh ranks of `data` have as many each.
+    """
     if config.batch is not None:
-        return min(config.batch, config.prompts)
+        return whole_batch(min(config.batch, config.prompts), placement)
     size = jnp.dtype(dtype).itemsize
-    cache = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * size
-    widths = (
-        6 * model_config.hidden_size
-        + 3 * model_config.intermediate_size
-        + 4 * model_config.num_heads * model_config.head_dim
-    )
+    heads, (data, sequence, tensor) = model_config.num_kv_heads, (1, 1, 1)
+    if placement is not None:
+        heads, (data, sequence, tensor) = placement.num_kv_heads, map(placement.size, AXES)
+    cache = 2 * model_config.num_layers * heads * model_config.head_dim * size
+    shared = 3 * model_config.intermediate_size + 4 * model_config.num_heads * model_config.head_dim
+    widths = 6 * model_config.hidden_size + shared / tensor
     # Four caches (dense, sparse, and a copy of one that decoding writes to, and their statistics)
     # and one layer's activations in float32.
-    needed = num_tokens * (4 * cache + 4 * widths)
-    batch = max(1, int(0.6 * _free_memory() / needed))
+    needed = num_tokens * (4 * cache / tensor + 4 * widths) / sequence
+    batch = data * max(1, int(0.6 * _free_memory() / needed))
     batch = min(batch, config.prompts, _MAX_BATCH.get(jax.default_backend(), _MAX_BATCH_ELSEWHERE))
-    return -(-config.prompts // -(-config.prompts // batch))
+    return whole_batch(-(-config.prompts // -(-config.prompts // batch)), placement)
 
 
 def _free_memory() -> int:
@@ -333,7 +364,8 @@ class _Run:
             for tasks in plan.values()
             for task, wanted in tasks.items()
         )
-        programs, drawing = Programs(self._params), ThreadPoolExecutor(1)
+        programs = Programs(self._params, self._model_config)
+        drawing = ThreadPoolExecutor(1)
         showing = progress_bar(total, "evaluating", unit=" prompts", is_wanted=progress)
         try:
             with showing as bar:
@@ -434,7 +466,7 @@ class _Run:
             known = {rule: some for rule, some in wanted.items() if not is_set_by_model(rule)}
             made = {rule: rule.make() for rule in known}
             shape = {"batch": batch, "num_tokens": num_tokens}
-            start_programs(programs, self._model_config, known, made, **shape)
+            start_programs(programs, known, made, **shape)
         return calibration
 
     def _set_before(self, num_tokens: int, rules: Iterable[Rule]) -> dict[tuple[Rule, int], Found]:
@@ -468,8 +500,13 @@ class _Run:
         self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
 
     def _batch(self, num_tokens: int) -> int:
-        dtype = self._params["embed"]["embedding"].dtype
-        return choose_batch(self._model_config, self._config, num_tokens=num_tokens, dtype=dtype)
+        return choose_batch(
+            self._model_config,
+            self._config,
+            num_tokens=num_tokens,
+            dtype=self._params["embed"]["embedding"].dtype,
+            placement=placement_of(self._params, self._model_config),
+        )
 
     def _leave_out(self, num_tokens: int, tasks: dict[str, Wanted]) -> None:
         """Takes the rules that cannot be as sparse as they should be out of the plan."""

@@ -134,6 +134,20 @@ class Blocks:
         dealt = jnp.minimum(2 * piece, 2 * (self.num_pieces - 1 - piece) + 1)
         return dealt * size + columns % size
 
+    def place_in_cache(
+        self, positions: Int[Array, "*axes"], capacity: int, block_size: int
+    ) -> Int[Array, "*axes"]:
+        """Where tokens lie in a cache, as the caches of all ranks stand one behind the other.
+
+        Args:
+          positions: Of tokens in their sequences.
+          capacity: Tokens that all ranks have room for.
+          block_size: Tokens of a block.
+        """
+        block, turn = positions // block_size, capacity // self.ranks
+        own = block // self.ranks * block_size + positions % block_size
+        return block % self.ranks * turn + own
+
     # On a rank, under `shard_map`.
 
     def gather(self, x: Array, *, axis: int) -> Array:
