@@ -324,7 +324,9 @@ def test_two_processes_generate_the_tokens_of_one(
         address = f"127.0.0.1:{one.getsockname()[1]}"
     code = "import sys; sys.path.insert(0, sys.argv[1]); import mesh_checks\n"
     code += "mesh_checks.run_process(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
-    environment = program_environment | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = "--xla_force_host_platform_device_count=4"
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    environment = program_environment | {"XLA_FLAGS": flags}
     arguments = [str(repository / "tests"), str(tmp_path), address]
     processes = [
         subprocess.Popen(
