@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ptx
-from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,7 +39,7 @@ def install() -> None:
 
 def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:
     """Stands in for `plgpu.kernel`."""
-    if interpret is not None and interpret is not False:
+    if interpret:
         return _make(body, interpret=interpret, **options)
     real = _make(body, **options)
 
@@ -78,10 +77,7 @@ _REFERENCE = type(jax.typeof(jax.new_ref(np.zeros(1, np.float32))))
 @functools.cache
 def _sharding() -> NamedSharding:
     """A pretended H200."""
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", topology="1x1x1", target_config=hopper.TARGET
-    )
-    return NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())
+    return NamedSharding(hopper.make_mesh(1, "device"), PartitionSpec())
 
 
 def _code(program: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[str, str]:

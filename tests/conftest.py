@@ -157,9 +157,9 @@ def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[
         code: str, *, devices: int = 1, python: str | Path | None = None, cwd: Path = tmp_path
     ) -> str:
         environment = dict(program_environment if python is None else os.environ)
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-        if devices > 1:  # on a busy machine one may keep the others waiting longer than 40 s
-            environment["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+        from variants import cpu_devices  # which asks JAX for its backend
+
+        environment["XLA_FLAGS"] = cpu_devices(devices)
         done = subprocess.run(
             [python or sys.executable, "-c", code],
             cwd=cwd,

@@ -177,6 +177,16 @@ def path_of_assemblers(environment: Path) -> str:
     return os.pathsep.join([*map(str, wheels), os.environ["PATH"]])
 
 
+def make_mesh(ranks: int, axis: str) -> Any:
+    """A mesh of pretended H200s, in an environment with JAX's CUDA plugin."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", topology=f"1x1x{ranks}", target_config=TARGET
+    )
+    return topologies.make_mesh(topology, (ranks,), (axis,))
+
+
 class Compiler:
     """The program below in another environment; a case that kills it leaves the others alone."""
 
@@ -250,14 +260,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         import jax
         import kernel_cases
-        from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
-
-        def make_mesh(ranks: int, axis: str) -> Any:
-            topology = topologies.get_topology_desc(
-                "", platform="cuda", topology=f"1x1x{ranks}", target_config=TARGET
-            )
-            return topologies.make_mesh(topology, (ranks,), (axis,))
 
         sharding = NamedSharding(make_mesh(1, "device"), PartitionSpec())
 

@@ -531,12 +531,15 @@ class Block:
         address = _PARAMETERS
         for name, argument in zip(program.parameters, launch.arguments, strict=True):
             self.parameters[name] = address
-            if isinstance(launch.memory.get(argument), int):
-                self.values[address] = launch.memory[argument]
-            span = [at for at in launch.maps if 0 <= at - argument < 4096]
-            if argument not in launch.memory or not isinstance(launch.memory[argument], int):
-                for at in span:
-                    self.maps[address + at - argument] = launch.maps[at]
+            held = launch.memory.get(argument)
+            if isinstance(held, int):
+                self.values[address] = held
+            else:  # descriptors
+                self.maps |= {
+                    address + at - argument: found
+                    for at, found in launch.maps.items()
+                    if 0 <= at - argument < 4096
+                }
             address += 8192
         self.warps = [Warp(self, index) for index in range(launch.threads // LANES)]
 
@@ -719,6 +722,14 @@ class Warp:
             return np.array(_SHARED, dtype)
         raise NotImplementedError(operand)
 
+    def lanes(self, operand: str, kind: str) -> np.ndarray:
+        """What an operand is, as a type, with an entry for each thread."""
+        return np.ascontiguousarray(np.broadcast_to(self.get(operand, kind), (LANES,)))
+
+    def number(self, operand: str) -> int:
+        """The number that an operand is for all threads."""
+        return int(np.max(self.get(operand, "u32")))
+
     def put(self, register: str, value: np.ndarray) -> None:
         """Writes the threads' own entries."""
         if register == "_":
@@ -765,10 +776,7 @@ def _constant(text: str, dtype: np.dtype[Any]) -> np.ndarray:
     number = int(text, 0)
     if dtype.kind == "b":
         return np.array(bool(number))
-    if dtype.kind in "ui":
-        return np.array(number & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)
-    # The bits of a number.
-    width = dtype.itemsize
+    width = dtype.itemsize  # the bits of a number
     return np.array(number & (1 << 8 * width) - 1, f"u{width}").view(dtype)
 
 
@@ -795,16 +803,13 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Warp, Instruction], 
         kind, (target, *sources) = _kind(one), one.operands
         if kind in _PAIRS:
             half = _TYPES[_PAIRS[kind]]
-            given = [
-                np.ascontiguousarray(np.broadcast_to(warp.get(x, "b32"), (LANES,))).view(half)
-                for x in sources
-            ]
+            given = [warp.lanes(x, "b32").view(half) for x in sources]
             found = np.asarray(function(one, *given)).astype(half)
             warp.put(target, np.ascontiguousarray(found).view(np.uint32))
             return
         given = [warp.get(x, kind) for x in sources]
         found = function(one, *given)
-        if kind in ("f16", "bf16", "f32") and "fma" not in one.name:
+        if kind in ("f16", "bf16", "f32"):
             found = np.asarray(found).astype(_TYPES[kind])
         warp.put(target, np.asarray(found))
 
@@ -816,29 +821,27 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype(f"{x.dtype.kind}{2 * x.dtype.itemsize}")
 
 
-def _multiply(one: Instruction, x: np.ndarray, y: np.ndarray, *more: np.ndarray) -> np.ndarray:
-    if x.dtype.kind in "ui":
-        if "wide" in one.name:
-            return _wide(x) * _wide(y)
-        if "hi" in one.name:
-            product = x.astype(object) * y.astype(object)
-            return np.asarray(product >> 8 * x.dtype.itemsize).astype(x.dtype)
-        return x * y
+def _multiply(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    if "wide" in one.name:
+        return _wide(x) * _wide(y)
+    if "hi" in one.name:
+        product = x.astype(object) * y.astype(object)
+        return np.asarray(product >> 8 * x.dtype.itemsize).astype(x.dtype)
     return x * y
 
 
-def _largest(one: Instruction, x: np.ndarray, y: np.ndarray, *more: np.ndarray) -> np.ndarray:
+def _largest(one: Instruction, *given: np.ndarray) -> np.ndarray:
+    is_strict = "NaN" in one.name or given[0].dtype.kind in "ui"
     choose = {
         ("max", True): np.maximum,
         ("max", False): np.fmax,
         ("min", True): np.minimum,
         ("min", False): np.fmin,
-    }[one.name[0], "NaN" in one.name or x.dtype.kind in "ui"]
-    if x.dtype.kind == "V" or x.dtype == _TYPES["bf16"]:
-        found = choose(x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
-    else:
-        found = choose(x, y)
-    return functools.reduce(lambda a, b: choose(a, b), more, found)
+    }[one.name[0], is_strict]
+    if given[0].dtype != _TYPES["bf16"]:
+        return functools.reduce(choose, given)
+    found = functools.reduce(choose, (x.astype(np.float32) for x in given))
+    return found.astype(given[0].dtype)
 
 
 def _divide(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -847,10 +850,6 @@ def _divide(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     quotient = np.abs(x.astype(object)) // np.abs(y.astype(object))
     sign = np.where((x < 0) != (y < 0), -1, 1)
     return np.asarray(quotient * sign).astype(x.dtype)
-
-
-def _remainder(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.fmod(x, y)
 
 
 def _fused(one: Instruction, x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -898,13 +897,13 @@ for _name, _function in {
     "max": _largest,
     "min": _largest,
     "div": _divide,
-    "rem": _remainder,
+    "rem": lambda one, x, y: np.fmod(x, y),
     "fma": _fused,
     "and": lambda one, x, y: x & y,
     "or": lambda one, x, y: x | y,
     "xor": lambda one, x, y: x ^ y,
     "not": lambda one, x: ~x,
-    "neg": lambda one, x: -x.astype(x.dtype),
+    "neg": lambda one, x: -x,
     "abs": lambda one, x: np.abs(x),
     "ex2": _float(np.exp2),
     "lg2": _float(np.log2),
@@ -938,7 +937,7 @@ def _do_move(warp: Warp, one: Instruction) -> None:
     kind = one.name[-1]
     if target.startswith("{"):
         parts = _split(target.strip("{}"))
-        value = np.ascontiguousarray(np.broadcast_to(warp.get(source, kind), (LANES,)))
+        value = warp.lanes(source, kind)
         width = value.dtype.itemsize // len(parts)
         found = value.view(f"u{width}").reshape(LANES, len(parts))
         for index, part in enumerate(parts):
@@ -947,7 +946,7 @@ def _do_move(warp: Warp, one: Instruction) -> None:
     if source.startswith("{"):
         parts = _split(source.strip("{}"))
         width = _TYPES[kind].itemsize // len(parts)
-        found = [np.broadcast_to(warp.get(x, f"u{8 * width}"), (LANES,)) for x in parts]
+        found = [warp.lanes(x, f"u{8 * width}") for x in parts]
         together = np.ascontiguousarray(np.stack(found, axis=-1))
         warp.put(target, together.view(_TYPES[f"u{8 * width * len(parts)}"]).reshape(LANES))
         return
@@ -1015,9 +1014,9 @@ def _do_lop3(warp: Warp, one: Instruction) -> None:
 @_operation("prmt")
 def _do_permute(warp: Warp, one: Instruction) -> None:
     target, x, y, selector = one.operands
-    both = [np.broadcast_to(warp.get(z, "u32"), (LANES,)) for z in (x, y)]
+    both = [warp.lanes(z, "u32") for z in (x, y)]
     sources = np.ascontiguousarray(np.stack(both, axis=-1)).view(np.uint8)
-    select = np.broadcast_to(warp.get(selector, "u32"), (LANES,))
+    select = warp.lanes(selector, "u32")
     found = np.zeros((LANES, 4), np.uint8)
     for index in range(4):
         which = (select >> 4 * index) & 15
@@ -1033,8 +1032,8 @@ def _do_extract(warp: Warp, one: Instruction) -> None:
     kind = _kind(one)
     value = warp.get(x, kind)
     bits = 8 * value.dtype.itemsize
-    first = int(np.max(warp.get(start, "u32"))) & 255
-    width = int(np.max(warp.get(length, "u32"))) & 255
+    first = warp.number(start) & 255
+    width = warp.number(length) & 255
     if first + width > bits or not width:
         raise NotImplementedError(one.text)
     left = (value.astype(f"u{value.dtype.itemsize}") << (bits - first - width)).astype(
@@ -1068,6 +1067,9 @@ def _do_bits(warp: Warp, one: Instruction) -> None:
     warp.put(target, np.array(found).astype(np.uint32 if bits == 32 else np.uint64))
 
 
+_ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
 @_operation("cvt")
 def _do_convert(warp: Warp, one: Instruction) -> None:
     names = [part for part in one.name if part in _TYPES or part[:-2] in _TYPES]
@@ -1081,7 +1083,7 @@ def _do_convert(warp: Warp, one: Instruction) -> None:
             x = np.ascontiguousarray(np.broadcast_to(x, (LANES,)))
             halves = x.view(pair).reshape(LANES, 2).astype(np.float32)
         else:
-            both = [np.broadcast_to(warp.get(x, origin), (LANES,)) for x in sources[::-1]]
+            both = [warp.lanes(x, origin) for x in sources[::-1]]
             halves = np.stack(both, axis=-1).astype(np.float32)
         if "relu" in one.name:
             halves = np.maximum(halves, 0)
@@ -1095,23 +1097,17 @@ def _do_convert(warp: Warp, one: Instruction) -> None:
     if origin.endswith("x2"):
         raise NotImplementedError(one.text)
     value, wanted = warp.get(sources[0], origin), _TYPES[to]
+    roundings = [_ROUNDINGS[x] for x in one.name if x in _ROUNDINGS]
     if wanted.kind in "ui" and value.dtype.kind not in "uib":
-        rounding = next(x for x in one.name if x in ("rni", "rzi", "rmi", "rpi"))
-        rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](
-            value.astype(np.float64)
-        )
+        rounded = roundings[0](value.astype(np.float64))
         limits = np.iinfo(wanted)
         rounded = np.nan_to_num(rounded, nan=0.0, posinf=limits.max, neginf=limits.min)
         found = np.clip(rounded, limits.min, limits.max)
         found = np.array([int(x) for x in found.reshape(-1)], object).astype(wanted)
         warp.put(target, found.reshape(rounded.shape))
         return
-    if wanted == value.dtype and wanted.kind not in "ui":
-        rounding = [x for x in one.name if x in ("rni", "rzi", "rmi", "rpi")]
-        if rounding:
-            value = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding[0]](
-                value
-            )
+    if wanted == value.dtype and wanted.kind not in "ui" and roundings:
+        value = roundings[0](value)
     if "sat" in one.name:
         value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
     found = value.astype(wanted)
@@ -1185,7 +1181,7 @@ def _do_store(warp: Warp, one: Instruction) -> None:
     places, width = warp.address(target)[lanes], _TYPES[kind].itemsize * count
     if (places % width).any():
         raise Fault(f"addresses are no multiples of {width}")
-    entries = [np.broadcast_to(warp.get(x, kind), (LANES,))[lanes] for x in sources]
+    entries = [warp.lanes(x, kind)[lanes] for x in sources]
     values = np.ascontiguousarray(np.stack(entries, axis=-1)).view(np.uint8).reshape(-1)
     _write(warp, _space(one, places), _bytes_of(places, width), values)
 
@@ -1207,7 +1203,7 @@ def _do_atomic(warp: Warp, one: Instruction) -> None:
     kind = one.name[-1]
     dtype, block = _TYPES[kind], warp.block
     places = warp.address(place)
-    values = np.broadcast_to(warp.get(source, kind), (LANES,))
+    values = warp.lanes(source, kind)
     space = _space(one, places[warp.active])
     combine = {
         "add": np.add,
@@ -1251,7 +1247,7 @@ def _do_matrices(warp: Warp, one: Instruction) -> None:
             pair = np.stack([matrix[row, column], matrix[row, column + 1]], axis=-1)
             warp.put(name, np.ascontiguousarray(pair).view(np.uint32).reshape(LANES))
         else:
-            pair = np.ascontiguousarray(warp.get(name, "b32")).view(np.uint16).reshape(LANES, 2)
+            pair = warp.lanes(name, "b32").view(np.uint16).reshape(LANES, 2)
             matrix = np.zeros((8, 8), np.uint16)
             matrix[row, column], matrix[row, column + 1] = pair[:, 0], pair[:, 1]
             matrix = matrix.T if "trans" in one.name else matrix
@@ -1266,7 +1262,7 @@ def _do_shuffle(warp: Warp, one: Instruction) -> None:
     warp.together()
     target, source, lane, clamp, _ = one.operands
     target, _, is_valid = target.partition("|")
-    value = np.broadcast_to(warp.get(source, "b32"), (LANES,))
+    value = warp.lanes(source, "b32")
     number, clamp = warp.get(lane, "u32").astype(int) & 31, int(clamp, 0)
     limit, segment = clamp & 31, clamp >> 8 & 31
     first = _LANE & segment
@@ -1310,7 +1306,7 @@ def _do_vote(warp: Warp, one: Instruction) -> None:
 def _do_reduce(warp: Warp, one: Instruction) -> None:
     warp.together()
     target, source, _ = one.operands
-    value = np.broadcast_to(warp.get(source, one.name[-1]), (LANES,))
+    value = warp.lanes(source, one.name[-1])
     reduce = {
         "add": np.sum,
         "max": np.max,
@@ -1342,16 +1338,14 @@ def _do_active(warp: Warp, one: Instruction) -> None:
 @_operation("bar", "barrier")
 def _do_barrier(warp: Warp, one: Instruction) -> None:
     warp.together()
-    if "cluster" in one.name:
+    if "cluster" in one.name or "warp" in one.name:
         return
+    if "red" in one.name:
+        raise NotImplementedError(one.text)
     block = warp.block
     number, *counts = one.operands
-    number = int(np.max(warp.get(number, "u32")))
-    if "red" in one.name or "warp" in one.name:
-        if "warp" in one.name:
-            return
-        raise NotImplementedError(one.text)
-    count = int(np.max(warp.get(counts[0], "u32"))) if counts else None
+    number = warp.number(number)
+    count = warp.number(counts[0]) if counts else None
     waiting = block.named.setdefault(number, [])
     if warp in waiting:
         raise Fault("a warp comes to a barrier twice")
@@ -1380,7 +1374,7 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
     threads = int(warp.active.sum())
     if action == "init":
         place, count = one.operands
-        number = int(np.max(warp.get(count, "u32")))
+        number = warp.number(count)
         at = _place(warp, place)
         if threads != 1 or at in block.barriers:
             raise Fault("a barrier is made more than once")
@@ -1391,23 +1385,23 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
         barrier = block.barriers[_place(warp, place)]
         if "expect_tx" in one.name:
             # The count of bytes that are to come may fall below zero before.
-            barrier.bytes_missing += threads * int(np.max(warp.get(more[0], "u32")))
+            barrier.bytes_missing += threads * warp.number(more[0])
             arrivals = threads
         else:
-            arrivals = threads * (int(np.max(warp.get(more[0], "u32"))) if more else 1)
+            arrivals = threads * (warp.number(more[0]) if more else 1)
         barrier.missing -= arrivals
         barrier.settle()
         if state != "_":
             warp.put(state, np.array(barrier.phase, np.uint64))
     elif action == "expect_tx":
         barrier = block.barriers[_place(warp, one.operands[0])]
-        barrier.bytes_missing += threads * int(np.max(warp.get(one.operands[1], "u32")))
+        barrier.bytes_missing += threads * warp.number(one.operands[1])
     elif action in ("try_wait", "test_wait"):
         done, place, parity, *_ = one.operands
         if "parity" not in one.name:
             raise NotImplementedError(one.text)
         barrier = block.barriers[_place(warp, place)]
-        wanted = set(np.broadcast_to(warp.get(parity, "u32"), (LANES,))[warp.active].tolist())
+        wanted = set(warp.lanes(parity, "u32")[warp.active].tolist())
         if len(wanted) != 1:
             raise Fault("threads wait for different phases")
         own = wanted.pop()
@@ -1428,11 +1422,9 @@ def _do_fence(warp: Warp, one: Instruction) -> None:
         warp.block.unfenced[mine] = 0
 
 
-@_operation(
-    "setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol", "discard", "applypriority"
-)
+@_operation("setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol")
 def _do_nothing(warp: Warp, one: Instruction) -> None:
-    pass
+    """What changes no number."""
 
 
 @_operation("trap")
@@ -1451,24 +1443,20 @@ def swizzled(places: np.ndarray, line: int) -> np.ndarray:
 
 @_operation("cp")
 def _do_copy(warp: Warp, one: Instruction) -> None:
-    if one.name[1] != "async":
-        raise NotImplementedError(one.text)
     name = one.name
-    if name[2] == "bulk":
-        if "commit_group" in name:
-            for lane in np.flatnonzero(warp.active):
-                warp.bulk[lane].append(warp.bulk_open[lane])
-                warp.bulk_open[lane] = []
-        elif "wait_group" in name:
-            _await_copies(warp, int(one.operands[0]), only_read="read" in name)
-        elif "prefetch" in name:
-            pass
-        elif name[3] == "tensor":
-            _copy_tensor(warp, one)
-        else:
-            _copy_bulk(warp, one)
-        return
-    raise NotImplementedError(one.text)
+    if name[1:3] != ("async", "bulk"):
+        raise NotImplementedError(one.text)
+    if "commit_group" in name:
+        for lane in np.flatnonzero(warp.active):
+            warp.bulk[lane].append(warp.bulk_open[lane])
+            warp.bulk_open[lane] = []
+    elif "wait_group" in name:
+        _await_copies(warp, int(one.operands[0]), only_read="read" in name)
+    elif "prefetch" not in name:
+        if int(warp.active.sum()) != 1:
+            raise Fault("more than one thread copies")
+        copy = _copy_tensor if name[3] == "tensor" else _copy_bulk
+        copy(warp, one, int(np.flatnonzero(warp.active)[0]))
 
 
 def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
@@ -1488,21 +1476,16 @@ def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
             del groups[: max(0, len(groups) - left)]
 
 
-def _copy_tensor(warp: Warp, one: Instruction) -> None:
+def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
+    """A box of an array."""
     block = warp.block
-    if int(warp.active.sum()) != 1:
-        raise Fault("more than one thread copies")
-    lane = int(np.flatnonzero(warp.active)[0])
     is_load = one.name[5].startswith("shared")  # to where
     source, target = (one.operands[1], one.operands[0]) if is_load else one.operands[::-1]
     tensor = source if is_load else target
     shared = target if is_load else source
     pointer, coordinates = _split(tensor.strip("[]"))
-    where = block.maps[int(np.broadcast_to(warp.get(pointer, "u64"), (LANES,))[lane])]
-    corner = [
-        int(np.broadcast_to(warp.get(x, "s32"), (LANES,))[lane])
-        for x in _split(coordinates.strip("{}"))
-    ][::-1]
+    where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
+    corner = [int(warp.lanes(x, "s32")[lane]) for x in _split(coordinates.strip("{}"))][::-1]
     places, is_there = where.places(corner)
     start = int(warp.address(shared)[lane])
     if start % 128:
@@ -1516,14 +1499,12 @@ def _copy_tensor(warp: Warp, one: Instruction) -> None:
         _start_store(warp, one, lane, own, places, is_there)
 
 
-def _copy_bulk(warp: Warp, one: Instruction) -> None:
+def _copy_bulk(warp: Warp, one: Instruction, lane: int) -> None:
     """Adjacent bytes."""
-    if int(warp.active.sum()) != 1:
-        raise Fault("more than one thread copies")
-    lane, block = int(np.flatnonzero(warp.active)[0]), warp.block
+    block = warp.block
     is_load = one.name[3].startswith("shared")
     target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
-    size = int(np.broadcast_to(warp.get(one.operands[2], "u32"), (LANES,))[lane])
+    size = int(warp.lanes(one.operands[2], "u32")[lane])
     if size % 16 or target % 16 or source % 16:
         raise Fault("a copy is of multiples of 16 bytes")
     inside = np.arange(size)
@@ -1616,26 +1597,20 @@ def _start_product(warp: Warp, one: Instruction) -> None:
     block, rows = warp.block, 16 * (warp.index % 4) + np.arange(16)
     itemsize = _TYPES[left_kind].itemsize
     signs = [int(x) for x in scales[:2]]
-    transposed = [int(x) for x in scales[2:]]
     from_registers = left.startswith("{")
-    is_left_turned = False
-    if from_registers:
-        is_right_turned = bool(transposed and transposed[0])
-    else:
-        is_left_turned, is_right_turned = (bool(x) for x in (transposed or (0, 0)))
-    goes_on = np.broadcast_to(warp.get(keeps, "pred"), (LANES,))
+    # Operands in registers cannot be turned, and have no word for it.
+    turned = [False, False, *(bool(int(x)) for x in scales[2:])][-2:]
+    goes_on = warp.lanes(keeps, "pred")
     if goes_on.any() != goes_on.all():
         raise Fault("threads differ in whether sums go on")
-    right_places = _operand(warp, right, np.arange(columns), depth, itemsize, is_right_turned)
-    early = {"right": block.read_shared(right_places).copy()}
+    right_places = _operand(warp, right, np.arange(columns), depth, itemsize, turned[1])
+    read = [(right_places, block.read_shared(right_places))]
     if from_registers:
         left_names = _split(left.strip("{}"))
-        held = [np.broadcast_to(warp.get(x, "b32"), (LANES,)).copy() for x in left_names]
-        matrix_left = _from_registers(held, _TYPES[left_kind], depth)
-        left_places = None
+        held = [warp.lanes(x, "b32").copy() for x in left_names]
     else:
-        left_places = _operand(warp, left, rows, depth, itemsize, is_left_turned)
-        early["left"] = block.read_shared(left_places).copy()
+        left_places = _operand(warp, left, rows, depth, itemsize, turned[0])
+        read.append((left_places, block.read_shared(left_places)))
 
     def as_matrix(raw: np.ndarray, kind: str) -> np.ndarray:
         dtype = _TYPES[kind]
@@ -1646,19 +1621,16 @@ def _start_product(warp: Warp, one: Instruction) -> None:
             raise Fault(f"nothing has been written to {name}")
 
     def finish() -> None:
-        now = block.shared[right_places]
-        if (now != early["right"]).any():
+        if any((block.shared[places] != early).any() for places, early in read):
             raise Fault(f"what a product reads has been overwritten ({one.text})")
-        second = as_matrix(early["right"], right_kind)
+        second = as_matrix(read[0][1], right_kind)
         if from_registers:
             for name, value in zip(left_names, held, strict=True):
                 if name in warp.values and (warp.values[name] != value).any():
                     raise Fault(f"{name}, which a product reads, has been overwritten")
-            first = matrix_left
+            first = _from_registers(held, _TYPES[left_kind], depth)
         else:
-            if (block.shared[left_places] != early["left"]).any():
-                raise Fault(f"what a product reads has been overwritten ({one.text})")
-            first = as_matrix(early["left"], left_kind)
+            first = as_matrix(read[1][1], left_kind)
         found = signs[0] * signs[1] * (first @ second.T)
         if goes_on.all():
             found = found + _sums(warp, names, to, columns)
@@ -1676,7 +1648,7 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
     depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
     to, left_kind, right_kind, _ = one.name[-4:]
     target, left, right, start = (_split(x.strip("{}")) for x in one.operands)
-    held = [[np.broadcast_to(warp.get(x, "b32"), (LANES,)) for x in y] for y in (left, right)]
+    held = [[warp.lanes(x, "b32") for x in y] for y in (left, right)]
     first = _from_registers(held[0], _TYPES[left_kind], depth)
     per = 4 // _TYPES[right_kind].itemsize
     second = np.zeros((8, depth), np.float32)
@@ -1687,7 +1659,7 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
             second[_LANE // 4, column] = entries[:, part].astype(np.float32)
     if to != "f32":
         raise NotImplementedError(one.text)
-    sums = [np.broadcast_to(warp.get(x, "f32"), (LANES,)) for x in start]
+    sums = [warp.lanes(x, "f32") for x in start]
     product = first @ second.T
     for index in range(2):
         row, column = _sum_places(index)
@@ -1700,7 +1672,7 @@ def _operand(
     warp: Warp, operand: str, rows: np.ndarray, depth: int, itemsize: int, is_turned: bool
 ) -> np.ndarray:
     """Addresses of the bytes of rows of a matrix in shared memory, from its descriptor."""
-    values = np.broadcast_to(warp.get(operand, "u64"), (LANES,))
+    values = warp.lanes(operand, "u64")
     if (values != values[0]).any():
         raise Fault("threads have different descriptors")
     bits = int(values[0])

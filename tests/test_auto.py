@@ -198,17 +198,8 @@ def test_a_cache_goes_on_as_it_was_made(first, then):
 
 def test_streams_and_texts_say_what_was_chosen(tmp_path):
     checkpoints.write_checkpoint(tmp_path, tokenizer=True)
-    never = BreakEven(
-        device="cpu",
-        phase="prefill",
-        policy="RecommendedConfig",
-        density=1.0,
-        block_size=64,
-        width=32,
-        batch=1,
-        tokens=None,
-        longest=512,
-    )
+    own = {"policy": "RecommendedConfig", "density": 1.0, "block_size": 64, "width": 32}
+    never = dataclasses.replace(PREFILL, **own, tokens=None, longest=512)
     auto = Auto(measured=(never, dataclasses.replace(never, phase="decode")))
     lm = LanguageModel.load(tmp_path, policy=auto, density=0.3, progress=False)
     assert lm.policy.sparse == sw.SketchWalkConfig.recommended(density=0.3)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mesh_checks import MESH_MODEL, POLICIES, SIZE
 from tiny import prompts
+from variants import cpu_devices
 
 from sketchwalk_jax import generate, init_cache, load, sharding
 from sketchwalk_jax.cached_layer import Settings
@@ -324,9 +325,7 @@ def test_two_processes_generate_the_tokens_of_one(
         address = f"127.0.0.1:{one.getsockname()[1]}"
     code = "import sys; sys.path.insert(0, sys.argv[1]); import mesh_checks\n"
     code += "mesh_checks.run_process(sys.argv[2], sys.argv[3], int(sys.argv[4]))"
-    flags = "--xla_force_host_platform_device_count=4"
-    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    environment = program_environment | {"XLA_FLAGS": flags}
+    environment = program_environment | {"XLA_FLAGS": cpu_devices(4)}
     arguments = [str(repository / "tests"), str(tmp_path), address]
     processes = [
         subprocess.Popen(
