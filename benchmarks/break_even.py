@@ -124,7 +124,7 @@ def reading(
     """From the prompts to the end of prefill, as `stream` and `generate` do it."""
     shape, own = (batch, tokens), jax.random.key(1)
     prompts = jax.random.randint(own, shape, 0, model.vocab_size, jnp.int32)
-    options: dict[str, Any] = {"model_config": model, "config": policy, "max_new_tokens": 1}
+    options: dict[str, Any] = {"model_config": model, "policy": policy, "max_new_tokens": 1}
 
     def read() -> jax.Array:
         chunks = sw.stream(params, prompts, **options)
@@ -139,7 +139,7 @@ def stepping(
 ) -> Any:
     """A few decode steps at a full cache, each call where the last one ended."""
     token = jnp.ones((batch,), jnp.int32)
-    step = functools.partial(sw.decode_step, params, token, model_config=model, config=policy)
+    step = functools.partial(sw.decode_step, params, token, model_config=model, policy=policy)
     cache = sw.init_cache(model, policy, batch=batch, max_tokens=tokens)
     return cpu.decoding(step, cache, tokens - cpu.DECODE_TOKENS * (repeats + 1))
 

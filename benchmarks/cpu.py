@@ -102,7 +102,7 @@ def layer_selection(
     shape = LayerShape(num_heads, key.shape[2], head_dim)
     statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
     statistics = config.observe(query, key, statistics, span=span)
-    walk = sw.init_walk(batch, length, config=config)
+    walk = sw.init_walk(batch, length, policy=config)
     return config.select(
         query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
     )[0]
@@ -116,9 +116,9 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
     key, value = (
         jax.random.normal(one, (1, length, MODEL.num_kv_heads, MODEL.head_dim)) for one in keys[1:]
     )
-    walk = sw.init_walk(1, length, config=config)
+    walk = sw.init_walk(1, length, policy=config)
     selection = jax.jit(functools.partial(layer_selection, config=config))(query, key)
-    whole = functools.partial(sw.sketchwalk_attention, config=config)
+    whole = functools.partial(sw.sketchwalk_attention, policy=config)
     programs = {
         "dense": (sw.dense_attention, (query, key, value)),
         "sparse": (whole, (query, key, value, walk)),
@@ -147,7 +147,7 @@ def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
     tokens = tokens_of(length)
 
     def read(config: Any) -> jax.Array:
-        chunks = sw.stream(params, tokens, model_config=MODEL, config=config, max_new_tokens=1)
+        chunks = sw.stream(params, tokens, model_config=MODEL, policy=config, max_new_tokens=1)
         next(chunks)  # the chunk without tokens that marks the end of prefill
         return chunks.cache.key
 
@@ -163,7 +163,7 @@ def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
     token = jnp.ones((1,), jnp.int32)
     calls, facts = {}, {}
     for name, config in POLICIES.items():
-        step = functools.partial(sw.decode_step, model_config=MODEL, config=config)
+        step = functools.partial(sw.decode_step, model_config=MODEL, policy=config)
         cache = sw.init_cache(MODEL, config, batch=1, max_tokens=capacity)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (token, cache))
         program = jax.jit(step, donate_argnums=2).lower(param_shapes(MODEL), *arguments).compile()
@@ -202,7 +202,7 @@ def measure_start(params: Any, length: int) -> list[Row]:
     tokens, rows = tokens_of(length), []
     for name, config in POLICIES.items():
         generate = functools.partial(
-            sw.generate, params, tokens, model_config=MODEL, config=config, max_new_tokens=1
+            sw.generate, params, tokens, model_config=MODEL, policy=config, max_new_tokens=1
         )
         seconds = []
         for _ in range(4):

@@ -351,7 +351,7 @@ class Model:
 
     def _settings(self, cell: Cell) -> Settings:
         return Settings(
-            model_config=self.config, config=cell.rule.make(), chunk_size=cell.chunk_size
+            model_config=self.config, policy=cell.rule.make(), chunk_size=cell.chunk_size
         )
 
     def compile(self, cell: Cell) -> tuple[Any, Any, float]:

@@ -59,7 +59,7 @@ def main() -> None:
                 cache,
                 lengths=np.array([len(prompt)]),
                 model_config=model_config,
-                config=config,
+                policy=config,
                 return_selection=True,
             )
             listed = listed_blocks(lists, tokens // config.block_size)

@@ -51,7 +51,7 @@ from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.sampling import Sampling
-from sketchwalk_jax.sharding import Placement, plan
+from sketchwalk_jax.sharding import Placement, place
 
 Row = dict[str, Any]
 AXES = ("one", "sequence", "tensor", "data")
@@ -250,7 +250,7 @@ def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
     mesh = jax.make_mesh(
         (ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
-    return plan(mesh, config)
+    return place(mesh, config)
 
 
 def measure_sending(ranks: int, *, is_quick: bool) -> dict[str, float]:
@@ -379,7 +379,7 @@ class Model:
     def _settings(self, cell: Cell) -> Settings:
         return Settings(
             model_config=self.config,
-            config=cell.rule.make(),
+            policy=cell.rule.make(),
             chunk_size=cell.chunk_size,
             placement=self._where,
         )
@@ -467,7 +467,7 @@ class Model:
             sizes: dict[str, Any] = {"batch": cell.batch, "max_tokens": cell.tokens}
             cache = sw.init_cache(config, policy, **sizes, sharding=where)
             _, _, lists = sw.prefill(
-                params, tokens, cache, model_config=config, config=policy, return_selection=True
+                params, tokens, cache, model_config=config, policy=policy, return_selection=True
             )
             found.append(lists)
         shared, alone = found

@@ -20,6 +20,7 @@ from sketchwalk_jax.inference import decode_step, forward, prefill
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, check_params, init_params
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.renamed import renamed_argument
 
 
 def _variables(params: Mapping[str, Any]) -> nnx.Module:
@@ -102,43 +103,47 @@ class CausalLM(nnx.Module):
         """The parameters as the plain nested dict that the pure functions take."""
         return {name: _values(x) for name, x in vars(self).items() if isinstance(x, nnx.Dict)}
 
+    @renamed_argument("config", "policy")
     def __call__(
         self,
         tokens: Int[Array | np.ndarray, "B T"],
         *,
-        config: Policy | None = None,
+        policy: Policy | None = None,
         lengths: Int[Array | np.ndarray, "B"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Float32 logits of every token; see `sketchwalk_jax.forward`.
 
         Args:
          tokens: Token ids, right-padded.
-         config: The policy; dense by default.
+         policy: The policy; dense by default.
          lengths: Tokens of each sequence; all `T` by default.
 
         Returns:
          The logits; those of padding mean nothing.
         """
         return forward(
-            self.params, tokens, model_config=self.model_config, config=config, lengths=lengths
+            self.params, tokens, model_config=self.model_config, policy=policy, lengths=lengths
         )
 
-    def prefill(self, tokens: Any, cache: Cache, *, config: Policy, **options: Any) -> tuple:
+    @renamed_argument("config", "policy")
+    def prefill(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
         """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
         return prefill(
-            self.params, tokens, cache, model_config=self.model_config, config=config, **options
+            self.params, tokens, cache, model_config=self.model_config, policy=policy, **options
         )
 
-    def decode_step(self, tokens: Any, cache: Cache, *, config: Policy, **options: Any) -> tuple:
+    @renamed_argument("config", "policy")
+    def decode_step(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
         """`sketchwalk_jax.decode_step` with this model's parameters."""
         return decode_step(
-            self.params, tokens, cache, model_config=self.model_config, config=config, **options
+            self.params, tokens, cache, model_config=self.model_config, policy=policy, **options
         )
 
-    def generate(self, tokens: Any, *, config: Policy | None = None, **options: Any) -> Generation:
+    @renamed_argument("config", "policy")
+    def generate(self, tokens: Any, *, policy: Policy | None = None, **options: Any) -> Generation:
         """`sketchwalk_jax.generate` with this model's parameters."""
         return generate(
-            self.params, tokens, model_config=self.model_config, config=config, **options
+            self.params, tokens, model_config=self.model_config, policy=policy, **options
         )
 
 
@@ -176,18 +181,19 @@ class LinenCausalLM(nn.Module):
             check_params(tree, self.model_config)
         return {name: self.param(name, lambda _, x=branch: x) for name, branch in tree.items()}
 
+    @renamed_argument("config", "policy")
     def __call__(
         self,
         tokens: Int[Array | np.ndarray, "B T"],
         *,
-        config: Policy | None = None,
+        policy: Policy | None = None,
         lengths: Int[Array | np.ndarray, "B"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Float32 logits of every token; see `sketchwalk_jax.forward`.
 
         Args:
          tokens: Token ids, right-padded.
-         config: The policy; dense by default.
+         policy: The policy; dense by default.
          lengths: Tokens of each sequence; all `T` by default.
 
         Returns:
@@ -197,23 +203,26 @@ class LinenCausalLM(nn.Module):
          ValueError: If `params` has missing, unknown or mis-shaped arrays.
         """
         return forward(
-            self._params(), tokens, model_config=self.model_config, config=config, lengths=lengths
+            self._params(), tokens, model_config=self.model_config, policy=policy, lengths=lengths
         )
 
-    def prefill(self, tokens: Any, cache: Cache, *, config: Policy, **options: Any) -> tuple:
+    @renamed_argument("config", "policy")
+    def prefill(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
         """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
         return prefill(
-            self._params(), tokens, cache, model_config=self.model_config, config=config, **options
+            self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
         )
 
-    def decode_step(self, tokens: Any, cache: Cache, *, config: Policy, **options: Any) -> tuple:
+    @renamed_argument("config", "policy")
+    def decode_step(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
         """`sketchwalk_jax.decode_step` with this model's parameters."""
         return decode_step(
-            self._params(), tokens, cache, model_config=self.model_config, config=config, **options
+            self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
         )
 
-    def generate(self, tokens: Any, *, config: Policy | None = None, **options: Any) -> Generation:
+    @renamed_argument("config", "policy")
+    def generate(self, tokens: Any, *, policy: Policy | None = None, **options: Any) -> Generation:
         """`sketchwalk_jax.generate` with this model's parameters."""
         return generate(
-            self._params(), tokens, model_config=self.model_config, config=config, **options
+            self._params(), tokens, model_config=self.model_config, policy=policy, **options
         )

@@ -110,7 +110,7 @@ def load(
         `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
         parameters, or a function of a parameter's path (a tuple such as
         `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct` that returns one, such
-        as `sketchwalk_jax.sharding.plan(mesh, model_config)`.
+        as `sketchwalk_jax.sharding.place(mesh, model_config)`.
         Each process reads only what its devices hold.
       progress: Whether to show a progress bar on standard error when it takes longer than a
         second; where that is no terminal, a line every half minute.

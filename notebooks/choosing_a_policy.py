@@ -120,7 +120,7 @@ print(lengths, "tokens;", len(answers), "answers")
 
 # %%
 def measure(policy):
-    options = {"model_config": model_config, "config": policy}
+    options = {"model_config": model_config, "policy": policy}
     batch, max_tokens = prompts.shape
     cache = sw.init_cache(
         batch=batch, max_tokens=max_tokens, dtype=params["embed"]["embedding"].dtype, **options

@@ -209,7 +209,7 @@ for density in (0.2, 1.0):
 # token.
 
 # %%
-layer = WalkSelfAttention(2, 64, config=config, rngs=nnx.Rngs(0))
+layer = WalkSelfAttention(2, 64, policy=config, rngs=nnx.Rngs(0))
 x = jax.random.normal(jax.random.key(0), (1, 100, 64))
 out, walk = layer(x)
 prompt, cache, _ = layer(x[:, :99], cache=layer.init_cache(1, 128))
@@ -217,6 +217,6 @@ token, cache, _ = layer(x[:, 99:], cache=cache)
 print(out.shape, token.shape, cache.lengths)
 
 # %% [markdown]
-# Where a model has its own attention, `sketchwalk_attention(q, k, v, walk, config=config)` is the
+# Where a model has its own attention, `sketchwalk_attention(q, k, v, walk, policy=policy)` is the
 # same without projections, in plain JAX; `LinenWalkAttention` and `LinenWalkSelfAttention` are the
 # twins for Linen.

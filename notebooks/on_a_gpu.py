@@ -154,7 +154,7 @@ def model_times(params, model_config, num_tokens):
     calls = {}
     for name, policy in POLICIES.items():
         for new in (1, 65):
-            options = {"model_config": model_config, "config": policy, "max_new_tokens": new}
+            options = {"model_config": model_config, "policy": policy, "max_new_tokens": new}
             calls[name, new] = lambda options=options: sw.generate(params, tokens, **options).tokens
     return time_in_turns(calls, rounds=3)
 

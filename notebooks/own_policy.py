@@ -161,7 +161,7 @@ print(lengths, "tokens;", len(answers), "answers")
 
 # %%
 def measure(policy):
-    options = {"model_config": lm.model_config, "config": policy}
+    options = {"model_config": lm.model_config, "policy": policy}
     batch, max_tokens = prompts.shape
     dtype = lm.params["embed"]["embedding"].dtype
     cache = sw.init_cache(batch=batch, max_tokens=max_tokens, dtype=dtype, **options)

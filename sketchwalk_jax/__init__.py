@@ -41,6 +41,7 @@ from sketchwalk_jax.layer_cache import (  # noqa: E402
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
 from sketchwalk_jax.policies.dense import Dense  # noqa: E402
+from sketchwalk_jax.policies.recommended import RecommendedConfig  # noqa: E402
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig  # noqa: E402
 from sketchwalk_jax.sampling import Sampling  # noqa: E402
 from sketchwalk_jax.selection import BlockSelection  # noqa: E402
@@ -59,6 +60,7 @@ __all__ = [
     "KernelConfig",
     "LanguageModel",
     "LayerCache",
+    "RecommendedConfig",
     "Sampling",
     "SketchWalkConfig",
     "WalkState",

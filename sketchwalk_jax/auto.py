@@ -19,6 +19,7 @@ from sketchwalk_jax.dispatch import device_kind
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.renamed import renamed_field
 from sketchwalk_jax.validation import check_choice
 
 _BOTH = PHASES[0]
@@ -65,17 +66,18 @@ class BreakEven:
         return False if tokens <= self.longest else None
 
 
+@renamed_field("config", "policy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """What an `Auto` is resolved to: two arguments of `generate`, and why.
 
     Attributes:
-      config: The policy: the sparse one, or `Dense` where it is to select in no phase.
+      policy: The policy: the sparse one, or `Dense` where it is to select in no phase.
       phase: Where it selects: `"both"`, `"prefill"` or `"decode"`.
       reasons: What was found for each phase that was to be decided, in words.
     """
 
-    config: Policy
+    policy: Policy
     phase: str
     reasons: tuple[str, ...]
 
@@ -142,12 +144,12 @@ class Auto:
           batch: Sequences.
           device: The kind of device; the default one if left out.
         """
-        config = self.policy(model_config)
+        policy = self.policy(model_config)
         device = device_kind() if device is None else device
         found = [one for one in self._rows if (one.device, one.phase) == (device, phase)]
         if not found:
             return f"no measurement for this device, {device}"
-        name, density = type(config).__name__, getattr(config, "density", None)
+        name, density = type(policy).__name__, getattr(policy, "density", None)
         found = [one for one in found if one.policy == name and one.block_size == self.block_size]
         if not found or density is None:
             return f"no measurement of {name} with blocks of {self.block_size} on {device}"
@@ -190,7 +192,7 @@ class Auto:
             sparse, in the phases that pay or else in all, and dense where it has none to select by.
 
         Returns:
-          A `Choice`, whose `config` and `phase` are arguments of `generate`, `init_cache`,
+          A `Choice`, whose `policy` and `phase` are arguments of `generate`, `init_cache`,
           `prefill` and `decode_step`.
 
         Raises:
@@ -205,9 +207,9 @@ class Auto:
           'prefill sparse: no measurement for this device, cpu'
         """
         check_choice("phase", phase, PHASES)
-        config, lengths = self.policy(model_config), {"prefill": tokens}
+        policy, lengths = self.policy(model_config), {"prefill": tokens}
         lengths["decode"] = tokens + max_new_tokens // 2
-        own = [one for one in config.phases if phase in (_BOTH, one)]
+        own = [one for one in policy.phases if phase in (_BOTH, one)]
         sparse, reasons = [], []
         for one in own:
             found = self.find(one, model_config, batch=batch)
@@ -219,17 +221,17 @@ class Auto:
             how = "dense" if pays is False else "sparse"
             reasons.append(f"{one} {how}: {_why(found, lengths[one], pays)}")
         if cache is not None:
-            keeps = type(config).init_statistics is not Policy.init_statistics
+            keeps = type(policy).init_statistics is not Policy.init_statistics
             if cache.made_for and not sparse:
                 sparse, reasons = own, ["sparse: the cache was made so"]
             elif keeps and not cache.made_for:
                 sparse, reasons = [], ["dense: the cache was made so"]
         if not sparse:
             return Choice(
-                config=Dense(block_size=config.block_size), phase=_BOTH, reasons=tuple(reasons)
+                policy=Dense(block_size=policy.block_size), phase=_BOTH, reasons=tuple(reasons)
             )
         return Choice(
-            config=config,
+            policy=policy,
             phase=phase if sparse == own else sparse[0],
             reasons=tuple(reasons),
         )

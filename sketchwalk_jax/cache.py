@@ -13,6 +13,7 @@ from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.sharding import Placement
 from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 
@@ -117,20 +118,20 @@ def show_numbers(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" + " (donated)" * is_gone
 
 
-def made_for(statistics: Any, model_config: ModelConfig, config: Policy) -> tuple[Any, ...]:
+def made_for(statistics: Any, model_config: ModelConfig, policy: Policy) -> tuple[Any, ...]:
     """What statistics are of: the sparse layers, the policy, and what changes their meaning.
 
     Two caches with the same, and arrays of the same shapes, hold statistics of one meaning.
     """
     if not jax.tree.leaves(statistics):
         return ()
-    return (sparse_layers(model_config, config), type(config).__name__, *config.statistics_key)
+    return (sparse_layers(model_config, policy), type(policy).__name__, *policy.statistics_key)
 
 
-def sparse_layers(model_config: ModelConfig, config: Policy) -> tuple[int, ...]:
+def sparse_layers(model_config: ModelConfig, policy: Policy) -> tuple[int, ...]:
     """The layers in which a policy selects, in order; none if it never does."""
-    layers = range(model_config.num_layers) if config.phases else ()
-    return tuple(layer for layer in layers if not config.is_dense(layer))
+    layers = range(model_config.num_layers) if policy.phases else ()
+    return tuple(layer for layer in layers if not policy.is_dense(layer))
 
 
 def recommended_policy(model_config: ModelConfig) -> Policy:
@@ -147,9 +148,10 @@ def recommended_policy(model_config: ModelConfig) -> Policy:
     return SketchWalkConfig.recommended(plan=model_config.plan)
 
 
+@renamed_argument("config", "policy")
 def init_cache(
     model_config: ModelConfig,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     *,
     batch: int,
     max_tokens: int,
@@ -160,7 +162,7 @@ def init_cache(
 
     Args:
       model_config: The model.
-      config: The policy that will select; it decides which statistics are kept. By default the
+      policy: The policy that will select; it decides which statistics are kept. By default the
         recommended one, with the model's plan.
       batch: Sequences.
       max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks, on a mesh
@@ -174,12 +176,12 @@ def init_cache(
 
     Raises:
       ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
-        mesh's `data` axis does not divide `batch`, or `config` is no policy.
+        mesh's `data` axis does not divide `batch`, or `policy` is no policy.
       NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
     """
-    config = recommended_policy(model_config) if config is None else config
-    if not isinstance(config, Policy):
-        raise ValueError(f"config must be a policy such as SketchWalkConfig, got {config!r}")
+    policy = recommended_policy(model_config) if policy is None else policy
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a policy such as SketchWalkConfig, got {policy!r}")
     check_integer("batch", batch)
     check_integer("max_tokens", max_tokens)
     if max_tokens > model_config.context_length:
@@ -187,7 +189,7 @@ def init_cache(
             f"max_tokens must not exceed the model's context of "
             f"{model_config.context_length} tokens, got {max_tokens}"
         )
-    num_blocks = -(-max_tokens // config.block_size)
+    num_blocks = -(-max_tokens // policy.block_size)
     dtype = check_dtype("dtype", model_config.dtype if dtype is None else dtype)
     placement = sharding if isinstance(sharding, Placement) else None
     device = None if isinstance(sharding, Placement) else sharding
@@ -195,14 +197,14 @@ def init_cache(
     shape = LayerShape(model_config.num_heads, heads, head_dim, dtype)
     if placement is not None:
         placement.check_batch(batch)
-        placement.check_policy(config)
+        placement.check_policy(policy)
         num_blocks = placement.num_blocks(num_blocks)
-        heads, shape = placement.num_kv_heads, placement.layer_shape(config, dtype)
-    size = (model_config.num_layers, batch, num_blocks * config.block_size, heads, head_dim)
-    num_sparse = len(sparse_layers(model_config, config))
+        heads, shape = placement.num_kv_heads, placement.layer_shape(policy, dtype)
+    size = (model_config.num_layers, batch, num_blocks * policy.block_size, heads, head_dim)
+    num_sparse = len(sparse_layers(model_config, policy))
 
     def make() -> Cache:
-        one_layer = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
+        one_layer = policy.init_statistics(shape, batch=batch, num_blocks=num_blocks)
         return Cache(
             key=jnp.zeros(size, dtype, device=device),
             value=jnp.zeros(size, dtype, device=device),
@@ -211,20 +213,20 @@ def init_cache(
             ),
             lengths=jnp.zeros((batch,), jnp.int32),
             density=Density.zeros(model_config.num_layers, batch),
-            made_for=made_for(one_layer, model_config, config),
+            made_for=made_for(one_layer, model_config, policy),
         )
 
     with advice(cache=2 * math.prod(size) * dtype.itemsize):
         if placement is None:
             return make()
-        return jax.jit(lambda: spread_cache(make(), placement, config))()
+        return jax.jit(lambda: spread_cache(make(), placement, policy))()
 
 
-def spread_cache(cache: Cache, placement: Placement | None, config: Policy) -> Cache:
+def spread_cache(cache: Cache, placement: Placement | None, policy: Policy) -> Cache:
     """The cache as it lies on a mesh, under `jit`; as it is on one device."""
     if placement is None:
         return cache
-    shardings = placement.cache(config)
+    shardings = placement.cache(policy)
     arrays = {name: getattr(cache, name) for name in shardings}
     return dataclasses.replace(cache, **jax.lax.with_sharding_constraint(arrays, shardings))
 

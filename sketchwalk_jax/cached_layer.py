@@ -41,7 +41,7 @@ class LayerSettings:
     """Everything static about the attention of one layer with a cache; hashable.
 
     Attributes:
-      config: The policy.
+      policy: The policy.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
       scale: Factor of the attention scores, or `None` for `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
@@ -54,7 +54,7 @@ class LayerSettings:
       ValueError: If an option is unknown, or two contradict each other.
     """
 
-    config: Policy
+    policy: Policy
     phase: str = "both"
     scale: float | None = None
     implementation: str | None = None
@@ -65,18 +65,18 @@ class LayerSettings:
 
     def __post_init__(self) -> None:
         """Checks every option."""
-        if not isinstance(self.config, Policy):
+        if not isinstance(self.policy, Policy):
             raise ValueError(
-                f"config must be a policy such as SketchWalkConfig or Dense, got {self.config!r}"
+                f"policy must be a policy such as SketchWalkConfig or Dense, got {self.policy!r}"
             )
         if self.placement is not None:
-            self.placement.check_policy(self.config)
+            self.placement.check_policy(self.policy)
         if self.phase not in PHASES:
             raise ValueError(f"phase must be one of {PHASES}, got {self.phase!r}")
-        own = self.config.phases
+        own = self.policy.phases
         if self.phase != "both" and own and self.phase not in own:
             raise ValueError(
-                f"phase must be 'both' or {own[0]!r} for {type(self.config).__name__}, which "
+                f"phase must be 'both' or {own[0]!r} for {type(self.policy).__name__}, which "
                 f"selects in {own[0]} only and is dense elsewhere, got {self.phase!r}"
             )
         if self.implementation not in (None, *IMPLEMENTATIONS):
@@ -87,7 +87,7 @@ class LayerSettings:
 
     def selects_in(self, phase: str) -> bool:
         """Whether sparse layers select blocks in this phase; the other phase is dense."""
-        return self.phase in ("both", phase) and phase in self.config.phases
+        return self.phase in ("both", phase) and phase in self.policy.phases
 
     @property
     def dense_implementation(self) -> str | None:
@@ -144,7 +144,7 @@ class Settings(LayerSettings):
         if not isinstance(self.model_config, ModelConfig):
             raise ValueError(f"model_config must be a ModelConfig, got {self.model_config!r}")
         super().__post_init__()
-        size, chunk = self.config.block_size, self.chunk_size
+        size, chunk = self.policy.block_size, self.chunk_size
         if chunk is not None and (not isinstance(chunk, int) or chunk < size or chunk % size):
             raise ValueError(
                 f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
@@ -157,15 +157,15 @@ def attention_by_layer(
     """Runs of layers that attend alike, each with its attention, as `run_layers` takes.
 
     Args:
-      make: `(is_sparse, first_sparse, config) -> attend`. In a run of sparse layers, `layer -
-        first_sparse` is the index of a layer among all sparse ones; `config` is the policy as it
+      make: `(is_sparse, first_sparse, policy) -> attend`. In a run of sparse layers, `layer -
+        first_sparse` is the index of a layer among all sparse ones; `policy` is the policy as it
         selects in them.
       settings: Static settings.
     """
-    model_config, config = settings.model_config, settings.config
-    num_layers, sparse = model_config.num_layers, sparse_layers(model_config, config)
+    model_config, policy = settings.model_config, settings.policy
+    num_layers, sparse = model_config.num_layers, sparse_layers(model_config, policy)
     kinds = [
-        config.for_layer(layer, num_layers) if layer in sparse else None
+        policy.for_layer(layer, num_layers) if layer in sparse else None
         for layer in range(num_layers)
     ]
     found, first = [], 0
@@ -173,7 +173,7 @@ def attention_by_layer(
         part = range(first, first + len(list(same)))
         before = sum(layer < part.start for layer in sparse)
         attend = make(
-            is_sparse=kind is not None, first_sparse=part.start - before, config=kind or config
+            is_sparse=kind is not None, first_sparse=part.start - before, policy=kind or policy
         )
         found.append((part, attend))
         first = part.stop
@@ -196,15 +196,15 @@ def observe_layer(
     *,
     index: Int[Array, ""],
     span: Span,
-    config: Policy,
+    policy: Policy,
     kernels: KernelConfig | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
-    found = config.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
+    found = policy.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
     if found is not None:
-        return config.of_layer(found, index), found
+        return policy.of_layer(found, index), found
     one = take_layer(statistics, index)
-    one = config.observe(query, key, one, span=span, kernels=kernels)
+    one = policy.observe(query, key, one, span=span, kernels=kernels)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one
     )
@@ -221,7 +221,7 @@ def write_and_observe(
     index: Int[Array, ""] | None,
     start: Int[Array, "B"] | None,
     span: Span,
-    config: Policy,
+    policy: Policy,
     settings: LayerSettings,
     observed: tuple[Array, Array] | None = None,
     blocks: Blocks | None = None,
@@ -237,7 +237,7 @@ def write_and_observe(
       index: Its index among the sparse ones; `None` where it keeps no statistics.
       start: Position of column 0, as `write_layer` takes it.
       span: The tokens.
-      config: The policy.
+      policy: The policy.
       settings: Static settings.
       observed: Queries and keys that the statistics are of, where these are not the written ones.
       blocks: How the blocks of the cache are spread over ranks; `None` where they are all here.
@@ -251,15 +251,15 @@ def write_and_observe(
     is_own = observed is None and blocks is None
     if kernels is not None and index is not None and is_own:
         where: dict[str, Any] = {"layer": index, "span": span, "kernels": kernels}
-        found = config.append_in_place(key, cache.statistics, write, **where)
+        found = policy.append_in_place(key, cache.statistics, write, **where)
         if found is not None:
             statistics, keys, values = found
             cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
-            return cache, config.of_layer(statistics, index)
+            return cache, policy.of_layer(statistics, index)
     observed = (query, key) if observed is None else observed
     place = span
     if blocks is not None:
-        size = config.block_size
+        size = policy.block_size
         place, key, value = _own_span(span, key, value, blocks, size, cache.capacity)
         start = None if start is None else place.start(size)
         write = write._replace(value=value)
@@ -275,7 +275,7 @@ def write_and_observe(
     if index is None:
         return cache, None
     where = {"index": index, "span": span, "kernels": settings.selection_kernels}
-    one, statistics = observe_layer(cache.statistics, *observed, config=config, **where)
+    one, statistics = observe_layer(cache.statistics, *observed, policy=policy, **where)
     return dataclasses.replace(cache, statistics=statistics), one
 
 
@@ -285,7 +285,7 @@ def layer_attention(
     is_fresh: bool,
     is_sparse: bool,
     first_sparse: int,
-    config: Policy,
+    policy: Policy,
     settings: LayerSettings,
 ) -> Attend:
     """Attention of the span's tokens: those of a prompt, or one of each sequence.
@@ -297,7 +297,7 @@ def layer_attention(
       is_fresh: Whether every sequence starts at position 0.
       is_sparse: Whether these layers belong to the policy (its dense ones do not).
       first_sparse: What a layer's index among the sparse ones counts from.
-      config: The policy as it selects in these layers.
+      policy: The policy as it selects in these layers.
       settings: Static settings.
     """
     make = functools.partial(
@@ -305,11 +305,11 @@ def layer_attention(
         is_fresh=is_fresh,
         is_sparse=is_sparse,
         first_sparse=first_sparse,
-        config=config,
+        policy=policy,
         settings=settings,
     )
     placement = settings.placement
-    return make(span) if placement is None else _on_ranks(make, span, config, placement)
+    return make(span) if placement is None else _on_ranks(make, span, policy, placement)
 
 
 def _attention(
@@ -318,7 +318,7 @@ def _attention(
     is_fresh: bool,
     is_sparse: bool,
     first_sparse: int,
-    config: Policy,
+    policy: Policy,
     settings: LayerSettings,
 ) -> Attend:
     """`layer_attention` where all is here, or of one rank, whose heads `span.heads` counts.
@@ -326,7 +326,7 @@ def _attention(
     Where ranks share the blocks of a sequence, `span` is still that of all tokens: in a prompt
     queries, keys and values are those of this rank's rows (`span.blocks`).
     """
-    kernels, size = settings.selection_kernels, config.block_size
+    kernels, size = settings.selection_kernels, policy.block_size
     start = None if is_fresh else span.start(size)
     first_query, num_queries = span.queries_of_rows(size)
     num_new = jnp.sum(num_queries, axis=-1, dtype=jnp.int32)
@@ -335,8 +335,8 @@ def _attention(
     heads, rows = span.heads, span.blocks
     placement = settings.placement
     blocks = None if placement is None else placement.blocks
-    walk_axes = None if placement is None else placement.rows_of_walk(config)
-    sees_all = heads is not None and is_sparse and config.heads_on_mesh == "all"
+    walk_axes = None if placement is None else placement.rows_of_walk(policy)
+    sees_all = heads is not None and is_sparse and policy.heads_on_mesh == "all"
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
@@ -353,7 +353,7 @@ def _attention(
         if rows is not None:
             observed = (query, key) if observed is None else observed
             key, value = (rows.gather(x, axis=1) for x in (key, value))
-            if config.blocks_on_mesh == "keys":
+            if policy.blocks_on_mesh == "keys":
                 observed = observed[0], rows.gather(observed[1], axis=1) if sees_all else key
         cache, one = write_and_observe(
             cache,
@@ -364,7 +364,7 @@ def _attention(
             index=layer - first_sparse if is_sparse else None,
             start=start,
             span=span,
-            config=config,
+            policy=policy,
             settings=settings,
             observed=observed,
             blocks=blocks,
@@ -386,13 +386,13 @@ def _attention(
                 cached = cache.key
                 if heads is not None and sees_all and blocks is None:
                     cached = heads.gather_keys(cached, axis=3)
-                selection, walk = config.select(
+                selection, walk = policy.select(
                     seen, cached, one, walk, layer=layer, span=own, kernels=kernels
                 )
                 pairs = selection.attended_pairs(*own.queries_of_rows(size))
                 kept = selection if settings.return_selection else None
                 if heads is not None:
-                    selection, kept, pairs = _share_lists(selection, kept, pairs, heads, config)
+                    selection, kept, pairs = _share_lists(selection, kept, pairs, heads, policy)
             held = blocks if own.is_token else None
             how = _how_to_attend(selection, own, first, keys, place, held, size, settings)
             out = how(query, *keys)
@@ -455,7 +455,7 @@ def _how_to_attend(
 
 
 def _on_ranks(
-    make: Callable[[Span], Attend], span: Span, config: Policy, placement: Placement
+    make: Callable[[Span], Attend], span: Span, policy: Policy, placement: Placement
 ) -> Attend:
     """Attention on a mesh: every rank attends with its sequences, heads and rows, to its cache.
 
@@ -466,7 +466,7 @@ def _on_ranks(
     Args:
       make: Gives attention for a rank's tokens.
       span: The tokens of all.
-      config: The policy.
+      policy: The policy.
       placement: Where all lies.
     """
     rows = None if span.is_token else placement.blocks
@@ -477,8 +477,8 @@ def _on_ranks(
     is_spread = placement.model_config.num_kv_heads == placement.num_kv_heads
     of_keys = placement.sharding("data", by_row, "tensor" if is_spread else None).spec
     of_lists = placement.sharding("data", None, by_row).spec
-    fields = specs(placement.cache(config))
-    walks = specs(placement.walk(config, is_token=span.is_token))
+    fields = specs(placement.cache(policy))
+    walks = specs(placement.walk(policy, is_token=span.is_token))
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walk = state
@@ -528,7 +528,7 @@ def _share_lists(
     kept: BlockSelection | None,
     pairs: Float[Array, "B"],
     heads: Heads,
-    config: Policy,
+    policy: Policy,
 ) -> tuple[BlockSelection, BlockSelection | None, Float[Array, "B"]]:
     """Lists of this rank's heads; lists to return, and pairs as a mean, of all ranks' heads."""
 
@@ -537,9 +537,9 @@ def _share_lists(
         return dataclasses.replace(lists, ids=ids, counts=counts)
 
     num_lists = selection.ids.shape[1]
-    if config.heads_on_mesh == "all" and num_lists > 1:
+    if policy.heads_on_mesh == "all" and num_lists > 1:
         return each(heads.own, selection), kept, pairs
-    if config.heads_on_mesh == "own":
+    if policy.heads_on_mesh == "own":
         pairs = jax.lax.pmean(pairs, heads.axis)
         if kept is not None and num_lists == heads.num_heads // heads.ranks:
             kept = each(heads.gather, kept)

@@ -52,21 +52,21 @@ def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) 
 @functools.lru_cache(maxsize=64)
 def cache_bytes(
     model_config: ModelConfig,
-    config: Policy,
+    policy: Policy,
     batch: int,
     max_tokens: int,
     dtype: str,
     placement: Placement | None = None,
 ) -> int:
     """Bytes of a cache, which is not made; on a mesh, those of all devices."""
-    _, _, arrays = _layout(model_config, config, batch, max_tokens, dtype, placement)
+    _, _, arrays = _layout(model_config, policy, batch, max_tokens, dtype, placement)
     return sum(math.prod(shape) * own.itemsize for _, shape, own in arrays)
 
 
 @functools.lru_cache(maxsize=64)
 def _layout(
     model_config: ModelConfig,
-    config: Policy,
+    policy: Policy,
     batch: int,
     max_tokens: int,
     dtype: str,
@@ -74,7 +74,7 @@ def _layout(
 ) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, tuple[int, ...], Any], ...]]:
     """Structure of a cache, its `made_for`, and name, shape and dtype of each of its arrays."""
     sizes: dict[str, Any] = {"batch": batch, "max_tokens": max_tokens, "dtype": dtype}
-    make = functools.partial(init_cache, model_config, config, **sizes, sharding=placement)
+    make = functools.partial(init_cache, model_config, policy, **sizes, sharding=placement)
     shapes = jax.eval_shape(make)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     names = ((jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves)
@@ -109,7 +109,7 @@ def check_cache(
     cache: Any,
     batch: int,
     model_config: ModelConfig,
-    config: Policy,
+    policy: Policy,
     placement: Placement | None = None,
 ) -> None:
     """Raises unless a cache is one of `init_cache` for this model, policy and batch.
@@ -118,7 +118,7 @@ def check_cache(
       cache: The cache.
       batch: Sequences of the call.
       model_config: The model.
-      config: The policy.
+      policy: The policy.
       placement: Where the model lies on a mesh, if it does.
 
     Raises:
@@ -130,7 +130,7 @@ def check_cache(
         raise ValueError(
             f"tokens must have the cache's batch size {cache.lengths.shape[0]}, got {batch}"
         )
-    size, shape = config.block_size, cache.key.shape
+    size, shape = policy.block_size, cache.key.shape
     if len(shape) != 5 or shape[0] != model_config.num_layers:
         raise ValueError(
             f"cache must be of this model with num_layers = {model_config.num_layers}, got "
@@ -138,16 +138,16 @@ def check_cache(
         )
     if cache.capacity % size:
         raise ValueError(
-            f"cache must be made by init_cache with the same config (block size "
+            f"cache must be made by init_cache with the same policy (block size "
             f"{size}), got a capacity of {cache.capacity} tokens"
         )
     capacity = min(cache.capacity, model_config.context_length)
     wanted, made_for, arrays = _layout(
-        model_config, config, batch, capacity, cache.key.dtype.name, placement
+        model_config, policy, batch, capacity, cache.key.dtype.name, placement
     )
     if structure != wanted:
         raise ValueError(
-            f"cache must be made by init_cache for the same policy, {type(config).__name__} with "
+            f"cache must be made by init_cache for the same policy, {type(policy).__name__} with "
             f"{_says(made_for)}, got one with {_says(cache.made_for)}; go on "
             f"with the policy that it was made for (`phase` makes it dense in prefill or decode), "
             f"or read the text anew"
@@ -155,7 +155,7 @@ def check_cache(
     for (name, expected, dtype), leaf in zip(arrays, leaves, strict=True):
         if tuple(leaf.shape) != expected or leaf.dtype != dtype:
             raise ValueError(
-                f"cache must be made by init_cache with the same model_config and config, whose "
+                f"cache must be made by init_cache with the same model_config and policy, whose "
                 f"{name} is {dtype}{list(expected)}, got {leaf.dtype}{list(leaf.shape)}"
             )
 
@@ -243,7 +243,7 @@ def check_token(
     tokens: Any,
     cache: Cache,
     model_config: ModelConfig,
-    config: Policy,
+    policy: Policy,
     placement: Placement | None = None,
 ) -> None:
     """Checks the tokens of a decode step against cache and vocabulary.
@@ -252,14 +252,14 @@ def check_token(
       tokens: One token for each sequence.
       cache: The cache so far.
       model_config: The model.
-      config: The policy.
+      policy: The policy.
       placement: Where the model lies on a mesh, if it does.
 
     Raises:
       ValueError: If something does not fit.
     """
     check_integers("tokens", tokens, "[B]", 1)
-    check_cache(cache, tokens.shape[0], model_config, config, placement)
+    check_cache(cache, tokens.shape[0], model_config, policy, placement)
     check_vocabulary(tokens, None, model_config.vocab_size)
     if tokens_used(cache) >= cache.capacity:
         raise ValueError(

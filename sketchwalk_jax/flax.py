@@ -4,7 +4,7 @@
 `WalkAttention` (nnx) or one `LinenWalkAttention` is shared by all layers of a model. It goes into
 an nnx model that is there already by giving it to its layers:
 
-    walk = WalkAttention(config)
+    walk = WalkAttention(policy)
     for _, layer in nnx.iter_graph(model):
         if isinstance(layer, nnx.MultiHeadAttention):
             layer.attention_fn = nnx.data(walk)
@@ -17,10 +17,10 @@ and return it, with a cache for decoding if they are given one. Where layers sha
     def layer_step(carry, weights):
         x, walk = carry
         query, key, value = project(weights, x)
-        out, walk = sketchwalk_attention(query, key, value, walk, config=config)
+        out, walk = sketchwalk_attention(query, key, value, walk, policy=policy)
         return (x + merge(weights, out), walk), None
 
-    walk = init_walk(batch, num_tokens, config=config)
+    walk = init_walk(batch, num_tokens, policy=policy)
     (x, _), _ = jax.lax.scan(layer_step, (x, walk), weights_of_sparse_layers)
 
 Selection in an `attention_fn` is for causal self-attention over whole sequences, which may be
@@ -55,6 +55,7 @@ from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.walk import WalkState
 
 __all__ = [
@@ -73,11 +74,11 @@ __all__ = [
 _HARMLESS = ("broadcast_dropout", "dropout_rng", "precision", "force_fp32_for_softmax")
 
 
-def _check_config(config: Policy) -> None:
+def _check_policy(policy: Policy) -> None:
     """Raises for policies other than Sketch-and-Walk."""
-    if not isinstance(config, SketchWalkConfig | RecommendedConfig | ReleasedConfig):
+    if not isinstance(policy, SketchWalkConfig | RecommendedConfig | ReleasedConfig):
         raise NotImplementedError(
-            f"config must be a SketchWalkConfig to select blocks in Flax's layers, got {config!r}; "
+            f"policy must be a SketchWalkConfig to select blocks in Flax's layers, got {policy!r}; "
             f"other policies run in sketchwalk_jax.generate and in CausalLM"
         )
 
@@ -105,7 +106,7 @@ def _refuse_unsupported(
     qk_attn_weights_einsum: Any,
     attn_weights_value_einsum: Any,
 ) -> None:
-    instead = "make_attention_fn() without a config is dense and takes everything"
+    instead = "make_attention_fn() without a policy is dense and takes everything"
     if bias is not None:
         raise NotImplementedError(f"bias must be None for sparse attention; {instead}")
     if dropout_rate > 0.0 and not deterministic:
@@ -234,7 +235,7 @@ class SelfAttention:
                 raise ValueError(
                     "mask must be causal, with nothing masked but padding on the right, got "
                     "another one: sparse attention cannot honour it; "
-                    "make_attention_fn() without a config is dense and can"
+                    "make_attention_fn() without a policy is dense and can"
                 )
         return cls(query, key, value, lengths, fits, batch_shape)
 
@@ -282,8 +283,9 @@ def _dense(
     )
 
 
+@renamed_argument("config", "policy")
 def make_attention_fn(
-    config: Policy | None = None,
+    policy: Policy | None = None,
     *,
     is_causal: bool = False,
     implementation: str | None = None,
@@ -291,13 +293,13 @@ def make_attention_fn(
 ) -> Callable[..., Array]:
     """The `attention_fn` of one layer, for `nnx.MultiHeadAttention` and for Linen's.
 
-    Without a config (or with `Dense()`) it is Flax's own attention, bit for bit, and takes all that
-    Flax's takes. With a config every layer selects by its own block scores, since a function has
-    no state: a walk of one layer (`R_0 = W_0`), to which `config.dense_layers` does not apply. Use
+    Without a policy (or with `Dense()`) it is Flax's own attention, bit for bit, and takes all that
+    Flax's takes. With a policy every layer selects by its own block scores, since a function has
+    no state: a walk of one layer (`R_0 = W_0`), to which `policy.dense_layers` does not apply. Use
     `WalkAttention` or `LinenWalkAttention` for the walk over layers.
 
     Args:
-      config: A preset of `SketchWalkConfig`, or `None` for dense attention.
+      policy: A preset of `SketchWalkConfig`, or `None` for dense attention.
       is_causal: Whether attention is causal even where the layer does not say so; Linen's layers
         have no way to say it but a mask.
       implementation: Attention implementation, or `None` to choose.
@@ -307,7 +309,7 @@ def make_attention_fn(
       A function `(query, key, value, bias=None, mask=None, ...)` on arrays `[*batch, T, N, H]`.
 
     Raises:
-      NotImplementedError: If the config is another policy.
+      NotImplementedError: If the policy is not one of Sketch-and-Walk.
 
     Example:
       >>> from sketchwalk_jax import SketchWalkConfig
@@ -317,9 +319,9 @@ def make_attention_fn(
       >>> layer(jnp.ones((2, 100, 32)), is_causal=True).shape
       (2, 100, 32)
     """
-    policy = None if isinstance(config, Dense) else config
+    policy = None if isinstance(policy, Dense) else policy
     if policy is not None:
-        _check_config(policy)
+        _check_policy(policy)
     is_always_causal = is_causal
 
     # Linen leaves out, without a word, every keyword that is not named here.
@@ -365,8 +367,8 @@ def make_attention_fn(
             call.query,
             call.key,
             call.value,
-            init_walk(*call.query.shape[:2], config=policy),
-            config=policy,
+            init_walk(*call.query.shape[:2], policy=policy),
+            policy=policy,
             lengths=call.lengths,
             implementation=implementation,
             kernel_config=kernel_config,
@@ -385,20 +387,20 @@ def _walk_layer(
     layer: Int[Array, ""],
     *,
     remedy: str,
-    config: Policy,
+    policy: Policy,
     implementation: str | None,
     kernel_config: KernelConfig | None,
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "B I J"]]:
-    """One layer of the model, dense where `config.dense_layers` says so."""
+    """One layer of the model, dense where `policy.dense_layers` says so."""
     batch, num_tokens = call.query.shape[:2]
-    num_blocks = -(-num_tokens // config.block_size)
+    num_blocks = -(-num_tokens // policy.block_size)
     if scores.shape != (batch, num_blocks, num_blocks):
         raise ValueError(
             f"the walk must be that of {batch} sequences of {num_tokens} tokens, got scores of "
             f"shape {scores.shape}; {remedy}"
         )
 
-    dense_layers = _dense_layers(config)
+    dense_layers = _dense_layers(policy)
     is_dense, walked = _place(layer, dense_layers)
 
     def dense() -> tuple[Array, Array]:
@@ -415,7 +417,7 @@ def _walk_layer(
             call.key,
             call.value,
             WalkState(scores, walked),
-            config=config,
+            policy=policy,
             lengths=call.lengths,
             implementation=implementation,
             kernel_config=kernel_config,
@@ -429,11 +431,11 @@ def _walk_layer(
     return call.finish(out), scores
 
 
-def _dense_layers(config: Policy) -> int | tuple[int, ...]:
+def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
     """How many leading layers are dense, or which: some plans say so too."""
-    if not isinstance(config, RecommendedConfig) or config.num_layers is None:
-        return config.dense_layers
-    return tuple(i for i in range(config.num_layers) if config.is_dense(i))
+    if not isinstance(policy, RecommendedConfig) or policy.num_layers is None:
+        return policy.dense_layers
+    return tuple(i for i in range(policy.num_layers) if policy.is_dense(i))
 
 
 def _place(
@@ -450,18 +452,19 @@ class Walk(nnx.Variable):
     """`WalkAttention`'s state, a filter for `nnx.split(model, nnx.Param, Walk, ...)`."""
 
 
+@renamed_field("config", "policy")
 class WalkAttention(nnx.Module, pytree=False):
     """Sketch-and-Walk for the layers of an nnx model, which share this one module.
 
     Call `reset` at the start of every forward pass, then let each layer call this as its
-    `attention_fn`: the calls of `config.dense_layers` (the first ones, or those of a set) are
+    `attention_fn`: the calls of `policy.dense_layers` (the first ones, or those of a set) are
     dense, the others walk, `R_k = R_{k-1} W_k`.
 
     Transform the model by `nnx.jit`, or by `nnx.split` and `nnx.merge` around `jax.jit`. A plain
     `jax.jit` over the model raises a TypeError: it would give every layer a walk of its own.
 
     Attributes:
-      config: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
+      policy: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
         `num_layers`, that one tells the layers apart; else all have the same density.
       is_causal: Whether attention is causal even where a layer does not say so.
       implementation: Attention implementation, or `None` to choose.
@@ -488,16 +491,16 @@ class WalkAttention(nnx.Module, pytree=False):
 
     def __init__(
         self,
-        config: Policy | None = None,
+        policy: Policy | None = None,
         *,
         is_causal: bool = False,
         implementation: str | None = None,
         kernel_config: KernelConfig | None = None,
     ) -> None:
         """Holds no walk before the first `reset`; for the arguments see the attributes."""
-        config = SketchWalkConfig.recommended() if config is None else config
-        _check_config(config)
-        self.config, self.is_causal = config, is_causal
+        policy = SketchWalkConfig.recommended() if policy is None else policy
+        _check_policy(policy)
+        self.policy, self.is_causal = policy, is_causal
         self.implementation, self.kernel_config = implementation, kernel_config
         self.scores = Walk(jnp.zeros((0, 0, 0), jnp.float32))
         self.layer = Walk(jnp.zeros((), jnp.int32))
@@ -509,7 +512,7 @@ class WalkAttention(nnx.Module, pytree=False):
           batch: Sequences `B`; the product of the batch axes if there are several.
           num_tokens: Tokens `T` of each.
         """
-        self.scores.set_value(init_walk(batch, num_tokens, config=self.config).scores)
+        self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy).scores)
         self.layer.set_value(jnp.zeros((), jnp.int32))
 
     def __call__(
@@ -531,7 +534,7 @@ class WalkAttention(nnx.Module, pytree=False):
             self.scores.get_value(),
             layer,
             remedy="call reset(batch, num_tokens) before the first layer",
-            config=self.config,
+            policy=self.policy,
             implementation=self.implementation,
             kernel_config=self.kernel_config,
         )
@@ -540,17 +543,18 @@ class WalkAttention(nnx.Module, pytree=False):
         return out
 
 
+@renamed_field("config", "policy")
 class LinenWalkAttention(nn.Module):
     """Sketch-and-Walk for the layers of a Linen model, which share this one module.
 
-    Each layer calls it as its `attention_fn`: the calls of `config.dense_layers` (the first ones,
+    Each layer calls it as its `attention_fn`: the calls of `policy.dense_layers` (the first ones,
     or those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection
     `"walk"`; `apply` needs `mutable=["walk"]`. Every `apply` that is given no such collection
     starts afresh; one that is given it goes on from there. `init` makes none, and computes every
     layer as the first.
 
     Attributes:
-      config: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
+      policy: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
         `num_layers`, that one tells the layers apart; else all have the same density.
       is_causal: Whether attention is causal even where a layer does not say so; Linen's layers
         have no way to say it but a mask.
@@ -562,8 +566,8 @@ class LinenWalkAttention(nn.Module):
       >>> class Model(nn.Module):
       ...     @nn.compact
       ...     def __call__(self, x):
-      ...         config = SketchWalkConfig.recommended(block_size=16)
-      ...         walk = LinenWalkAttention(config, is_causal=True)
+      ...         policy = SketchWalkConfig.recommended(block_size=16)
+      ...         walk = LinenWalkAttention(policy, is_causal=True)
       ...         for _ in range(4):
       ...             x = x + nn.MultiHeadDotProductAttention(4, attention_fn=walk)(x)
       ...         return x
@@ -574,7 +578,7 @@ class LinenWalkAttention(nn.Module):
       ((2, 100, 32), ['walk'])
     """
 
-    config: Policy = SketchWalkConfig.recommended()
+    policy: Policy = SketchWalkConfig.recommended()
     is_causal: bool = False
     implementation: str | None = None
     kernel_config: KernelConfig | None = None
@@ -599,7 +603,7 @@ class LinenWalkAttention(nn.Module):
         **other: Any,
     ) -> Float[Array, "*batch T N H"]:
         """Attention of the next layer; the signature of Flax's `attention_fn`."""
-        _check_config(self.config)
+        _check_policy(self.policy)
         call = SelfAttention.of_call(
             query,
             key,
@@ -617,11 +621,11 @@ class LinenWalkAttention(nn.Module):
         )
         options: dict[str, Any] = {
             "remedy": "leave the collection 'walk' of another batch out of the variables",
-            "config": self.config,
+            "policy": self.policy,
             "implementation": self.implementation,
             "kernel_config": self.kernel_config,
         }
-        fresh = init_walk(*call.query.shape[:2], config=self.config)
+        fresh = init_walk(*call.query.shape[:2], policy=self.policy)
         if self.is_initializing():  # a walk that `init` returned would be taken for this one's
             return _walk_layer(call, fresh.scores, fresh.layers, **options)[0]
         if not self.is_mutable_collection("walk"):
@@ -660,6 +664,7 @@ def _attend(
     return out, (cache, walk)
 
 
+@renamed_field("config", "policy")
 class WalkSelfAttention(nnx.Module):
     """Causal self-attention over the blocks that the walk selects, as an nnx layer.
 
@@ -671,7 +676,7 @@ class WalkSelfAttention(nnx.Module):
       out: Projection back.
 
     Example:
-      >>> layer = WalkSelfAttention(4, 32, config=SketchWalkConfig.recommended(block_size=16),
+      >>> layer = WalkSelfAttention(4, 32, policy=SketchWalkConfig.recommended(block_size=16),
       ...                           rngs=nnx.Rngs(0))
       >>> x = jnp.ones((2, 100, 32))
       >>> y, walk = layer(x)  # training: a walk starts here, the next layer takes it
@@ -688,7 +693,7 @@ class WalkSelfAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        config: Policy | None = None,
+        policy: Policy | None = None,
         rotate: Rotate | None = None,
         use_bias: bool = False,
         dtype: Any = None,
@@ -704,7 +709,7 @@ class WalkSelfAttention(nnx.Module):
           in_features: Features of the input and of the output.
           num_kv_heads: Key/value heads `K`; as many as query heads by default.
           head_dim: Features of a head, `in_features / num_heads` by default.
-          config: The policy, by default the recommended one.
+          policy: The policy, by default the recommended one.
           rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
           use_bias: Whether projections have a bias.
           dtype: Type of the computation, promoted from input and parameters by default.
@@ -715,7 +720,7 @@ class WalkSelfAttention(nnx.Module):
         """
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_dim = head_dim or in_features // num_heads
-        self.config = SketchWalkConfig.recommended() if config is None else config
+        self.policy = SketchWalkConfig.recommended() if policy is None else policy
         self.rotate, self.dtype, self.param_dtype = rotate, dtype, param_dtype
         self.implementation, self.kernel_config = implementation, kernel_config
         options: dict[str, Any] = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
@@ -739,7 +744,7 @@ class WalkSelfAttention(nnx.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            config=self.config,
+            policy=self.policy,
             dtype=self.dtype or self.param_dtype,
         )
 
@@ -770,13 +775,14 @@ class WalkSelfAttention(nnx.Module):
             cache,
             rotate=self.rotate,
             lengths=lengths,
-            config=self.config,
+            policy=self.policy,
             implementation=self.implementation,
             kernel_config=self.kernel_config,
         )
         return self.out(out), *rest
 
 
+@renamed_field("config", "policy")
 class LinenWalkSelfAttention(nn.Module):
     """`WalkSelfAttention` as a Linen layer; parameters are `query`, `key`, `value` and `out`.
 
@@ -784,7 +790,7 @@ class LinenWalkSelfAttention(nn.Module):
       num_heads: Query heads `N`.
       num_kv_heads: Key/value heads `K`; as many as query heads by default.
       head_dim: Features of a head, those of the input over the heads by default.
-      config: The policy.
+      policy: The policy.
       rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
       use_bias: Whether projections have a bias.
       dtype: Type of the computation, promoted from input and parameters by default.
@@ -793,7 +799,7 @@ class LinenWalkSelfAttention(nn.Module):
       kernel_config: Tile sizes.
 
     Example:
-      >>> layer = LinenWalkSelfAttention(4, config=SketchWalkConfig.recommended(block_size=16))
+      >>> layer = LinenWalkSelfAttention(4, policy=SketchWalkConfig.recommended(block_size=16))
       >>> x = jnp.ones((2, 100, 32))
       >>> variables = layer.init(jax.random.key(0), x)
       >>> y, walk = layer.apply(variables, x)
@@ -804,7 +810,7 @@ class LinenWalkSelfAttention(nn.Module):
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    config: Policy = SketchWalkConfig.recommended()
+    policy: Policy = SketchWalkConfig.recommended()
     rotate: Rotate | None = None
     use_bias: bool = False
     dtype: Any = None
@@ -838,7 +844,7 @@ class LinenWalkSelfAttention(nn.Module):
             cache,
             rotate=self.rotate,
             lengths=lengths,
-            config=self.config,
+            policy=self.policy,
             implementation=self.implementation,
             kernel_config=self.kernel_config,
         )

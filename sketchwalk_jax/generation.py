@@ -43,6 +43,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import (
@@ -136,7 +137,7 @@ def start_decoding(
         dtype = params["embed"]["embedding"].dtype
         cache = init_cache(
             model_config,
-            settings.config,
+            settings.policy,
             batch=batch,
             max_tokens=capacity,
             dtype=dtype,
@@ -222,7 +223,7 @@ def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
         return state
     return DecodeState(
         logits=constrain(state.logits, placement, "data"),
-        cache=spread_cache(state.cache, placement, settings.config),
+        cache=spread_cache(state.cache, placement, settings.policy),
         seen=constrain(state.seen, placement, "data"),
         keys=constrain(state.keys, placement),
         lengths=constrain(state.lengths, placement),
@@ -239,12 +240,13 @@ _continue = jax.jit(
 )
 
 
+@renamed_argument("config", "policy")
 def generate(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
-    config: Policy | Auto | None = None,
+    policy: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     sampling: Sampling | None = None,
@@ -271,7 +273,7 @@ def generate(
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
       model_config: The model.
-      config: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
+      policy: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
         `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses one by the padded
         length of the prompts, the number of sequences and what the cache holds.
       max_new_tokens: Most tokens to generate for a sequence.
@@ -281,7 +283,7 @@ def generate(
       eos_token_ids: Tokens that end a sequence; the model's own by default.
       pad_token_id: Fills `tokens` after a sequence's end.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`config.phases`) is dense in the other.
+        in one phase only (`policy.phases`) is dense in the other.
       chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
@@ -309,7 +311,7 @@ def generate(
         placement=placement_of(params, model_config),
         on_one_device=lies_on_one_device(params),
         model_config=model_config,
-        config=config,
+        policy=policy,
         max_new_tokens=max_new_tokens,
         lengths=lengths,
         sampling=sampling,
@@ -359,7 +361,7 @@ def check_call(
     placement: Placement | None = None,
     on_one_device: bool = False,
     model_config: ModelConfig,
-    config: Policy | Auto | None = None,
+    policy: Policy | Auto | None = None,
     max_new_tokens: int,
     lengths: Any = None,
     sampling: Sampling | None = None,
@@ -375,10 +377,10 @@ def check_call(
     return_selection: bool = False,
 ) -> Call:
     """Checks the arguments of `generate` and fills in what was left out."""
-    config = recommended_policy(model_config) if config is None else config
+    policy = recommended_policy(model_config) if policy is None else policy
     settings = Settings(
         model_config=model_config,
-        config=config.policy(model_config) if isinstance(config, Auto) else config,
+        policy=policy.policy(model_config) if isinstance(policy, Auto) else policy,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -390,10 +392,10 @@ def check_call(
     lengths = check_prompt(tokens, lengths, model_config)
     check_integer("max_new_tokens", max_new_tokens)
     choice = None
-    if isinstance(config, Auto):
+    if isinstance(policy, Auto):
         if cache is not None:
             check_unused(cache)
-        choice = config.choose(
+        choice = policy.choose(
             model_config,
             batch=tokens.shape[0],
             tokens=tokens_used(cache) + tokens.shape[1],
@@ -402,13 +404,13 @@ def check_call(
             is_spread=placement is not None,
             cache=cache,
         )
-        settings = dataclasses.replace(settings, config=choice.config, phase=choice.phase)
+        settings = dataclasses.replace(settings, policy=choice.policy, phase=choice.phase)
     if placement is not None:
         placement.check_batch(tokens.shape[0])
     if not isinstance(pad_token_id, int):
         raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
     capacity = _check_room(tokens, lengths, cache, max_new_tokens, max_tokens, settings)
-    num_rows = prompt_rows(tokens, lengths, cache, settings.config.block_size)
+    num_rows = prompt_rows(tokens, lengths, cache, settings.policy.block_size)
     if key is not None and sampling is None:
         raise ValueError(
             "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
@@ -445,7 +447,7 @@ def memory_of(params: PyTree, call: Call) -> contextlib.AbstractContextManager[N
     embedding = params["embed"]["embedding"]
     size = cache_bytes(
         settings.model_config,
-        settings.config,
+        settings.policy,
         tokens.shape[0],
         capacity,
         embedding.dtype.name,
@@ -486,7 +488,7 @@ def _check_room(
     longest = width if isinstance(lengths, jax.core.Tracer) else int(np.asarray(lengths).max())
     if cache is not None:
         check_cache(
-            cache, tokens.shape[0], settings.model_config, settings.config, settings.placement
+            cache, tokens.shape[0], settings.model_config, settings.policy, settings.placement
         )
     used = tokens_used(cache)
     needed = used + longest + max_new_tokens
@@ -624,15 +626,16 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
     return -(-blocks // step) * step * multiple
 
 
+@renamed_field("config", "policy")
 class Generate:
     """The callable that `make_generate` returns."""
 
     def __init__(
-        self, model_config: ModelConfig, config: Policy | Auto | None, **static: Any
+        self, model_config: ModelConfig, policy: Policy | Auto | None, **static: Any
     ) -> None:
         """Keeps the static options; see `make_generate`."""
-        config = recommended_policy(model_config) if config is None else config
-        self.model_config, self.config, self.static = model_config, config, static
+        policy = recommended_policy(model_config) if policy is None else policy
+        self.model_config, self.policy, self.static = model_config, policy, static
 
     def __call__(
         self,
@@ -666,12 +669,12 @@ class Generate:
             if lengths is not None:
                 raise ValueError("lengths must be None when attention_mask is given, got both")
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.config)
+        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
         return generate(
             params,
             tokens,
             model_config=self.model_config,
-            config=self.config,
+            policy=self.policy,
             lengths=lengths,
             sampling=sampling,
             key=key,
@@ -681,7 +684,7 @@ class Generate:
 
 
 def pad_to_bucket(
-    tokens: Any, lengths: Any, model_config: ModelConfig, config: Policy | Auto
+    tokens: Any, lengths: Any, model_config: ModelConfig, policy: Policy | Auto
 ) -> tuple[Array | np.ndarray, Any]:
     """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
     if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
@@ -689,7 +692,7 @@ def pad_to_bucket(
     batch, width = np.shape(tokens)
     if lengths is None:
         lengths = np.full((batch,), width, np.int32)
-    bucket = bucket_length(width, multiple=config.block_size)
+    bucket = bucket_length(width, multiple=policy.block_size)
     bucket = max(width, min(bucket, model_config.context_length))
     padding = ((0, 0), (0, bucket - width))
     if isinstance(tokens, np.ndarray):  # ids are looked at on the host
@@ -697,9 +700,10 @@ def pad_to_bucket(
     return jnp.pad(jnp.asarray(tokens), padding), lengths
 
 
+@renamed_argument("config", "policy")
 def make_generate(
     model_config: ModelConfig,
-    config: Policy | Auto | None = None,
+    policy: Policy | Auto | None = None,
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...] | None = None,
@@ -714,14 +718,14 @@ def make_generate(
     """The jitted `generate(params, tokens)` for one model and policy.
 
     Prompts are padded to buckets of lengths, so that a new length seldom compiles anew; another
-    `max_new_tokens` shares the programs of this one as `generate` says. Another `config` compiles
+    `max_new_tokens` shares the programs of this one as `generate` says. Another `policy` compiles
     anew, and so does another density: the lists of blocks are arrays with as many columns as a row
     may keep, and attention works through them. Programs are kept on disk, so that a sweep of
     densities compiles once and for all.
 
     Args:
       model_config: The model.
-      config: The policy, or an `Auto`; by default the recommended policy with the model's plan, as
+      policy: The policy, or an `Auto`; by default the recommended policy with the model's plan, as
         in `generate`.
       max_new_tokens: Most tokens to generate for a sequence.
       eos_token_ids: Tokens that end a sequence; the model's own by default.
@@ -743,7 +747,7 @@ def make_generate(
     """
     return Generate(
         model_config,
-        config,
+        policy,
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
@@ -839,6 +843,7 @@ class Stream(Iterator[StreamChunk]):
         return StreamChunk(tokens[:, :count], new, is_done, density, selection, is_finite)
 
 
+@renamed_argument("config", "policy")
 def stream(
     params: PyTree, tokens: Int[Array | np.ndarray, "B T"], *, every: int = 8, **options: Any
 ) -> Stream:

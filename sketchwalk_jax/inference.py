@@ -39,6 +39,7 @@ from sketchwalk_jax.models.transformer import run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
 from sketchwalk_jax.sharding import (
     constrain,
@@ -128,7 +129,7 @@ def read_prompt(
     Returns:
       The last layer's output at the wanted columns, the cache, and what was selected, if asked for.
     """
-    size, placement = settings.config.block_size, settings.placement
+    size, placement = settings.policy.block_size, settings.placement
     blocks = None if placement is None else placement.blocks
     layout = chunk_layout(
         tokens,
@@ -158,7 +159,7 @@ def read_prompt(
         make = partial(
             layer_attention, span, is_fresh=is_fresh and num_chunks == 1, settings=settings
         )
-        walk = settings.config.init_walk(
+        walk = settings.policy.init_walk(
             batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
         )
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
@@ -240,10 +241,10 @@ def decode_token(
     Inactive sequences stay as they are. Returns the logits after the token, the cache, and what was
     selected, if asked for.
     """
-    config, positions = settings.config, cache.lengths
-    span = Span.of_tokens(positions, config.block_size, active)
-    walk = config.init_walk(
-        batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // config.block_size
+    policy, positions = settings.policy, cache.lengths
+    span = Span.of_tokens(positions, policy.block_size, active)
+    walk = policy.init_walk(
+        batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // policy.block_size
     )
     make = partial(layer_attention, span, is_fresh=False, settings=settings)
     hidden, (written, _), found = run_layers(
@@ -262,7 +263,7 @@ def decode_token(
     logits = unembed(
         params, hidden[:, 0], model_config=settings.model_config, multiply=settings.multiply_rows
     )
-    cache = spread_cache(cache, settings.placement, config)
+    cache = spread_cache(cache, settings.placement, policy)
     return constrain_logits(logits, settings.placement), cache, selection
 
 
@@ -287,7 +288,7 @@ def _read(
     )
     hidden = hidden if settings.return_all_logits else hidden[:, 0]
     logits = unembed(params, hidden, model_config=settings.model_config)
-    cache = spread_cache(cache, settings.placement, settings.config)
+    cache = spread_cache(cache, settings.placement, settings.policy)
     return constrain_logits(logits, settings.placement), cache, selection
 
 
@@ -295,13 +296,14 @@ _prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argna
 _decode = jax.jit(decode_token, static_argnames=("settings",), donate_argnames="cache")
 
 
+@renamed_argument("config", "policy")
 def prefill(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
     cache: Cache,
     *,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     phase: str = "both",
     chunk_size: int | None = None,
@@ -319,12 +321,12 @@ def prefill(
     Args:
       params: Parameter tree from `load`.
       tokens: Token ids, right-padded.
-      cache: From `init_cache` with the same `config`; donated, use the returned one.
+      cache: From `init_cache` with the same `policy`; donated, use the returned one.
       model_config: The model.
-      config: The policy that the cache was made for; by default the recommended one.
+      policy: The policy that the cache was made for; by default the recommended one.
       lengths: Tokens of each sequence; all `T` by default.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`config.phases`) is dense in the other.
+        in one phase only (`policy.phases`) is dense in the other.
       chunk_size: Tokens processed at a time; bounds the memory of long prompts. `None` takes all.
         Rounded up to `2 · sequence` blocks on a mesh with that axis.
       implementation: Attention implementation, or `None` to choose.
@@ -345,10 +347,10 @@ def prefill(
         values are unknown under `jit` and are not checked there (such ids are clamped).
     """
     keep_by_default()
-    config = recommended_policy(model_config) if config is None else config
+    policy = recommended_policy(model_config) if policy is None else policy
     settings = Settings(
         model_config=model_config,
-        config=config,
+        policy=policy,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
@@ -359,22 +361,23 @@ def prefill(
         on_one_device=lies_on_one_device(params),
     )
     given, lengths = lengths, check_prompt(tokens, lengths, model_config)
-    check_cache(cache, tokens.shape[0], model_config, config, settings.placement)
+    check_cache(cache, tokens.shape[0], model_config, policy, settings.placement)
     check_room(cache, tokens, given)
     check_model(params, cache, model_config)
-    num_rows = prompt_rows(tokens, lengths, cache, config.block_size)
+    num_rows = prompt_rows(tokens, lengths, cache, policy.block_size)
     with advice(params=params, cache=cache):
         out = _prefill(params, tokens, lengths, cache, is_fresh=False, settings=settings)
     return (*out[:2], first_rows(out[2], num_rows)) if return_selection else out[:2]
 
 
+@renamed_argument("config", "policy")
 def decode_step(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B"],
     cache: Cache,
     *,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     phase: str = "both",
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
@@ -387,9 +390,9 @@ def decode_step(
       tokens: One token id per sequence.
       cache: The cache so far; donated, use the returned one. Tokens beyond its capacity are lost.
       model_config: The model.
-      config: The policy that the cache was made for; by default the recommended one.
+      policy: The policy that the cache was made for; by default the recommended one.
       phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`config.phases`) is dense in the other.
+        in one phase only (`policy.phases`) is dense in the other.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes.
       return_selection: Whether to return the selected blocks.
@@ -402,10 +405,10 @@ def decode_step(
       ValueError: For parameters, a cache, tokens or options that do not fit.
     """
     keep_by_default()
-    config = recommended_policy(model_config) if config is None else config
+    policy = recommended_policy(model_config) if policy is None else policy
     settings = Settings(
         model_config=model_config,
-        config=config,
+        policy=policy,
         phase=phase,
         implementation=implementation,
         kernel_config=kernel_config,
@@ -413,7 +416,7 @@ def decode_step(
         placement=placement_of(params, model_config),
         on_one_device=lies_on_one_device(params),
     )
-    check_token(tokens, cache, model_config, config, settings.placement)
+    check_token(tokens, cache, model_config, policy, settings.placement)
     check_model(params, cache, model_config)
     active = jnp.ones(tokens.shape, bool)
     with advice(params=params, cache=cache):
@@ -421,12 +424,13 @@ def decode_step(
     return out if return_selection else out[:2]
 
 
+@renamed_argument("config", "policy")
 def forward(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     model_config: ModelConfig,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -438,7 +442,7 @@ def forward(
       params: Parameter tree from `load`.
       tokens: Token ids, right-padded.
       model_config: The model.
-      config: The policy; dense by default.
+      policy: The policy; dense by default.
       lengths: Tokens of each sequence; all `T` by default.
       chunk_size: Tokens processed at a time.
       implementation: Attention implementation, or `None` to choose.
@@ -451,10 +455,10 @@ def forward(
       ValueError: As `prefill`.
     """
     keep_by_default()
-    config = Dense() if config is None else config
+    policy = Dense() if policy is None else policy
     settings = Settings(
         model_config=model_config,
-        config=config,
+        policy=policy,
         chunk_size=chunk_size,
         implementation=implementation,
         kernel_config=kernel_config,
@@ -467,7 +471,7 @@ def forward(
     batch, num_tokens = tokens.shape
     cache = init_cache(
         model_config,
-        config,
+        policy,
         batch=batch,
         max_tokens=num_tokens,
         dtype=params["embed"]["embedding"].dtype,

@@ -497,7 +497,7 @@ class LanguageModel:
         """What every call of the pure functions takes."""
         return {
             "model_config": self.model_config,
-            "config": self.policy,
+            "policy": self.policy,
             "phase": self.phase,
             "chunk_size": self.chunk_size,
             "eos_token_ids": self.eos_token_ids,
@@ -541,7 +541,7 @@ class LanguageModel:
             phase=self.phase,
             is_spread=placement_of(self.params, config) is not None,
         )
-        return dataclasses.replace(self, policy=found.config, phase=found.phase)
+        return dataclasses.replace(self, policy=found.policy, phase=found.phase)
 
     def _batch_size(self, prompts: Sequence[Any], max_new_tokens: int, wanted: int | None) -> int:
         """The size that was asked for, or one whose caches take half of what is free at most."""

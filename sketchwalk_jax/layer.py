@@ -17,34 +17,37 @@ from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_lengths, check_qkv, check_scale
 from sketchwalk_jax.walk import WalkState
 
 
-def init_walk(batch: int, num_tokens: int, *, config: Policy | None = None) -> WalkState:
+@renamed_argument("config", "policy")
+def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> WalkState:
     """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
       batch: Sequences `B`.
       num_tokens: Tokens `T`.
-      config: What `sketchwalk_attention` will be called with.
+      policy: What `sketchwalk_attention` will be called with.
 
     Returns:
       A `WalkState` of zero layers.
     """
-    config = SketchWalkConfig.recommended() if config is None else config
-    num_blocks = -(-num_tokens // config.block_size)
+    policy = SketchWalkConfig.recommended() if policy is None else policy
+    num_blocks = -(-num_tokens // policy.block_size)
     return WalkState.zeros(batch, num_blocks, num_blocks)
 
 
+@renamed_argument("config", "policy")
 def sketchwalk_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     walk: WalkState | None = None,
     *,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -54,7 +57,7 @@ def sketchwalk_attention(
 
     What this layer's queries and keys say makes, together with the walk so far, the next walk; then
     every head attends exactly over the top blocks of each row. Pure; call it in every sparse layer,
-    the walk in the carry. `config.dense_layers` does not apply here: call `dense_attention` in the
+    the walk in the carry. `policy.dense_layers` does not apply here: call `dense_attention` in the
     layers that are to stay dense. The recommended policy scores by the half of a head's channels
     that rotary embedding turns slowest, where channels `d` and `d + H/2` turn together, as in Llama
     and Qwen. Differentiable in reverse mode: the output is, in queries, keys and values, with the
@@ -65,7 +68,7 @@ def sketchwalk_attention(
       key: Keys after rotary embedding.
       value: Values.
       walk: From `init_walk` or the previous sparse layer; `None` starts one.
-      config: A policy, by default `SketchWalkConfig.recommended()`. One that selects in decode only
+      policy: A policy, by default `SketchWalkConfig.recommended()`. One that selects in decode only
         attends to everything here, and the walk stays as it is.
       lengths: Tokens of each right-padded sequence; all `T` by default.
       scale: Factor of the attention scores. Default `1 / sqrt(H)`.
@@ -82,31 +85,31 @@ def sketchwalk_attention(
     Example:
       >>> import jax
       >>> from sketchwalk_jax import SketchWalkConfig
-      >>> config = SketchWalkConfig.recommended(density=0.5)
+      >>> policy = SketchWalkConfig.recommended(density=0.5)
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
-      >>> out, walk = sketchwalk_attention(x, x, x, config=config)
+      >>> out, walk = sketchwalk_attention(x, x, x, policy=policy)
       >>> out.shape, walk.scores.shape
       ((1, 256, 4, 32), (1, 4, 4))
     """
-    config = SketchWalkConfig.recommended() if config is None else config
-    if not isinstance(config, Policy):
-        raise ValueError(f"config must be a policy such as SketchWalkConfig, got {config!r}")
+    policy = SketchWalkConfig.recommended() if policy is None else policy
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a policy such as SketchWalkConfig, got {policy!r}")
     check_qkv(query, key, value, None)
     if key.shape[1] != query.shape[1]:
         raise ValueError(
             f"key must have as many tokens as query, {query.shape[1]}, got {key.shape[1]}"
         )
     batch, num_tokens, num_heads, head_dim = query.shape
-    size = config.block_size
+    size = policy.block_size
     num_blocks = -(-num_tokens // size)
-    walk = init_walk(batch, num_tokens, config=config) if walk is None else walk
+    walk = init_walk(batch, num_tokens, policy=policy) if walk is None else walk
     if walk.scores.shape != (batch, num_blocks, num_blocks):
         raise ValueError(
             f"walk must have scores of shape {(batch, num_blocks, num_blocks)} (init_walk makes "
             f"them), got {walk.scores.shape}"
         )
     lengths = check_lengths(lengths, batch, num_tokens, "query")
-    if "prefill" not in config.phases:
+    if "prefill" not in policy.phases:
         out = dense_attention(
             query,
             key,
@@ -125,7 +128,7 @@ def sketchwalk_attention(
         value,
         walk,
         lengths,
-        config=config,
+        policy=policy,
         scale=check_scale(scale),
         implementation=chosen,
         kernel_config=kernel_config,
@@ -133,7 +136,7 @@ def sketchwalk_attention(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "implementation", "kernel_config", "kernels"))
+@partial(jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "kernels"))
 def _one_layer(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -141,7 +144,7 @@ def _one_layer(
     walk: WalkState,
     lengths: Int[Array, "B"],
     *,
-    config: Policy,
+    policy: Policy,
     scale: float | None,
     implementation: str,
     kernel_config: KernelConfig | None,
@@ -149,7 +152,7 @@ def _one_layer(
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
     """What `sketchwalk_attention` does after its checks; compiled once for each shape."""
     batch, num_tokens, num_heads, head_dim = query.shape
-    size = config.block_size
+    size = policy.block_size
     num_blocks = -(-num_tokens // size)
     padding = ((0, 0), (0, num_blocks * size - num_tokens), (0, 0), (0, 0))
     query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
@@ -157,7 +160,7 @@ def _one_layer(
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     leaves, tree = jax.tree.flatten((query, key, walk, span))
-    selection, walk = _select((config, kernels), *jax.tree.unflatten(tree, vary_alike(*leaves)))
+    selection, walk = _select((policy, kernels), *jax.tree.unflatten(tree, vary_alike(*leaves)))
     out, _ = attend_rows(
         query,
         key,
@@ -186,17 +189,17 @@ def _select(
 
     Selection kernels have no derivative, and nothing here is differentiated.
     """
-    config, kernels = options
+    policy, kernels = options
     batch, num_tokens, num_heads, head_dim = query.shape
     shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
-    statistics = config.init_statistics(
-        shape, batch=batch, num_blocks=num_tokens // config.block_size
+    statistics = policy.init_statistics(
+        shape, batch=batch, num_blocks=num_tokens // policy.block_size
     )
     leaves, tree = jax.tree.flatten((statistics, query))
     statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
-    statistics = config.observe(query, key, statistics, span=span, kernels=kernels)
+    statistics = policy.observe(query, key, statistics, span=span, kernels=kernels)
     layer = jnp.zeros((), jnp.int32)
-    return config.select(
+    return policy.select(
         query, key[None], statistics, walk, layer=layer, span=span, kernels=kernels
     )
 

@@ -18,6 +18,7 @@ from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import (
     check_dtype,
@@ -52,10 +53,11 @@ class LayerCache:
     made_for: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
-def _made_for(config: Policy) -> tuple[Any, ...]:
-    return (type(config).__name__, *config.statistics_key)
+def _made_for(policy: Policy) -> tuple[Any, ...]:
+    return (type(policy).__name__, *policy.statistics_key)
 
 
+@renamed_argument("config", "policy")
 def init_layer_cache(
     batch: int,
     max_tokens: int,
@@ -63,7 +65,7 @@ def init_layer_cache(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> LayerCache:
     """An empty cache of one layer.
@@ -74,7 +76,7 @@ def init_layer_cache(
       num_heads: Query heads `N`.
       num_kv_heads: Key/value heads `K`.
       head_dim: Features of a head `H`.
-      config: What `sketchwalk_cached_attention` will be called with.
+      policy: What `sketchwalk_cached_attention` will be called with.
       dtype: Type of keys and values.
 
     Returns:
@@ -83,14 +85,14 @@ def init_layer_cache(
     Raises:
       ValueError: If a size is not positive.
     """
-    config = SketchWalkConfig.recommended() if config is None else config
+    policy = SketchWalkConfig.recommended() if policy is None else policy
     sizes = {"batch": batch, "max_tokens": max_tokens, "num_heads": num_heads}
     for name, size in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
         check_integer(name, size)
     dtype = check_dtype("dtype", dtype)
-    num_blocks = -(-max_tokens // config.block_size)
-    shape = (batch, num_blocks * config.block_size, num_kv_heads, head_dim)
-    statistics = config.init_statistics(
+    num_blocks = -(-max_tokens // policy.block_size)
+    shape = (batch, num_blocks * policy.block_size, num_kv_heads, head_dim)
+    statistics = policy.init_statistics(
         LayerShape(num_heads, num_kv_heads, head_dim, dtype), batch=batch, num_blocks=num_blocks
     )
     return LayerCache(
@@ -98,10 +100,11 @@ def init_layer_cache(
         jnp.zeros(shape, dtype),
         statistics,
         jnp.zeros((batch,), jnp.int32),
-        _made_for(config),
+        _made_for(policy),
     )
 
 
+@renamed_argument("config", "policy")
 def sketchwalk_cached_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -109,7 +112,7 @@ def sketchwalk_cached_attention(
     cache: LayerCache,
     walk: PyTree = None,
     *,
-    config: Policy | None = None,
+    policy: Policy | None = None,
     lengths: Int[Array, "B"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -122,7 +125,7 @@ def sketchwalk_cached_attention(
     (Algorithm 1): as in `decode_step` and `prefill`, to whose layer this is equal. Token `t` of a
     sequence stands at position `cache.lengths + t`, where queries and keys must have been rotated
     to. The walk crosses the layers of one call and starts afresh with the next tokens. Layers that
-    are to stay dense take `config=Dense()` and a cache made for it; `config.dense_layers` does not
+    are to stay dense take `policy=Dense()` and a cache made for it; `policy.dense_layers` does not
     apply. For training, which needs no cache, there is `sketchwalk_attention`.
 
     Args:
@@ -131,7 +134,7 @@ def sketchwalk_cached_attention(
       value: Their values.
       cache: From `init_layer_cache`, or what the last call on this layer returned; donated.
       walk: What this function returned in the previous sparse layer; `None` starts a walk.
-      config: The policy that the cache was made for, by default `SketchWalkConfig.recommended()`.
+      policy: The policy that the cache was made for, by default `SketchWalkConfig.recommended()`.
       lengths: New tokens of each right-padded sequence, all `T` by default; in decode 0 for a
         sequence that has ended, which stays as it is.
       scale: Factor of the attention scores. Default `1 / sqrt(H)`.
@@ -151,30 +154,30 @@ def sketchwalk_cached_attention(
     Example:
       >>> import jax
       >>> from sketchwalk_jax import SketchWalkConfig
-      >>> config = SketchWalkConfig.recommended(block_size=16, density=0.5)
+      >>> policy = SketchWalkConfig.recommended(block_size=16, density=0.5)
       >>> x = jax.random.normal(jax.random.key(0), (1, 100, 4, 32))
       >>> cache = init_layer_cache(
-      ...     1, 128, num_heads=4, num_kv_heads=4, head_dim=32, config=config)
-      >>> out, cache, walk = sketchwalk_cached_attention(x, x, x, cache, config=config)
+      ...     1, 128, num_heads=4, num_kv_heads=4, head_dim=32, policy=policy)
+      >>> out, cache, walk = sketchwalk_cached_attention(x, x, x, cache, policy=policy)
       >>> token = x[:, :1]
-      >>> out, cache, walk = sketchwalk_cached_attention(token, token, token, cache, config=config)
+      >>> out, cache, walk = sketchwalk_cached_attention(token, token, token, cache, policy=policy)
       >>> out.shape, cache.lengths.tolist()
       ((1, 1, 4, 32), [101])
     """
     settings = LayerSettings(
-        config=SketchWalkConfig.recommended() if config is None else config,
+        policy=SketchWalkConfig.recommended() if policy is None else policy,
         scale=check_scale(scale),
         implementation=implementation,
         kernel_config=kernel_config,
         return_selection=return_selection,
     )
-    lengths = _check(query, key, value, cache, lengths, settings.config)
+    lengths = _check(query, key, value, cache, lengths, settings.policy)
     out = _one_layer(query, key, value, cache, walk, lengths, settings=settings)
     return out if return_selection else out[:3]
 
 
 def _check(
-    query: Any, key: Any, value: Any, cache: Any, lengths: Any, config: Policy
+    query: Any, key: Any, value: Any, cache: Any, lengths: Any, policy: Policy
 ) -> Int[Array, "B"]:
     """Raises for arguments that do not fit; returns the lengths."""
     if not isinstance(cache, LayerCache):
@@ -188,9 +191,9 @@ def _check(
             f"cache must hold keys like key's {key.dtype}{list(key.shape)}, got "
             f"{cache.key.dtype}{list(cache.key.shape)}"
         )
-    if cache.made_for != _made_for(config) or capacity % config.block_size:
+    if cache.made_for != _made_for(policy) or capacity % policy.block_size:
         raise ValueError(
-            f"cache must be from init_layer_cache with this config, {_made_for(config)}, got one "
+            f"cache must be from init_layer_cache with this policy, {_made_for(policy)}, got one "
             f"for {cache.made_for} of {capacity} tokens"
         )
     if num_tokens > 1 or lengths is None:
@@ -217,9 +220,9 @@ def _one_layer(
     settings: LayerSettings,
 ) -> tuple[Array, LayerCache, PyTree, BlockSelection | None]:
     """What `sketchwalk_cached_attention` does after its checks; compiled once for each shape."""
-    config, used = settings.config, cache.lengths
+    policy, used = settings.policy, cache.lengths
     batch, num_tokens = query.shape[:2]
-    size, num_blocks = config.block_size, cache.key.shape[1] // config.block_size
+    size, num_blocks = policy.block_size, cache.key.shape[1] // policy.block_size
     shift = used % size
     if num_tokens == 1:
         span, num_rows = Span.of_tokens(used, size, lengths > 0), 1
@@ -232,9 +235,9 @@ def _one_layer(
         query, key, value = (take_columns(x, source) for x in (query, key, value))
         span = Span(used // size, valid, used + lengths, used + lengths)
     if walk is None:
-        walk = config.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
+        walk = policy.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
     attend = layer_attention(
-        span, is_fresh=False, is_sparse=True, first_sparse=0, config=config, settings=settings
+        span, is_fresh=False, is_sparse=True, first_sparse=0, policy=policy, settings=settings
     )
     keys, values, statistics = jax.tree.map(
         lambda x: x[None], (cache.key, cache.value, cache.statistics)

@@ -54,7 +54,7 @@ mesh from them (`placement_of`), under a `jit` of the caller's too, so that call
 one device and on many:
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placement = plan(mesh, ModelConfig.from_pretrained("Llama-3.1-8B"))
+    placement = place(mesh, ModelConfig.from_pretrained("Llama-3.1-8B"))
     params, model_config = load("Llama-3.1-8B", sharding=placement)
     generate(params, tokens, model_config=model_config, max_new_tokens=64)
 """
@@ -74,6 +74,7 @@ from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, u
 from sketchwalk_jax.models.transformer import embed, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
+from sketchwalk_jax.renamed import warn_renamed
 
 PyTree = Any
 AXES = ("data", "sequence", "tensor")
@@ -188,22 +189,22 @@ class Placement:
         """The sharding of prompts `[B, T]`, of tokens and lengths `[B]`."""
         return self.sharding("data")
 
-    def statistics(self, config: Policy) -> PyTree:
+    def statistics(self, policy: Policy) -> PyTree:
         """The shardings of a policy's statistics, stacked as a cache has them.
 
         Sequences are spread over `data`, heads over `tensor` where ranks select by their own.
         """
 
         def make(batch: int, shape: LayerShape) -> PyTree:
-            return config.init_statistics(shape, batch=batch, num_blocks=1)
+            return policy.init_statistics(shape, batch=batch, num_blocks=1)
 
-        shape = self.layer_shape(config)
+        shape = self.layer_shape(policy)
         twice = dataclasses.replace(
             shape, num_heads=2 * shape.num_heads, num_kv_heads=2 * shape.num_kv_heads
         )
         by_sequence = _growing_axes(lambda: make(1, shape), lambda: make(2, shape))
         by_head = _growing_axes(lambda: make(1, shape), lambda: make(1, twice))
-        splits = config.heads_on_mesh != "all"
+        splits = policy.heads_on_mesh != "all"
 
         def sharding(sequence: int, head: int) -> NamedSharding:
             names: list[str | None] = [None] * (max(sequence, head) + 1)
@@ -215,7 +216,7 @@ class Placement:
 
         return jax.tree.map(sharding, by_sequence, by_head)
 
-    def cache(self, config: Policy) -> dict[str, PyTree]:
+    def cache(self, policy: Policy) -> dict[str, PyTree]:
         """The shardings of a cache's arrays by field.
 
         Lengths and measured density, a few numbers of each sequence, lie everywhere, so that every
@@ -225,17 +226,17 @@ class Placement:
         return {
             "key": keys,
             "value": keys,
-            "statistics": self.statistics(config),
+            "statistics": self.statistics(policy),
             "lengths": self.sharding(),
             "density": self.sharding(),
         }
 
-    def walk(self, config: Policy, *, is_token: bool) -> PyTree:
+    def walk(self, policy: Policy, *, is_token: bool) -> PyTree:
         """The shardings of the state that crosses layers.
 
         Sequences are spread over `data`, rows of a prompt over `sequence`.
         """
-        make = functools.partial(config.init_walk, num_rows=1, num_blocks=1)
+        make = functools.partial(policy.init_walk, num_rows=1, num_blocks=1)
         by_sequence = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
 
         def sharding(sequence: int, row: int) -> NamedSharding:
@@ -246,11 +247,11 @@ class Placement:
                 names[row] = "sequence"
             return self.sharding(*names)
 
-        return jax.tree.map(sharding, by_sequence, self.rows_of_walk(config))
+        return jax.tree.map(sharding, by_sequence, self.rows_of_walk(policy))
 
-    def rows_of_walk(self, config: Policy) -> PyTree:
+    def rows_of_walk(self, policy: Policy) -> PyTree:
         """The axis of rows of every array of the state that crosses layers; -1 without one."""
-        make = functools.partial(config.init_walk, batch=1, num_blocks=1)
+        make = functools.partial(policy.init_walk, batch=1, num_blocks=1)
         return _growing_axes(lambda: make(num_rows=1), lambda: make(num_rows=2))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -266,21 +267,21 @@ class Placement:
 
     # What follows from it.
 
-    def layer_shape(self, config: Policy, dtype: DTypeLike = jnp.float32) -> LayerShape:
+    def layer_shape(self, policy: Policy, dtype: DTypeLike = jnp.float32) -> LayerShape:
         """The sizes for which a policy lays out its statistics."""
         c = self.model_config
-        kv_heads = c.num_kv_heads if config.heads_on_mesh == "all" else self.num_kv_heads
+        kv_heads = c.num_kv_heads if policy.heads_on_mesh == "all" else self.num_kv_heads
         return LayerShape(c.num_heads, kv_heads, c.head_dim, dtype)
 
     def num_blocks(self, wanted: int) -> int:
         """Blocks of a cache with room for so many: ranks of `sequence` have as many each."""
         return wanted + -wanted % self.size("sequence")
 
-    def check_policy(self, config: Policy) -> None:
+    def check_policy(self, policy: Policy) -> None:
         """Raises for a policy that cannot select where the blocks of a sequence are spread."""
-        if self.size("sequence") > 1 and config.blocks_on_mesh == "none":
+        if self.size("sequence") > 1 and policy.blocks_on_mesh == "none":
             raise NotImplementedError(
-                f"the mesh's sequence axis must be 1 for {type(config).__name__}, which selects "
+                f"the mesh's sequence axis must be 1 for {type(policy).__name__}, which selects "
                 f"with all queries and keys of a sequence at hand, got {self.size('sequence')}; "
                 f"put its devices on data or tensor, or use a policy with blocks_on_mesh, such as "
                 f"SketchWalkConfig.recommended() or Dense()"
@@ -321,7 +322,7 @@ class Placement:
         return "; ".join([f"Placement({axes or 'one device'})", *self.notes])
 
 
-def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
+def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
     """Where parameters, cache, statistics and tokens of a model lie on a mesh.
 
     Over `tensor`, each rank has `N / tensor` query heads with their key/value heads, a share of
@@ -350,7 +351,7 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
       ...                      max_position_embeddings=512)
       >>> auto = jax.sharding.AxisType.Auto
       >>> mesh = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(auto, auto))
-      >>> placement = plan(mesh, config)
+      >>> placement = place(mesh, config)
       >>> tuple(placement.params["layers"]["gate"]["kernel"].spec)
       (None, None, 'tensor')
       >>> placement.num_kv_heads, len(placement.notes)
@@ -359,13 +360,19 @@ def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
     return Placement(mesh, model_config)
 
 
+def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
+    """Former name of `place`; warns."""
+    warn_renamed("sharding.plan is now called sharding.place")
+    return place(mesh, model_config)
+
+
 @functools.lru_cache(maxsize=64)
 def _placement(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement | None:
     if mesh.empty or mesh.size == 1 or not set(mesh.axis_names) <= set(AXES):
         return None
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
-    return plan(mesh, model_config)
+    return place(mesh, model_config)
 
 
 def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:

@@ -44,7 +44,7 @@ from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.sharding import Placement, lies_on_one_device, plan
+from sketchwalk_jax.sharding import Placement, lies_on_one_device, place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def placement(model: ModelConfig = MESH_MODEL, **axes: int) -> Placement:
     devices = jax.devices()[: math.prod(axes.values())]
     kinds = (AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
-    return plan(mesh, model)
+    return place(mesh, model)
 
 
 def assert_ranks_agree(x: jax.Array) -> None:
@@ -115,7 +115,7 @@ _WIDTH = 112  # columns of the prompts
 def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
     """Lists and outputs of every layer, for prompts and for a token behind each."""
     model = MESH_MODEL
-    settings = Settings(model_config=model, config=policy, return_selection=True, placement=where)
+    settings = Settings(model_config=model, policy=policy, return_selection=True, placement=where)
     lengths = jnp.asarray(_LENGTHS, jnp.int32)
     blocks = None if where is None else where.blocks
 
@@ -209,7 +209,7 @@ def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
     spread = jax.device_put(plain, where.params)
     tokens, lengths = prompts(*_LENGTHS)
     for name in names:
-        common: dict[str, Any] = {"model_config": MESH_MODEL, "config": POLICIES[name]}
+        common: dict[str, Any] = {"model_config": MESH_MODEL, "policy": POLICIES[name]}
         common |= {"lengths": lengths, **options}
         logits = [sw.forward(x, tokens, **common) for x in (plain, spread)]
         _assert_close(*logits)
@@ -239,7 +239,7 @@ def check_steps(name: str, axes: dict[str, int]) -> None:
     """A prompt in two pieces and a decode step, under a `jit` of the caller's or not."""
     where, policy = placement(**axes), POLICIES[name]
     plain = params(model=MESH_MODEL)
-    common: dict[str, Any] = {"model_config": MESH_MODEL, "config": policy}
+    common: dict[str, Any] = {"model_config": MESH_MODEL, "policy": policy}
     tokens, _ = prompts(44, 44, 44, 44)
 
     def run(weights: Any, sharding: Placement | None) -> Any:
@@ -317,7 +317,7 @@ def check_bytes(names: list[str], axes: dict[str, int]) -> None:
     batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
     for name in names:
         policy = POLICIES[name]
-        settings = Settings(model_config=c, config=policy, placement=where)
+        settings = Settings(model_config=c, policy=policy, placement=where)
         cache = sw.init_cache(c, policy, batch=batch, max_tokens=capacity, sharding=where)
         token = inference._decode.lower(
             spread, numbers, cache, active=numbers > 0, settings=settings
@@ -537,7 +537,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)
             own.append(np.array(set_to.tried))
         small = RecommendedConfig(block_size=16)
-        made = make_plan(weights, [rows[0]], config=small, densities=(0.2, 0.4, 0.6), **options)
+        made = make_plan(weights, [rows[0]], policy=small, densities=(0.2, 0.4, 0.6), **options)
         own += [np.array([*made.densities, *made.errors, made.weights])]
         found.append(own)
     for expected, measured in zip(*found, strict=True):
@@ -568,7 +568,7 @@ def run_process(directory: str, address: str, rank: int) -> None:
     weights, _ = load(directory, sharding=where)
     assert all(len(x.addressable_shards) == 4 for x in jax.tree.leaves(weights))
     tokens, lengths = prompts(*_LENGTHS)
-    call: dict[str, Any] = {"model_config": config, "config": POLICIES["paper"], "lengths": lengths}
+    call: dict[str, Any] = {"model_config": config, "policy": POLICIES["paper"], "lengths": lengths}
     out = sw.generate(weights, tokens, **call, max_new_tokens=8, max_tokens=128)
     print(np.asarray(out.tokens).tolist(), flush=True)
     jax.distributed.shutdown()

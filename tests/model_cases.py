@@ -17,7 +17,7 @@ from sketchwalk_jax.inference import _read, decode_token
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.sharding import plan
+from sketchwalk_jax.sharding import place
 
 dispatch.is_hopper = lambda: True
 dispatch._is_ampere_or_later = lambda: True
@@ -85,8 +85,8 @@ class ModelCase:
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step as a function of arrays, and shapes, which say where they lie on a mesh."""
-        where = None if mesh is None else plan(mesh, self.model_config)
-        settings = Settings(model_config=self.model_config, config=self.policy, placement=where)
+        where = None if mesh is None else place(mesh, self.model_config)
+        settings = Settings(model_config=self.model_config, policy=self.policy, placement=where)
         make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
         cache = jax.eval_shape(lambda: make(self.model_config, self.policy, sharding=where))
         params = param_shapes(self.model_config)

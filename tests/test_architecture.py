@@ -63,7 +63,7 @@ def test_a_token_goes_the_way_that_the_page_says(
             tiny.params(jnp.bfloat16),
             tiny.prompts(200)[0],
             model_config=tiny.MODEL,
-            config=SketchWalkConfig.paper(),
+            policy=SketchWalkConfig.paper(),
             max_new_tokens=2,
             phase=phase,
             implementation="mosaic_gpu",

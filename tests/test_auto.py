@@ -43,7 +43,7 @@ def chosen(tokens, table=TABLE, *, policy=PAPER, batch=1, **options):
 
 
 def what(found):
-    return ("dense" if isinstance(found.config, Dense) else "sparse"), found.phase
+    return ("dense" if isinstance(found.policy, Dense) else "sparse"), found.phase
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def what(found):
 def test_a_phase_is_sparse_from_its_break_even_on(tokens, options, expected):
     found = chosen(tokens, **options)
     assert what(found) == expected
-    assert found.config.block_size == 16
+    assert found.policy.block_size == 16
 
 
 def test_a_policy_of_one_phase_is_chosen_by_that():
@@ -114,7 +114,7 @@ def test_the_nearest_measurement_counts():
 def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options, message):
     found = chosen(401, table, **options)
     assert what(found) == ("sparse", "both")
-    assert found.config is options.get("policy", PAPER)
+    assert found.policy is options.get("policy", PAPER)
     assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
 
 
@@ -130,16 +130,16 @@ def test_it_wraps_a_policy_and_stands_for_none_elsewhere():
         Auto("quest")
     with pytest.raises(ValueError, match="phase must be one of"):
         chosen(1, phase="all")
-    with pytest.raises(ValueError, match="config must be a policy"):
+    with pytest.raises(ValueError, match="policy must be a policy"):
         sw.init_cache(MODEL, Auto(), batch=1, max_tokens=64)
     weights, (prompt, _) = params(), prompts(20)
-    with pytest.raises(ValueError, match="config must be a policy"):
-        sw.forward(weights, prompt, model_config=MODEL, config=Auto())
+    with pytest.raises(ValueError, match="policy must be a policy"):
+        sw.forward(weights, prompt, model_config=MODEL, policy=Auto())
     with pytest.raises(ValueError, match=r"'auto'; sketchwalk_jax\.Auto takes a policy"):
         by_name("auto")
     with pytest.raises(ValueError, match="must be a Cache"):
         sw.generate(
-            weights, prompt, model_config=MODEL, config=Auto(), max_new_tokens=1, cache="cache"
+            weights, prompt, model_config=MODEL, policy=Auto(), max_new_tokens=1, cache="cache"
         )
 
 
@@ -152,7 +152,7 @@ def run(config, *, tokens=40, cache=None, phase="both"):
         params(),
         prompt,
         model_config=MODEL,
-        config=config,
+        policy=config,
         max_new_tokens=3,
         max_tokens=None if cache is not None else 128,
         cache=cache,
@@ -177,7 +177,7 @@ def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase)
     programs = generation._start._cache_size(), generation._continue._cache_size()
     found = run(Auto(PAPER, tuple(table)))
     assert (generation._start._cache_size(), generation._continue._cache_size()) == programs
-    assert (found.choice.config, found.choice.phase) == (given, phase)
+    assert (found.choice.policy, found.choice.phase) == (given, phase)
     assert expected.choice is None
     chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
     assert hash(Auto(PAPER, tuple(table))) == hash(Auto(PAPER, tuple(table)))
@@ -192,7 +192,7 @@ def test_a_cache_goes_on_as_it_was_made(first, then):
     ]
     begun = run(autos[0])
     found = run(autos[1], cache=begun.cache, tokens=20)
-    assert type(found.choice.config) is type(begun.choice.config)
+    assert type(found.choice.policy) is type(begun.choice.policy)
     assert found.choice.reasons[0].endswith("the cache was made so")
 
 
@@ -206,7 +206,7 @@ def test_streams_and_texts_say_what_was_chosen(tmp_path):
     pieces = lm.stream("Walk with the ", max_new_tokens=4)
     dense = lm.with_policy(Dense())
     assert "".join(pieces) == dense.generate("Walk with the ", max_new_tokens=4)
-    assert pieces.choice.config == Dense() and len(pieces.choice.reasons) == 2
+    assert pieces.choice.policy == Dense() and len(pieces.choice.reasons) == 2
     prompts = ["Walk with the ", "sketch"]
     assert lm.generate(prompts, max_new_tokens=4) == dense.generate(prompts, max_new_tokens=4)
 
@@ -218,7 +218,7 @@ def test_it_is_resolved_under_a_jit_too():
     @jax.jit
     def call(prompt):
         options = {"model_config": MODEL, "max_new_tokens": 1, "max_tokens": 128}
-        return generation.generate(weights, prompt, config=Auto(PAPER, TABLE), **options)
+        return generation.generate(weights, prompt, policy=Auto(PAPER, TABLE), **options)
 
     assert what(jax.eval_shape(call, jnp.asarray(prompt)).choice) == ("dense", "both")
 

@@ -49,13 +49,13 @@ def assert_equals_transformers(bundled, expected) -> np.ndarray:
     cache = init_cache(
         config, Dense(), batch=len(tokens), max_tokens=tokens.shape[1], dtype="float32"
     )
-    logits, _ = prefill(params, tokens, cache, model_config=config, config=Dense())
+    logits, _ = prefill(params, tokens, cache, model_config=config, policy=Dense())
     np.testing.assert_allclose(logits, expected["logits"], **tolerance("trained_logits"))
     generation = generate(
         params,
         tokens,
         model_config=config,
-        config=Dense(),
+        policy=Dense(),
         max_new_tokens=num_new,
         eos_token_ids=(),
     )
@@ -104,7 +104,7 @@ def test_it_finds_the_needle_in_4096_tokens(bundled):
     found = 0
     for sample in samples:
         generation = generate(
-            params, sample.tokens[None], model_config=config, config=Dense(), max_new_tokens=8
+            params, sample.tokens[None], model_config=config, policy=Dense(), max_new_tokens=8
         )
         found += score(sample, decode(tokenizer, np.asarray(generation.tokens)[0]))
     assert found >= len(samples) - 1

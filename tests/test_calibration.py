@@ -34,7 +34,7 @@ def weights():
 def measured(weights, policy, tokens, lengths):
     """Density of a policy over prompts, as `generate` counts it."""
     options = {"lengths": lengths, "model_config": tiny.MODEL, "max_new_tokens": 1}
-    density = generate(weights, tokens, config=policy, **options).measured_density
+    density = generate(weights, tokens, policy=policy, **options).measured_density
     pairs = np.asarray(density.prefill_pairs)[policy.dense_layers :]
     return pairs.sum() / (len(pairs) * np.asarray(density.prefill_causal).sum())
 
@@ -151,7 +151,7 @@ def fit(tokens, lengths=None, config=ADAMAS):
 def test_thresholds_are_the_quartiles_of_the_keys_of_sparse_layers():
     tokens, lengths = tiny.prompts(100, 100, seed=5)
     cache = init_cache(tiny.MODEL, Dense(), batch=2, max_tokens=128)
-    options = {"model_config": tiny.MODEL, "config": Dense()}
+    options = {"model_config": tiny.MODEL, "policy": Dense()}
     _, cache = prefill(tiny.params(), tokens, cache, **options)
     keys = np.asarray(hadamard_transform(cache.key[1:, :, :100]))
     found = fit(tokens)

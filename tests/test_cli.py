@@ -71,7 +71,7 @@ def generate(run, model: Path, prompt_file: Path):
 def expected_tokens(model: Path, num_tokens: int, **options) -> np.ndarray:
     """The new tokens of the library's own `generate`; the tokens of the prompt are its bytes."""
     params, model_config = load(model, dtype="float32")
-    config = options.pop("config", None)
+    config = options.pop("policy", None)
     call = make_generate(model_config, config, max_new_tokens=num_tokens)
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)[None]
     return np.asarray(call(params, prompt, **options).tokens)[0]
@@ -138,22 +138,22 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"config": SketchWalkConfig.recommended(), "phase": "both", "every": 8}),
+        ([], {"policy": SketchWalkConfig.recommended(), "phase": "both", "every": 8}),
         ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
-        (["--policy", "dense"], {"config": Dense()}),
-        (["--policy", "oracle"], {"config": OracleConfig()}),
-        (["--policy", "streaming", "--density", 0.5], {"config": StreamingConfig(density=0.5)}),
-        (["--preset", "damped"], {"config": SketchWalkConfig.damped()}),
-        (["--preset", "released"], {"config": SketchWalkConfig.released()}),
-        (["--density", 0.5], {"config": SketchWalkConfig.recommended(density=0.5)}),
-        (["--policy", "minference"], {"config": MInferenceConfig()}),
+        (["--policy", "dense"], {"policy": Dense()}),
+        (["--policy", "oracle"], {"policy": OracleConfig()}),
+        (["--policy", "streaming", "--density", 0.5], {"policy": StreamingConfig(density=0.5)}),
+        (["--preset", "damped"], {"policy": SketchWalkConfig.damped()}),
+        (["--preset", "released"], {"policy": SketchWalkConfig.released()}),
+        (["--density", 0.5], {"policy": SketchWalkConfig.recommended(density=0.5)}),
+        (["--policy", "minference"], {"policy": MInferenceConfig()}),
         (
             ["--policy", "minference", "--set", "scale=0.5", "--set", "pattern=stream"],
-            {"config": MInferenceConfig(scale=0.5, pattern="stream")},
+            {"policy": MInferenceConfig(scale=0.5, pattern="stream")},
         ),
         (
             ["--preset", "paper", "--density", 0.5, "--set", "seed=3"],
-            {"config": SketchWalkConfig(density=0.5, seed=3)},
+            {"policy": SketchWalkConfig(density=0.5, seed=3)},
         ),
         (["--phase", "decode"], {"phase": "decode"}),
         (["--chunk-size", 128], {"chunk_size": 128}),
@@ -170,7 +170,7 @@ def test_options_reach_the_generation(arguments, expected, started):
 def test_density_of_a_policy_with_a_knob_is_found_on_another_text(started, capsys):
     prompt = "The quick brown fox jumps over the lazy dog. " * 8
     arguments = ["--policy", "flexprefill", "--density", 0.8, "--set", "min_budget=64"]
-    config = started("--prompt", prompt, *arguments)["config"]
+    config = started("--prompt", prompt, *arguments)["policy"]
     assert config.gamma != 0.9 and config.min_budget == 64
     # On a line of its own: where the machine is slow, messages about that come before.
     message = r"^gamma ([0-9.]+), .*measured density ([0-9.]+)"
@@ -190,7 +190,7 @@ def test_chat_and_the_text_level_set_a_knob_as_generate_does(started, model, mon
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who walks?\n"))
     options = ["--policy", "minference", "--density", 0.3]
     lm = language_model.LanguageModel.load(model, policy=policy, density=0.3, progress=False)
-    configs = [started(*options)["config"], started(*options, command="chat")["config"], lm.policy]
+    configs = [started(*options)["policy"], started(*options, command="chat")["policy"], lm.policy]
     assert configs == [MInferenceConfig(scale=0.25)] * 3
     expected = (NUM_LAYERS, {"policy": policy, "density": 0.3})
     # Of the prompt's length, or of the context's where prompts are not known.
@@ -212,7 +212,7 @@ def test_chat_and_the_text_level_set_a_knob_as_generate_does(started, model, mon
     ],
 )
 def test_options_without_effect_warn(arguments, expected, warning, started, capsys):
-    assert started(*arguments)["config"] == expected
+    assert started(*arguments)["policy"] == expected
     assert warning in capsys.readouterr().err
 
 

@@ -123,7 +123,7 @@ def test_generation_uses_cudnn_in_prefill_and_answers_alike():
     params = tiny.params(jnp.bfloat16)
     options = {
         "model_config": tiny.MODEL,
-        "config": Dense(block_size=16),
+        "policy": Dense(block_size=16),
         "max_new_tokens": 1,
         "lengths": jnp.asarray(lengths),
     }

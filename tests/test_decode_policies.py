@@ -251,7 +251,7 @@ def generated(config, phase="both", chunk_size=None):
         tiny.params(),
         tokens,
         lengths=lengths,
-        config=config,
+        policy=config,
         model_config=tiny.MODEL,
         max_new_tokens=6,
         phase=phase,
@@ -291,8 +291,8 @@ def test_the_one_layer_function_is_dense(name):
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((2, 40, n, 16)), jnp.float32) for n in (4, 2))
     lengths = jnp.array([40, 23], jnp.int32)
-    walk = init_walk(2, 40, config=config)
-    out, after = sketchwalk_attention(x, y, y, walk, config=config, lengths=lengths)
+    walk = init_walk(2, 40, policy=config)
+    out, after = sketchwalk_attention(x, y, y, walk, policy=config, lengths=lengths)
     wanted = dense_attention(x, y, y, kv_lengths=lengths)
     np.testing.assert_array_equal(out, wanted)
     assert after is walk

@@ -273,7 +273,7 @@ def test_long_decoding_is_that_of_decode_steps(monkeypatch):
 def _stepped(params, model_config, tokens, rule, phase):
     """Losses of the decoded tokens after the first, by `prefill` and `forward` of few tokens."""
     config = rule.make()
-    options = {"model_config": model_config, "config": config}
+    options = {"model_config": model_config, "policy": config}
     options |= {} if rule == DENSE else {"phase": phase}
     cache = sw.init_cache(model_config, config, batch=1, max_tokens=640)
     _, cache = sw.prefill(params, tokens[None, :488], cache, **options)

@@ -71,9 +71,9 @@ def test_logits_are_those_of_forward(call, family):
     tokens, lengths = tiny.prompts(50, 37)
     for config in (None, PAPER):
         expected = forward(
-            params, tokens, model_config=model_config, config=config, lengths=lengths
+            params, tokens, model_config=model_config, policy=config, lengths=lengths
         )
-        actual = call(params, model_config, tokens, config=config, lengths=lengths)
+        actual = call(params, model_config, tokens, policy=config, lengths=lengths)
         np.testing.assert_array_equal(actual, expected)
 
 
@@ -82,7 +82,7 @@ def test_logits_are_those_of_forward(call, family):
 def test_generate_through_the_module_equals_generate(call, sampling):
     params = tiny.params()
     tokens, lengths = tiny.prompts(60, 41)
-    options = {"config": PAPER, "max_new_tokens": 5, "lengths": lengths, "sampling": sampling}
+    options = {"policy": PAPER, "max_new_tokens": 5, "lengths": lengths, "sampling": sampling}
     expected = generate(params, tokens, model_config=tiny.MODEL, **options)
     actual = call(params, tiny.MODEL, tokens, method="generate", **options)
     chex.assert_trees_all_equal(actual, expected)
@@ -97,11 +97,11 @@ def test_prefill_and_decode_step_through_the_module(call):
     def cache():
         return init_cache(tiny.MODEL, PAPER, batch=1, max_tokens=64, dtype=jnp.float32)
 
-    options = {"model_config": tiny.MODEL, "config": PAPER}
+    options = {"model_config": tiny.MODEL, "policy": PAPER}
     expected, filled = prefill(params, tokens, cache(), **options)
     expected_next, _ = decode_step(params, token, filled, **options)
-    actual, filled = call(params, tiny.MODEL, tokens, cache(), method="prefill", config=PAPER)
-    actual_next, _ = call(params, tiny.MODEL, token, filled, method="decode_step", config=PAPER)
+    actual, filled = call(params, tiny.MODEL, tokens, cache(), method="prefill", policy=PAPER)
+    actual_next, _ = call(params, tiny.MODEL, token, filled, method="decode_step", policy=PAPER)
     np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(actual_next, expected_next)
 

@@ -154,8 +154,8 @@ def test_sparse_is_one_step_of_the_walk(layer):
         actual = make_attention_fn(SPARSE)(query, key, value, is_causal=is_causal, mask=mask)
         expected, _ = sketchwalk_attention(
             *(query, key, value),
-            init_walk(2, TOKENS, config=SPARSE),
-            config=SPARSE,
+            init_walk(2, TOKENS, policy=SPARSE),
+            policy=SPARSE,
             lengths=jnp.asarray(lengths, jnp.int32),
         )
         np.testing.assert_array_equal(actual, expected)
@@ -245,5 +245,5 @@ def test_policies_that_are_not_walks_are_refused():
         select = None
 
     for make in (make_attention_fn, WalkAttention):
-        with pytest.raises(NotImplementedError, match="config must be a SketchWalkConfig"):
+        with pytest.raises(NotImplementedError, match="policy must be a SketchWalkConfig"):
             make(Other())

@@ -105,8 +105,8 @@ LAYER = {"num_kv_heads": 1, "rotate": turned, "use_bias": True}
 def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache():
     x = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH))
     lengths = jnp.array([TOKENS, 50], jnp.int32)
-    layer = WalkSelfAttention(HEADS, WIDTH, config=FULL, rngs=nnx.Rngs(3), **LAYER)
-    linen = LinenWalkSelfAttention(HEADS, config=FULL, **LAYER)
+    layer = WalkSelfAttention(HEADS, WIDTH, policy=FULL, rngs=nnx.Rngs(3), **LAYER)
+    linen = LinenWalkSelfAttention(HEADS, policy=FULL, **LAYER)
     params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
     apply = jax.jit(functools.partial(linen.apply, params))
     out, walk = layer(x, lengths=lengths)
@@ -118,7 +118,7 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
     caches = [layer.init_cache(2, TOKENS)]
     caches.append(
         init_layer_cache(
-            2, TOKENS, num_heads=HEADS, num_kv_heads=1, head_dim=WIDTH // HEADS, config=FULL
+            2, TOKENS, num_heads=HEADS, num_kv_heads=1, head_dim=WIDTH // HEADS, policy=FULL
         )
     )
     for call, cache in zip((layer, apply), caches, strict=True):
@@ -130,7 +130,7 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
 
 
 def test_nn_layers_of_linen_differentiate_in_their_parameters():
-    layer = LinenWalkSelfAttention(HEADS, config=SPARSE)
+    layer = LinenWalkSelfAttention(HEADS, policy=SPARSE)
     x = jax.random.normal(jax.random.key(1), (1, TOKENS, WIDTH))
     params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x))
     grads = jax.jit(jax.grad(lambda params: jnp.sum(layer.apply(params, x)[0] ** 2)))(params)

@@ -78,10 +78,10 @@ def _scan(x, *, config):
 
     def sparse_step(carry, weights):
         x, walk = carry
-        out, walk = sketchwalk_attention(*project(weights, x), walk, config=config)
+        out, walk = sketchwalk_attention(*project(weights, x), walk, policy=config)
         return (x + merge(weights, out), walk), None
 
-    carry = (x, init_walk(*x.shape[:2], config=config))
+    carry = (x, init_walk(*x.shape[:2], policy=config))
     for is_dense, layers in itertools.groupby(range(LAYERS), config.is_dense):
         own = np.array([*layers])
         weights = jax.tree.map(lambda w, own=own: w[own], _weights())

@@ -234,11 +234,11 @@ def test_generation_is_sparse_in_prefill_and_dense_in_decode():
     tokens, lengths = tiny.prompts(400, 300)
     options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}
     config = by_name("flexprefill", block_size=SIZE, gamma=0.3, min_budget=16)
-    out = generate(tiny.params(), tokens, config=config, **options)
+    out = generate(tiny.params(), tokens, policy=config, **options)
     assert (np.asarray(out.measured_density.prefill) < 0.75).all()
     np.testing.assert_allclose(out.measured_density.decode, 1.0, **tolerance("density"))
-    full = generate(tiny.params(), tokens, config=dataclasses.replace(config, gamma=1.0), **options)
-    dense = generate(tiny.params(), tokens, config=Dense(block_size=SIZE), **options)
+    full = generate(tiny.params(), tokens, policy=dataclasses.replace(config, gamma=1.0), **options)
+    dense = generate(tiny.params(), tokens, policy=Dense(block_size=SIZE), **options)
     np.testing.assert_array_equal(full.tokens, dense.tokens)
     np.testing.assert_allclose(full.measured_density.prefill, 1.0, **tolerance("density"))
 

@@ -23,14 +23,14 @@ GOOD = {"query": (2, 40, 4, 32), "key": (2, 40, 2, 32), "value": (2, 40, 2, 32)}
 def test_arrays_that_do_not_fit_raise(change, message):
     arrays = [jnp.ones(shape) for shape in (GOOD | change).values()]
     with pytest.raises(ValueError, match=message):
-        sketchwalk_attention(*arrays, init_walk(2, 40, config=CONFIG), config=CONFIG)
+        sketchwalk_attention(*arrays, init_walk(2, 40, policy=CONFIG), policy=CONFIG)
 
 
 @pytest.mark.unchecked
 def test_lengths_and_walks_of_other_batches_raise():
     arrays = [jnp.ones(shape) for shape in GOOD.values()]
-    walk = init_walk(2, 40, config=CONFIG)
+    walk = init_walk(2, 40, policy=CONFIG)
     with pytest.raises(ValueError, match="lengths must have shape"):
-        sketchwalk_attention(*arrays, walk, config=CONFIG, lengths=jnp.array([40]))
+        sketchwalk_attention(*arrays, walk, policy=CONFIG, lengths=jnp.array([40]))
     with pytest.raises(ValueError, match="walk must have scores of shape"):
-        sketchwalk_attention(*arrays, init_walk(2, 80, config=CONFIG), config=CONFIG)
+        sketchwalk_attention(*arrays, init_walk(2, 80, policy=CONFIG), policy=CONFIG)

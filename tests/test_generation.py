@@ -26,7 +26,7 @@ def weights():
 
 def _step_by_step(weights, tokens, lengths, config, phase="both"):
     """Greedy tokens from `prefill` and `decode_step`, one token of each sequence at a time."""
-    options = {"model_config": MODEL, "config": config, "phase": phase}
+    options = {"model_config": MODEL, "policy": config, "phase": phase}
     cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
     logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
     found = []
@@ -48,7 +48,7 @@ def _step_by_step(weights, tokens, lengths, config, phase="both"):
 def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
     tokens, lengths = prompts(*LENGTHS)
     config = POLICIES[name]
-    out = generate(weights, tokens, lengths=lengths, config=config, phase=phase, **OPTIONS)
+    out = generate(weights, tokens, lengths=lengths, policy=config, phase=phase, **OPTIONS)
     wanted = _step_by_step(weights, tokens, lengths, config, phase)
     np.testing.assert_array_equal(out.tokens, wanted)
 
@@ -58,7 +58,7 @@ def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
 def test_batched_equals_single(weights, name, sampling):
     tokens, lengths = prompts(*LENGTHS)
     keys = jax.random.split(jax.random.key(3), len(LENGTHS))
-    options = {"config": POLICIES[name], "sampling": sampling, **OPTIONS}
+    options = {"policy": POLICIES[name], "sampling": sampling, **OPTIONS}
     batched = generate(weights, tokens, lengths=lengths, key=keys, **options)
     for row in range(len(LENGTHS)):
         one = slice(row, row + 1)
@@ -73,7 +73,7 @@ def test_batched_equals_single(weights, name, sampling):
 
 def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
     tokens, lengths = prompts(*LENGTHS)
-    options = {"config": POLICIES["paper"], "lengths": lengths, **OPTIONS}
+    options = {"policy": POLICIES["paper"], "lengths": lengths, **OPTIONS}
     free = np.asarray(generate(weights, tokens, **options).tokens)
     eos = int(free[0, 2])
     out = generate(weights, tokens, eos_token_ids=(63, eos), pad_token_id=5, **options)
@@ -88,7 +88,7 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
 @slow
 def test_ended_sequences_leave_no_trace_in_cache_or_density(weights):
     prompt, _ = prompts(50)
-    options = {"config": POLICIES["paper"], "model_config": MODEL, "max_tokens": 64}
+    options = {"policy": POLICIES["paper"], "model_config": MODEL, "max_tokens": 64}
     short = generate(weights, prompt, max_new_tokens=2, **options)
     eos = int(short.tokens[0, 1])
     stopped = generate(weights, prompt, max_new_tokens=8, eos_token_ids=(eos,), **options)
@@ -100,15 +100,15 @@ def test_ended_sequences_leave_no_trace_in_cache_or_density(weights):
 
 def test_a_conversation_continues_from_the_returned_cache(weights):
     config = POLICIES["paper"]
-    options = {"model_config": MODEL, "config": config}
+    options = {"model_config": MODEL, "policy": config}
     first, lengths = prompts(*LENGTHS)
     second, more = np.pad(prompts(9, 20, 1, seed=1)[0], ((0, 0), (0, 80))), np.array([9, 20, 1])
-    start = generate(weights, first, lengths=lengths, config=config, **OPTIONS)
+    start = generate(weights, first, lengths=lengths, policy=config, **OPTIONS)
     turn = generate(
         weights,
         second,
         lengths=more,
-        config=config,
+        policy=config,
         cache=start.cache,
         model_config=MODEL,
         max_new_tokens=NEW,
@@ -126,7 +126,7 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
 @pytest.mark.parametrize("name", ["paper", pytest.param("sum_of_heads", marks=slow)])
 def test_chunked_prefill_is_one_shot_prefill(weights, name):
     tokens, lengths = prompts(*LENGTHS)
-    options = {"model_config": MODEL, "config": POLICIES[name], "return_selection": True}
+    options = {"model_config": MODEL, "policy": POLICIES[name], "return_selection": True}
     results = []
     for chunk_size in (None, 32):
         cache = init_cache(MODEL, POLICIES[name], batch=3, max_tokens=CAPACITY)
@@ -164,7 +164,7 @@ def test_left_padded_prompts_give_what_right_padded_prompts_give(weights):
 def test_buckets_do_not_change_the_result(weights):
     tokens, lengths = prompts(*LENGTHS)
     run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW, max_tokens=CAPACITY)
-    exact = generate(weights, tokens, lengths=lengths, config=POLICIES["paper"], **OPTIONS)
+    exact = generate(weights, tokens, lengths=lengths, policy=POLICIES["paper"], **OPTIONS)
     chex.assert_trees_all_equal(run(weights, tokens, lengths=lengths).tokens, exact.tokens)
 
 
@@ -178,7 +178,7 @@ def test_a_prompt_may_fill_the_context_to_the_last_token(weights, name):
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 def test_a_stream_gives_what_generate_gives(weights, sampling):
     tokens, lengths = prompts(*LENGTHS)
-    options = {"config": POLICIES["paper"], "lengths": lengths, "sampling": sampling, **OPTIONS}
+    options = {"policy": POLICIES["paper"], "lengths": lengths, "sampling": sampling, **OPTIONS}
     whole = generate(weights, tokens, **options)
     run = stream(weights, tokens, every=2, **options)
     chunks = list(run)
@@ -192,7 +192,7 @@ def test_a_stream_gives_what_generate_gives(weights, sampling):
 @pytest.mark.parametrize("name", ["dense", pytest.param("paper", marks=slow)])
 def test_generate_runs_under_the_callers_jit(weights, name):
     tokens, lengths = prompts(*LENGTHS)
-    options = OPTIONS | {"config": POLICIES[name], "lengths": jnp.asarray(lengths)}
+    options = OPTIONS | {"policy": POLICIES[name], "lengths": jnp.asarray(lengths)}
     inside = jax.jit(lambda params, tokens: generate(params, tokens, **options).tokens)
     outside = generate(weights, tokens, **options).tokens
     chex.assert_trees_all_equal(inside(weights, tokens), outside)
@@ -202,8 +202,8 @@ def test_forward_gives_the_logits_that_prefill_gives(weights):
     tokens, lengths = prompts(*LENGTHS)
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=3, max_tokens=CAPACITY)
-    logits, _ = prefill(weights, tokens, cache, model_config=MODEL, config=config, lengths=lengths)
-    everywhere = forward(weights, tokens, model_config=MODEL, config=config, lengths=lengths)
+    logits, _ = prefill(weights, tokens, cache, model_config=MODEL, policy=config, lengths=lengths)
+    everywhere = forward(weights, tokens, model_config=MODEL, policy=config, lengths=lengths)
     last = everywhere[np.arange(3), lengths - 1]
     np.testing.assert_allclose(last, logits, **tolerance("logits"))
 
@@ -211,7 +211,7 @@ def test_forward_gives_the_logits_that_prefill_gives(weights):
 def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights):
     prompt, _ = prompts(100)
     config = POLICIES["dense"]
-    options = {"model_config": MODEL, "config": config}
+    options = {"model_config": MODEL, "policy": config}
     whole = forward(weights, prompt, model_config=MODEL)
     cache = init_cache(MODEL, config, batch=1, max_tokens=112)
     for piece in np.split(prompt, [25, 50, 75], axis=1):  # one shape, one program
@@ -222,7 +222,7 @@ def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights)
 def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
     prompt, _ = prompts(160)
     options = {"model_config": MODEL, "max_new_tokens": 1}
-    out = generate(weights, prompt, config=POLICIES["paper"], return_selection=True, **options)
+    out = generate(weights, prompt, policy=POLICIES["paper"], return_selection=True, **options)
     assert out.selection.ids.shape[:4] == (3, 1, 1, 10)
     ids, counts = np.asarray(out.selection.ids)[:, 0, 0], np.asarray(out.selection.counts)[:, 0, 0]
     for layer in range(3):
@@ -235,12 +235,12 @@ def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
 def test_density_counts_dense_layers_and_both_phases(weights):
     prompt, lengths = prompts(LENGTHS[0])
     options = {"lengths": lengths, **OPTIONS}
-    density = generate(weights, prompt, config=POLICIES["paper"], **options).measured_density
+    density = generate(weights, prompt, policy=POLICIES["paper"], **options).measured_density
     assert float(density.prefill[0]) == 1.0 and float(density.decode[0]) == 1.0
     assert (np.asarray(density.prefill[1:]) < 0.6).all()
     assert (np.asarray(density.decode[1:]) < 0.6).all()
     dense_decode = generate(
-        weights, prompt, config=POLICIES["paper"], phase="prefill", **options
+        weights, prompt, policy=POLICIES["paper"], phase="prefill", **options
     ).measured_density
     assert (np.asarray(dense_decode.decode) == 1.0).all()
     chex.assert_trees_all_equal(dense_decode.prefill, density.prefill)

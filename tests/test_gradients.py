@@ -328,7 +328,7 @@ def cotangents_of_a_layer(query, key, value):
     config = WithoutDerivative(block_size=16, density=0.5)
 
     def layer(*arrays):
-        out, walk = sketchwalk_attention(*arrays, config=config)
+        out, walk = sketchwalk_attention(*arrays, policy=config)
         return jnp.sum(jnp.sin(out)), jnp.sum(walk.scores)
 
     sums, back = jax.vjp(layer, query, key, value)

@@ -86,7 +86,7 @@ def direct(checkpoint, text, count, config, **options):
         tokens,
         lengths=lengths,
         model_config=model_config,
-        config=config,
+        policy=config,
         max_new_tokens=count,
         **options,
     )
@@ -161,7 +161,7 @@ def test_log_likelihoods_are_those_of_the_logits(harness, checkpoint, policy):
 
     def logits_of(text):
         tokens, lengths = padded(text)
-        options = {"lengths": lengths, "model_config": model_config, "config": lm.config}
+        options = {"lengths": lengths, "model_config": model_config, "policy": lm.config}
         return np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
 
     for (context, continuation), (logprob, is_best) in zip(pairs, found, strict=True):
@@ -329,9 +329,9 @@ def test_scores_are_those_of_the_logits(without_harness, checkpoint):
         tokens,
         lengths,
         [encoded(other).tolist() for _, other in pairs],
-        settings=Settings(model_config=model_config, config=config),
+        settings=Settings(model_config=model_config, policy=config),
     )
-    options = {"lengths": lengths, "model_config": model_config, "config": config}
+    options = {"lengths": lengths, "model_config": model_config, "policy": config}
     logits = np.asarray(forward(params, tokens, **options), np.float64)
     for row, (_, continuation) in enumerate(pairs):
         targets = encoded(continuation)

@@ -71,7 +71,7 @@ def run(config, lengths, kernels, bad=None):
     batch, tokens = len(lengths), BLOCKS * SIZE
     valid = jnp.arange(tokens, dtype=jnp.int32)[None, :] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    prompt = init_walk(batch, tokens, config=config)
+    prompt = init_walk(batch, tokens, policy=config)
     token = WalkState.zeros(batch, 1, BLOCKS)
     found = []
     for layer in range(2):
@@ -186,9 +186,9 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     options = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)
     Asked.seen = []
-    attend = functools.partial(sketchwalk_attention, config=config, **options)
-    jax.eval_shape(attend, x, x, x, init_walk(1, 32, config=config))
-    options |= {"model_config": tiny.MODEL, "config": config, "max_new_tokens": 1}
+    attend = functools.partial(sketchwalk_attention, policy=config, **options)
+    jax.eval_shape(attend, x, x, x, init_walk(1, 32, policy=config))
+    options |= {"model_config": tiny.MODEL, "policy": config, "max_new_tokens": 1}
     run = functools.partial(generate, **options)
     jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
     assert set(asked) == {(implementation, sizes)}

@@ -184,7 +184,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
     tokens, lengths = tiny.prompts(300, 170)
     model = dataclasses.replace(tiny.MODEL, head_dim=64)  # smaller ones are decoded on XLA
     params = tiny.params(jnp.bfloat16, model)
-    options = {"config": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
+    options = {"policy": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
 
     def run(params, tokens, implementation):
         out = generate(params, tokens, model_config=model, implementation=implementation, **options)

@@ -36,9 +36,9 @@ SHAPE = {
 def own_caches(config, batch):
     """A cache for the dense first layer, and those of the others, stacked."""
     make = functools.partial(init_layer_cache, batch, CAPACITY, **SHAPE)
-    one = make(config=config)
+    one = make(policy=config)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * (MODEL.num_layers - 1)), one)
-    return make(config=Dense(block_size=16)), stacked
+    return make(policy=Dense(block_size=16)), stacked
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -49,7 +49,7 @@ def own_model(params, tokens, lengths, caches, *, config):
     def dense(query, key, value, layer, state):
         cache, *others = state
         out, cache, _ = sketchwalk_cached_attention(
-            query, key, value, cache, config=Dense(block_size=16), lengths=lengths
+            query, key, value, cache, policy=Dense(block_size=16), lengths=lengths
         )
         return out, (cache, *others), None
 
@@ -57,7 +57,7 @@ def own_model(params, tokens, lengths, caches, *, config):
         first, stacked, walk = state
         cache = jax.tree.map(lambda x: x[layer - 1], stacked)
         out, cache, walk, selection = sketchwalk_cached_attention(
-            query, key, value, cache, walk, config=config, lengths=lengths, return_selection=True
+            query, key, value, cache, walk, policy=config, lengths=lengths, return_selection=True
         )
         stacked = jax.tree.map(lambda x, new: x.at[layer - 1].set(new), stacked, cache)
         return out, (first, stacked, walk), selection
@@ -81,7 +81,7 @@ def test_layers_with_their_own_caches_are_the_model(name):
     config, params = CONFIGS[name], tiny.params()
     tokens, lengths = tiny.prompts(90, 55)
     cache = init_cache(MODEL, config, batch=2, max_tokens=CAPACITY)
-    where = {"model_config": MODEL, "config": config, "return_selection": True}
+    where = {"model_config": MODEL, "policy": config, "return_selection": True}
     caches = own_caches(config, 2)
     wanted, cache, lists = prefill(params, tokens, cache, lengths=lengths, **where)
     lengths = jnp.asarray(lengths)
@@ -115,11 +115,11 @@ def test_a_sequence_that_has_ended_stays_as_it_is():
     config = CONFIGS["paper"]
     query = jax.random.normal(jax.random.key(0), (2, 1, 4, 16))
     key = query[:, :, :2]
-    cache = init_layer_cache(2, 32, config=config, **SHAPE)
-    _, cache, _ = sketchwalk_cached_attention(query, key, key, cache, config=config)
+    cache = init_layer_cache(2, 32, policy=config, **SHAPE)
+    _, cache, _ = sketchwalk_cached_attention(query, key, key, cache, policy=config)
     before = jax.tree.map(np.asarray, cache)
     out, cache, _ = sketchwalk_cached_attention(
-        query, key, key, cache, config=config, lengths=jnp.array([1, 0], jnp.int32)
+        query, key, key, cache, policy=config, lengths=jnp.array([1, 0], jnp.int32)
     )
     assert cache.lengths.tolist() == [2, 1] and np.isfinite(out[0]).all()
     for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(before), strict=True):
@@ -132,25 +132,25 @@ def test_what_does_not_fit_is_said():
     query = jnp.ones((2, 40, 4, 16))
     key = query[:, :, :2]
     call = functools.partial(sketchwalk_cached_attention, query, key, key)
-    cache = init_layer_cache(2, 32, config=config, **SHAPE)
+    cache = init_layer_cache(2, 32, policy=config, **SHAPE)
     with pytest.raises(ValueError, match="cache must have room for 40 tokens, got one of 32"):
-        call(cache, config=config)
-    with pytest.raises(ValueError, match="cache must be from init_layer_cache with this config"):
-        call(cache, config=CONFIGS["recommended"])
+        call(cache, policy=config)
+    with pytest.raises(ValueError, match="cache must be from init_layer_cache with this policy"):
+        call(cache, policy=CONFIGS["recommended"])
     with pytest.raises(ValueError, match="cache must hold keys like key's"):
-        call(init_layer_cache(1, 48, config=config, **SHAPE), config=config)
+        call(init_layer_cache(1, 48, policy=config, **SHAPE), policy=config)
     with pytest.raises(ValueError, match="cache must be a LayerCache"):
-        call(None, config=config)
-    with pytest.raises(ValueError, match="config must be a policy"):
-        call(cache, config="paper")
+        call(None, policy=config)
+    with pytest.raises(ValueError, match="policy must be a policy"):
+        call(cache, policy="paper")
     with pytest.raises(ValueError, match="head_dim must be a positive integer"):
-        init_layer_cache(2, 32, config=config, **(SHAPE | {"head_dim": 0}))
+        init_layer_cache(2, 32, policy=config, **(SHAPE | {"head_dim": 0}))
 
 
 def test_a_walk_is_started_where_none_is_given():
     config = SketchWalkConfig.recommended(block_size=16, density=0.5)
     x = jax.random.normal(jax.random.key(0), (1, 80, 2, 16))
-    cache = init_layer_cache(1, 80, num_heads=2, num_kv_heads=2, head_dim=16, config=config)
-    out, cache, _ = sketchwalk_cached_attention(x, x, x, cache, config=config)
-    wanted, _ = sketchwalk_attention(x, x, x, config=config)
+    cache = init_layer_cache(1, 80, num_heads=2, num_kv_heads=2, head_dim=16, policy=config)
+    out, cache, _ = sketchwalk_cached_attention(x, x, x, cache, policy=config)
+    wanted, _ = sketchwalk_attention(x, x, x, policy=config)
     np.testing.assert_allclose(out, wanted, **tolerance("attention"))

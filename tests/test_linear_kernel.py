@@ -119,7 +119,7 @@ def test_a_model_decodes_with_it_as_without(is_tied):
     found = []
     for implementation, kernel_config in (("mosaic_gpu", kernels), ("xla", None)):
         cache = init_cache(model, config, batch=2, max_tokens=192)
-        options = {"model_config": model, "config": config}
+        options = {"model_config": model, "policy": config}
         _, cache = prefill(params, tokens, cache, implementation="xla", **options)
         options |= {"implementation": implementation, "kernel_config": kernel_config}
         logits, _ = decode_step(params, tokens[:, 0], cache, **options)

@@ -103,7 +103,7 @@ def _one_by_one(weights, some, prompts, rule, phase):
     if is_within:
         lengths = np.array([one.question_start for one in some], np.int32)
     config = rule.make()
-    options = {"model_config": MODEL, "config": config, "phase": phase}
+    options = {"model_config": MODEL, "policy": config, "phase": phase}
     cache = sw.init_cache(MODEL, config, batch=len(some), max_tokens=LENGTH)
     logits, cache = sw.prefill(weights, tokens, cache, lengths=lengths, **options)
     pairs, found, rows = np.asarray(cache.density.prefill_pairs), [], np.arange(len(some))
@@ -139,7 +139,7 @@ def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers
     tokens, lengths = _padded(some)
     _, scored, prompts = _run(programs, weights, some, answers)
     for (rule, phase), following in scored.items():
-        options = {"config": rule.make(), "phase": phase, "max_new_tokens": 16}
+        options = {"policy": rule.make(), "phase": phase, "max_new_tokens": 16}
         made = sw.generate(weights, tokens, lengths=lengths, model_config=MODEL, **options)
         for row in range(3):
             count = prompts.num_steps[row] + 1
@@ -158,7 +158,7 @@ def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights,
         for one in wanted:
             phase = "both" if one == DENSE else "prefill"
             logits = sw.forward(
-                weights, tokens, lengths=lengths, model_config=MODEL, config=one.make()
+                weights, tokens, lengths=lengths, model_config=MODEL, policy=one.make()
             )
             for row, sample in enumerate(some):
                 size = len(sample.answer)

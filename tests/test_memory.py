@@ -178,7 +178,7 @@ def assert_cache_is_updated_in_place(compiled, cache, *, limit: int) -> None:
 )
 def test_decode_step_copies_no_cache(name, phase):
     config = CONFIGS[name]
-    step = functools.partial(decode_step, model_config=MODEL, config=config, phase=phase)
+    step = functools.partial(decode_step, model_config=MODEL, policy=config, phase=phase)
     compiled, cache = compile_with_cache(step, config, abstract((1,)))
     assert_nothing_quadratic(compiled)
     assert_no_float32_keys(compiled)
@@ -192,7 +192,7 @@ def test_decode_step_copies_no_cache_that_one_step_reads(name, batch):
     capacity = 4096
     kernel_config = KernelConfig(dense_decode_keys=capacity)
     step = functools.partial(
-        decode_step, model_config=MODEL, config=config, kernel_config=kernel_config
+        decode_step, model_config=MODEL, policy=config, kernel_config=kernel_config
     )
     compiled, cache = compile_with_cache(step, config, abstract((batch,)), capacity=capacity)
     assert_cache_is_updated_in_place(compiled, cache, limit=num_bytes(cache.key))
@@ -201,7 +201,7 @@ def test_decode_step_copies_no_cache_that_one_step_reads(name, batch):
 @pytest.mark.parametrize("name", slow_unless(("paper", "dense").__contains__, CONFIGS))
 def test_chunked_prefill_copies_no_cache(name):
     config = CONFIGS[name]
-    read = functools.partial(prefill, model_config=MODEL, config=config, chunk_size=2048)
+    read = functools.partial(prefill, model_config=MODEL, policy=config, chunk_size=2048)
     compiled, cache = compile_with_cache(read, config, abstract((1, NUM_TOKENS // 2)))
     assert_nothing_quadratic(compiled)
     assert_no_float32_keys(compiled)
@@ -210,7 +210,7 @@ def test_chunked_prefill_copies_no_cache(name):
 
 def test_whole_prefill_copies_no_cache():
     config = CONFIGS["paper"]
-    read = functools.partial(prefill, model_config=MODEL, config=config)
+    read = functools.partial(prefill, model_config=MODEL, policy=config)
     compiled, cache = compile_with_cache(read, config, abstract((1, NUM_TOKENS)))
     assert_nothing_quadratic(compiled)
     # Queries and outputs of one layer, by token and by head; a cache on top would not fit.
@@ -222,7 +222,7 @@ def test_generation_from_a_cache_copies_no_cache():
 
     def continue_generation(params, tokens, cache):
         return generate(
-            params, tokens, cache=cache, model_config=MODEL, config=config, max_new_tokens=8
+            params, tokens, cache=cache, model_config=MODEL, policy=config, max_new_tokens=8
         )
 
     compiled, cache = compile_with_cache(continue_generation, config, abstract((1, SIZE)))

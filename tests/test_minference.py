@@ -214,8 +214,8 @@ def test_one_layer_as_a_function():
     config = SPARSE
     query, key = head_lists.stack([head_lists.draw(n, seed=n) for n in (300, 200)], 300)
     lengths = jnp.array([300, 200], jnp.int32)
-    walk = init_walk(2, 300, config=config)
-    out, after = sketchwalk_attention(query, key, key, walk, config=config, lengths=lengths)
+    walk = init_walk(2, 300, policy=config)
+    out, after = sketchwalk_attention(query, key, key, walk, policy=config, lengths=lengths)
     mask = config.token_mask(query, key, lengths=lengths)
     padded = jnp.pad(mask, ((0, 0), (0, 0), (0, 4), (0, 4)))
     blocks = padded.reshape(2, HEADS[0], 19, SIZE, 19, SIZE).any((3, 5))
@@ -231,14 +231,14 @@ def test_generation_is_sparse_in_prefill_and_dense_in_decode():
     tokens, lengths = tiny.prompts(400, 300)
     options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}
     config = by_name("minference", block_size=SIZE, scale=0.0)
-    out = generate(tiny.params(), tokens, config=config, **options)
+    out = generate(tiny.params(), tokens, policy=config, **options)
     density = out.measured_density
     assert (np.asarray(density.prefill) < 0.75).all()
     np.testing.assert_allclose(density.decode, 1.0, **tolerance("density"))
     full = generate(
-        tiny.params(), tokens, config=dataclasses.replace(config, scale=64.0), **options
+        tiny.params(), tokens, policy=dataclasses.replace(config, scale=64.0), **options
     )
-    dense = generate(tiny.params(), tokens, config=Dense(block_size=SIZE), **options)
+    dense = generate(tiny.params(), tokens, policy=Dense(block_size=SIZE), **options)
     np.testing.assert_array_equal(full.tokens, dense.tokens)
     np.testing.assert_allclose(full.measured_density.prefill, 1.0, **tolerance("density"))
     assert full.cache.statistics is None

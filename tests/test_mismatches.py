@@ -35,7 +35,7 @@ pytestmark = pytest.mark.unchecked  # as a user's call
 
 PAPER = POLICIES["paper"]
 TOKENS, LENGTHS = tiny.prompts(40, 20)
-OPTIONS = {"model_config": MODEL, "config": PAPER}
+OPTIONS = {"model_config": MODEL, "policy": PAPER}
 
 
 @pytest.fixture(scope="module")
@@ -154,16 +154,16 @@ def test_caches_of_thresholds_and_without_statistics(weights):
     adamas, shifted = (AdamasConfig(block_size=16, thresholds=(-x, 0.0, x)) for x in (1.0, 2.0))
     options = {"model_config": MODEL, "max_new_tokens": 1}
     with pytest.raises(ValueError, match="thresholds"):
-        generate(weights, TOKENS, config=adamas, cache=made(shifted), **options)
+        generate(weights, TOKENS, policy=adamas, cache=made(shifted), **options)
     # A cache with statistics would miss the dense call's tokens.
     with pytest.raises(ValueError, match="Dense with no statistics, got one with statistics of"):
-        generate(weights, TOKENS, config=Dense(block_size=16), cache=made(), **options)
+        generate(weights, TOKENS, policy=Dense(block_size=16), cache=made(), **options)
 
 
 def test_a_cache_goes_on_with_another_density(weights):
     _, cache = prefill(weights, TOKENS, made(), **OPTIONS)
     config = other(density=0.9)
-    logits, _ = decode_step(weights, TOKENS[:, 0], cache, model_config=MODEL, config=config)
+    logits, _ = decode_step(weights, TOKENS[:, 0], cache, model_config=MODEL, policy=config)
     assert np.isfinite(logits).all()
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_in_another_dtype_says_how_to_make_its_cache(tmp_path):
     config, tokens = SketchWalkConfig.paper(block_size=16), np.ones((1, 20), np.int32)
     cache = init_cache(model_config, config, batch=1, max_tokens=32)
     with pytest.raises(ValueError, match=r"init_cache\(..., dtype='float32'\)"):
-        prefill(params, tokens, cache, model_config=model_config, config=config)
+        prefill(params, tokens, cache, model_config=model_config, policy=config)
 
 
 @pytest.mark.parametrize("token", [-1, MODEL.vocab_size, 2**31 - 1])
@@ -255,9 +255,9 @@ def test_a_traced_density_is_refused():
 def test_lengths_of_one_layer(lengths, message):
     x = jnp.ones((1, 64, 4, 16))
     config = SketchWalkConfig.paper(block_size=16)
-    walk = init_walk(1, 64, config=config)
+    walk = init_walk(1, 64, policy=config)
     with pytest.raises(ValueError, match=message):
-        sketchwalk_attention(x, x, x, walk, config=config, lengths=lengths)
+        sketchwalk_attention(x, x, x, walk, policy=config, lengths=lengths)
 
 
 @pytest.mark.parametrize("dtype", ["int7", "int32", "float64", object()])

@@ -43,7 +43,7 @@ def test_the_example_loads_and_generates(family, repository, tmp_path):
     exec(guides.block(repository / "models" / "README.md", "example-use"), scope)
     params, model_config = sw.load(tmp_path / "llama")
     expected = sw.generate(
-        params, TOKENS, model_config=model_config, config=sw.Dense(), max_new_tokens=8
+        params, TOKENS, model_config=model_config, policy=sw.Dense(), max_new_tokens=8
     )
     assert scope["model_config"].model_type == "mistral"
     np.testing.assert_array_equal(scope["generation"].tokens, expected.tokens)

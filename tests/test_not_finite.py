@@ -231,7 +231,7 @@ def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name
     tokens = np.where(tokens == 62, 61, tokens)
     spoiled_tokens = tokens.copy()
     spoiled_tokens[0, BAD] = 62
-    options = {"model_config": tiny.MODEL, "config": MODELS[name], "lengths": lengths}
+    options = {"model_config": tiny.MODEL, "policy": MODELS[name], "lengths": lengths}
     plain, other = (
         forward(weights, x, implementation="xla", **options) for x in (tokens, spoiled_tokens)
     )

@@ -35,11 +35,11 @@ def assert_equals_transformers(directory: Path) -> None:
     assert factor == pytest.approx(float(expected["attention_factor"]), rel=1e-12)
 
     tokens = jnp.asarray(expected["tokens"])
-    logits = forward(params, tokens, model_config=config, config=Dense())
+    logits = forward(params, tokens, model_config=config, policy=Dense())
     np.testing.assert_allclose(logits, expected["logits"], **tolerance("logits"))
     num_new = expected["greedy"].shape[1]
     generation = generate(
-        params, tokens, model_config=config, config=Dense(), max_new_tokens=num_new
+        params, tokens, model_config=config, policy=Dense(), max_new_tokens=num_new
     )
     np.testing.assert_array_equal(generation.tokens, expected["greedy"])
 
@@ -49,7 +49,7 @@ def assert_as_exact_as_transformers(directory: Path, dtype: str) -> None:
     expected = np.load(directory / "expected.npz")
     params, config = load(directory, dtype=dtype)
     tokens = jnp.asarray(expected["tokens"])
-    logits = forward(params, tokens, model_config=config, config=Dense())
+    logits = forward(params, tokens, model_config=config, policy=Dense())
     assert logits.dtype == jnp.float32
     error, reference_error = (
         float(np.sqrt(np.mean(np.square(value - expected["exact_logits"]))))
@@ -82,7 +82,7 @@ def reference_run(
     directory = tmp_path_factory.mktemp("parity")
     job: dict[str, Any] = {
         "cases": [draw_case(name, parity_seed) for name in NAMES],
-        "rope": [{"name": name, "config": config} for name, config in ROPE_CASES.items()],
+        "rope": [{"name": name, "policy": config} for name, config in ROPE_CASES.items()],
     }
     path = directory / "job.json"
     path.write_text(json.dumps(job))

@@ -315,14 +315,14 @@ def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
     plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     model = dataclasses.replace(tiny.MODEL, plan=plan)
     recommended = SketchWalkConfig.recommended(plan=plan)
-    assert make_generate(tiny.MODEL, max_new_tokens=3).config == SketchWalkConfig.recommended()
-    assert make_generate(model, max_new_tokens=3).config == recommended
+    assert make_generate(tiny.MODEL, max_new_tokens=3).policy == SketchWalkConfig.recommended()
+    assert make_generate(model, max_new_tokens=3).policy == recommended
     paper = tiny.POLICIES["paper"]
-    assert make_generate(model, paper, max_new_tokens=3).config == paper
+    assert make_generate(model, paper, max_new_tokens=3).policy == paper
     call = {"model_config": model, "max_new_tokens": 3}
     params, tokens = tiny.params(), tiny.prompts(300)[0]
     found = generate(params, tokens, **call)
-    chex.assert_trees_all_equal(found, generate(params, tokens, config=recommended, **call))
+    chex.assert_trees_all_equal(found, generate(params, tokens, policy=recommended, **call))
     *_, last = stream(params, tokens, **call)
     chex.assert_trees_all_equal(last.measured_density, jax.device_get(found.measured_density))
 

@@ -28,7 +28,7 @@ def plan() -> Plan:
         tiny.params(model=MODEL),
         prompts,
         model_config=MODEL,
-        config=SMALL,
+        policy=SMALL,
         fingerprint="a" * 64,
         after=lambda: calls.append(1),
     )
@@ -55,7 +55,7 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
     policy = dataclasses.replace(SMALL, density=density, plan=plan)
     tokens = tiny.prompts(4096)[0]
     call = {"model_config": dataclasses.replace(MODEL, plan=plan), "max_new_tokens": 2}
-    found = generate(tiny.params(model=MODEL), tokens, config=policy, **call).measured_density
+    found = generate(tiny.params(model=MODEL), tokens, policy=policy, **call).measured_density
     by_layer = np.asarray(found.prefill)
     assert by_layer.mean() == pytest.approx(density, abs=0.01)
     assert by_layer == pytest.approx(policy.layer_densities, abs=0.03)
@@ -75,7 +75,7 @@ def test_a_density_is_fitted_with_the_plan():
 
 @pytest.mark.unchecked
 def test_prompts_that_tell_nothing_are_refused():
-    call = {"model_config": MODEL, "config": SMALL}
+    call = {"model_config": MODEL, "policy": SMALL}
     with pytest.raises(ValueError, match="prompts must hold at least one prompt"):
         make_plan(tiny.params(model=MODEL), [], **call)
     with pytest.raises(ValueError, match="must have at least 160 tokens, got one of 159"):

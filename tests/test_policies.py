@@ -250,7 +250,7 @@ def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
         tiny.params(),
         tokens,
         lengths=lengths,
-        config=config,
+        policy=config,
         model_config=tiny.MODEL,
         max_new_tokens=8,
     )
@@ -274,7 +274,7 @@ def generated(config, chunk_size=None):
         tiny.params(),
         tokens,
         lengths=lengths,
-        config=config,
+        policy=config,
         model_config=tiny.MODEL,
         max_new_tokens=6,
         chunk_size=chunk_size,
@@ -302,8 +302,8 @@ def test_generation_at_full_density_equals_dense(name):
 def test_one_layer_at_full_density_equals_dense(name):
     config = named(name, block_size=SIZE, density=1.0)
     query, key = (jnp.asarray(x[0]) for x in draw(CAPACITY, CAPACITY)[1:])
-    walk = init_walk(2, CAPACITY, config=config)
-    out, _ = sketchwalk_attention(query, key, key, walk, config=config)
+    walk = init_walk(2, CAPACITY, policy=config)
+    out, _ = sketchwalk_attention(query, key, key, walk, policy=config)
     np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
 
 

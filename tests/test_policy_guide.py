@@ -88,5 +88,5 @@ def test_the_example_generates(policy, page):
     assert density[0] == 1.0 and np.all((density[1:] > 0.35) & (density[1:] < 0.6))
     options |= {"lengths": lengths, "max_new_tokens": 8}
     everything = policy(density=1.0, block_size=SIZE, dense_layers=1)
-    dense = sw.generate(**options, config=sw.Dense(block_size=SIZE))
-    assert np.array_equal(sw.generate(**options, config=everything).tokens, dense.tokens)
+    dense = sw.generate(**options, policy=sw.Dense(block_size=SIZE))
+    assert np.array_equal(sw.generate(**options, policy=everything).tokens, dense.tokens)

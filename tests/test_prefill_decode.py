@@ -90,7 +90,7 @@ def run_prefill(config, tokens, lengths, cache=None, **options):
         jnp.asarray(tokens, jnp.int32),
         cache,
         model_config=MODEL,
-        config=config,
+        policy=config,
         lengths=jnp.asarray(lengths, jnp.int32),
         return_selection=True,
         return_all_logits=True,
@@ -104,7 +104,7 @@ def run_decode(config, tokens, cache, **options):
         jnp.asarray(tokens, jnp.int32),
         cache,
         model_config=MODEL,
-        config=config,
+        policy=config,
         return_selection=True,
         **options,
     )
@@ -250,9 +250,9 @@ def test_full_density_equals_dense_in_both_phases(make, dense_layers):
     lengths = jnp.array([1, 63, 64, 65, 129], jnp.int32)
     tokens = jnp.stack([draw_tokens(seed, 140) for seed in range(5)])
     params = init_params(jax.random.key(1), model)
-    wanted = forward(params, tokens, model_config=model, config=Dense())
+    wanted = forward(params, tokens, model_config=model, policy=Dense())
     cache = init_cache(model, config, batch=5, max_tokens=140)
-    options = {"model_config": model, "config": config}
+    options = {"model_config": model, "policy": config}
     logits, cache = prefill(params, tokens, cache, lengths=lengths, **options)
     np.testing.assert_allclose(logits, wanted[jnp.arange(5), lengths - 1], **tolerance("logits"))
     for step in range(3):
@@ -267,5 +267,5 @@ def test_half_precision_stays_finite(dtype):
     config = PRESETS["damped"]
     params = jax.tree.map(lambda x: x.astype(dtype), parameters())
     tokens = jnp.asarray(draw_tokens(3, 80))[None]
-    logits = forward(params, tokens, model_config=MODEL, config=config)
+    logits = forward(params, tokens, model_config=MODEL, policy=config)
     assert logits.dtype == jnp.float32 and np.isfinite(logits).all()

@@ -45,7 +45,7 @@ def run(weights):
     """Logits of every token, and a generation with its lists."""
 
     def run(name, tokens, lengths=LENGTHS, rows=None, **options):
-        common = {"config": CONFIGS[name], "lengths": np.asarray(lengths, np.int32)} | options
+        common = {"policy": CONFIGS[name], "lengths": np.asarray(lengths, np.int32)} | options
         room = {"max_tokens": common.pop("max_tokens", CAPACITY)}
         logits = forward(weights, tokens, model_config=MODEL, **common)
         out = generate(weights, tokens, return_selection=True, **OPTIONS | room, **common)
@@ -96,7 +96,7 @@ def test_what_neighbours_hold_changes_no_bit(run, name, weights):
     tokens = np.where(tokens == 62, 61, tokens)
     weights = jax.tree.map(lambda x: x, weights)
     weights["embed"]["embedding"] = weights["embed"]["embedding"].at[62].set(jnp.nan)
-    options = {"config": CONFIGS[name], "model_config": MODEL, "lengths": lengths}
+    options = {"policy": CONFIGS[name], "model_config": MODEL, "lengths": lengths}
     plain = forward(weights, tokens, **options)
     tokens = tokens.copy()
     tokens[0, 3] = 62
@@ -124,7 +124,7 @@ def test_widths_and_batches_change_no_more_than_the_tolerance(run, name):
 
 def test_dense_steps_change_no_more_than_the_tolerance(weights):
     tokens = prompts(LENGTHS[0])[0]
-    options = {"model_config": MODEL, "config": CONFIGS["dense"]}
+    options = {"model_config": MODEL, "policy": CONFIGS["dense"]}
     whole = forward(weights, tokens, **options)
     cache = init_cache(MODEL, CONFIGS["dense"], batch=1, max_tokens=CAPACITY)
     last, cache = prefill(weights, tokens[:, :80], cache, **options)
@@ -160,7 +160,7 @@ for row, length in enumerate(lengths):
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8)], ids=["greedy", "sampled"])
 def test_two_threads_get_what_one_gets(weights, sampling):
     tokens, lengths = prompts(*LENGTHS)
-    options = OPTIONS | {"config": CONFIGS["paper"], "lengths": lengths, "sampling": sampling}
+    options = OPTIONS | {"policy": CONFIGS["paper"], "lengths": lengths, "sampling": sampling}
     texts = [tokens, tokens[::-1].copy() % 60]
     expected = [np.asarray(generate(weights, x, **options).tokens) for x in texts]
     found, start = {}, threading.Barrier(4)
@@ -224,7 +224,7 @@ def rows(length, used=0):
 def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chunk_size):
     config, tokens = CONFIGS["paper"], prompts(40, 20)[0]
     lengths = np.array([40, 20], np.int32)
-    options = {"model_config": MODEL, "config": config}
+    options = {"model_config": MODEL, "policy": config}
     cache = init_cache(MODEL, config, batch=2, max_tokens=CAPACITY)
     if used:
         _, cache = prefill(weights, prompts(used, used)[0], cache, **options)
@@ -246,7 +246,7 @@ def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chu
 
 @pytest.mark.parametrize("function", ["generate", "stream", "jit"])
 def test_generation_returns_the_rows_of_the_prompt(weights, function):
-    options = OPTIONS | {"config": CONFIGS["paper"], "return_selection": True}
+    options = OPTIONS | {"policy": CONFIGS["paper"], "return_selection": True}
     tokens, lengths = prompts(40, 20)[0], np.array([25, 20], np.int32)
     run = {
         "generate": lambda: generate(weights, tokens, lengths=lengths, **options).selection,

@@ -234,7 +234,7 @@ def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
     out = generate(
         tiny.params(),
         tokens,
-        config=config,
+        policy=config,
         model_config=tiny.MODEL,
         max_new_tokens=new,
         phase=phase,

@@ -444,7 +444,7 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
 
     @functools.partial(jax.jit, static_argnames="kernels")
     def observe_second(statistics, *, kernels):
-        where = {"index": jnp.asarray(1, jnp.int32), "span": span, "config": policy}
+        where = {"index": jnp.asarray(1, jnp.int32), "span": span, "policy": policy}
         one, stacked = observe_layer(statistics, own, own, **where, kernels=kernels)
         return one.take() if isinstance(one, LayerCodes) else one, stacked
 

@@ -32,7 +32,7 @@ def test_decode_steps_share_one_program(monkeypatch, weights):
     cache = init_cache(MODEL, config, batch=2, max_tokens=64)
     for token in range(40):  # across block boundaries
         tokens = np.full(2, token, np.int32)
-        _, cache = inference.decode_step(weights, tokens, cache, model_config=MODEL, config=config)
+        _, cache = inference.decode_step(weights, tokens, cache, model_config=MODEL, policy=config)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_prompts_of_one_bucket_and_all_sampling_settings_share_their_programs(at
 def test_numbers_of_tokens_of_one_room_and_streams_share_their_programs(at_most, weights):
     at_most(1, 1)
     prompt, _ = prompts(40)
-    options = {"model_config": MODEL, "config": POLICIES["paper"]}
+    options = {"model_config": MODEL, "policy": POLICIES["paper"]}
     for max_new_tokens in (1, 7, 12):
         out = generation.generate(weights, prompt, max_new_tokens=max_new_tokens, **options)
         assert out.tokens.shape == (1, max_new_tokens)
@@ -79,7 +79,7 @@ def test_numbers_of_tokens_of_one_room_and_streams_share_their_programs(at_most,
 def test_a_given_capacity_reads_prompts_with_one_program(at_most, weights):
     at_most(2, 2)
     prompt, _ = prompts(40)
-    options = {"model_config": MODEL, "config": POLICIES["dense"], "max_tokens": 400}
+    options = {"model_config": MODEL, "policy": POLICIES["dense"], "max_tokens": 400}
     for max_new_tokens in (2, 300):  # two rooms
         generation.generate(weights, prompt, max_new_tokens=max_new_tokens, **options)
     options |= {"return_selection": True, "chunk_size": 32}  # what concerns prompts alone
@@ -133,7 +133,7 @@ def _attend(name, num_tokens, seed):
     config = sw.SketchWalkConfig.recommended(block_size=size, density=0.5)
     scores = jnp.asarray(np.zeros((2, rows, rows), np.float32))
     walk = sw.WalkState(scores, jnp.asarray(np.int32(0)))
-    return sw.sketchwalk_attention(query, key, value, walk, config=config)
+    return sw.sketchwalk_attention(query, key, value, walk, policy=config)
 
 
 @pytest.mark.parametrize(

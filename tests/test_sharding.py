@@ -45,25 +45,25 @@ def spec(*names):
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(axes, message):
     with pytest.raises(ValueError, match=message):
-        sharding.plan(mesh(**axes), MESH_MODEL)
+        sharding.place(mesh(**axes), MESH_MODEL)
 
 
 def test_other_refusals():
     with pytest.raises(ValueError, match="axes of type Auto"):
-        sharding.plan(mesh(AxisType.Explicit, data=2), MESH_MODEL)
-    where = sharding.plan(mesh(sequence=2), MESH_MODEL)
+        sharding.place(mesh(AxisType.Explicit, data=2), MESH_MODEL)
+    where = sharding.place(mesh(sequence=2), MESH_MODEL)
     sizes = {"batch": 1, "max_tokens": 64, "sharding": where}
     with pytest.raises(NotImplementedError, match="must be 1 for OracleConfig, .* got 2; put its"):
         init_cache(MESH_MODEL, POLICIES["oracle"], **sizes)
     with pytest.raises(NotImplementedError, match="must be 1 for MInferenceConfig"):
-        Settings(model_config=MESH_MODEL, config=POLICIES["minference"], placement=where)
-    where = sharding.plan(mesh(data=4), MESH_MODEL)
+        Settings(model_config=MESH_MODEL, policy=POLICIES["minference"], placement=where)
+    where = sharding.place(mesh(data=4), MESH_MODEL)
     with pytest.raises(ValueError, match="3 sequences for 4 ranks; pad the batch to 4"):
         init_cache(MESH_MODEL, POLICIES["paper"], batch=3, max_tokens=64, sharding=where)
 
 
 def test_every_rank_has_its_share_of_the_parameters():
-    where = sharding.plan(mesh(data=2, sequence=1, tensor=4), MESH_MODEL)
+    where = sharding.place(mesh(data=2, sequence=1, tensor=4), MESH_MODEL)
     shapes, found = (flatten_params(x) for x in (param_shapes(MESH_MODEL), where.params))
     assert found.keys() == shapes.keys() and where.notes == ()
     for path, shape in shapes.items():
@@ -82,7 +82,7 @@ def test_every_rank_has_its_share_of_the_parameters():
 
 def test_fewer_key_heads_than_ranks_are_replicated_with_a_note():
     model = dataclasses.replace(MESH_MODEL, num_kv_heads=2, vocab_size=63)
-    where = sharding.plan(mesh(tensor=8), model)
+    where = sharding.place(mesh(tensor=8), model)
     assert where.num_kv_heads == 8
     assert where.params["layers"]["key"]["kernel"].spec == spec()
     assert where.params["embed"]["embedding"].spec == spec()
@@ -97,7 +97,7 @@ def test_fewer_key_heads_than_ranks_are_replicated_with_a_note():
 
 
 def test_statistics_are_spread_where_ranks_select_by_their_own_heads():
-    where = sharding.plan(mesh(data=2, tensor=2), MESH_MODEL)
+    where = sharding.place(mesh(data=2, tensor=2), MESH_MODEL)
     found = {name: where.statistics(policy) for name, policy in POLICIES.items()}
     assert found["paper"].key.spec == found["released"].key.spec == spec(None, "data")
     codes = found["recommended"]
@@ -111,7 +111,7 @@ def test_statistics_are_spread_where_ranks_select_by_their_own_heads():
 
 
 def test_the_cache_is_spread_over_the_blocks_of_a_sequence():
-    where = sharding.plan(mesh(data=2, sequence=4, tensor=2), MESH_MODEL)
+    where = sharding.place(mesh(data=2, sequence=4, tensor=2), MESH_MODEL)
     assert where.notes == () and where.blocks == Blocks("sequence", 4)
     recommended = where.cache(POLICIES["recommended"])
     assert recommended["key"].spec == spec(None, "data", "sequence", "tensor")
@@ -341,7 +341,7 @@ def test_two_processes_generate_the_tokens_of_one(
     assert [process.returncode for process in processes] == [0, 0], said
     params, config = load(tmp_path)
     tokens, lengths = prompts(100, 37, 64, 80)
-    call = {"model_config": config, "config": POLICIES["paper"], "lengths": lengths}
+    call = {"model_config": config, "policy": POLICIES["paper"], "lengths": lengths}
     expected = generate(params, tokens, **call, max_new_tokens=8, max_tokens=128).tokens
     for out, _ in said:
         assert out.strip().splitlines()[-1] == str(np.asarray(expected).tolist())

@@ -134,7 +134,7 @@ def demo(
     rivals = _rivals(policy or (), nominal)
     with usage_errors():
         for one in (config, *rivals.values()):
-            Settings(model_config=model_config, config=one, phase=phase)
+            Settings(model_config=model_config, policy=one, phase=phase)
     placement = options.make_placement(mesh, model_config, config, *rivals.values())
     num_tokens = _check_tokens(tokens, facts, model_config.context_length)
     chosen = options.choose_dtype(dtype, model_config)

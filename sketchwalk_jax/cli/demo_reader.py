@@ -200,18 +200,18 @@ class Reader:
         self,
         params: Params,
         model_config: ModelConfig,
-        config: Policy,
+        policy: Policy,
         tokenizer: Any,
         *,
         phase: str,
         stopwatch: Stopwatch,
     ) -> None:
-        """Keeps what every call needs; `config` and `phase` are as those of `generate`."""
+        """Keeps what every call needs; `policy` and `phase` are as those of `generate`."""
         self._params, self._tokenizer, self._stopwatch = params, tokenizer, stopwatch
         self._options: dict[str, Any] = dict(
-            model_config=model_config, config=config, phase=phase, return_selection=True
+            model_config=model_config, policy=policy, phase=phase, return_selection=True
         )
-        self._block_size = config.block_size
+        self._block_size = policy.block_size
         self._cache: Cache | None = None
         self._num_tokens = 0
         self._decode_s, self._num_decoded = 0.0, 0

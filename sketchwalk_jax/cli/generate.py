@@ -206,7 +206,7 @@ def generate(
             phase=phase,
             is_spread=placement is not None,
         )
-        config, phase = choice.config, choice.phase
+        config, phase = choice.policy, choice.phase
         print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
     options.choose_compile_cache(no_compile_cache)
     running: dict[str, Any] = {
@@ -221,7 +221,7 @@ def generate(
         padded,
         lengths=lengths,
         model_config=model_config,
-        config=config,
+        policy=config,
         key=key,
         **call,
         **running,

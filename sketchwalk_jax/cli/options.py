@@ -36,7 +36,7 @@ from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.sampling import Sampling
-from sketchwalk_jax.sharding import Placement, plan
+from sketchwalk_jax.sharding import Placement, place
 from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
@@ -379,7 +379,7 @@ def make_placement(
     devices = jax.devices()[:needed]
     made = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
     try:
-        placement = plan(made, model_config)
+        placement = place(made, model_config)
         for policy in policies:
             placement.check_policy(policy)
     except (ValueError, NotImplementedError) as error:
@@ -481,7 +481,7 @@ def prepare(
     model_config = ModelConfig.from_pretrained(directory)
     config = take_plan(config, fields, find_plan(directory))
     with usage_errors():
-        Settings(model_config=model_config, config=config, chunk_size=chunk_size, phase=phase)
+        Settings(model_config=model_config, policy=config, chunk_size=chunk_size, phase=phase)
     chosen = choose_dtype(dtype, model_config)
     defaults = checkpoint_settings(directory) if generation_config else {}
     return model_config, config, chosen, make_sampling(drawing, defaults)

@@ -284,7 +284,7 @@ def prefill_density(
     """
     settings = Settings(
         model_config=model_config,
-        config=policy.with_traced(value, floor),
+        policy=policy.with_traced(value, floor),
         placement=placement_of(params, model_config),
     )
     return read_prompts(params, tokens, lengths, settings=settings)[1].density
@@ -365,8 +365,8 @@ def quartiles_of_keys(
     model_config: ModelConfig,
 ) -> Float[Array, "3"]:
     """Quartiles over some layers, heads, channels and tokens evenly spread."""
-    where, config = placement_of(params, model_config), Dense()
-    settings = Settings(model_config=model_config, config=config, placement=where)
+    where, policy = placement_of(params, model_config), Dense()
+    settings = Settings(model_config=model_config, policy=policy, placement=where)
     _, cache = read_prompts(params, tokens, lengths, settings=settings)
     num_tokens = tokens.shape[1]
     stride = (lengths[:, None] + _KEYS_OF_A_PROMPT - 1) // _KEYS_OF_A_PROMPT
@@ -375,7 +375,7 @@ def quartiles_of_keys(
     is_real = (places < lengths[:, None])[None, :, :, None, None]
     places = jnp.minimum(places, num_tokens - 1)
     if where is not None and where.blocks is not None:
-        places = where.blocks.place_in_cache(places, cache.capacity, config.block_size)
+        places = where.blocks.place_in_cache(places, cache.capacity, policy.block_size)
     places = places[None, :, :, None, None]
     keys = jnp.take_along_axis(cache.key[np.array(layers, int)], places, axis=2)
     if where is not None and where.heads is not None:

@@ -158,7 +158,7 @@ class SketchWalkLM(TemplateLM):
 
     def _settings(self) -> Settings:
         return Settings(
-            model_config=self.model_config, config=self.config, phase=self._phase, **self._options
+            model_config=self.model_config, policy=self.config, phase=self._phase, **self._options
         )
 
     @property

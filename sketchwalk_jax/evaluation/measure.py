@@ -235,7 +235,7 @@ class Measurement:
         tokens = jax.ShapeDtypeStruct((batch, num_tokens), lengths.dtype)
         continuation = jax.ShapeDtypeStruct((batch, MAX_STEPS), lengths.dtype)
         # Not that of programs: on a mesh every rank measures all of it.
-        settings = Settings(model_config=self._model_config, config=together, phase="decode")
+        settings = Settings(model_config=self._model_config, policy=together, phase="decode")
         cache = self._programs.cache(settings, **self._probe_shape)
         return (
             self._programs.start(probe_prefill, tokens, lengths, **static),

@@ -29,6 +29,7 @@ from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import on_every_rank, placement_of
 from sketchwalk_jax.validation import check_integer
@@ -42,12 +43,13 @@ TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
 _LAST_TOKENS = 64
 
 
+@renamed_argument("config", "policy")
 def make_plan(
     params: PyTree,
     prompts: Sequence[Int[np.ndarray, "_"]],
     *,
     model_config: ModelConfig,
-    config: RecommendedConfig | None = None,
+    policy: RecommendedConfig | None = None,
     densities: Sequence[float] = DENSITIES,
     representatives: Sequence[int] = REPRESENTATIVES,
     fingerprint: str = "",
@@ -70,7 +72,7 @@ def make_plan(
       params: Parameter tree, on one device or on a mesh.
       prompts: Tokens of each prompt.
       model_config: The model.
-      config: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
+      policy: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
         have no effect.
       densities: Nominal densities to try, ascending, in (0, 1).
       representatives: Numbers of representative queries to try beside the policy's own; those
@@ -86,22 +88,22 @@ def make_plan(
 
     Example:
       >>> plan = make_plan(params, prompts, model_config=model_config)  # doctest: +SKIP
-      >>> config = RecommendedConfig(density=0.1, plan=plan)  # doctest: +SKIP
+      >>> policy = RecommendedConfig(density=0.1, plan=plan)  # doctest: +SKIP
     """
-    config = dataclasses.replace(
-        config or RecommendedConfig(), plan=None, num_layers=None, dense_layers=0
+    policy = dataclasses.replace(
+        policy or RecommendedConfig(), plan=None, num_layers=None, dense_layers=0
     )
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    least = 10 * config.block_size
+    least = 10 * policy.block_size
     shortest = min(len(one) for one in prompts)
     if shortest < least:
         raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
-    tried = tuple(dataclasses.replace(config, density=one) for one in densities)
+    tried = tuple(dataclasses.replace(policy, density=one) for one in densities)
     middle = len(tried) // 3  # what damage is measured at: layers differ there
-    counts = {config.representatives, *(n for n in representatives if n <= config.block_size)}
+    counts = {policy.representatives, *(n for n in representatives if n <= policy.block_size)}
     shares, errors, damages, others = [], [], [], []
-    room = -(-max(map(len, prompts)) // config.block_size) * config.block_size
+    room = -(-max(map(len, prompts)) // policy.block_size) * policy.block_size
     for prompt in prompts:
         tokens = jnp.asarray(np.pad(prompt, (0, room - len(prompt)))[None], jnp.int32)
         length = jnp.array([len(prompt)], jnp.int32)
@@ -120,7 +122,7 @@ def make_plan(
         shares.append(pairs / (len(prompt) * (len(prompt) + 1) / 2))
         errors.append(lost)
         others.append(by_count)
-        damage = partial(_outcome, params, tokens, length, columns, config=tried[middle], **static)
+        damage = partial(_outcome, params, tokens, length, columns, policy=tried[middle], **static)
         dense = damage(jnp.asarray(-1))
         layers = range(model_config.num_layers)
         damages.append([float(_divergence(dense, damage(jnp.asarray(i)))) for i in layers])
@@ -148,7 +150,7 @@ def _watched_columns(length: int) -> Int[np.ndarray, "C"]:
     return np.concatenate([np.linspace(length // 3, last[0] - 1, _LAST_TOKENS).astype(int), last])
 
 
-@partial(jax.jit, static_argnames=("config", "model_config"))
+@partial(jax.jit, static_argnames=("policy", "model_config"))
 def _outcome(
     params: PyTree,
     tokens: Int[Array, "1 T"],
@@ -156,7 +158,7 @@ def _outcome(
     columns: Int[Array, "C"],
     sparse_layer: Int[Array, ""],
     *,
-    config: RecommendedConfig,
+    policy: RecommendedConfig,
     model_config: ModelConfig,
 ) -> Float[Array, "C V"]:
     """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
@@ -166,8 +168,8 @@ def _outcome(
     ) -> Any:
         only_layer, length = jnp.zeros((), jnp.int32), span.end
         # The evidence is gathered in all layers, as it is where all are sparse.
-        codes = observe_prompt(config, query, key, span)
-        lists, walk = config.select(query, key[None], codes, *walks, layer=only_layer, span=span)
+        codes = observe_prompt(policy, query, key, span)
+        lists, walk = policy.select(query, key[None], codes, *walks, layer=only_layer, span=span)
         out = jax.lax.cond(
             is_sparse,
             lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
@@ -181,7 +183,7 @@ def _outcome(
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         return shared(span, query, key, value, layer == sparse_layer, walks)
 
-    hidden, _ = run_prompt(params, tokens, attend, [config], model_config=model_config)
+    hidden, _ = run_prompt(params, tokens, attend, [policy], model_config=model_config)
     logits = unembed(params, hidden[0, columns], model_config=model_config)
     return jax.nn.log_softmax(logits, axis=-1)
 
@@ -193,16 +195,16 @@ def whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
 
 
 def observe_prompt(
-    config: RecommendedConfig,
+    policy: RecommendedConfig,
     query: Float[Array, "1 T N H"],
     key: Float[Array, "1 T K H"],
     span: Span,
 ) -> PyTree:
     """What the policy keeps of a prompt's keys."""
     shape = LayerShape(query.shape[2], key.shape[2], key.shape[3], key.dtype)
-    num_blocks = key.shape[1] // config.block_size
-    empty = config.init_statistics(shape, batch=1, num_blocks=num_blocks)
-    return config.observe(query, key, empty, span=span)
+    num_blocks = key.shape[1] // policy.block_size
+    empty = policy.init_statistics(shape, batch=1, num_blocks=num_blocks)
+    return policy.observe(query, key, empty, span=span)
 
 
 def run_prompt(

@@ -235,11 +235,11 @@ def _probe_attention(
     is_fresh: bool,
     is_sparse: bool,
     first_sparse: int,
-    config: Policy,
+    policy: Policy,
     settings: Settings,
 ) -> Attend:
     """Dense attention of the span's tokens, and what each policy would have made of it."""
-    together: Any = config
+    together: Any = policy
     start = None if is_fresh else span.start(together.block_size)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
@@ -252,7 +252,7 @@ def _probe_attention(
         if is_sparse:
             place = layer - first_sparse
             own, statistics = observe_layer(
-                statistics, query, key, index=place, span=span, config=together
+                statistics, query, key, index=place, span=span, policy=together
             )
             walks, found = list(walks), []
             for index, policy in enumerate(together.policies):
@@ -301,7 +301,7 @@ def _probe_layers(
     settings: Settings,
 ) -> tuple[Cache, ProbeSums]:
     """All layers over the span's tokens; the cache, its lengths as they were, and the sums."""
-    together: Any = settings.config
+    together: Any = settings.policy
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     placement = placement_of(params, settings.model_config)
 
@@ -350,7 +350,7 @@ def probe_prefill(
       The sums over prompt tokens, and the dense cache with every policy's statistics.
     """
     batch, num_tokens = tokens.shape
-    settings = Settings(model_config=model_config, config=together)
+    settings = Settings(model_config=model_config, policy=together)
     dtype = params["embed"]["embedding"].dtype
     cache = init_cache(model_config, together, batch=batch, max_tokens=num_tokens, dtype=dtype)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
@@ -370,7 +370,7 @@ def probe_decode(
     together: Together,
 ) -> ProbeSums:
     """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
-    settings = Settings(model_config=model_config, config=together)
+    settings = Settings(model_config=model_config, policy=together)
     num_sparse = len(sparse_layers(model_config, together))
 
     def one_token(step: Array, carry: tuple[Cache, ProbeSums]) -> tuple[Cache, ProbeSums]:

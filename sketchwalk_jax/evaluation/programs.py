@@ -227,7 +227,7 @@ def read_prompts(
     batch, num_tokens = tokens.shape
     cache = init_cache(
         settings.model_config,
-        settings.config,
+        settings.policy,
         batch=batch,
         max_tokens=num_tokens,
         dtype=params["embed"]["embedding"].dtype,
@@ -238,7 +238,7 @@ def read_prompts(
     hidden, cache, _ = read_prompt(
         params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
     )
-    return hidden, spread_cache(cache, settings.placement, settings.config)
+    return hidden, spread_cache(cache, settings.placement, settings.policy)
 
 
 def _next_tokens(
@@ -342,8 +342,8 @@ class Programs:
         self.placement, devices = placement_of(params, model_config), devices_of(params)
         if len(devices) > 1 and self.placement is None:
             raise NotImplementedError(
-                f"params must lie on one device, or as sharding.plan places them, to be evaluated, "
-                f"got {len(devices)} devices; load them with sharding=plan(mesh, model_config)"
+                f"params must lie on one device, or as sharding.place says them, to be evaluated, "
+                f"got {len(devices)} devices; load them with sharding=place(mesh, model_config)"
             )
         if any(device.process_index != jax.process_index() for device in devices):
             raise NotImplementedError(
@@ -355,13 +355,13 @@ class Programs:
         self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
         self._started: dict[Any, Future[Any]] = {}
 
-    def settings(self, config: Policy) -> Settings:
+    def settings(self, policy: Policy) -> Settings:
         """Those of a program with a policy, which selects wherever it is run."""
         return Settings(
             model_config=self._model_config,
-            config=config,
+            policy=policy,
             # `Together` observes and never selects.
-            phase="decode" if isinstance(config, Together) else "both",
+            phase="decode" if isinstance(policy, Together) else "both",
             placement=self.placement,
             on_one_device=self._on_one_device,
         )
@@ -405,7 +405,7 @@ class Programs:
             partial(
                 init_cache,
                 settings.model_config,
-                settings.config,
+                settings.policy,
                 batch=batch,
                 max_tokens=num_tokens,
                 dtype=self._params["embed"]["embedding"].dtype,
@@ -414,7 +414,7 @@ class Programs:
         )
         if where is None:
             return made
-        shardings = where.cache(settings.config)
+        shardings = where.cache(settings.policy)
         arrays = {
             name: jax.tree.map(
                 lambda sharding, part: jax.tree.map(partial(_placed, sharding), part),

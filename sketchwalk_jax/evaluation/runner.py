@@ -74,8 +74,8 @@ def evaluate(
       config: What to run; lengths beyond the model's context are left out.
       text: Text to hide facts in, from `read_text`; Python's help topics by default.
       dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
-      sharding: Where the model lies on a mesh of devices of this host, from `sharding.plan`; on one
-        device by default. Answers are the same, but for rounding.
+      sharding: Where the model lies on a mesh of devices of this host, from `sharding.place`; on
+        one device by default. Answers are the same, but for rounding.
       out: File of the results. If it exists it is continued: what it holds is not run again.
       overwrite: Whether to start afresh instead.
       seconds: Time after which no further prompts are begun; what is finished by then is kept, and
@@ -98,7 +98,7 @@ def evaluate(
       ...                    config=EvaluationConfig.reduced())  # doctest: +SKIP
     """
     if not isinstance(sharding, Placement | None):
-        raise ValueError(f"sharding must be a Placement from sharding.plan, got {sharding!r}")
+        raise ValueError(f"sharding must be a Placement from sharding.place, got {sharding!r}")
     _check_policies(config or EvaluationConfig(), sharding)
     text = read_text() if text is None else text
     directory = find_checkpoint(directory, progress=progress)
