@@ -10,7 +10,14 @@ from sketchwalk_jax.models.gguf_header import is_gguf, model_fields, read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.validation import DTYPES, check_choice, check_flag, check_integer, check_number
+from sketchwalk_jax.validation import (
+    DTYPES,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    describe,
+)
 
 SAVED_CONFIG_FILE = "model_config.json"
 """The file that marks a directory written by `sketchwalk_jax.models.save`."""
@@ -214,6 +221,22 @@ class ModelConfig:
                 f"{SAVED_CONFIG_FILE} must hold every field of ModelConfig as written by "
                 f"sketchwalk_jax.models.save, got {sorted(fields)} ({error})"
             ) from error
+
+
+def check_model_config(model_config: Any) -> None:
+    """Raises unless something is a `ModelConfig`.
+
+    Args:
+      model_config: What was given.
+
+    Raises:
+      ValueError: If it is something else, such as the parameters.
+    """
+    if not isinstance(model_config, ModelConfig):
+        raise ValueError(
+            f"model_config must be a ModelConfig, got {describe(model_config)}; load returns "
+            f"(params, model_config)"
+        )
 
 
 def check_checkpoint(path: str | Path) -> Path:

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.validation import DTYPES
+from sketchwalk_jax.validation import DTYPES, describe
 
 Params = dict[str, Any]
 """A nested dict of arrays with the layout of this module."""
@@ -279,6 +279,8 @@ def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
     Raises:
       ValueError: As `check_params`, or for layers of another dtype.
     """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params must be a parameter tree from load, got {describe(params)}")
     leaves, structure = jax.tree.flatten(params)
     try:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -118,7 +118,8 @@ def load(
         if there is one. It is refused where it is of another checkpoint.
 
     Returns:
-      The parameters and the model's configuration, its plan included.
+      The parameters and the model's configuration: its plan included, its `dtype` that of the
+      parameters.
 
     Raises:
       FileNotFoundError: If the directory, its config or files of its index are missing, or there
@@ -146,7 +147,9 @@ def load(
     else:
         found = _load_safetensors(directory, dtype=target, sharding=sharding, progress=progress)
     params, model_config = found
-    return params, dataclasses.replace(model_config, plan=plan)
+    # What `init_cache` makes by default is of the type that was asked for.
+    loaded = params["embed"]["embedding"].dtype.name
+    return params, dataclasses.replace(model_config, plan=plan, dtype=loaded)
 
 
 def _load_safetensors(

@@ -17,7 +17,7 @@ from sketchwalk_jax.cache import Cache, recommended_policy
 from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.dispatch import device_kind
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.renamed import renamed_field
 from sketchwalk_jax.validation import check_choice
@@ -113,10 +113,8 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Checks the policy."""
-        if self.sparse is not None and not isinstance(self.sparse, Policy):
-            raise ValueError(
-                f"sparse must be a policy such as SketchWalkConfig, got {self.sparse!r}"
-            )
+        if self.sparse is not None:
+            check_policy(self.sparse, "sparse")
 
     @property
     def block_size(self) -> int:

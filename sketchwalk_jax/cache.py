@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.memory import advice, num_bytes, show_bytes
-from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.sharding import Placement
@@ -143,8 +143,7 @@ def recommended_policy(model_config: ModelConfig) -> Policy:
     Raises:
       ValueError: If it is not a `ModelConfig`.
     """
-    if not isinstance(model_config, ModelConfig):
-        raise ValueError(f"model_config must be a ModelConfig, got {model_config!r}")
+    check_model_config(model_config)
     return SketchWalkConfig.recommended(plan=model_config.plan)
 
 
@@ -180,8 +179,8 @@ def init_cache(
       NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
     """
     policy = recommended_policy(model_config) if policy is None else policy
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be a policy such as SketchWalkConfig, got {policy!r}")
+    check_model_config(model_config)
+    check_policy(policy)
     check_integer("batch", batch)
     check_integer("max_tokens", max_tokens)
     if max_tokens > model_config.context_length:

@@ -24,11 +24,19 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.selection import write_token
-from sketchwalk_jax.policies.base import Blocks, Heads, Policy, Span, TokenWrite, take_layer
+from sketchwalk_jax.policies.base import (
+    Blocks,
+    Heads,
+    Policy,
+    Span,
+    TokenWrite,
+    check_policy,
+    take_layer,
+)
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
 from sketchwalk_jax.sharding import Placement, linear_on_ranks, specs
 
@@ -65,10 +73,7 @@ class LayerSettings:
 
     def __post_init__(self) -> None:
         """Checks every option."""
-        if not isinstance(self.policy, Policy):
-            raise ValueError(
-                f"policy must be a policy such as SketchWalkConfig or Dense, got {self.policy!r}"
-            )
+        check_policy(self.policy)
         if self.placement is not None:
             self.placement.check_policy(self.policy)
         if self.phase not in PHASES:
@@ -141,8 +146,7 @@ class Settings(LayerSettings):
 
     def __post_init__(self) -> None:
         """Checks every option."""
-        if not isinstance(self.model_config, ModelConfig):
-            raise ValueError(f"model_config must be a ModelConfig, got {self.model_config!r}")
+        check_model_config(self.model_config)
         super().__post_init__()
         size, chunk = self.policy.block_size, self.chunk_size
         if chunk is not None and (not isinstance(chunk, int) or chunk < size or chunk % size):

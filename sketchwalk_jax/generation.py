@@ -39,21 +39,20 @@ from sketchwalk_jax.calls import (
 from sketchwalk_jax.compiled import keep_by_default
 from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.memory import advice, check_memory
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import (
-    Placement,
     constrain,
     constrain_logits,
     lies_on_one_device,
     placement_of,
 )
-from sketchwalk_jax.validation import check_integer
+from sketchwalk_jax.validation import check_integer, check_integers, describe
 
 PyTree = Any
 
@@ -305,11 +304,9 @@ def generate(
       >>> out = generate(params, tokens, model_config=model_config,
       ...                max_new_tokens=32)  # doctest: +SKIP
     """
-    keep_by_default()
     call = check_call(
         tokens,
-        placement=placement_of(params, model_config),
-        on_one_device=lies_on_one_device(params),
+        params=params,
         model_config=model_config,
         policy=policy,
         max_new_tokens=max_new_tokens,
@@ -326,13 +323,17 @@ def generate(
         max_tokens=max_tokens,
         return_selection=return_selection,
     )
-    check_model(params, cache, model_config)
-    limit = jnp.asarray(max_new_tokens, jnp.int32)
+    return _run(params, call)
+
+
+def _run(params: PyTree, call: "Call") -> Generation:
+    """Both programs of a call."""
+    limit = jnp.asarray(call.max_new_tokens, jnp.int32)
     with memory_of(params, call):
         state, selection = _start(params, *call.prompt, **call.reading)
         new, state = _continue(params, state, call.sampling, limit, **call.decoding)
     return Generation(
-        new[:, :max_new_tokens],
+        new[:, : call.max_new_tokens],
         state.lengths,
         state.cache.density,
         state.cache,
@@ -355,11 +356,15 @@ class Call:
     choice: Choice | None  # what an `Auto` chose
 
 
+NOT_LOADED = object()
+"""In the place of parameters: a call is checked before they are loaded."""
+
+
 def check_call(
     tokens: Any,
     *,
-    placement: Placement | None = None,
-    on_one_device: bool = False,
+    params: PyTree,
+    in_bucket: bool = False,
     model_config: ModelConfig,
     policy: Policy | Auto | None = None,
     max_new_tokens: int,
@@ -376,7 +381,14 @@ def check_call(
     max_tokens: int | None = None,
     return_selection: bool = False,
 ) -> Call:
-    """Checks the arguments of `generate` and fills in what was left out."""
+    """Checks the arguments of `generate` and fills in what was left out.
+
+    Where `params` are `NOT_LOADED`, all but these is checked, as for one device. With `in_bucket`,
+    prompts are padded to the next bucket once they have been checked.
+    """
+    check_model_config(model_config)
+    is_loaded = params is not NOT_LOADED
+    placement = placement_of(params, model_config) if is_loaded else None
     policy = recommended_policy(model_config) if policy is None else policy
     settings = Settings(
         model_config=model_config,
@@ -387,9 +399,11 @@ def check_call(
         kernel_config=kernel_config,
         return_selection=return_selection,
         placement=placement,
-        on_one_device=on_one_device,
+        on_one_device=is_loaded and lies_on_one_device(params),
     )
     lengths = check_prompt(tokens, lengths, model_config)
+    if in_bucket:
+        tokens, lengths = pad_to_bucket(tokens, lengths, model_config, policy)
     check_integer("max_new_tokens", max_new_tokens)
     choice = None
     if isinstance(policy, Auto):
@@ -419,6 +433,8 @@ def check_call(
     sampling = Sampling.greedy() if sampling is None else sampling
     key = jax.random.key(0) if key is None else key
     eos = _end_tokens(eos_token_ids, model_config)
+    if is_loaded:
+        check_model(params, cache, model_config)
     return Call(
         prompt=(tokens, lengths, key, cache),
         sampling=sampling,
@@ -567,6 +583,9 @@ def left_to_right_padding(
       >>> rolled.tolist(), lengths.tolist()
       ([[7, 8, 0, 0]], [2])
     """
+    check_integers("tokens", tokens, "[B, T]", 2)
+    if not hasattr(attention_mask, "shape"):
+        raise ValueError(f"attention_mask must be an array [B, T], got {describe(attention_mask)}")
     if attention_mask.shape != tokens.shape:
         raise ValueError(
             f"attention_mask must have the shape of tokens, {list(tokens.shape)}, "
@@ -635,6 +654,9 @@ class Generate:
     ) -> None:
         """Keeps the static options; see `make_generate`."""
         policy = recommended_policy(model_config) if policy is None else policy
+        check_model_config(model_config)
+        if not isinstance(policy, Auto):
+            check_policy(policy)
         self.model_config, self.policy, self.static = model_config, policy, static
 
     def __call__(
@@ -669,10 +691,11 @@ class Generate:
             if lengths is not None:
                 raise ValueError("lengths must be None when attention_mask is given, got both")
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
-        return generate(
-            params,
+        keep_by_default()
+        call = check_call(
             tokens,
+            params=params,
+            in_bucket=True,
             model_config=self.model_config,
             policy=self.policy,
             lengths=lengths,
@@ -681,14 +704,13 @@ class Generate:
             cache=cache,
             **self.static,
         )
+        return _run(params, call)
 
 
 def pad_to_bucket(
     tokens: Any, lengths: Any, model_config: ModelConfig, policy: Policy | Auto
 ) -> tuple[Array | np.ndarray, Any]:
     """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
-    if np.ndim(tokens) != 2 or 0 in np.shape(tokens):
-        return tokens, lengths  # `generate` says what is wrong
     batch, width = np.shape(tokens)
     if lengths is None:
         lengths = np.full((batch,), width, np.int32)
@@ -871,8 +893,5 @@ def stream(
     """
     keep_by_default()
     check_integer("every", every)
-    placement = placement_of(params, options["model_config"]) if "model_config" in options else None
-    one = lies_on_one_device(params)
-    call = check_call(tokens, placement=placement, on_one_device=one, **options)
-    check_model(params, call.prompt[-1], call.reading["settings"].model_config)
+    call = check_call(tokens, params=params, **options)
     return Stream(call, params, every=every)

@@ -31,7 +31,7 @@ from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import ParamsSharding
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
-from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.policies.base import PrefillPolicy, check_policy
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import placement_of
 from sketchwalk_jax.tokenizer import (
@@ -41,7 +41,7 @@ from sketchwalk_jax.tokenizer import (
     encode,
     load_tokenizer,
 )
-from sketchwalk_jax.validation import check_integer
+from sketchwalk_jax.validation import check_integer, check_integers, check_texts
 
 PyTree = Any
 Message = Mapping[str, Any]
@@ -146,6 +146,8 @@ class LanguageModel:
           >>> LanguageModel.load(bundled_model()).model_config.num_layers
           12
         """
+        if policy is not None and not isinstance(policy, Auto):
+            check_policy(policy)
         checkpoint = find_checkpoint(source, progress=progress)
         tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
         if dtype is None and jax.default_backend() == "cpu":
@@ -187,7 +189,9 @@ class LanguageModel:
           >>> lm.with_policy(MInferenceConfig(), density=0.2).policy.scale  # doctest: +SKIP
           0.2265625
         """
-        if isinstance(policy, Auto):
+        if not isinstance(policy, Auto):
+            check_policy(policy)
+        else:
             sparse = policy.policy(self.model_config)
             made = self.with_policy(sparse, density=density, num_tokens=num_tokens).policy
             assert isinstance(made, Policy)
@@ -290,6 +294,7 @@ class LanguageModel:
             "key": key,
             "batch_size": batch_size,
         }
+        check_texts("prompts", prompts, "strings")
         if isinstance(prompts, str):
             return next(self.complete([self.encode(prompts)], **options))[1].text
         texts = [""] * len(prompts)
@@ -325,6 +330,8 @@ class LanguageModel:
           ValueError: As `generate`.
         """
         check_integer("batch_size", batch_size, is_optional=True)
+        for index, one in enumerate(prompts):
+            check_integers(f"prompts[{index}]", one, "[T]", 1)
         if isinstance(self.policy, Auto) and prompts:
             yield from self._resolved(prompts, max_new_tokens, batch_size).complete(
                 prompts,
@@ -407,7 +414,11 @@ class LanguageModel:
           >>> for piece in lm.stream("Walk with"):  # doctest: +SKIP
           ...     print(piece, end="", flush=True)
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            tokens = self.encode(prompt)
+        else:
+            check_integers("prompt", prompt, "[T], or a string", 1)
+            tokens = np.asarray(prompt)
         key = _make_key(key, sampling)
         return self._start(
             tokens,

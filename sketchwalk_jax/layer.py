@@ -15,11 +15,11 @@ from sketchwalk_jax.attention.api import attend_rows, dense_attention
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.validation import check_lengths, check_qkv, check_scale
+from sketchwalk_jax.validation import check_integer, check_lengths, check_qkv, check_scale, describe
 from sketchwalk_jax.walk import WalkState
 
 
@@ -34,8 +34,14 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
 
     Returns:
       A `WalkState` of zero layers.
+
+    Raises:
+      ValueError: If a size is not positive, or `policy` is no policy.
     """
     policy = SketchWalkConfig.recommended() if policy is None else policy
+    check_policy(policy)
+    check_integer("batch", batch)
+    check_integer("num_tokens", num_tokens)
     num_blocks = -(-num_tokens // policy.block_size)
     return WalkState.zeros(batch, num_blocks, num_blocks)
 
@@ -92,8 +98,7 @@ def sketchwalk_attention(
       ((1, 256, 4, 32), (1, 4, 4))
     """
     policy = SketchWalkConfig.recommended() if policy is None else policy
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be a policy such as SketchWalkConfig, got {policy!r}")
+    check_policy(policy)
     check_qkv(query, key, value, None)
     if key.shape[1] != query.shape[1]:
         raise ValueError(
@@ -103,6 +108,8 @@ def sketchwalk_attention(
     size = policy.block_size
     num_blocks = -(-num_tokens // size)
     walk = init_walk(batch, num_tokens, policy=policy) if walk is None else walk
+    if not isinstance(walk, WalkState):
+        raise ValueError(f"walk must be a WalkState from init_walk, got {describe(walk)}")
     if walk.scores.shape != (batch, num_blocks, num_blocks):
         raise ValueError(
             f"walk must have scores of shape {(batch, num_blocks, num_blocks)} (init_walk makes "

@@ -16,7 +16,7 @@ from sketchwalk_jax.attention.api import take_columns
 from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
@@ -27,6 +27,7 @@ from sketchwalk_jax.validation import (
     check_per_sequence,
     check_qkv,
     check_scale,
+    describe,
     is_known,
 )
 
@@ -86,6 +87,7 @@ def init_layer_cache(
       ValueError: If a size is not positive.
     """
     policy = SketchWalkConfig.recommended() if policy is None else policy
+    check_policy(policy)
     sizes = {"batch": batch, "max_tokens": max_tokens, "num_heads": num_heads}
     for name, size in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
         check_integer(name, size)
@@ -181,7 +183,7 @@ def _check(
 ) -> Int[Array, "B"]:
     """Raises for arguments that do not fit; returns the lengths."""
     if not isinstance(cache, LayerCache):
-        raise ValueError(f"cache must be a LayerCache from init_layer_cache, got {cache!r}")
+        raise ValueError(f"cache must be a LayerCache from init_layer_cache, got {describe(cache)}")
     batch, num_tokens = check_qkv(query, key, value, None)
     if key.shape[1] != num_tokens:
         raise ValueError(f"key must have as many tokens as query, {num_tokens}, got {key.shape[1]}")

@@ -69,12 +69,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
 from sketchwalk_jax.models.transformer import embed, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
 from sketchwalk_jax.renamed import warn_renamed
+from sketchwalk_jax.validation import describe
 
 PyTree = Any
 AXES = ("data", "sequence", "tensor")
@@ -357,6 +358,9 @@ def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
       >>> placement.num_kv_heads, len(placement.notes)
       (4, 1)
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a mesh from jax.make_mesh, got {describe(mesh)}")
+    check_model_config(model_config)
     return Placement(mesh, model_config)
 
 
@@ -391,7 +395,7 @@ def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
     """
     try:
         embedding = params["embed"]["embedding"]
-    except (KeyError, TypeError):  # whoever checks parameters says what is wrong
+    except (KeyError, TypeError, IndexError):  # whoever checks parameters says what is wrong
         return None
     if isinstance(embedding, jax.core.Tracer):
         return _placement(jax.typeof(embedding).sharding.mesh, model_config)

@@ -19,6 +19,7 @@ from sketchwalk_jax.gguf_tokenizer import make_tokenizer
 from sketchwalk_jax.models.config import read_json
 from sketchwalk_jax.models.gguf_header import is_gguf, read_header
 from sketchwalk_jax.models.hub import find_checkpoint, is_hub_name
+from sketchwalk_jax.validation import check_texts, describe
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -155,11 +156,21 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
       int32 token ids.
 
     Raises:
-      ValueError: If the tokenizer has ids that are no int32, or is damaged.
+      ValueError: If the text is no string, or holds a lone surrogate; if the tokenizer has ids that
+        are no int32, or is damaged.
 
     Example:
       tokens = encode(tokenizer, "Walk with")[None]  # a batch of one
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text must be a string, got {describe(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text must be valid Unicode, got a lone surrogate, {text[error.start]!r}, at "
+            f"character {error.start}; text that was read with errors='surrogateescape' has some"
+        ) from error
     # A vocabulary that lacks its own token for the unknown shows here, and for some texts alone.
     name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
     with _damage_explained(name, "cut this text"):
@@ -220,9 +231,16 @@ def apply_chat_template(
     Example:
       tokens = apply_chat_template(tokenizer, "Who walks?")
     """
+    check_texts("prompt", prompt, "messages")
     if len(prompt) == 0:
         raise ValueError(f"prompt must hold text or messages, got {prompt!r}")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    for index, one in enumerate(messages):
+        if not isinstance(one, Mapping):
+            raise ValueError(
+                f'prompt must hold messages {{"role": ..., "content": ...}}, got {describe(one)} '
+                f"at [{index}]"
+            )
     text = render_chat(
         tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_arguments
     )

@@ -4,7 +4,7 @@ All are made once, before any tracing. Shapes and dtypes are checked; values ins
 where they are known.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,24 @@ from jax.typing import DTypeLike
 
 DTYPES = ("float32", "float16", "bfloat16")
 """The types that parameters, keys and values may have."""
+
+
+def describe(value: Any) -> str:
+    """What a wrong argument is, in less than a line: arrays are never printed."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; call it to make one"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {list(value)[:6]}"
+    text = repr(value) if isinstance(value, str | int | float | None) else ""
+    return text if text and len(text) <= 80 else f"a {type(value).__name__}"
+
+
+def check_texts(name: str, value: Any, what: str) -> None:
+    """Raises unless `value` is a string or a sequence, which bytes are not here."""
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a string or a list of {what}, got {describe(value)}")
 
 
 def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = False) -> None:
@@ -94,15 +112,19 @@ def is_known(x: Any) -> bool:
 def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:
     """Raises unless `x` is an array of integers with so many axes; `shape` names them."""
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
-        raise ValueError(f"{name} must be an integer array {shape}, got {type(x).__name__}")
+        raise ValueError(f"{name} must be an integer array {shape}, got {describe(x)}")
     if x.ndim != num_axes or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array {shape}, got {x.dtype}{list(x.shape)}")
 
 
 def check_per_sequence(name: str, x: Any, batch: int) -> None:
     """Raises unless `x` is `None` or has one number for each sequence."""
-    if x is not None and np.shape(x) != (batch,):
-        raise ValueError(f"{name} must have shape [B] = ({batch},), got {np.shape(x)}")
+    try:
+        shape = np.shape(x)
+    except ValueError:  # lists of different lengths
+        raise ValueError(f"{name} must have shape [B] = ({batch},), got a ragged list") from None
+    if x is not None and shape != (batch,):
+        raise ValueError(f"{name} must have shape [B] = ({batch},), got {shape}")
 
 
 def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
@@ -119,7 +141,11 @@ def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
     """
     if lengths is None:
         return jnp.full((batch,), num_tokens, jnp.int32)
-    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if not hasattr(lengths, "dtype"):
+        try:
+            lengths = np.asarray(lengths)
+        except ValueError:  # lists of different lengths
+            raise ValueError("lengths must be an integer array [B], got a ragged list") from None
     check_integers("lengths", lengths, "[B]", 1)
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [B] = ({batch},), got {lengths.shape}")
@@ -159,6 +185,9 @@ def check_vocabulary(tokens: Any, lengths: Any, vocab_size: int) -> None:
 
 def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
     """Checks shapes and dtypes of one attention; returns the batch size and the query tokens."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
+            raise ValueError(f"{name} must be an array of floating point, got {describe(x)}")
     if query.ndim != 4:
         raise ValueError(f"query must have shape [B, T, N, H], got {query.shape}")
     expected = 4 if layer is None else 5

@@ -17,7 +17,7 @@ from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts
-from sketchwalk_jax.generation import check_call, pad_to_bucket
+from sketchwalk_jax.generation import NOT_LOADED, check_call, pad_to_bucket
 from sketchwalk_jax.language_model import MAX_BATCH, LanguageModel, TextStream
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.policies import PRESETS, changed_fields
@@ -219,6 +219,7 @@ def generate(
     # Once more after loading; whatever is wrong shows before the weights are read.
     check_call(
         padded,
+        params=NOT_LOADED,
         lengths=lengths,
         model_config=model_config,
         policy=config,

@@ -250,12 +250,21 @@ def complete_all(
         key_ids=missing,
         batch_size=batch_size,
     )
-    num_broken = 0
-    with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
-        for place, found in finished:
-            texts.add([(missing[place], found)])
-            num_broken += not found.is_finite
-            bar.update()
+    num_kept, num_broken = before, 0
+    try:
+        with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
+            for place, found in finished:
+                texts.add([(missing[place], found)])
+                num_kept += 1
+                num_broken += not found.is_finite
+                bar.update()
+    except BaseException:  # an interrupt among them
+        print(
+            f"{texts.path}: stopped; it keeps {num_kept} of {total} texts, and the same command "
+            f"goes on with the others",
+            file=sys.stderr,
+        )
+        raise
     texts.sort()
     more = f", {before} of them from before" if before else ""
     print(f"{texts.path}: {total} texts{more}", file=sys.stderr)

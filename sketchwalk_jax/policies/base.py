@@ -30,7 +30,7 @@ from sketchwalk_jax.selection import (
     select_blocks,
     select_blocks_per_head,
 )
-from sketchwalk_jax.validation import check_flag, check_integer, check_number
+from sketchwalk_jax.validation import check_flag, check_integer, check_number, describe
 
 PyTree = Any
 
@@ -580,6 +580,25 @@ class Policy(abc.ABC):
         by_block = size(2) - size(1)
         blocks = (positions // self.block_size + 1).astype(jnp.float32)
         return float(size(1) - by_block) + float(by_block) * blocks
+
+
+def check_policy(policy: Any, name: str = "policy") -> None:
+    """Raises unless something is a policy.
+
+    Args:
+      policy: What was given.
+      name: Of the argument.
+
+    Raises:
+      ValueError: If it is something else, such as a policy's name.
+    """
+    if isinstance(policy, Policy):
+        return
+    named = "; sketchwalk_jax.policies.by_name makes one of a name"
+    raise ValueError(
+        f"{name} must be a policy such as SketchWalkConfig.recommended() or Dense(), got "
+        f"{describe(policy)}{named if isinstance(policy, str) else ''}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
