@@ -1,11 +1,15 @@
-"""What the benchmarks share: alternating timers, hardware and versions, JSON files."""
+"""What the benchmarks share: compiling, timing, hardware and versions, JSON files."""
 
+import itertools
 import json
+import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 # Of one call: {"wall": seconds, "cpu": CPU seconds of all threads} per round
 Rounds = list[dict[str, float]]
@@ -22,6 +26,105 @@ def describe_machine(**details: Any) -> dict[str, Any]:
     from sketchwalk_jax.evaluation import results
 
     return results.describe_machine(["python", *sys.argv], root=ROOT, **details)
+
+
+class Compiling:
+    """Compiles programs side by side; when its block ends, all that can be there are there.
+
+    Compiling takes all cores of the machine, and what is timed meanwhile is too slow: `clock`
+    refuses to be read until then. So a benchmark submits a group of programs, leaves the block, and
+    times them one after another.
+
+    Args:
+      seconds: Time for all of them. What has not begun by then is cancelled; what has is waited
+        for, since nothing can be timed before it ends.
+
+    Example:
+      >>> with Compiling() as pool:
+      ...     programs = [pool.submit(one.compile) for one in lowered]  # doctest: +SKIP
+      >>> times = [seconds(program.result()) for program in programs]  # doctest: +SKIP
+    """
+
+    _MOST_THREADS: ClassVar[int] = 16
+    # Of every pool in this process.
+    _submitted: ClassVar[set[Future[Any]]] = set()
+
+    def __init__(self, *, seconds: float = math.inf) -> None:
+        """Starts the threads' pool."""
+        self._end = time.monotonic() + seconds
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, self._MOST_THREADS))
+        self._futures: list[Future[Any]] = []
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def submit(self, make: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts to compile: `make(*arguments)`, in a thread; those submitted first begin first."""
+        future = self._pool.submit(make, *arguments)
+        self._futures.append(future)
+        self._submitted.add(future)
+        return future
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Waits for all programs, or, after an error, for those that are being compiled."""
+        left = 0.0 if kind else self._end - time.monotonic()
+        wait(self._futures, timeout=None if math.isinf(left) else max(0.0, left))
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._submitted.difference_update(self._futures)
+
+    @classmethod
+    def running(cls) -> int:
+        """How many programs are not done."""
+        return sum(not future.done() for future in tuple(cls._submitted))
+
+
+def compiled[Cell](
+    cells: Iterable[Cell],
+    compile_cell: Callable[[Cell], Any],
+    seconds_left: Callable[[], float],
+    *,
+    group: int = 16,
+) -> Iterator[tuple[Cell, Callable[[], Any]]]:
+    """Compiles some cells side by side, then hands them out to be timed; then the next ones.
+
+    Args:
+      cells: What is to be measured, what is wanted most first.
+      compile_cell: Makes the program of a cell, in a thread.
+      seconds_left: The time that this run still has; without any, nothing more is handed out.
+      group: Cells that are compiled before the first of them is timed.
+
+    Yields:
+      Each cell that was compiled in time, and what returns its program or raises why it has none.
+    """
+    for some in itertools.batched(cells, group):
+        if seconds_left() <= 0:
+            return
+        with Compiling(seconds=seconds_left()) as pool:
+            futures = [pool.submit(compile_cell, cell) for cell in some]
+        for cell, future in zip(some, futures, strict=True):
+            if seconds_left() <= 0:
+                return
+            if not future.cancelled():
+                yield cell, future.result
+
+
+def clock(*, is_cpu: bool = False) -> float:
+    """Seconds of a clock: with what everything is timed that ends up in results.
+
+    Args:
+      is_cpu: Whether to count what all threads of this process computed.
+
+    Raises:
+      RuntimeError: If programs are being compiled in a pool.
+    """
+    running = Compiling.running()
+    if running:
+        raise RuntimeError(
+            f"nothing must be timed while programs compile, got {running} that are not done; leave "
+            "the block of Compiling first"
+        )
+    return time.process_time() if is_cpu else time.perf_counter()
 
 
 def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Rounds]:
@@ -43,12 +146,23 @@ def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[s
     times: dict[str, Rounds] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu = clock(), clock(is_cpu=True)
             jax.block_until_ready(call())
-            times[name].append(
-                {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-            )
+            times[name].append({"wall": clock() - wall, "cpu": clock(is_cpu=True) - cpu})
     return times
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Median and quartiles of calls that are waited for, after one that is not counted."""
+    import jax
+
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(repeats):
+        start = clock()
+        jax.block_until_ready(call())
+        found.append(clock() - start)
+    return summarize(found)
 
 
 def summarize(values: list[float]) -> dict[str, float]:

@@ -10,7 +10,6 @@ may hold an array of size tokens × tokens.
 import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -206,9 +205,9 @@ def measure_start(params: Any, length: int) -> list[Row]:
         )
         seconds = []
         for _ in range(4):
-            start = time.perf_counter()
+            start = common.clock()
             jax.block_until_ready(generate().tokens)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(common.clock() - start)
         warm = common.summarize(seconds[1:])
         rows.append({"part": "start", "tokens": length, "policy": name, "cold_s": seconds[0]})
         rows[-1] |= {"warm_s": warm, "compile_s": seconds[0] - warm["median"]}

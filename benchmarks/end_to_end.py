@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +191,14 @@ def main() -> None:
             meta["wall_s"] = round(time.monotonic() - started, 1)
             common.write_results(options.out, meta, rows)
 
-    def has_time() -> bool:
-        return time.monotonic() - started < options.seconds
+    def seconds_left() -> float:
+        return options.seconds - (time.monotonic() - started)
 
     models = {"tiny": TINY} if options.quick else MODELS
     has_peer = not (options.without_transformers or options.quick)
     if has_peer:
         for name in names:  # before JAX takes the memory
-            for row in transformers_rows(name, models[name], options, repeats, has_time):
+            for row in transformers_rows(name, models[name], options, repeats, seconds_left):
                 add(row)
     meta |= common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0)
     wanted = {
@@ -214,25 +213,22 @@ def main() -> None:
     meta |= rates
     for name in names:
         model = Model(name, models[name], rates, repeats)
-        with ThreadPoolExecutor(8) as pool:
-            futures: list[tuple[Cell, Future[Any] | None]] = []
-            for cell in wanted[name]:
-                fits = model.needed_bytes(cell) < model.room
-                futures.append((cell, pool.submit(model.compile, cell) if fits else None))
-            for cell, future in tqdm(futures, desc=name):
-                if not has_time():
-                    break
-                if future is None:
-                    needed = model.needed_bytes(cell) / 2**30
-                    add(cell.row(error="does not fit", needed_gib=round(needed, 1)))
-                    continue
-                try:
-                    add(cell.row(error=None, **model.measure(cell, future.result())))
-                except Exception as error:  # the other rows are worth keeping
-                    text = f"{type(error).__name__}: {str(error)[:300]}"
-                    add(cell.row(error=text))
-                gc.collect()  # what a failed cell held
-            pool.shutdown(cancel_futures=True)
+        fitting = []
+        for cell in wanted[name]:
+            if model.needed_bytes(cell) < model.room:
+                fitting.append(cell)
+            else:
+                needed = model.needed_bytes(cell) / 2**30
+                add(cell.row(error="does not fit", needed_gib=round(needed, 1)))
+        programs = common.compiled(fitting, model.compile, seconds_left)
+        for cell, program in tqdm(programs, desc=name, total=len(fitting)):
+            try:
+                add(cell.row(error=None, **model.measure(cell, *program())))
+            except Exception as error:  # the other rows are worth keeping
+                add(cell.row(error=f"{type(error).__name__}: {str(error)[:300]}"))
+            gc.collect()  # what a failed cell held
+        del model, programs
+        gc.collect()  # weights, before those of the next model
 
 
 def cells(name: str, config: ModelConfig, options: argparse.Namespace) -> Iterator[Cell]:
@@ -298,23 +294,12 @@ def measure_rates(*, is_quick: bool) -> dict[str, float]:
     side = 256 if is_quick else MATMUL
     matrix = source[: side * side].reshape(side, side)
     multiply = jax.jit(jnp.dot)
-    copied = seconds(lambda: copy(source), 7)["median"]
-    product = seconds(lambda: multiply(matrix, matrix), 7)["median"]
+    copied = common.seconds(lambda: copy(source), 7)["median"]
+    product = common.seconds(lambda: multiply(matrix, matrix), 7)["median"]
     return {
         "copy_tb_per_s": 2 * source.nbytes / copied / 1e12,
         "matmul_tflops": 2 * side**3 / product / 1e12,
     }
-
-
-def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Median and quartiles of calls that are waited for, after one that is not counted."""
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return common.summarize(found)
 
 
 class Model:
@@ -354,9 +339,8 @@ class Model:
             model_config=self.config, policy=cell.rule.make(), chunk_size=cell.chunk_size
         )
 
-    def compile(self, cell: Cell) -> tuple[Any, Any, float]:
-        """The program of a measurement, what makes its input, and how long the first one took."""
-        started = time.perf_counter()
+    def compile(self, cell: Cell) -> tuple[Any, Any]:
+        """The program of a measurement, and what makes its input."""
         params, settings = shapes(self._params), self._settings(cell)
         if cell.phase == "prefill":
             read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
@@ -377,9 +361,7 @@ class Model:
             )
             make = functools.partial(self._state, cell)
             arguments = (params, jax.eval_shape(make), jax.ShapeDtypeStruct((), jnp.int32))
-        compiled = program.lower(*arguments).compile()
-        took = time.perf_counter() - started
-        return compiled, jax.jit(make).lower().compile(), took
+        return program.lower(*arguments).compile(), jax.jit(make).lower().compile()
 
     def _prompt(self, cell: Cell) -> tuple[Any, Any, Any]:
         tokens = jax.random.randint(
@@ -429,9 +411,8 @@ class Model:
             is_finite=jnp.ones((cell.batch,), bool),
         )
 
-    def measure(self, cell: Cell, compiled: tuple[Any, Any, float]) -> Row:
+    def measure(self, cell: Cell, program: Any, make: Callable[[], Any]) -> Row:
         """Seconds, floor, parts and memory."""
-        program, make, compile_seconds = compiled
         found = (self._prefill if cell.phase == "prefill" else self._decode)(cell, program, make())
         cache = jax.eval_shape(functools.partial(self._empty, cell))
         memory = common.memory(program)
@@ -441,7 +422,6 @@ class Model:
             "temporary_bytes": memory["temporary_bytes"],
             "method_state_bytes": num_bytes(cache.statistics),
             "kv_cache_bytes": num_bytes((cache.key, cache.value)),
-            "compile_seconds": round(compile_seconds, 1),
         }
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
@@ -452,7 +432,7 @@ class Model:
             densities.append(state.cache.density.prefill)
             return state.logits
 
-        timed = seconds(call, self._repeats if cell.tokens <= 2**16 else 2)
+        timed = common.seconds(call, self._repeats if cell.tokens <= 2**16 else 2)
         density = float(jnp.mean(densities[-1]))
         c = self.config
         linear = (
@@ -480,7 +460,7 @@ class Model:
             tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
             return tokens
 
-        timed = seconds(call, self._repeats)
+        timed = common.seconds(call, self._repeats)
         timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
         density = float(jnp.mean(state.cache.density.decode))
         if not bool(jnp.all(jnp.isfinite(state.logits))):
@@ -583,7 +563,7 @@ def transformers_rows(
     config: ModelConfig,
     options: argparse.Namespace,
     repeats: int,
-    has_time: Callable[[], bool],
+    seconds_left: Callable[[], float],
 ) -> Iterator[Row]:
     """Rows of transformers, from a process that gives the memory back."""
     wanted = {
@@ -591,7 +571,7 @@ def transformers_rows(
         "repeats": repeats,
         **peer_sizes(options),
     }
-    if not has_time():
+    if seconds_left() <= 0:
         return
     done = subprocess.run(
         [sys.executable, __file__, "--peer", json.dumps(wanted, default=str)],
@@ -642,10 +622,10 @@ def run_peer(wanted: dict[str, Any]) -> None:
         found = []
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = common.clock()
             call()
             torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
+            found.append(common.clock() - start)
         return common.summarize(found[1:])
 
     def say(phase: str, tokens: int, batch: int, **found: Any) -> None:

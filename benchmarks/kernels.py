@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,16 +104,16 @@ def rounds(calls: dict[str, Call], repeats: int, *, step: int = 1) -> dict[str, 
     counts = {}
     for name, call in calls.items():
         jax.block_until_ready(call(step))
-        start = time.perf_counter()
+        start = common.clock()
         jax.block_until_ready(call(step))
-        seconds = (time.perf_counter() - start) / step
+        seconds = (common.clock() - start) / step
         counts[name] = max(1, min(500, math.ceil(ROUND_SECONDS / seconds / step))) * step
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = common.clock()
             jax.block_until_ready(call(counts[name]))
-            times[name].append((time.perf_counter() - start) / counts[name])
+            times[name].append((common.clock() - start) / counts[name])
     return times
 
 

@@ -37,7 +37,7 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from end_to_end import MODELS, NEW_TOKENS, TINY, describe, measure_rates, parts, seconds
+from end_to_end import MODELS, NEW_TOKENS, TINY, describe, measure_rates, parts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import sketchwalk_jax as sw
@@ -212,17 +212,19 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
     rates = measure_rates(is_quick=options.quick)
     if ranks > 1:
         rates |= measure_sending(ranks, is_quick=options.quick)
+
+    def seconds_left() -> float:
+        return options.seconds - (time.monotonic() - started)
+
     by_model: dict[str, list[Cell]] = {}
     for cell in wanted:
         by_model.setdefault(cell.model, []).append(cell)
     for name, own in by_model.items():
         config = TINY if options.quick else SHAPES[name]
         model = Model(config, axis, ranks, rates, repeats)
-        for cell in own:
-            if time.monotonic() - started > options.seconds:
-                return
+        for cell, programs in common.compiled(own, model.compile, seconds_left):
             try:
-                row = cell.row(ranks, error=None, **model.measure(cell))
+                row = cell.row(ranks, error=None, **model.measure(cell, programs()))
             except Exception as error:  # the other rows are worth keeping
                 row = cell.row(ranks, error=f"{type(error).__name__}: {str(error)[:300]}")
             add(options.out, meta, axis, rates, row)
@@ -279,9 +281,9 @@ def measure_sending(ranks: int, *, is_quick: bool) -> dict[str, float]:
     token = jax.device_put(jnp.zeros((8192,), jnp.bfloat16), NamedSharding(mesh, whole))
     received = 2 * size * (ranks - 1) / ranks
     return {
-        "gather_gb_per_s": received / seconds(lambda: gather(spread), 7)["median"] / 1e9,
-        "sum_gb_per_s": 2 * received / seconds(lambda: total(copies), 7)["median"] / 1e9,
-        "small_sum_us": seconds(lambda: many(token), 7)["median"] / 64 * 1e6,
+        "gather_gb_per_s": received / common.seconds(lambda: gather(spread), 7)["median"] / 1e9,
+        "sum_gb_per_s": 2 * received / common.seconds(lambda: total(copies), 7)["median"] / 1e9,
+        "small_sum_us": common.seconds(lambda: many(token), 7)["median"] / 64 * 1e6,
     }
 
 
@@ -344,24 +346,50 @@ class Model:
         self._where = where if ranks > 1 else None
         self._params = init_params(jax.random.key(0), config, sharding=where)
 
-    def measure(self, cell: Cell) -> Row:
-        """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+    def compile(self, cell: Cell) -> tuple[Any, ...]:
+        """What reads a prompt, the prompt, and what decodes after it; nothing for lists."""
         if cell.phase == "lists":
-            return self._lists(cell)
+            return ()
         new = NEW_TOKENS if cell.phase == "decode" else 0
         settings = self._settings(cell)
         read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
         reading = jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
         prompt = self._prompt(cell, cell.tokens - new)
-        started = time.perf_counter()
         compiled = reading.lower(self._params, *prompt).compile()
-        took = time.perf_counter() - started
-        found: Row = (
-            self._decode(cell, settings, compiled(self._params, *prompt))
-            if cell.phase == "decode"
-            else self._prefill(cell, compiled, prompt)
+        if not new:
+            return compiled, prompt, None
+        decode = functools.partial(
+            decode_tokens,
+            num_tokens=new,
+            eos_token_ids=(),
+            pad_token_id=0,
+            settings=dataclasses.replace(settings, chunk_size=None),
         )
-        memory = common.memory(compiled)
+        where = compiled.output_shardings
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(reading, self._params, *prompt),
+            where,
+        )
+        decoding = jax.jit(
+            lambda params, state, limit: decode(params, state, Sampling(), limit),
+            donate_argnums=1,
+            out_shardings=(None, where),  # it goes on from what it made
+        )
+        limit = jax.ShapeDtypeStruct((), jnp.int32)
+        return compiled, prompt, decoding.lower(self._params, state, limit).compile()
+
+    def measure(self, cell: Cell, programs: tuple[Any, ...]) -> Row:
+        """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+        if cell.phase == "lists":
+            return self._lists(cell)
+        reading, prompt, decoding = programs
+        found: Row = (
+            self._decode(cell, decoding, reading(self._params, *prompt))
+            if decoding
+            else self._prefill(cell, reading, prompt)
+        )
+        memory = common.memory(reading)
         held = sum(memory[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
         sent = sent_bytes(
             self.config,
@@ -374,7 +402,7 @@ class Model:
             is_token=cell.phase == "decode",
         )
         found |= {"peak_gib": (held - memory["aliased_bytes"]) / 2**30}
-        return {**found, "sent_bytes": sent, "compile_seconds": round(took, 1)}
+        return {**found, "sent_bytes": sent}
 
     def _settings(self, cell: Cell) -> Settings:
         return Settings(
@@ -401,7 +429,7 @@ class Model:
             densities.append(state.cache.density.prefill)
             return state.logits
 
-        timed = seconds(call, self._repeats if cell.tokens <= 2**17 else 1)
+        timed = common.seconds(call, self._repeats if cell.tokens <= 2**17 else 1)
         density = float(jnp.mean(densities[-1]))
         work = prompt_flops(self.config, cell.tokens, density) * cell.batch
         return {
@@ -412,18 +440,7 @@ class Model:
             "parts_ms": {name: one / self._ranks for name, one in parts(call).items()},
         }
 
-    def _decode(self, cell: Cell, settings: Settings, state: Any) -> Row:
-        decode = functools.partial(
-            decode_tokens,
-            num_tokens=NEW_TOKENS,
-            eos_token_ids=(),
-            pad_token_id=0,
-            settings=dataclasses.replace(settings, chunk_size=None),
-        )
-        program = jax.jit(
-            lambda params, state, limit: decode(params, state, Sampling(), limit),
-            donate_argnums=1,
-        )
+    def _decode(self, cell: Cell, program: Any, state: Any) -> Row:
         lengths = np.asarray(state.cache.lengths)
         limit = jnp.asarray(NEW_TOKENS, jnp.int32)
         held = state.cache.lengths.sharding
@@ -435,7 +452,7 @@ class Model:
             tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
             return tokens
 
-        timed = seconds(call, self._repeats)
+        timed = common.seconds(call, self._repeats)
         timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
         density = float(jnp.mean(state.cache.density.decode))
         if not bool(jnp.all(jnp.isfinite(state.logits))):

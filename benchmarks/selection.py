@@ -22,10 +22,9 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def main() -> None:
         more["plans"] = [queries_of(path) for path in options.plan]
     own = functools.partial(rules, list(options.policy or POLICIES), is_quick=options.quick)
     repeats = 2 if options.quick else options.repeats
-    started = time.perf_counter()
+    started = time.monotonic()
     rows: list[Row] = []
     meta = common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0, **more)
     wanted = {one: share_rules(one) if options.share else own(one) for one in densities}
@@ -119,13 +118,12 @@ def main() -> None:
     for tokens in lengths:
         # The arrays of one length at a time.
         jobs: list[tuple[Row, Callable[[], Row]]] = []
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        with common.Compiling() as pool:
             for shape in shapes:
                 if shape.tokens == tokens:
                     length = Length(Inputs.draw(shape), pool, repeats, options.quick)
                     with_dense = shape.density == densities[0]
                     jobs += length.jobs(wanted[shape.density], with_dense=with_dense)
-            # Nothing is timed while something compiles.
         for names, job in tqdm(jobs, desc=f"{tokens:,} tokens"):
             try:
                 row = names | {"error": None} | job()
@@ -133,7 +131,7 @@ def main() -> None:
                 row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             rows.append(row)
             tqdm.write(describe(row))
-            meta["wall_s"] = round(time.perf_counter() - started, 1)
+            meta["wall_s"] = round(time.monotonic() - started, 1)
             common.write_results(out, meta, rows)
 
 
@@ -267,7 +265,7 @@ def names_of(shape: Shape, rule: Rule, phase: str) -> Row:
 class Length:
     """All measurements at one length."""
 
-    def __init__(self, inputs: Inputs, pool: ThreadPoolExecutor, repeats: int, is_quick: bool):
+    def __init__(self, inputs: Inputs, pool: common.Compiling, repeats: int, is_quick: bool):
         """Draws nothing, compiles nothing yet."""
         self._inputs, self._pool, self._repeats = inputs, pool, repeats
         self._is_quick = is_quick
@@ -462,15 +460,15 @@ class Length:
 def timed(call: Call, repeats: int, *, step: int = 1) -> dict[str, float]:
     """Milliseconds per step: median and distance of the quartiles over rounds of some time."""
     jax.block_until_ready(call(step))
-    start = time.perf_counter()
+    start = common.clock()
     jax.block_until_ready(call(step))
-    seconds = (time.perf_counter() - start) / step
+    seconds = (common.clock() - start) / step
     count = max(1, min(1000, math.ceil(ROUND_SECONDS / seconds / step))) * step
     found = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = common.clock()
         jax.block_until_ready(call(count))
-        found.append((time.perf_counter() - start) / count * 1e3)
+        found.append((common.clock() - start) / count * 1e3)
     values = common.summarize(found)
     return {"ms": values["median"], "ms_iqr": values["q75"] - values["q25"]}
 

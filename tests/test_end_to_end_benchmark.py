@@ -57,7 +57,7 @@ def test_what_is_asked_for_and_not_there_is_named(results, benchmark):
 def test_a_row_says_what_was_measured(results):
     for row in results["rows"]:
         assert 0 < row["seconds"]["q25"] <= row["seconds"]["median"] <= row["seconds"]["q75"]
-        assert row["floor_seconds"] > 0 and row["peak_gib"] > 0 and row["compile_seconds"] > 0
+        assert row["floor_seconds"] > 0 and row["peak_gib"] > 0
         is_dense = row["policy"] == "dense"
         assert (row["method_state_bytes"] == 0) == is_dense
         assert (row["measured_density"] == 1.0) == is_dense

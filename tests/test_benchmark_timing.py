@@ -1,0 +1,183 @@
+"""No benchmark times anything while programs compile, however long they take."""
+
+import ast
+import importlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time"}
+POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor", "Thread"}
+# A run of each benchmark that compiles in a pool, with several programs in one group.
+RUNS = {
+    "end_to_end": ("--phase", "decode", "--batch", "1"),
+    "scale_out": ("--axis", "one", "--child"),
+    "selection": ("--policy", "streaming"),
+}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def names_in(path: Path) -> set[str]:
+    """Everything that a file names: variables, attributes and imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "name"):
+            if isinstance(value := getattr(node, field, None), str):
+                found.add(value)
+    return found
+
+
+def test_one_file_has_the_clock_and_the_pool():
+    """What else reads a clock, or starts threads, could time beside a compilation."""
+    users = {path.stem: names_in(path) for path in BENCHMARKS.glob("*.py")}
+    shared = users.pop("common")
+    assert "perf_counter" in shared and "ThreadPoolExecutor" in shared
+    assert {name for name, found in users.items() if found & CLOCKS} == set()
+    assert {name for name, found in users.items() if found & POOLS} == set()
+    assert {name for name, found in users.items() if found & {"Compiling", "compiled"}} >= set(RUNS)
+
+
+@pytest.fixture
+def compiling(load) -> Iterator[threading.Event]:
+    """A compilation that ends when its event is set."""
+    may_end = threading.Event()
+    with load("common").Compiling() as pool:
+        pool.submit(may_end.wait)
+        yield may_end
+        may_end.set()
+
+
+@pytest.mark.parametrize(
+    "timer",
+    [
+        "common.alternate({'it': call}, repeats=1)",
+        "common.seconds(call, 1)",
+        "kernels.rounds({'it': lambda count: call()}, 1)",
+        "selection.timed(lambda count: call(), 1)",
+        "hopper_rates.measure(call, 1)",
+    ],
+)
+def test_timers_refuse_to_run_beside_a_compilation(timer, load, compiling):
+    modules = {name: load(name) for name in ("common", timer.split(".")[0])}
+    modules["call"] = lambda: jnp.ones(2)
+    with pytest.raises(RuntimeError, match="while programs compile, got 1 that are not done"):
+        eval(timer, modules)
+    compiling.set()
+    futures.wait(modules["common"].Compiling._submitted)
+    assert eval(timer, modules)
+
+
+def test_what_is_not_compiled_in_time_is_left_out(load):
+    """What has begun by then is waited for, as nothing can be timed before it ends."""
+    common, may_end, begun = load("common"), threading.Event(), threading.Event()
+    left = iter([1.0, 0.0, 1.0, 1.0, 1.0])
+
+    def compile_cell(cell):
+        begun.set()
+        may_end.wait()
+        return cell
+
+    class Pool(futures.ThreadPoolExecutor):
+        def __init__(self, _):
+            super().__init__(1)
+
+        def shutdown(self, **options):
+            may_end.set()
+            super().shutdown(**options)
+
+    class Waiting(common.Compiling):
+        def __exit__(self, *error):
+            begun.wait()
+            super().__exit__(*error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "ThreadPoolExecutor", Pool)
+        patch.setattr(common, "Compiling", Waiting)
+        found = [
+            (cell, program())
+            for cell, program in common.compiled("ab", compile_cell, lambda: next(left))
+        ]
+    assert found == [("a", "a")]
+    assert list(common.compiled("ab", str, lambda: 0.0)) == []
+    compiled = common.compiled("abc", str.upper, lambda: 60.0, group=2)
+    assert [(cell, program()) for cell, program in compiled] == [*zip("abc", "ABC", strict=True)]
+
+
+@pytest.fixture
+def as_users_run_it():
+    """JAX's own dense attention mixes types."""
+    was = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", was)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_waits_for_its_slowest_program(name, load, monkeypatch, tmp_path):
+    """All programs but the first stay unfinished until the run waits for all of them."""
+    benchmark = load(name)
+    may_end, pending, timed_meanwhile = threading.Event(), set(), []
+    main = threading.current_thread()
+    clock, pool = time.perf_counter, futures.ThreadPoolExecutor
+    submit, shutdown = pool.submit, pool.shutdown
+
+    def slow(make, *arguments):
+        found = make(*arguments)
+        may_end.wait()
+        return found
+
+    counted = []
+
+    def submitting(self, make, *arguments):
+        counted.append(make)
+        if len(counted) == 1:
+            return submit(self, make, *arguments)
+        future = submit(self, slow, make, *arguments)
+        pending.add(future)
+        return future
+
+    def waiting(some, **options):
+        if not pending <= set(some):
+            timed_meanwhile.append("not waited for")
+        may_end.set()
+        return futures.wait(some, **options)
+
+    def ending(self, *arguments, **options):
+        may_end.set()
+        shutdown(self, *arguments, **options)
+
+    def reading():
+        caller = sys._getframe(1).f_code.co_filename
+        is_timer = threading.current_thread() is main and Path(caller).parent == BENCHMARKS
+        if is_timer and any(not future.done() for future in pending):
+            timed_meanwhile.append(caller)
+            may_end.set()
+        return clock()
+
+    monkeypatch.setattr(pool, "submit", submitting)
+    monkeypatch.setattr(pool, "shutdown", ending)
+    monkeypatch.setattr(benchmark.common, "wait", waiting, raising=False)
+    monkeypatch.setattr(time, "perf_counter", reading)
+    out = tmp_path / "results.json"
+    command = [f"{name}.py", "--quick", *RUNS[name], "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    benchmark.main()
+    assert timed_meanwhile == []
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert len(counted) > 1 and all(row["error"] is None for row in rows)
