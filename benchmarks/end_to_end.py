@@ -98,7 +98,7 @@ TINY = dataclasses.replace(
     num_kv_heads=2,
     head_dim=16,
 )
-LENGTHS = tuple(2**n for n in (14, 15, 16, 17))
+LENGTHS = tuple(2**n for n in range(12, 18))
 # Longer prompts, in pieces.
 LONG = {"llama-3.1-8b": (2**18, 2**19), "llama-3.2-1b": (2**20,)}
 PIECE = 2**15
