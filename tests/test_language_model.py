@@ -180,3 +180,43 @@ def test_mistakes_are_named(lm):
                 call("Hi")
     finally:
         lm.tokenizer.chat_template = template
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("wrong", ["dense", sw.Dense, None, 0.2], ids=str)
+def test_what_is_no_policy_is_refused_at_once(lm, wrong):
+    with pytest.raises(ValueError, match="policy must be a policy such as SketchWalkConfig"):
+        lm.with_policy(wrong)
+    if wrong is not None:
+        with pytest.raises(ValueError, match="policy must be a policy such as SketchWalkConfig"):
+            LanguageModel.load("nowhere", policy=wrong)  # before anything is read
+
+
+# What is no text, and what is said of it: never that the tokenizer's files are damaged.
+NO_TEXTS = {
+    "tokens": (lambda lm: lm.generate([1, 2]), "text must be a string, got 1"),
+    "an array": (lambda lm: lm.generate(np.arange(3)), "prompts must be a string or a list"),
+    "bytes": (lambda lm: lm.generate(b"Walk"), "prompts must be a string or a list of strings"),
+    "bytes in a list": (lambda lm: lm.generate(["Walk", b"on"]), "text must be a string, got a b"),
+    "nothing": (lambda lm: lm.generate(None), "prompts must be a string or a list .* got None"),
+    "bytes to stream": (lambda lm: lm.stream(b"Walk"), "prompt must be an integer array"),
+    "a number to chat": (lambda lm: lm.chat(3), "prompt must be a string or a list of messages"),
+    "strings to chat": (lambda lm: lm.chat(["Walk"]), "messages .* got 'Walk' at"),
+    "texts for tokens": (
+        lambda lm: next(lm.complete(["Walk"])),
+        r"prompts\[0\] must be an integer",
+    ),
+    "a lone surrogate": (
+        lambda lm: lm.generate("Walk \ud800"),
+        "valid Unicode, got a lone surrogate, .* at character 5",
+    ),
+}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", NO_TEXTS)
+def test_what_is_no_text_is_said_to_be_none(lm, name):
+    call, message = NO_TEXTS[name]
+    with pytest.raises(ValueError, match=message) as raised:
+        call(lm)
+    assert "download" not in str(raised.value)

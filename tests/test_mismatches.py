@@ -22,11 +22,14 @@ from sketchwalk_jax import (
     forward,
     generate,
     init_cache,
+    init_walk,
+    make_generate,
     memory,
     prefill,
+    sharding,
+    sketchwalk_attention,
     stream,
 )
-from sketchwalk_jax.layer import init_walk, sketchwalk_attention
 from sketchwalk_jax.models import ModelConfig, load
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.quest import QuestConfig
@@ -108,7 +111,7 @@ def test_a_tree_that_does_not_fit_is_refused(weights, case, name):
     change, message = TREES[case]
     with pytest.raises(ValueError, match=message):
         calls_of(changed(weights, change))[name]()
-    with pytest.raises(ValueError, match="got list"):
+    with pytest.raises(ValueError, match="got a list"):
         calls_of([weights])[name]()
 
 
@@ -185,7 +188,7 @@ def test_a_checkpoint_in_another_dtype_says_how_to_make_its_cache(tmp_path):
     write_checkpoint(tmp_path / "model", torch_dtype="bfloat16")
     params, model_config = load(tmp_path / "model", dtype="float32")
     config, tokens = SketchWalkConfig.paper(block_size=16), np.ones((1, 20), np.int32)
-    cache = init_cache(model_config, config, batch=1, max_tokens=32)
+    cache = init_cache(model_config, config, batch=1, max_tokens=32, dtype="bfloat16")
     with pytest.raises(ValueError, match=r"init_cache\(..., dtype='float32'\)"):
         prefill(params, tokens, cache, model_config=model_config, policy=config)
 
@@ -403,3 +406,86 @@ def test_a_sampled_call_takes_a_key(weights):
     options = {"max_new_tokens": 2, "sampling": Sampling(), **OPTIONS}
     found = [generate(weights, TOKENS, key=jax.random.key(3), **options).tokens for _ in range(2)]
     np.testing.assert_array_equal(*found)
+
+
+def in_buckets(weights, tokens=TOKENS, **given):
+    return make_generate(MODEL, PAPER, max_new_tokens=2)(weights, tokens, **given)
+
+
+def test_lengths_are_compared_with_what_was_given_and_not_with_its_padding(weights):
+    for lengths in ([40, 41], [40, 64]):
+        with pytest.raises(ValueError, match=r"between 1 and the 40 columns of tokens, got \[40"):
+            in_buckets(weights, lengths=lengths)
+    found = in_buckets(weights, lengths=LENGTHS)
+    given = generate(weights, TOKENS, lengths=LENGTHS, max_new_tokens=2, **OPTIONS)
+    np.testing.assert_array_equal(found.tokens, given.tokens)
+
+
+X = jnp.ones((1, 64, 4, 16))
+RAGGED = [[1], [2, 3]]
+# Calls with arguments in the wrong place, or of the wrong kind, and what is said.
+CONFUSED = {
+    "ragged tokens": (lambda w: generate(w, RAGGED, max_new_tokens=1, **OPTIONS), "got a list"),
+    "ragged in buckets": (lambda w: in_buckets(w, RAGGED), "tokens must be an integer array"),
+    "ragged lengths": (lambda w: in_buckets(w, lengths=RAGGED), "lengths must be .* ragged list"),
+    "ragged lengths of a layer": (
+        lambda w: sketchwalk_attention(X, X, X, lengths=RAGGED),
+        "lengths must be .* ragged list",
+    ),
+    "a mask in lists": (
+        lambda w: in_buckets(w, attention_mask=[[1] * 40] * 2),
+        "attention_mask must be an array",
+    ),
+    "swapped": (
+        lambda w: generate(TOKENS, w, max_new_tokens=1, **OPTIONS),
+        r"tokens must be an integer array \[B, T\], got a dict of \['embed'",
+    ),
+    "swapped in buckets": (lambda w: in_buckets(TOKENS, w), "tokens must be .* got a dict"),
+    "swapped for all logits": (lambda w: forward(TOKENS, w, **OPTIONS), "tokens must be .* dict"),
+    "a cache for tokens": (
+        lambda w: prefill(w, init_cache(MODEL, batch=2, max_tokens=64), TOKENS, **OPTIONS),
+        "tokens must be .* got a Cache",
+    ),
+    "no parameters": (
+        lambda w: generate(None, TOKENS, max_new_tokens=1, **OPTIONS),
+        "params must be a parameter tree from load, got None",
+    ),
+    "parameters for the model": (
+        lambda w: generate(w, TOKENS, max_new_tokens=1, model_config=w),
+        r"model_config must be a ModelConfig, got a dict of .*load returns \(params, model_config",
+    ),
+    "parameters for the model, made": (
+        lambda w: make_generate(w, MODEL, max_new_tokens=1),
+        "model_config must be a ModelConfig, got a dict",
+    ),
+    "parameters for the model of a cache": (
+        lambda w: init_cache(w, batch=1, max_tokens=64),
+        "model_config must be a ModelConfig, got a dict",
+    ),
+    "the model for the policy": (
+        lambda w: make_generate(MODEL, MODEL, max_new_tokens=1),
+        "policy must be a policy .* got a ModelConfig",
+    ),
+    "a name for the policy": (
+        lambda w: sketchwalk_attention(X, X, X, policy="paper"),
+        "policy must be a policy .* got 'paper'; sketchwalk_jax.policies.by_name makes",
+    ),
+    "a class for the policy": (
+        lambda w: init_walk(1, 64, policy=Dense),
+        "policy must be a policy .* got the class Dense; call it",
+    ),
+    "a policy for the walk": (
+        lambda w: sketchwalk_attention(X, X, X, Dense()),
+        "walk must be a WalkState from init_walk, got a Dense",
+    ),
+    "a list for queries": (lambda w: sketchwalk_attention([1.0], X, X), "query must be an array"),
+    "a model for the mesh": (lambda w: sharding.place(MODEL, MODEL), "mesh must be a mesh"),
+}
+
+
+@pytest.mark.parametrize("name", CONFUSED)
+def test_confused_arguments_are_named_in_a_line(weights, name):
+    call, message = CONFUSED[name]
+    with pytest.raises(ValueError, match=message) as raised:
+        call(weights)
+    assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)

@@ -1,6 +1,9 @@
 """`--prompts FILE --out FILE`: every line a text, continued after an interruption, or refused."""
 
+import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,3 +139,47 @@ def test_a_damaged_file_of_texts_is_refused(content, message, run, tmp_path):
     assert status == 1 and message in err
     (tmp_path / "texts.jsonl.settings.json").unlink()
     assert "got it alone" in run(PROMPTS[:1])[1]
+
+
+# Two texts are finished, then the process waits outside of Python's reach, as JAX does.
+WAITING = """
+import itertools, os, signal, sys, threading
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.language_model import LanguageModel
+
+complete = LanguageModel.complete
+
+def two_texts(self, prompts, **options):
+    yield from itertools.islice(complete(self, prompts, **options), 2)
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+LanguageModel.complete = two_texts
+main()
+"""
+
+
+def test_who_interrupts_a_run_is_told_what_it_keeps(run, model, tmp_path):
+    texts, prompts = tmp_path / "texts.jsonl", tmp_path / "prompts.jsonl"
+    write_lines(prompts, PROMPTS)
+    words = ["generate", "--model", model, "--prompts", prompts, "--out", texts, "--batch", 1]
+    words += ["--max-new-tokens", NEW, "--policy", "dense"]
+    command = [sys.executable, "-c", WAITING, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stdout == ""
+    assert f"{texts}: stopped; it keeps 2 of 5 texts, and the same command" in done.stderr
+    assert len(read_lines(texts)) == 2
+    status, err = run(PROMPTS)
+    assert status == 0 and "5 texts, 2 of them from before" in err
+
+
+def test_an_error_in_the_middle_says_what_is_kept(run, tmp_path, monkeypatch):
+    complete = LanguageModel.complete
+
+    def failing(self, prompts, **options):
+        yield from itertools.islice(complete(self, prompts, **options), 1)
+        raise ValueError("there is no more")
+
+    monkeypatch.setattr(LanguageModel, "complete", failing)
+    status, err = run(PROMPTS)
+    assert status == 1 and "it keeps 1 of 5 texts" in err and "error: there is no more" in err

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import TINY, write_checkpoint, write_tensors
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from sketchwalk_jax import init_cache
 from sketchwalk_jax.models import ModelConfig, load, param_shapes
 from sketchwalk_jax.models.params import flatten_params
 
@@ -101,7 +102,11 @@ def test_parameters_hold_the_stored_tensors(tmp_path: Path, case: str):
 def test_parameters_are_cast_to_the_target_dtype(tmp_path: Path, stored: str, target: str | None):
     tensors = write_checkpoint(tmp_path, dtype=stored)
     params, config = load(tmp_path, dtype=target)
-    assert config.dtype == stored
+    # What is made for the model by default is of the type that was loaded.
+    assert config.dtype == (target or stored)
+    assert (
+        init_cache(config, batch=1, max_tokens=64).key.dtype == params["embed"]["embedding"].dtype
+    )
     for leaf in jax.tree.leaves(params):
         assert leaf.dtype == jnp.dtype(target or stored)
     expected = tensors["model.embed_tokens.weight"].astype(jnp.dtype(target or stored))

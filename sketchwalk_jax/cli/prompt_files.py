@@ -4,12 +4,15 @@ Every line is written whole, so that whoever is killed loses at most the batch i
 file stands another with what its texts depend on, without which it is not continued.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,50 @@ def _write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+@contextlib.contextmanager
+def _says_if_stopped(say: Callable[[], None]) -> Iterator[None]:
+    """Calls `say` where an error or an interrupt ends the block.
+
+    Where SIGINT ends the process at once, as in that of the command line, a thread calls it, since
+    Python's own handler would have to wait until JAX has computed a batch.
+    """
+    is_at_once = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    with _thread_for_interrupts(say) if is_at_once else contextlib.nullcontext():
+        try:
+            yield
+        except BaseException:
+            say()
+            raise
+
+
+@contextlib.contextmanager
+def _thread_for_interrupts(say: Callable[[], None]) -> Iterator[None]:
+    """SIGINT calls `say` and ends the process with status 130, whatever Python is waiting for."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    done = b"\0"  # no signal has this number
+
+    def wait() -> None:
+        while (number := os.read(reader, 1)) != done:
+            if number[0] == signal.SIGINT:
+                say()
+                os._exit(130)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer)  # gets the number of each signal that has a handler
+    signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        os.write(writer, done)
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
 def complete_all(
     lm: LanguageModel,
     texts: TextsFile,
@@ -251,20 +298,22 @@ def complete_all(
         batch_size=batch_size,
     )
     num_kept, num_broken = before, 0
-    try:
+
+    def say_kept() -> None:
+        print(
+            f"\n{texts.path}: stopped; it keeps {num_kept} of {total} texts, and the same command "
+            f"goes on with the others",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    with _says_if_stopped(say_kept):
         with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
             for place, found in finished:
                 texts.add([(missing[place], found)])
                 num_kept += 1
                 num_broken += not found.is_finite
                 bar.update()
-    except BaseException:  # an interrupt among them
-        print(
-            f"{texts.path}: stopped; it keeps {num_kept} of {total} texts, and the same command "
-            f"goes on with the others",
-            file=sys.stderr,
-        )
-        raise
     texts.sort()
     more = f", {before} of them from before" if before else ""
     print(f"{texts.path}: {total} texts{more}", file=sys.stderr)
