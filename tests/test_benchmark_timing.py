@@ -20,7 +20,7 @@ POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor", "Thread"}
 # A run of each benchmark that compiles in a pool, with several programs in one group.
 RUNS = {
     "end_to_end": ("--phase", "decode", "--batch", "1"),
-    "scale_out": ("--axis", "one", "--child"),
+    "scale_out": ("--axis", "one", "--child", "python scale_out.py"),
     "selection": ("--policy", "streaming"),
 }
 
