@@ -185,11 +185,7 @@ def speedups(data: Results) -> Iterator[Row]:
     from end_to_end import MODELS as REAL
 
     names = ("model", "phase", "tokens", "batch")
-    rows = [
-        row
-        for row in data["rows"]
-        if row["implementation"] == "ours" and not row["error"]
-    ]
+    rows = [row for row in data["rows"] if row["implementation"] == "ours" and not row["error"]]
     dense: dict[tuple[Any, ...], float] = {}
     for row in rows:
         where, found = tuple(row[name] for name in names), row["seconds"]["median"]

@@ -100,6 +100,7 @@ def captioned(
     make: Callable[[Results], str],
     command: str = "",
     gaps: Callable[[Results], Sequence[str]] | None = None,
+    **where: Any,
 ) -> Callable[[Path], str]:
     """A section of a file of speeds: its table, then hardware, versions, date and command.
 
@@ -107,6 +108,7 @@ def captioned(
       make: The table, or nothing where the file has no rows for it.
       command: What measures them.
       gaps: A line on what is missing, if anything is; by default `describe_missing`.
+      **where: Fields of the rows that the table is of, whose commands are named.
     """
 
     def section(path: Path) -> str:
@@ -116,14 +118,16 @@ def captioned(
         table = make(data)
         if not table:
             return _measures(command)
-        return "\n\n".join([table, describe_runs(data), *(gaps or describe_missing)(data)])
+        runs = describe_runs(data, **where)
+        return "\n\n".join([table, runs, *(gaps or describe_missing)(data)])
 
     return section
 
 
-def describe_runs(data: Results) -> str:
+def describe_runs(data: Results, **where: Any) -> str:
     """Hardware, versions, dates and commands in one line: of rows, or of the whole file."""
-    runs = [row["run"] for row in data["rows"] if "run" in row]
+    rows = [row for row in data["rows"] if where.items() <= row.items()]
+    runs = [row["run"] for row in rows if "run" in row]
     if not runs:
         return describe_run(data["meta"])
     dates = sorted({run["date"] for run in runs})
@@ -140,22 +144,26 @@ def describe_runs(data: Results) -> str:
 
 
 def describe_absent(
-    data: Results, command: str, wanted: Mapping[str, Mapping[Any, str]], **where: Any
+    data: Results,
+    command: str,
+    wanted: Mapping[str, tuple[str, Mapping[Any, str]]],
+    **where: Any,
 ) -> list[str]:
-    """A line on what a file has no row of, although its benchmark measures it; none if all is there.
+    """A line on what a benchmark measures and its file has no row of; none if all is there.
 
     Args:
       data: The results.
       command: What measures it.
-      wanted: For some fields their values, with what each is called.
+      wanted: For some fields what to say of the values that are missing, with `{}` in the place of
+        their names, and the values with their names.
       **where: Fields of the rows that count.
     """
     rows = [row for row in data["rows"] if where.items() <= row.items()]
     parts = []
-    for field, values in wanted.items():
+    for field, (text, values) in wanted.items():
         there = {row[field] for row in rows}
         absent = [name for value, name in values.items() if value not in there]
-        parts += [", ".join(absent)] if absent else []
+        parts += [text.format(", ".join(absent))] if absent else []
     names = common.missing(data)
     if names:
         parts.append(f"{len(names):,} of {len(data['meta']['asked']['rows']):,} rows asked for")

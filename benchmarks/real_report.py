@@ -181,7 +181,7 @@ def short_prompts(path: Path) -> str:
     for (model, tokens, asked), rows in by_model.items():
         rows = sorted(rows, key=lambda row: row["density"])
         kept = ", ".join(f"{row['kept']} at density {row['density']:g}" for row in rows)
-        parts.append(f"with {tokens:,} tokens {model} keeps, of {asked} answers, {kept}")
+        parts.append(f"of {asked} answers to prompts of {tokens:,} tokens {model} keeps {kept}")
     return (
         f"Short prompts at low densities lose most: {'; '.join(parts)}. {meta['conditions']} "
         f"{meta['source']}"

@@ -55,11 +55,12 @@ def _absent(data: Results, phase: str) -> list[str]:
     """What there is no row of."""
     ranks = data["meta"]["max_ranks"]
     whole = [one for one in all_cells(ranks, is_quick=False) if one.phase == phase]
-    wanted: dict[str, dict[Any, str]] = {
-        "model": {one.model: one.model for one in whole},
-        "axis": {one.axis: f"`{one.axis}`" for one in whole},
-        "tokens": {tokens: f"{tokens:,} tokens" for tokens in sorted({one.tokens for one in whole})},
-        "policy": {one.rule.policy: _of_rule(one.rule.policy) for one in whole},
+    lengths = sorted({one.tokens for one in whole})
+    wanted: dict[str, tuple[str, dict[Any, str]]] = {
+        "model": ("{}", {one.model: one.model for one in whole}),
+        "axis": ("by {}", {one.axis: f"`{one.axis}`" for one in whole}),
+        "tokens": ("{} tokens", {tokens: f"{tokens:,}" for tokens in lengths}),
+        "policy": ("{}", {one.rule.policy: _of_rule(one.rule.policy) for one in whole}),
     }
     return describe_absent(data, _COMMAND, wanted, phase=phase)
 
@@ -289,15 +290,15 @@ def _nothing(data: Results) -> list[str]:
     return []
 
 
-def _of(make: Any, gaps: Any) -> Any:
-    return _FILE, if_measured(captioned(make, _COMMAND, gaps), _COMMAND)
+def _of(make: Any, gaps: Any, **where: Any) -> Any:
+    return _FILE, if_measured(captioned(make, _COMMAND, gaps, **where), _COMMAND)
 
 
 TABLES: Tables = {
-    "scale-prefill": _of(prefill_table, lambda data: _absent(data, "prefill")),
-    "scale-decode": _of(decode_table, lambda data: _absent(data, "decode")),
-    "scale-lists": _of(lists_table, lambda data: _absent(data, "lists")),
-    "scale-estimate": _of(estimate_table, _nothing),
+    "scale-prefill": _of(prefill_table, lambda data: _absent(data, "prefill"), phase="prefill"),
+    "scale-decode": _of(decode_table, lambda data: _absent(data, "decode"), phase="decode"),
+    "scale-lists": _of(lists_table, lambda data: _absent(data, "lists"), phase="lists"),
+    "scale-estimate": _of(estimate_table, _nothing, axis="one", tokens=_TOKENS),
 }
 
 
