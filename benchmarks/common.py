@@ -304,7 +304,7 @@ def add_rows(
         check_same(path, old["meta"], meta, *_SAME, *same)
     then, told = _split(old["meta"])
     now, new = _split(meta)
-    there = {_name(row, names): {"run": then} | row for row in old["rows"]}
+    there = {_name(row, names): {**row, "run": row.get("run", then)} for row in old["rows"]}
     for row in rows:
         name = _name(row, names)
         if not row.get("error") or there.get(name, row).get("error"):

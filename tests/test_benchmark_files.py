@@ -145,3 +145,24 @@ def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_p
         "of 24 answers to prompts of 4,096 tokens m keeps 14 at density 0.1, 24 at density 0.2"
     )
     assert f"{expected}. So. There." in report.short_prompts(path)
+
+
+def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
+    report = load("selection_report")
+
+    def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
+        fields = {"representatives": queries} if queries else {}
+        own = {"phase": phase, "tokens": 1024, "density": 0.1, "error": None, "fields": fields}
+        own |= {"preset": "recommended" if queries else "paper"}
+        return own | {"selection_ms": selection, "attention_ms": 9.0}
+
+    rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
+    data = {"meta": {"plans": []}, "rows": rows}
+    found = [(one["phase"], one["preset"], one["queries"]) for one in report.shares(data)]
+    assert found == [
+        ("prefill", "paper", None),
+        ("prefill", "recommended", 4),
+        ("prefill", "recommended", 8),
+        ("decode", "recommended", None),
+    ]
+    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.share_table(data)

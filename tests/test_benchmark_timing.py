@@ -81,6 +81,16 @@ def test_timers_refuse_to_run_beside_a_compilation(timer, load, compiling):
     assert eval(timer, modules)
 
 
+def test_a_first_call_that_takes_long_counts_itself(load, monkeypatch):
+    common, calls = load("common"), []
+    now = iter(float(value) for value in range(0, 1000, 10))
+    monkeypatch.setattr(common, "clock", lambda: next(now))
+    found = common.seconds(lambda: calls.append(1), 3, wait=lambda _: None, enough=10.0)
+    assert (found["median"], found["repeats"], len(calls)) == (10.0, 1, 1)
+    found = common.seconds(lambda: calls.append(1), 3, wait=lambda _: None, enough=10.1)
+    assert (found["median"], found["repeats"], len(calls)) == (10.0, 3, 5)
+
+
 def test_what_is_not_compiled_in_time_is_left_out(load):
     """What has begun by then is waited for, as nothing can be timed before it ends."""
     common, may_end, begun = load("common"), threading.Event(), threading.Event()

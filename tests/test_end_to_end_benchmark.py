@@ -89,7 +89,7 @@ def test_the_floor_of_a_token_is_what_must_be_read(results):
         for row in results["rows"]
         if row["phase"] == "decode"
     }
-    rate = results["meta"]["copy_tb_per_s"] * 1e12
+    rate = results["rows"][0]["run"]["copy_tb_per_s"] * 1e12
     read = {key: row["floor_seconds"] * rate for key, row in rows.items()}
     more = read["dense", 2] - read["dense", 1]
     # A second sequence: its keys and values, and one row of the embedding.
