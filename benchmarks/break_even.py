@@ -50,6 +50,7 @@ LENGTHS = {"prefill": (256, 512, 1024, 2048, 4096), "decode": (256, 512, 1024, 2
 BATCHES = {"narrow": (1, 8), "wide": (1,)}
 MOST_TOKENS = 16384  # of all sequences of a batch together
 FILES = ("break_even_cpu.json", "end_to_end.json")
+SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
 TABLE = common.ROOT / "sketchwalk_jax" / "break_even.json"
 Row = dict[str, Any]
 
@@ -177,29 +178,28 @@ def break_evens(results: Path) -> list[BreakEven]:
 
 
 def speedups(data: Results) -> Iterator[Row]:
-    """Rows of `end_to_end.py` as those of this file: each beside dense attention of the same."""
+    """Rows of `end_to_end.py` as those of this file, each beside the fastest dense attention.
+
+    That may have read the prompt in pieces; a policy is taken as calls run it by default, in one.
+    """
     from end_to_end import MODELS as REAL
 
     names = ("model", "phase", "tokens", "batch")
-    rows = [
-        row
-        for row in data["rows"]
-        if row["implementation"] == "ours" and not row["chunk_size"] and not row["error"]
-    ]
-    dense = {
-        tuple(row[name] for name in names): row["seconds"]["median"]
-        for row in rows
-        if row["policy"] == "dense"
-    }
+    rows = [row for row in data["rows"] if row["implementation"] == "ours" and not row["error"]]
+    dense: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        where, found = tuple(row[name] for name in names), row["seconds"]["median"]
+        if row["policy"] == "dense":
+            dense[where] = min(found, dense.get(where, found))
     for row in rows:
         where = tuple(row[name] for name in names)
-        if row["policy"] != "dense" and where in dense:
+        if row["policy"] != "dense" and not row["chunk_size"] and where in dense:
             faster = {"median": dense[where] / row["seconds"]["median"]}
             yield row | {"width": width_of(REAL[row["model"]]), "speedup": faster}
 
 
 def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
-    """The break-even of everything but the length."""
+    """The break-even of everything but the length, where the lengths say one."""
     names = ("phase", "policy", "preset", "density", "width", "batch")
     groups: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
@@ -207,6 +207,9 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
         groups.setdefault(key, {})[row["tokens"]] = row["speedup"]["median"]
     found = []
     for (phase, name, preset, density, width, batch), by_length in groups.items():
+        tokens = least_tokens(by_length)
+        if not is_known(tokens, by_length):
+            continue
         policy = by_name(name, preset=preset, density=density)
         found.append(
             BreakEven(
@@ -217,7 +220,7 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
                 block_size=policy.block_size,
                 width=width,
                 batch=batch,
-                tokens=least_tokens(by_length),
+                tokens=tokens,
                 longest=max(by_length),
             )
         )
@@ -232,6 +235,16 @@ def least_tokens(by_length: Mapping[int, float]) -> int | None:
             break
         found = tokens
     return found
+
+
+def is_known(tokens: int | None, by_length: Mapping[int, float]) -> bool:
+    """Whether lengths show where a break-even is: they lose below it, or begin with short ones.
+
+    That a policy pays at a long length says nothing of shorter ones; that it does not pay at the
+    longest says that it does not at shorter ones either, as its gain grows with the length.
+    """
+    shortest = min(by_length)
+    return tokens is None or tokens > shortest or shortest <= SHORT
 
 
 def table_text(results: Path) -> str:
@@ -257,19 +270,16 @@ def sentence(path: Path) -> str:
     own = [one for one in own if one.policy == "RecommendedConfig" and one.density == DENSITY]
     parts = []
     for device in dict.fromkeys(one.device for one in own):
-        some = [
-            f"{what} {_span([one for one in own if (one.device, one.phase) == (device, phase)])}"
-            for phase, what in (("prefill", "prompts of"), ("decode", "decoding behind"))
-        ]
+        some = []
+        for phase, what in (("prefill", "prompts of"), ("decode", "decoding behind")):
+            found = [one for one in own if (one.device, one.phase) == (device, phase)]
+            some += [f"{what} {_span(found)}"] if found else []
         parts.append(f"on {_device(device)}, {' and '.join(some)}")
     text = f"At density {DENSITY:g} and one sequence, `recommended` is not slower than dense: "
     text += (
         "; ".join(parts)
         + ", by the width of the model. `Auto` and `--policy auto` run dense below."
     )
-    missing = [name for name in FILES if not (path.parent / name).exists()]
-    if FILES[1] in missing:
-        text += " GPUs are *not measured yet* (`python benchmarks/end_to_end.py`)."
     return text
 
 

@@ -6,11 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+DOES_NOT_FIT = "does not fit"  # the error of a row
 # Of one call: {"wall": seconds, "cpu": CPU seconds of all threads} per round
 Rounds = list[dict[str, float]]
 
@@ -21,11 +22,16 @@ if str(ROOT) not in sys.path:  # a checkout that is not installed
     sys.path.append(str(ROOT))
 
 
-def describe_machine(**details: Any) -> dict[str, Any]:
-    """Hardware, versions, date and command of this run, with `details` of the benchmark's own."""
+def describe_machine(command: Sequence[str] | None = None, **details: Any) -> dict[str, Any]:
+    """Hardware, versions, date and command of this run.
+
+    Args:
+      command: The command's words; by default those of this process.
+      **details: What the benchmark says besides.
+    """
     from sketchwalk_jax.evaluation import results
 
-    return results.describe_machine(["python", *sys.argv], root=ROOT, **details)
+    return results.describe_machine(command or ["python", *sys.argv], root=ROOT, **details)
 
 
 class Compiling:
@@ -152,17 +158,34 @@ def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[s
     return times
 
 
-def seconds(call: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Median and quartiles of calls that are waited for, after one that is not counted."""
-    import jax
+def seconds(
+    call: Callable[[], Any],
+    repeats: int,
+    *,
+    wait: Callable[[Any], Any] | None = None,
+    enough: float = math.inf,
+) -> dict[str, float]:
+    """Median and quartiles of calls that are waited for, after one that is not counted.
 
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(repeats):
+    Args:
+      call: What is timed; compiled.
+      repeats: Calls that count.
+      wait: Waits for its result; by default `jax.block_until_ready`.
+      enough: Seconds from which on one call says enough: a first one that takes as long counts
+        itself, alone. What a first call does besides is over in far less.
+    """
+    if wait is None:
+        import jax
+
+        wait = jax.block_until_ready
+    found: list[float] = []
+    for _ in range(repeats + 1):
         start = clock()
-        jax.block_until_ready(call())
+        wait(call())
         found.append(clock() - start)
-    return summarize(found)
+        if found[0] >= enough:
+            return summarize(found)
+    return summarize(found[1:])
 
 
 def summarize(values: list[float]) -> dict[str, float]:
@@ -244,6 +267,79 @@ def missing(data: Mapping[str, Any]) -> list[str]:
 def _name(row: Mapping[str, Any], fields: Iterable[str]) -> str:
     values = [row[field] for field in fields if row.get(field) not in (None, {})]
     return " ".join(one if isinstance(one, str) else json.dumps(one) for one in values)
+
+
+# What is told of each row, since a file's rows may come of several runs.
+RUN = ("date", "command", "repeats", "sources", "copy_tb_per_s", "matmul_tflops")
+# What all rows of a file have in common.
+_SAME = ("device", "cpu", "cores", "versions", "is_quick")
+
+
+def add_rows(
+    path: str | Path,
+    meta: Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]],
+    names: Iterable[str],
+    *same: str,
+) -> None:
+    """Adds rows of a run to a file, in the place of rows of the same name.
+
+    Rows that were not run again stay. Each has the date, the command and the repeats of its own
+    run, in `"run"`. What failed now and did not then leaves the row as it was.
+
+    Args:
+      path: The file, which need not exist.
+      meta: What this run says of itself; entries named in `RUN` become its rows'.
+      rows: The rows.
+      names: Fields that tell rows apart.
+      *same: Entries of `meta` that must not differ from the file's, besides device and versions.
+
+    Raises:
+      SystemExit: If the file holds rows of other hardware or versions.
+    """
+    path, names = Path(path), tuple(names)
+    old: dict[str, Any] = {"meta": {}, "rows": []}
+    if path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        check_same(path, old["meta"], meta, *_SAME, *same)
+    then, told = _split(old["meta"])
+    now, new = _split(meta)
+    there = {_name(row, names): {**row, "run": row.get("run", then)} for row in old["rows"]}
+    for row in rows:
+        name = _name(row, names)
+        if not row.get("error") or there.get(name, row).get("error"):
+            there[name] = {**row, "run": now}
+    joined = told | new
+    asked = [one["asked"] for one in (told, new) if one.get("asked")]
+    if asked:
+        every = dict.fromkeys(name for one in asked for name in one["rows"])
+        joined["asked"] = asked[-1] | {"rows": list(every)}
+    write_results(path, joined, list(there.values()))
+
+
+def _split(meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is told of each row, and what of the file."""
+    run = {name: meta[name] for name in RUN if name in meta}
+    return run, {name: value for name, value in meta.items() if name not in run}
+
+
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """What a file says of itself; nothing where there is none."""
+    path = Path(path)
+    return json.loads(path.read_text(encoding="utf-8"))["meta"] if path.exists() else {}
+
+
+def is_measured(path: str | Path, names: Iterable[str]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a file has a row of the same name that was measured, or that cannot fit.
+
+    Args:
+      path: The file, which need not exist.
+      names: Fields that tell rows apart.
+    """
+    path, names = Path(path), tuple(names)
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    done = {_name(row, names) for row in rows if row.get("error") in (None, DOES_NOT_FIT)}
+    return lambda row: _name(row, names) in done
 
 
 def write_results(path: str | Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -8,13 +8,21 @@ cache that is full of normal keys and values with the policy's statistics of the
 with torch's SDPA and the same shapes, runs first and in a process of its own, which gives all
 memory back.
 
+Rows are added to those that the file has, each with the command and date of its own run. So a run
+may be had in parts, each of some minutes, until nothing is missing:
+
+    python benchmarks/end_to_end.py --missing --seconds 400 [--model NAME ...]
+
+Programs are compiled side by side, some at a time, and then timed one after another.
+
 Every row stands beside its floor. Of a decoded token that is the bytes that must be read over the
 rate at which this GPU copies: the weights (of the input embedding, one row), the keys and values
 attended to, and the statistics. Of a prompt it is the arithmetic of the linear layers and of the
 pairs attended to over the rate of a large matrix product. `parts_ms` says what the GPU's kernels
 were busy with, from a trace of one more run.
 
-What does not fit is listed with the bytes that it needs.
+What does not fit is listed with the bytes that it needs. What takes half a minute or more is run
+once, and not traced.
 """
 
 import argparse
@@ -29,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +114,7 @@ BATCHES = (1, 8, 32)
 DENSITIES = (0.1, 0.2)
 PAPER_DENSE_LAYERS = 2  # as in the paper
 NEW_TOKENS = 32  # of a timed loop
+ENOUGH_SECONDS = 30.0  # what takes longer is run once
 MATMUL = 8192
 # What a kernel belongs to, by what its name contains; the first that fits.
 PARTS = {
@@ -168,9 +177,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
     parser.add_argument("--policy", action="append", help="policy or preset; default: all")
+    parser.add_argument("--density", type=float, action="append", help="default: all")
+    parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
     parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--only-transformers", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the process of transformers
     options = parser.parse_args()
@@ -181,45 +193,52 @@ def main() -> None:
     started = time.monotonic()
     names = ["tiny"] if options.quick else options.model or list(MODELS)
     repeats = 2 if options.quick else options.repeats
-    rows: list[Row] = []
-    meta: dict[str, Any] = {}
+    is_done = common.is_measured(options.out, NAMES)
 
-    def add(row: Row) -> None:
-        rows.append(row)
-        tqdm.write(describe(row))
-        if meta:
-            meta["wall_s"] = round(time.monotonic() - started, 1)
-            common.write_results(options.out, meta, rows)
+    def is_left(row: Row) -> bool:
+        return not (options.missing and is_done(row))
 
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
     models = {"tiny": TINY} if options.quick else MODELS
     has_peer = not (options.without_transformers or options.quick)
-    if has_peer:
-        for name in names:  # before JAX takes the memory
-            for row in transformers_rows(name, models[name], options, repeats, seconds_left):
-                add(row)
-    meta |= common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0)
     wanted = {
-        name: [cell for cell in cells(name, models[name], options) if matches(cell, options)]
-        for name in names
+        name: [cell for cell in cells(name, options) if matches(cell, options)]
+        for name in (() if options.only_transformers else names)
     }
-    asked = [cell.row() for name in names for cell in wanted[name]]
-    if has_peer:
-        asked += [row for name in names for row in peer_cells(name, options)]
+    peers = {name: list(peer_cells(name, options)) for name in (names if has_peer else ())}
+    asked = [cell.row() for own in wanted.values() for cell in own]
+    asked += [row for own in peers.values() for row in own]
+    found: list[Row] = []
+    for name, own in peers.items():  # before JAX takes the memory
+        own = list(filter(is_left, own))
+        for row in transformers_rows(name, models[name], own, repeats, seconds_left):
+            found.append(row)
+            tqdm.write(describe(row))
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats)
     common.note_asked(meta, asked, *NAMES)
-    rates = measure_rates(is_quick=options.quick)
+    common.add_rows(options.out, meta, found, NAMES)
+
+    def add(row: Row) -> None:
+        tqdm.write(describe(row))
+        common.add_rows(options.out, meta, [row], NAMES)
+
+    wanted = {name: [cell for cell in own if is_left(cell.row())] for name, own in wanted.items()}
+    wanted = {name: own for name, own in wanted.items() if own}
+    rates = measure_rates(is_quick=options.quick) if wanted else {}
     meta |= rates
-    for name in names:
+    for name, own in wanted.items():
+        if seconds_left() <= 0:
+            return
         model = Model(name, models[name], rates, repeats)
         fitting = []
-        for cell in wanted[name]:
+        for cell in own:
             if model.needed_bytes(cell) < model.room:
                 fitting.append(cell)
             else:
                 needed = model.needed_bytes(cell) / 2**30
-                add(cell.row(error="does not fit", needed_gib=round(needed, 1)))
+                add(cell.row(error=common.DOES_NOT_FIT, needed_gib=round(needed, 1)))
         programs = common.compiled(fitting, model.compile, seconds_left)
         for cell, program in tqdm(programs, desc=name, total=len(fitting)):
             try:
@@ -231,8 +250,16 @@ def main() -> None:
         gc.collect()  # weights, before those of the next model
 
 
-def cells(name: str, config: ModelConfig, options: argparse.Namespace) -> Iterator[Cell]:
-    """All measurements of a model, short ones first."""
+def cells(name: str, options: argparse.Namespace) -> list[Cell]:
+    """All measurements of a model, what is wanted most first, and of that short prompts."""
+
+    def order(cell: Cell) -> tuple[bool, int, int]:
+        return cell.rule.preset == "paper", cell.batch, cell.tokens
+
+    return sorted(_cells(name, options), key=order)
+
+
+def _cells(name: str, options: argparse.Namespace) -> Iterator[Cell]:
     own = rules(is_quick=options.quick)
     lengths = (512,) if options.quick else LENGTHS
     piece = 256 if options.quick else PIECE
@@ -244,11 +271,11 @@ def cells(name: str, config: ModelConfig, options: argparse.Namespace) -> Iterat
                 yield Cell(model=name, phase="decode", tokens=tokens, batch=batch, rule=rule)
     long = () if options.quick else LONG.get(name, ())
     for tokens in (lengths[-1], *long):
-        for rule in (DENSE, *own[1:2]):
+        for rule in (DENSE, *own[1::2]):
             cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
             yield dataclasses.replace(cell, chunk_size=piece)
     for tokens in long:
-        for rule in (DENSE, *own[1:2]):
+        for rule in (DENSE, *own[1::2]):
             yield Cell(model=name, phase="decode", tokens=tokens, batch=1, rule=rule)
 
 
@@ -270,6 +297,7 @@ def matches(cell: Cell, options: argparse.Namespace) -> bool:
         and (not options.tokens or cell.tokens in options.tokens)
         and (not options.batch or cell.batch in options.batch or cell.phase == "prefill")
         and (not options.policy or name in options.policy)
+        and (not options.density or cell.rule == DENSE or cell.rule.density in options.density)
     )
 
 
@@ -294,8 +322,15 @@ def measure_rates(*, is_quick: bool) -> dict[str, float]:
     side = 256 if is_quick else MATMUL
     matrix = source[: side * side].reshape(side, side)
     multiply = jax.jit(jnp.dot)
-    copied = common.seconds(lambda: copy(source), 7)["median"]
-    product = common.seconds(lambda: multiply(matrix, matrix), 7)["median"]
+    times = 8  # in a call, so that what starts one does not count
+
+    def repeated(program: Any, *arguments: Any) -> Any:
+        for _ in range(times):
+            out = program(*arguments)
+        return out
+
+    copied = common.seconds(lambda: repeated(copy, source), 7)["median"] / times
+    product = common.seconds(lambda: repeated(multiply, matrix, matrix), 7)["median"] / times
     return {
         "copy_tb_per_s": 2 * source.nbytes / copied / 1e12,
         "matmul_tflops": 2 * side**3 / product / 1e12,
@@ -432,7 +467,8 @@ class Model:
             densities.append(state.cache.density.prefill)
             return state.logits
 
-        timed = common.seconds(call, self._repeats if cell.tokens <= 2**16 else 2)
+        repeats = self._repeats if cell.tokens <= 2**16 else 2
+        timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
         density = float(jnp.mean(densities[-1]))
         c = self.config
         linear = (
@@ -446,7 +482,7 @@ class Model:
             "seconds": timed,
             "measured_density": density,
             "floor_seconds": work / self._matmul,
-            "parts_ms": parts(call),
+            "parts_ms": parts(call) if timed["median"] < ENOUGH_SECONDS else {},
         }
 
     def _decode(self, cell: Cell, program: Any, state: DecodeState) -> Row:
@@ -534,15 +570,6 @@ def shapes(tree: PyTree) -> PyTree:
 # transformers
 
 
-def peer_sizes(options: argparse.Namespace) -> dict[str, list[Any]]:
-    """Lengths, batches and phases in which transformers is measured."""
-    return {
-        "lengths": [one for one in LENGTHS if not options.tokens or one in options.tokens],
-        "batches": [one for one in BATCHES if not options.batch or one in options.batch],
-        "phases": options.phase or ["prefill", "decode"],
-    }
-
-
 def peer_row(name: str, phase: str, tokens: int, batch: int, **found: Any) -> Row:
     """A row of transformers."""
     cell = Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=DENSE)
@@ -551,9 +578,10 @@ def peer_row(name: str, phase: str, tokens: int, batch: int, **found: Any) -> Ro
 
 def peer_cells(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """All rows of transformers, without what is measured."""
-    sizes = peer_sizes(options)
-    for tokens, batch in itertools.product(sizes["lengths"], sizes["batches"]):
-        for phase in sizes["phases"]:
+    lengths = [one for one in LENGTHS if not options.tokens or one in options.tokens]
+    batches = [one for one in BATCHES if not options.batch or one in options.batch]
+    for batch, tokens in itertools.product(batches, lengths):
+        for phase in options.phase or ("prefill", "decode"):
             if phase == "decode" or batch == 1:
                 yield peer_row(name, phase, tokens, batch)
 
@@ -561,28 +589,27 @@ def peer_cells(name: str, options: argparse.Namespace) -> Iterator[Row]:
 def transformers_rows(
     name: str,
     config: ModelConfig,
-    options: argparse.Namespace,
+    own: Sequence[Row],
     repeats: int,
     seconds_left: Callable[[], float],
 ) -> Iterator[Row]:
-    """Rows of transformers, from a process that gives the memory back."""
+    """Rows of transformers, as they come from a process that gives the memory back."""
+    left = seconds_left()
+    if left <= 0 or not own:
+        return
     wanted = {
         "fields": dataclasses.asdict(config),
         "repeats": repeats,
-        **peer_sizes(options),
+        "seconds": None if math.isinf(left) else left,
+        "rows": [[row["phase"], row["tokens"], row["batch"]] for row in own],
     }
-    if seconds_left() <= 0:
-        return
-    done = subprocess.run(
-        [sys.executable, __file__, "--peer", json.dumps(wanted, default=str)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            yield peer_row(name, **json.loads(line))
-    if done.returncode:
-        print(f"transformers ended with {done.returncode}", file=sys.stderr)
+    command = [sys.executable, __file__, "--peer", json.dumps(wanted, default=str)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                yield peer_row(name, **json.loads(line))
+    if process.returncode:
+        print(f"transformers ended with {process.returncode}", file=sys.stderr)
 
 
 def run_peer(wanted: dict[str, Any]) -> None:
@@ -619,41 +646,38 @@ def run_peer(wanted: dict[str, Any]) -> None:
             token = token[:, None]
 
     def timed(call: Callable[[], Any], repeats: int) -> dict[str, float]:
-        found = []
-        for _ in range(repeats + 1):
+        def wait(_: Any) -> None:
             torch.cuda.synchronize()
-            start = common.clock()
-            call()
-            torch.cuda.synchronize()
-            found.append(common.clock() - start)
-        return common.summarize(found[1:])
+
+        torch.cuda.synchronize()
+        return common.seconds(call, repeats, wait=wait, enough=ENOUGH_SECONDS)
 
     def say(phase: str, tokens: int, batch: int, **found: Any) -> None:
         where = {"phase": phase, "tokens": tokens, "batch": batch, "versions": versions}
         print(json.dumps(where | {"error": None} | found), flush=True)
 
-    for tokens in wanted["lengths"]:
-        for batch in wanted["batches"]:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            prompt = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
-            left = [one for one in wanted["phases"] if one == "decode" or batch == 1]
-            try:
-                if "prefill" in left:
-                    found = timed(lambda prompt=prompt: read(prompt), min(wanted["repeats"], 3))
-                    say("prefill", tokens, 1, seconds=found, peak_gib=peak(torch))
-                    left.remove("prefill")
-                if "decode" in left:
-                    cache = read(prompt).past_key_values
-                    cache.batch_repeat_interleave(batch)
-                    token = prompt[:, :1].expand(batch, 1)
-                    found = timed(functools.partial(decode, cache, token, 8), 3)
-                    found |= {name: found[name] / 8 for name in ("median", "q25", "q75")}
-                    say("decode", tokens, batch, seconds=found, peak_gib=peak(torch))
-                    del cache
-            except torch.OutOfMemoryError:
-                for phase in left:
-                    say(phase, tokens, batch, error="does not fit")
+    started = time.monotonic()
+    for phase, tokens, batch in wanted["rows"]:
+        if wanted["seconds"] and time.monotonic() - started > wanted["seconds"]:
+            return
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        prompt = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
+        try:
+            if phase == "prefill":
+                call, repeats, steps = functools.partial(read, prompt), min(wanted["repeats"], 3), 1
+            else:
+                cache = read(prompt).past_key_values
+                cache.batch_repeat_interleave(batch)
+                token = prompt[:, :1].expand(batch, 1)
+                call, repeats, steps = functools.partial(decode, cache, token, 8), 3, 8
+                del cache
+            found = timed(call, repeats)
+            found |= {name: found[name] / steps for name in ("median", "q25", "q75")}
+            say(phase, tokens, batch, seconds=found, peak_gib=peak(torch))
+        except torch.OutOfMemoryError:
+            say(phase, tokens, batch, error=common.DOES_NOT_FIT)
+        call = None  # which holds a cache
 
 
 def peak(torch: Any) -> float:

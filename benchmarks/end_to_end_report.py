@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pages import Results, Tables, captioned, if_measured, write_own_tables
+from end_to_end import BATCHES, LENGTHS, LONG, MODELS
+from pages import Results, Tables, captioned, describe_absent, if_measured, write_own_tables
 
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _FILE, _DPI = "end_to_end.json", 120
 _MAIN = "llama-3.1-8b"
+_COMMAND = "`python benchmarks/end_to_end.py`"
+_GAPS = "`python benchmarks/end_to_end.py --missing`"
 # Policy or preset, and density, in the order of the columns.
 _SPARSE = (("recommended", 0.1), ("recommended", 0.2), ("paper", 0.1), ("paper", 0.2))
 # Okabe and Ito's colours.
@@ -61,6 +64,19 @@ def _at(rows: Sequence[Row], setting: tuple[Any, ...]) -> dict[tuple[str, float 
     }
 
 
+def fastest_dense(rows: Sequence[Row], like: Row) -> Row | None:
+    """Our own dense attention to the same, in one piece or in several: the fastest."""
+    same = ("model", "phase", "tokens", "batch")
+    found = [
+        row
+        for row in rows
+        if _name(row) == ("dense", None)
+        and all(row[name] == like[name] for name in same)
+        and not row["error"]
+    ]
+    return min(found, key=lambda row: row["seconds"]["median"], default=None)
+
+
 def _seconds(row: Row | None, dense: Row | None, *, factor: float, digits: int) -> str:
     """A median, and how many times faster than our own dense attention."""
     if row is None:
@@ -70,7 +86,7 @@ def _seconds(row: Row | None, dense: Row | None, *, factor: float, digits: int) 
         return f"{needed:.0f} GiB" if needed else row["error"].split(":")[0]
     value = row["seconds"]["median"]
     text = f"{value * factor:.{digits}f}"
-    if dense is None or dense["error"] or dense is row:
+    if dense is None:
         return text
     return f"{text} ({dense['seconds']['median'] / value:.2f}×)"
 
@@ -83,32 +99,126 @@ def _floors(row: Row | None) -> str:
 
 def _table(data: Results, phase: str, *, unit: str, factor: float, digits: int) -> str:
     rows = [row for row in data["rows"] if row["phase"] == phase]
+    if not rows:
+        return ""
+    names = [("transformers", None), ("dense", None), *_SPARSE]
+    names = [one for one in names if one in set(map(_name, rows))]
+    sparse = next((one for one in _SPARSE if one in names), None)
     body = []
     for setting in _settings(rows):
         found = _at(rows, setting)
-        dense = found.get(("dense", None))
+        dense = fastest_dense(rows, next(iter(found.values())))
         model, batch, tokens, piece = setting
-        length = f"{tokens:,}" + (f" in {piece // 1024}K" if piece else "")
+        length = f"{tokens:,}" + (f" in {_short(piece)}" if piece else "")
         how = {"factor": factor, "digits": digits}
         cells = [model, length] + ([str(batch)] if phase == "decode" else [])
-        cells += [_seconds(found.get(("transformers", None)), None, **how)]
-        cells += [_seconds(dense, None, **how)]
-        cells += [_seconds(found.get(one), dense, **how) for one in _SPARSE]
-        cells += [_floors(dense), _floors(found.get(_SPARSE[0]))]
+        cells += [
+            _seconds(found.get(one), dense if one in _SPARSE else None, **how) for one in names
+        ]
+        cells += [_floors(found.get(("dense", None)))]
+        cells += [_floors(found.get(sparse))] if sparse else []
         body.append(cells)
-    names = [f"{name_of(name)} {density:g}" for name, density in _SPARSE]
     header = ["Model", "Tokens", *(["Batch"] if phase == "decode" else [])]
-    header += ["transformers", "Dense", *names, "Dense / floor", f"{names[0]} / floor"]
+    header += [*map(_title, names), "Dense / floor"]
+    header += [f"{_title(sparse)} / floor"] if sparse else []
+    is_beaten = any(
+        not row["error"] and row["seconds"]["median"] < row.get("floor_seconds", 0.0)
+        for row in rows
+    )
+    if is_beaten:
+        unit += " Where a row is below its floor, the model ran faster than that product did."
     return f"{markdown_table(header, body, num_names=2)}\n\n{unit}"
+
+
+def _title(name: tuple[str, float | None]) -> str:
+    label, density = name
+    return label.capitalize() if label == "dense" else _with_density(label, density)
+
+
+def _with_density(label: str, density: float | None) -> str:
+    return label if density is None else f"{name_of(label)} {density:g}"
+
+
+def _rates(data: Results, name: str, *, digits: int) -> str:
+    """A rate that floors go by, or from which to which it was in several runs."""
+    found = [row["run"][name] for row in data["rows"] if name in row["run"]]
+    shown = dict.fromkeys(f"{one:.{digits}f}" for one in (min(found), max(found)))
+    return "–".join(shown)
+
+
+def gains_table(data: Results) -> str:
+    """What the main model gains where dense and sparse are both measured, for README.md."""
+    rows = [row for row in data["rows"] if (row["model"], row["batch"]) == (_MAIN, 1)]
+    sparse = [one for one in _SPARSE if one[0] == "recommended"]
+    body, used = [], set()
+    for tokens in sorted({row["tokens"] for row in rows}):
+        cells = {}
+        for phase, unit, factor in (("prefill", "s", 1.0), ("decode", "ms", 1e3)):
+            own = [row for row in rows if (row["phase"], row["tokens"]) == (phase, tokens)]
+            found = {one: _fastest(own, one) for one in (("dense", None), *sparse)}
+            dense = found.pop(("dense", None))
+            for one, row in found.items():
+                if dense is None or row is None:
+                    continue
+                times = [x["seconds"]["median"] for x in (dense, row)]
+                cells[phase, "dense", None] = f"{times[0] * factor:.2f} {unit}"
+                ratio = f"**{times[0] / times[1]:.2f}×**"
+                cells[phase, *one] = f"{times[1] * factor:.2f} {unit}, {ratio}"
+        if cells:
+            body.append((tokens, cells))
+            used |= cells.keys()
+    columns = [
+        (phase, *one)
+        for phase in ("prefill", "decode")
+        for one in (("dense", None), *sparse)
+        if (phase, *one) in used
+    ]
+    if not columns:
+        return ""
+    what = {"prefill": "first token", "decode": "each further token"}
+    header = [f"{what[phase]}, {_with_density(*one)}".capitalize() for phase, *one in columns]
+    lines = [
+        [f"{tokens:,}", *(cells.get(one, NOTHING) for one in columns)] for tokens, cells in body
+    ]
+    text = (
+        f"A model in the shape of {_MAIN}, random weights, one sequence. Dense is the library's "
+        "own, through cuDNN; prompts are read in one piece or in several, whichever is faster, on "
+        "both sides"
+    )
+    return f"{markdown_table(['Tokens', *header], lines)}\n\n{text}."
+
+
+def _fastest(rows: Sequence[Row], name: tuple[str, float | None]) -> Row | None:
+    found = [row for row in rows if _name(row) == name and not row["error"]]
+    return min(found, key=lambda row: row["seconds"]["median"], default=None)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}K"
+
+
+def _absent(data: Results, phase: str) -> list[str]:
+    """What there is no row of."""
+    long = {tokens for own in LONG.values() for tokens in own}
+    lengths = sorted({*LENGTHS, *long})
+    batches = BATCHES if phase == "decode" else ()
+    wanted: dict[str, tuple[str, dict[Any, str]]] = {
+        "model": ("{}", {name: name for name in MODELS}),
+        "tokens": ("{} tokens", {tokens: _short(tokens) for tokens in lengths}),
+        "batch": ("batches of {}", {batch: str(batch) for batch in batches}),
+        "implementation": ("{}", {"transformers": "transformers"}),
+    }
+    return describe_absent(data, _GAPS, wanted, phase=phase)
 
 
 def prefill_table(data: Results) -> str:
     """Time to the first token."""
     unit = (
         "Seconds to the first token of one prompt, medians; in brackets how many times faster than "
-        "our own dense attention. Floors are the arithmetic of linear layers and attended pairs at "
-        f"the rate of a large matrix product ({data['meta']['matmul_tflops']:.0f} TFLOP/s in this "
-        "run). GiB where a model does not fit: what it would need."
+        "our own dense attention, in one piece or several, whichever is faster. Floors are the "
+        "arithmetic of linear layers and attended pairs at the rate of a large matrix product "
+        f"({_rates(data, 'matmul_tflops', digits=0)} TFLOP/s in the same run). GiB where a model "
+        "does not fit: what it would need."
     )
     return _table(data, "prefill", unit=unit, factor=1.0, digits=2)
 
@@ -118,8 +228,8 @@ def decode_table(data: Results) -> str:
     unit = (
         "Milliseconds of one step, a token for each sequence, medians; in brackets how many times "
         "faster than our own dense attention. Floors are the bytes of weights, attended keys and "
-        f"values, and statistics at the rate of a copy ({data['meta']['copy_tb_per_s']:.2f} TB/s "
-        "in this run)."
+        "values, and statistics at the rate of a copy "
+        f"({_rates(data, 'copy_tb_per_s', digits=2)} TB/s in the same run)."
     )
     return _table(data, "decode", unit=unit, factor=1e3, digits=2)
 
@@ -127,10 +237,14 @@ def decode_table(data: Results) -> str:
 def parts_table(data: Results) -> str:
     """What the GPU's kernels are busy with."""
     body = []
-    for row in data["rows"]:
+    order = {"prefill": 0, "decode": 1}
+    rows = sorted(data["rows"], key=lambda row: (order[row["phase"]], row["tokens"]))
+    for row in rows:
         if row["error"] or not row.get("parts_ms") or row["model"] != _MAIN or row["chunk_size"]:
             continue
         if row["batch"] != 1 or row["tokens"] not in (2**14, 2**17):
+            continue
+        if row["implementation"] != "ours":
             continue
         name, density = _name(row)
         busy = row["parts_ms"]
@@ -140,6 +254,8 @@ def parts_table(data: Results) -> str:
         cells += [name_of(name) + (f" {density:g}" if density else "")]
         cells += [f"{busy[one]:.{digits}f}" if one in busy else NOTHING for one in _PARTS]
         body.append([*cells, f"{idle:.{digits}f}"])
+    if not body:
+        return ""
     header = ("", "Tokens", "Policy", *(one.capitalize() for one in _PARTS), "Between kernels")
     what = f"Milliseconds of {_MAIN}, one sequence, from a trace of one run"
     return f"{markdown_table(header, body, num_names=3)}\n\n{what}."
@@ -159,15 +275,16 @@ def context_figure(data: Results) -> "Figure":
             and row["model"] == _MAIN
             and row["batch"] == 1
             and not row["error"]
-            and not (row["chunk_size"] and row["tokens"] <= 2**17)
         ]
         for one in (("transformers", None), ("dense", None), *_SPARSE[:1], *_SPARSE[2:3]):
-            line = sorted(
-                (row["tokens"], row["seconds"]["median"]) for row in rows if _name(row) == one
-            )
-            if not line:
+            best: dict[int, float] = {}  # in one piece or in several
+            for row in rows:
+                if _name(row) == one:
+                    seconds, tokens = row["seconds"]["median"], row["tokens"]
+                    best[tokens] = min(seconds, best.get(tokens, seconds))
+            if not best:
                 continue
-            tokens, values = zip(*line, strict=True)
+            tokens, values = zip(*sorted(best.items()), strict=True)
             shown = values if phase == "prefill" else [1 / value for value in values]
             label = one[0] if one[1] is None else f"{one[0]}, density {one[1]:g}"
             panel.plot(tokens, shown, marker="o", color=_COLOURS[one[0]], label=label)
@@ -186,14 +303,19 @@ def context_figure(data: Results) -> "Figure":
     return figure
 
 
-def _of(make: Any) -> Any:
-    return _FILE, if_measured(captioned(make), "`python benchmarks/end_to_end.py`")
+def _nothing(data: Results) -> list[str]:
+    return []
+
+
+def _of(make: Any, gaps: Any, **where: Any) -> Any:
+    return _FILE, if_measured(captioned(make, _COMMAND, gaps, **where), _COMMAND)
 
 
 TABLES: Tables = {
-    "first-token": _of(prefill_table),
-    "decoded-token": _of(decode_table),
-    "whole-model-parts": _of(parts_table),
+    "gains": _of(gains_table, _nothing, model=_MAIN, batch=1, implementation="ours"),
+    "first-token": _of(prefill_table, lambda data: _absent(data, "prefill"), phase="prefill"),
+    "decoded-token": _of(decode_table, lambda data: _absent(data, "decode"), phase="decode"),
+    "whole-model-parts": _of(parts_table, _nothing),
 }
 
 

@@ -8,7 +8,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ PLOTS = ROOT / "benchmarks" / "plots"
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 Results = dict[str, Any]
 _MOST_NAMES = 8  # of measurements that are missing
+_MOST_COMMANDS = 4  # below a table
 # The file of a table's results, and what makes the table of it, by name.
 Tables = dict[str, tuple[str, Callable[[Path], str]]]
 
@@ -95,20 +96,82 @@ def render(text: str, results: Path, tables: Tables, *, is_part: bool = False) -
     return SECTION.sub(replace, text)
 
 
-def captioned(make: Callable[[Results], str]) -> Callable[[Path], str]:
-    """A section of a file of speeds: its table, then hardware, versions, date and command."""
+def captioned(
+    make: Callable[[Results], str],
+    command: str = "",
+    gaps: Callable[[Results], Sequence[str]] | None = None,
+    **where: Any,
+) -> Callable[[Path], str]:
+    """A section of a file of speeds: its table, then hardware, versions, date and command.
+
+    Args:
+      make: The table, or nothing where the file has no rows for it.
+      command: What measures them.
+      gaps: A line on what is missing, if anything is; by default `describe_missing`.
+      **where: Fields of the rows that the table is of, whose commands are named.
+    """
 
     def section(path: Path) -> str:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["meta"].get("is_quick"):
             raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
-        return "\n\n".join([*describe_missing(data), make(data), describe_run(data["meta"])])
+        table = make(data)
+        if not table:
+            return _measures(command)
+        runs = describe_runs(data, **where)
+        return "\n\n".join([table, runs, *(gaps or describe_missing)(data)])
 
     return section
 
 
+def describe_runs(data: Results, **where: Any) -> str:
+    """Hardware, versions, dates and commands in one line: of rows, or of the whole file."""
+    rows = [row for row in data["rows"] if where.items() <= row.items()]
+    runs = [row["run"] for row in rows if "run" in row]
+    if not runs:
+        return describe_run(data["meta"])
+    dates = sorted({run["date"] for run in runs})
+    commands = list(dict.fromkeys(run["command"] for run in runs))
+    more = len(commands) - _MOST_COMMANDS
+    text = describe_run(
+        data["meta"]
+        | {
+            "date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+            "command": "`, `".join(commands[:_MOST_COMMANDS]),
+        }
+    )
+    return f"{text}, and {more} more in the file" if more > 0 else text
+
+
+def describe_absent(
+    data: Results,
+    command: str,
+    wanted: Mapping[str, tuple[str, Mapping[Any, str]]],
+    **where: Any,
+) -> list[str]:
+    """A line on what a benchmark measures and its file has no row of; none if all is there.
+
+    Args:
+      data: The results.
+      command: What measures it.
+      wanted: For some fields what to say of the values that are missing, with `{}` in the place of
+        their names, and the values with their names.
+      **where: Fields of the rows that count.
+    """
+    rows = [row for row in data["rows"] if where.items() <= row.items()]
+    parts = []
+    for field, (text, values) in wanted.items():
+        there = {row[field] for row in rows}
+        absent = [name for value, name in values.items() if value not in there]
+        parts += [text.format(", ".join(absent))] if absent else []
+    names = common.missing(data)
+    if names:
+        parts.append(f"{len(names):,} of {len(data['meta']['asked']['rows']):,} rows asked for")
+    return [f"Not measured: {'; '.join(parts)} ({command})."] if parts else []
+
+
 def describe_missing(data: Results) -> list[str]:
-    """A paragraph on what a benchmark's file lacks of what was asked for; none of a whole one."""
+    """A line on what a benchmark's file lacks of what was asked for; none of a whole one."""
     names = common.missing(data)
     if not names:
         return []
@@ -137,12 +200,16 @@ def describe_whole(results: evaluations.Results) -> str:
 
 
 def if_measured(make: Callable[[Path], str], command: str) -> Callable[[Path], str]:
-    """A section that says so where its results are missing, and what makes them."""
+    """A section that says what makes its results where they are missing."""
 
     def section(path: Path) -> str:
-        return make(path) if path.exists() else f"*Not measured yet.* {command}."
+        return make(path) if path.exists() else _measures(command)
 
     return section
+
+
+def _measures(command: str) -> str:
+    return f"To measure: {command}."
 
 
 def duration(row: Mapping[str, Any], side: str) -> str:

@@ -1,5 +1,7 @@
 """The instruction models on the results page: a summary of one screen, and the data behind it."""
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,6 +126,66 @@ def _right(rows: Sequence[Row], label: str, phase: str, density: float = _DENSIT
     if found is None or found.exact is None:
         return NOTHING
     return f"{found.exact:.2f}{_mark(rows, label, phase, density)}"
+
+
+_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", re.IGNORECASE)
+_UNITS = {"m": "million", "b": "billion"}
+_SHORT = "short_prompts.json"
+
+
+def size_of(model: str) -> str:
+    """What the name of a model says of its size, in words; nothing if it says nothing."""
+    found = _SIZE.search(model)
+    return f"{found[1]} {_UNITS[found[2].lower()]} parameters" if found else ""
+
+
+def losses(path: Path) -> str:
+    """What the recommended policy keeps of dense attention's answers, for the front page."""
+    results = reported(path)
+    columns = [
+        (density, phase)
+        for density in sorted((one for one in densities(results.rows) if one < 1), reverse=True)
+        for phase in measured_phases(results.rows)
+    ]
+    body = []
+    for model in sorted(values_of(results.rows, "model"), key=_parameters):
+        own = rows_with(results.rows, model=model)
+        own = rows_with(own, tokens=longest(own))
+        cells = [_right(own, _SHOWN[0], phase, density) for density, phase in columns]
+        named = ", ".join(filter(None, (size_of(model), f"{longest(own):,} tokens")))
+        body.append([f"{model}: {named}", *cells])
+    titles = [f"{density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns]
+    table = markdown_table(("Small models", *titles), body)
+    what = (
+        f"Share of the answers that dense attention gives which {name_of(_SHOWN[0])} gives too, at "
+        "two densities and by where it selects"
+    )
+    text = [table, f"{what}. {describe_whole(results)}"]
+    short = path.with_name(_SHORT)
+    return "\n\n".join([*text, short_prompts(short)] if short.exists() else text)
+
+
+def _parameters(model: str) -> float:
+    found = _SIZE.search(model)
+    return float(found[1]) * {"m": 1e6, "b": 1e9}[found[2].lower()] if found else 0.0
+
+
+def short_prompts(path: Path) -> str:
+    """What is kept of short prompts, where a low density is a few blocks; a sentence each."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    meta, by_model = data["meta"], {}
+    for row in data["rows"]:
+        if (row["policy"], row["preset"]) == ("sketchwalk", _SHOWN[0]):
+            by_model.setdefault((row["model"], row["tokens"], row["asked"]), []).append(row)
+    parts = []
+    for (model, tokens, asked), rows in by_model.items():
+        rows = sorted(rows, key=lambda row: row["density"])
+        kept = ", ".join(f"{row['kept']} at density {row['density']:g}" for row in rows)
+        parts.append(f"of {asked} answers to prompts of {tokens:,} tokens {model} keeps {kept}")
+    return (
+        f"Short prompts at low densities lose most: {'; '.join(parts)}. {meta['conditions']} "
+        f"{meta['source']}"
+    )
 
 
 def which_policy(path: Path) -> str:
@@ -283,6 +345,7 @@ def _not_run_text(entries: Sequence[dict]) -> str:
 TABLES: Tables = {
     "real-summary": ("real_models.json", if_measured(summary, _COMMAND)),
     "real-data": ("real_models.json", if_measured(data, _COMMAND)),
+    "losses": ("real_models.json", if_measured(losses, _COMMAND)),
     "answers": ("real_models.json", if_measured(answers, _COMMAND)),
     "which-policy": ("real_models.json", if_measured(which_policy, _COMMAND)),
 }

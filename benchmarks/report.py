@@ -181,7 +181,7 @@ def ruler_table(path: Path) -> str:
         f"mean over tasks. lm-eval {meta['harness']}"
     )
     table = markdown_table(header, rows, num_names=2)
-    return "\n\n".join([*describe_missing(data), table, f"{what}. {describe_run(meta)}"])
+    return "\n\n".join([table, f"{what}. {describe_run(meta)}", *describe_missing(data)])
 
 
 def _of_quality(make: Callable[[Path], str]) -> tuple[str, Callable[[Path], str]]:

@@ -23,9 +23,9 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -37,7 +37,15 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from end_to_end import MODELS, NEW_TOKENS, TINY, describe, measure_rates, parts
+from end_to_end import (
+    ENOUGH_SECONDS,
+    MODELS,
+    NEW_TOKENS,
+    TINY,
+    describe,
+    measure_rates,
+    parts,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import sketchwalk_jax as sw
@@ -172,15 +180,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
     parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--missing", action="store_true", help="only what the file lacks")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # the command that started it
     options = parser.parse_args()
     wanted = [
         cell for cell in cells(options.ranks, is_quick=options.quick) if matches(cell, options)
     ]
     started = time.monotonic()
+    if options.missing:
+        is_done = common.is_measured(options.out, KEY)
+        wanted = [cell for cell in wanted if not is_done(cell.row(options.ranks))]
     if options.child:
         run(wanted, options, started)
         return
+    command = shlex.join(["python", *sys.argv])
     for axis in AXES:
         if not any(cell.axis == axis for cell in wanted):
             continue
@@ -192,7 +205,7 @@ def main() -> None:
         if left <= 0:
             break
         own = [one for one in sys.argv[1:] if one not in AXES and one != "--axis"]
-        own += ["--axis", axis, "--child", "--seconds", str(left)]
+        own += ["--axis", axis, "--child", command, "--seconds", str(left)]
         done = subprocess.run([sys.executable, __file__, *own], env=environment)
         if done.returncode:
             raise SystemExit(done.returncode)
@@ -203,10 +216,11 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
     keep_compiled_programs()
     repeats = 2 if options.quick else options.repeats
     meta = common.describe_machine(
-        is_quick=options.quick, repeats=repeats, max_ranks=options.ranks, rates={}
+        shlex.split(options.child),
+        is_quick=options.quick,
+        repeats=repeats,
+        max_ranks=options.ranks,
     )
-    # Rows may come of several commands, each with a part of this one's.
-    meta["command"] = "python benchmarks/scale_out.py" + " --quick" * options.quick
     axis = wanted[0].axis
     ranks = 1 if axis == "one" else options.ranks
     rates = measure_rates(is_quick=options.quick)
@@ -216,6 +230,8 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
+    known = common.read_meta(options.out).get("rates", {})
+    meta |= rates | {"rates": known | {axis: rates}}
     by_model: dict[str, list[Cell]] = {}
     for cell in wanted:
         by_model.setdefault(cell.model, []).append(cell)
@@ -227,23 +243,17 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
                 row = cell.row(ranks, error=None, **model.measure(cell, programs()))
             except Exception as error:  # the other rows are worth keeping
                 row = cell.row(ranks, error=f"{type(error).__name__}: {str(error)[:300]}")
-            add(options.out, meta, axis, rates, row)
+            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
+            print(describe_row(row), flush=True)
             gc.collect()  # what a failed cell held
         del model
         gc.collect()
 
 
-def add(path: Path, meta: Row, axis: str, rates: dict[str, float], row: Row) -> None:
-    """Adds a row to a file, in the place of one of the same name."""
-    rows, known = [], {}
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        common.check_same(path, found["meta"], meta, "device", "versions", "max_ranks", "is_quick")
-        known = found["meta"]["rates"]
-        rows = [one for one in found["rows"] if any(one[name] != row[name] for name in KEY)]
-    common.write_results(path, meta | {"rates": known | {axis: rates}}, [*rows, row])
+def describe_row(row: Row) -> str:
+    """One line for the terminal."""
     text = f"by {row['axis']} {row['model']} lists: {row['error'] or row.get('differing_blocks')}"
-    print(text if row["phase"] == "lists" else describe(row), flush=True)
+    return text if row["phase"] == "lists" else describe(row)
 
 
 def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
@@ -429,7 +439,8 @@ class Model:
             densities.append(state.cache.density.prefill)
             return state.logits
 
-        timed = common.seconds(call, self._repeats if cell.tokens <= 2**17 else 1)
+        repeats = self._repeats if cell.tokens <= 2**17 else 1
+        timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
         density = float(jnp.mean(densities[-1]))
         work = prompt_flops(self.config, cell.tokens, density) * cell.batch
         return {
@@ -437,7 +448,10 @@ class Model:
             "measured_density": density,
             "flops": work,
             "floor_seconds": work / self._matmul / self._ranks,
-            "parts_ms": {name: one / self._ranks for name, one in parts(call).items()},
+            "parts_ms": {
+                name: one / self._ranks
+                for name, one in (parts(call) if timed["median"] < ENOUGH_SECONDS else {}).items()
+            },
         }
 
     def _decode(self, cell: Cell, program: Any, state: Any) -> Row:

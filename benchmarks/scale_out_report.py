@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pages import Results, Tables, captioned, if_measured, write_own_tables
+from pages import Results, Tables, captioned, describe_absent, if_measured, write_own_tables
 from scale_out import RULE, SHAPES, prompt_flops, sent_bytes
+from scale_out import cells as all_cells
 
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
 
@@ -50,6 +51,24 @@ def _rows(data: Results, phase: str) -> list[Row]:
     return [row for row in data["rows"] if row["phase"] == phase]
 
 
+def _absent(data: Results, phase: str) -> list[str]:
+    """What there is no row of."""
+    ranks = data["meta"]["max_ranks"]
+    whole = [one for one in all_cells(ranks, is_quick=False) if one.phase == phase]
+    lengths = sorted({one.tokens for one in whole})
+    wanted: dict[str, tuple[str, dict[Any, str]]] = {
+        "model": ("{}", {one.model: one.model for one in whole}),
+        "axis": ("by {}", {one.axis: f"`{one.axis}`" for one in whole}),
+        "tokens": ("{} tokens", {tokens: f"{tokens:,}" for tokens in lengths}),
+        "policy": ("{}", {one.rule.policy: _of_rule(one.rule.policy) for one in whole}),
+    }
+    return describe_absent(data, _COMMAND, wanted, phase=phase)
+
+
+def _of_rule(policy: str) -> str:
+    return "dense attention" if policy == "dense" else RULE.preset or policy
+
+
 def _name(row: Row) -> str:
     name = row["preset"] or row["policy"]
     return name if row["policy"] == "dense" else f"{name_of(name)} {row['density']:g}"
@@ -67,8 +86,10 @@ def _speedup(row: Row, rows: Sequence[Row]) -> float | None:
     return None
 
 
-def _table(data: Results, phase: str, *, factor: float, digits: int) -> str:
+def _table(data: Results, phase: str, what: str, *, factor: float, digits: int) -> str:
     rows = _rows(data, phase)
+    if not rows:
+        return ""
     order = {"one": 0, "sequence": 1, "tensor": 2, "data": 3}
     body = []
     for row in sorted(
@@ -86,7 +107,7 @@ def _table(data: Results, phase: str, *, factor: float, digits: int) -> str:
         body.append(cells)
     unit = "Seconds" if factor == 1 else "ms"
     header = ("Model", "Policy", "GPUs", "Tokens", "Batch", unit, "Beside one GPU", "Of its floor")
-    return markdown_table((*header, "Received"), body, num_names=3)
+    return f"{markdown_table((*header, 'Received'), body, num_names=3)}\n\n{what}"
 
 
 def _bytes(count: float) -> str:
@@ -104,7 +125,7 @@ def prefill_table(data: Results) -> str:
         "attended pairs at the rate of a large matrix product, shared by all GPUs; received is "
         "what one GPU gets from others in all layers."
     )
-    return f"{_table(data, 'prefill', factor=1.0, digits=2)}\n\n{what}"
+    return _table(data, "prefill", what, factor=1.0, digits=2)
 
 
 def decode_table(data: Results) -> str:
@@ -115,7 +136,7 @@ def decode_table(data: Results) -> str:
         "weights, attended keys and values, and statistics at the rate of a copy, shared by all "
         "GPUs."
     )
-    return f"{_table(data, 'decode', factor=1e3, digits=2)}\n\n{what}"
+    return _table(data, "decode", what, factor=1e3, digits=2)
 
 
 def lists_table(data: Results) -> str:
@@ -131,6 +152,8 @@ def lists_table(data: Results) -> str:
         body.append(
             [*cells, f"{row['differing_blocks']:,} of {row['listed_blocks']:,} ({share:.2g})"]
         )
+    if not body:
+        return ""
     header = ("Model", "GPUs", "Tokens", "Lists on all ranks", "Blocks that one GPU does not list")
     return markdown_table(header, body, num_names=2)
 
@@ -200,9 +223,7 @@ def estimate_table(data: Results) -> str:
     for tensor, others in _MESHES:
         read, token = (estimate(data, phase, tensor, others) for phase in ("prefill", "decode"))
         if read is None or token is None:
-            return (
-                "*Not estimated:* parts on one GPU and rates between GPUs have not been measured."
-            )
+            return ""  # of one GPU parts, of several how fast they send, must have been measured
         axis = {(1, 1): "one"}.get((tensor, others), "tensor" if others == 1 else "sequence")
         measured = [
             f"{row['seconds']['median']:.2f}"
@@ -265,15 +286,19 @@ def scale_figure(data: Results) -> "Figure":
     return figure
 
 
-def _of(make: Any) -> Any:
-    return _FILE, if_measured(captioned(make), _COMMAND)
+def _nothing(data: Results) -> list[str]:
+    return []
+
+
+def _of(make: Any, gaps: Any, **where: Any) -> Any:
+    return _FILE, if_measured(captioned(make, _COMMAND, gaps, **where), _COMMAND)
 
 
 TABLES: Tables = {
-    "scale-prefill": _of(prefill_table),
-    "scale-decode": _of(decode_table),
-    "scale-lists": _of(lists_table),
-    "scale-estimate": _of(estimate_table),
+    "scale-prefill": _of(prefill_table, lambda data: _absent(data, "prefill"), phase="prefill"),
+    "scale-decode": _of(decode_table, lambda data: _absent(data, "decode"), phase="decode"),
+    "scale-lists": _of(lists_table, lambda data: _absent(data, "lists"), phase="lists"),
+    "scale-estimate": _of(estimate_table, _nothing, axis="one", tokens=_TOKENS),
 }
 
 

@@ -64,6 +64,8 @@ SHARE_TOKENS, SHARE_DENSITIES = (2**14, 2**15, 2**16, 2**17), (0.1, 0.2)
 QUERIES = (4, 8, 16, 32)  # of a row, as plans give them
 # Milliseconds of one layer: `observe` alone, all of `selection`, `attention` over its lists.
 PARTS = ("observe", "selection", "attention")
+# What tells rows apart.
+NAMES = ("phase", "tokens", "policy", "preset", "fields", "density")
 MEASURED = (
     "settings",
     "measured_density",
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="default: 16384 and 65536")
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no length after this")
     parser.add_argument("--quick", action="store_true", help="one tiny shape, two repeats")
     options = parser.parse_args()
     keep_compiled_programs()
@@ -95,12 +98,12 @@ def main() -> None:
     if options.share:
         lengths = options.tokens or (lengths if options.quick else SHARE_TOKENS)
         densities, out = SHARE_DENSITIES, options.out or SHARE
-        more["plans"] = [queries_of(path) for path in options.plan]
+        plans = [queries_of(path) for path in options.plan]
+        more["plans"] = plans or common.read_meta(out).get("plans", [])
     own = functools.partial(rules, list(options.policy or POLICIES), is_quick=options.quick)
     repeats = 2 if options.quick else options.repeats
     started = time.monotonic()
-    rows: list[Row] = []
-    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, wall_s=0.0, **more)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, **more)
     wanted = {one: share_rules(one) if options.share else own(one) for one in densities}
     shapes = [
         Shape(op="selection", tokens=tokens, density=density, **size)
@@ -114,8 +117,10 @@ def main() -> None:
             shape, wanted[shape.density], with_dense=shape.density == densities[0]
         )
     ]
-    common.note_asked(meta, asked, "phase", "tokens", "policy", "preset", "fields", "density")
+    common.note_asked(meta, asked, *NAMES)
     for tokens in lengths:
+        if time.monotonic() - started > options.seconds:
+            return
         # The arrays of one length at a time.
         jobs: list[tuple[Row, Callable[[], Row]]] = []
         with common.Compiling() as pool:
@@ -129,10 +134,8 @@ def main() -> None:
                 row = names | {"error": None} | job()
             except Exception as error:  # the other rows are worth keeping
                 row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            rows.append(row)
             tqdm.write(describe(row))
-            meta["wall_s"] = round(time.monotonic() - started, 1)
-            common.write_results(out, meta, rows)
+            common.add_rows(out, meta, [row], NAMES)
 
 
 def rules(policies: list[str], density: float, *, is_quick: bool) -> list[Rule]:

@@ -14,12 +14,14 @@ from pages import Results, Tables, captioned, duration, if_measured, write_own_t
 
 from sketchwalk_jax.evaluation.summaries import PHASE_TITLES
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 _SHARE, _DPI = "selection_share.json", 120
+USUAL_QUERIES = RecommendedConfig().representatives  # of a row, without a plan
 _HEADER = (
     "Tokens",
     "Policy",
@@ -113,8 +115,13 @@ def _share_rows(data: Results, preset: str, phase: str, tokens: int, density: fl
 
 
 def shares(data: Results) -> list[Row]:
-    """Times and shares of the rule as printed and of the recommended policy."""
+    """Times and shares of the rule as printed and of the recommended policy.
+
+    Prompts of the recommended policy by the costlier plan, or, where no plan was named, with each
+    number of queries of a row.
+    """
     found = []
+    has_plans = bool(data["meta"]["plans"])
     for phase in ("prefill", "decode"):
         for density in sorted({row["density"] for row in data["rows"]} - {1.0}, reverse=True):
             for tokens in sorted({row["tokens"] for row in data["rows"]}):
@@ -122,16 +129,21 @@ def shares(data: Results) -> list[Row]:
                     rows = _share_rows(data, preset, phase, tokens, density)
                     if not rows:
                         continue
-                    times = {part: rows[0][f"{part}_ms"] for part in ("selection", "attention")}
-                    if preset == "recommended" and phase == "prefill":
-                        times["selection"] = mean_over_plan(
-                            data, tokens=tokens, density=density, part="selection"
-                        )
-                    if None in times.values():
-                        continue
-                    share = times["selection"] / sum(times.values())
-                    names = {"phase": phase, "density": density, "tokens": tokens}
-                    found.append(names | {"preset": preset, "share": share} | times)
+                    by_queries = preset == "recommended" and phase == "prefill"
+                    for row in rows if by_queries and not has_plans else rows[:1]:
+                        times = {part: row[f"{part}_ms"] for part in ("selection", "attention")}
+                        queries = row["fields"].get("representatives") if by_queries else None
+                        if by_queries and has_plans:
+                            queries = None
+                            times["selection"] = mean_over_plan(
+                                data, tokens=tokens, density=density, part="selection"
+                            )
+                        if None in times.values():
+                            continue
+                        share = times["selection"] / sum(times.values())
+                        names = {"phase": phase, "density": density, "tokens": tokens}
+                        names |= {"preset": preset, "queries": queries}
+                        found.append(names | {"share": share} | times)
     return found
 
 
@@ -142,7 +154,7 @@ def share_table(data: Results) -> str:
             PHASE_TITLES[one["phase"]],
             f"{one['density']:g}",
             f"{one['tokens']:,}",
-            name_of(one["preset"]),
+            name_of(one["preset"]) + (f", {one['queries']} queries" if one["queries"] else ""),
             f"{one['selection']:.3g} ms",
             f"{one['attention']:.3g} ms",
             f"{one['selection'] / one['attention']:.0%}",
@@ -164,6 +176,11 @@ def share_table(data: Results) -> str:
         "Prompts by the costlier of the plans, as a mean over its layers. At the larger density: "
         f"{'; '.join(plans)}"
     )
+    if not plans:
+        what = (
+            f"`recommended` with each number of queries of a row that a plan may give a layer; "
+            f"{USUAL_QUERIES} without a plan, and in the figure"
+        )
     picture = "![Selection's share of a layer's time, by context](plots/selection_share.png)"
     return f"{picture}\n\n{markdown_table(header, body, num_names=4)}\n\n{what}."
 
@@ -195,6 +212,7 @@ def share_figure(data: Results) -> "Figure":
                     (one["tokens"], one["share"])
                     for one in own
                     if (one["preset"], one["density"]) == (preset, density)
+                    and one["queries"] in (None, USUAL_QUERIES)
                 ]
                 if line:
                     label = f"{preset}, density {density:g}"

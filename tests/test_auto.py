@@ -282,6 +282,35 @@ def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
     assert benchmark.least_tokens({512: 1.5, 1024: 0.99}) is None
 
 
+def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
+    """Rows of 128K tokens alone leave `Auto` as it is without any."""
+    assert benchmark.is_known(4096, {2048: 0.9, 4096: 1.1})
+    assert benchmark.is_known(8192, {8192: 1.1, 16384: 1.2})
+    assert not benchmark.is_known(16384, {16384: 1.1, 32768: 1.2})
+    assert benchmark.is_known(None, {131072: 0.9})  # no shorter one pays either
+    row = {"model": "llama-3.1-8b", "phase": "prefill", "tokens": 2**17, "batch": 1, "error": None}
+    row |= {"implementation": "ours", "chunk_size": None}
+    dense = row | {"policy": "dense", "preset": None, "density": 1.0, "seconds": {"median": 11.0}}
+    pieces = dense | {"chunk_size": 2**15, "seconds": {"median": 10.0}}
+    own = row | {"policy": "sketchwalk", "preset": "recommended", "density": 0.2}
+    long = [dense, pieces, own | {"seconds": {"median": 5.0}}]
+    meta = {"device": "NVIDIA H200"}
+
+    def found(rows):
+        (tmp_path / "end_to_end.json").write_text(json.dumps({"meta": meta, "rows": rows}))
+        return benchmark.break_evens(tmp_path)
+
+    assert found(long) == []
+    model = dataclasses.replace(MODEL, num_heads=32, head_dim=128)
+    text = Auto(None, ()).find("prefill", model, device="NVIDIA H200")
+    assert Auto(None, tuple(found(long))).find("prefill", model, device="NVIDIA H200") == text
+    short = [one | {"tokens": 2**14} for one in (dense, own | {"seconds": {"median": 12.0}})]
+    assert [(one.tokens, one.longest) for one in found([*long, *short])] == [(2**17, 2**17)]
+    # Dense in pieces is what a policy must beat.
+    slower = [dense, pieces, own | {"seconds": {"median": 10.5}}]
+    assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
+
+
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
     """As `end_to_end.py` writes them, as soon as there are any."""
 

@@ -20,7 +20,7 @@ POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor", "Thread"}
 # A run of each benchmark that compiles in a pool, with several programs in one group.
 RUNS = {
     "end_to_end": ("--phase", "decode", "--batch", "1"),
-    "scale_out": ("--axis", "one", "--child"),
+    "scale_out": ("--axis", "one", "--child", "python scale_out.py"),
     "selection": ("--policy", "streaming"),
 }
 
@@ -79,6 +79,16 @@ def test_timers_refuse_to_run_beside_a_compilation(timer, load, compiling):
     compiling.set()
     futures.wait(modules["common"].Compiling._submitted)
     assert eval(timer, modules)
+
+
+def test_a_first_call_that_takes_long_counts_itself(load, monkeypatch):
+    common, calls = load("common"), []
+    now = iter(float(value) for value in range(0, 1000, 10))
+    monkeypatch.setattr(common, "clock", lambda: next(now))
+    found = common.seconds(lambda: calls.append(1), 3, wait=lambda _: None, enough=10.0)
+    assert (found["median"], found["repeats"], len(calls)) == (10.0, 1, 1)
+    found = common.seconds(lambda: calls.append(1), 3, wait=lambda _: None, enough=10.1)
+    assert (found["median"], found["repeats"], len(calls)) == (10.0, 3, 5)
 
 
 def test_what_is_not_compiled_in_time_is_left_out(load):

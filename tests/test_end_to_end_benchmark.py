@@ -51,7 +51,25 @@ def test_what_is_asked_for_and_not_there_is_named(results, benchmark):
     assert missing({"meta": {}, "rows": []}) == []
     wanted = dict.fromkeys(("tokens", "batch", "phase"))
     names = [row["phase"] for row in benchmark.peer_cells("m", argparse.Namespace(**wanted))]
-    assert names.count("prefill") == 4 and names.count("decode") == 12
+    assert names.count("prefill") == 6 and names.count("decode") == 18
+
+
+def test_what_was_measured_is_not_measured_again(results, run_benchmark, tmp_path, benchmark):
+    path = tmp_path / "end_to_end.json"
+    lost, *kept = results["rows"][::-1]
+    path.write_text(json.dumps(results | {"rows": kept}), encoding="utf-8")
+    run_benchmark("end_to_end.py", "--quick", "--missing", "--out", path)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["rows"][:-1] == kept
+    assert all(found["rows"][-1][name] == lost[name] for name in benchmark.NAMES)
+    assert "--missing" in found["rows"][-1]["run"]["command"]
+    assert found["meta"]["asked"] == results["meta"]["asked"]
+
+
+def test_rows_say_what_measured_them(results):
+    for row in results["rows"]:
+        assert row["run"].keys() >= {"date", "command", "repeats", "matmul_tflops"}
+        assert row["run"]["command"].startswith("python ") and row["run"]["repeats"] == 2
 
 
 def test_a_row_says_what_was_measured(results):
@@ -71,7 +89,7 @@ def test_the_floor_of_a_token_is_what_must_be_read(results):
         for row in results["rows"]
         if row["phase"] == "decode"
     }
-    rate = results["meta"]["copy_tb_per_s"] * 1e12
+    rate = results["rows"][0]["run"]["copy_tb_per_s"] * 1e12
     read = {key: row["floor_seconds"] * rate for key, row in rows.items()}
     more = read["dense", 2] - read["dense", 1]
     # A second sequence: its keys and values, and one row of the embedding.

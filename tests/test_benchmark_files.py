@@ -1,0 +1,168 @@
+"""What benchmarks write: rows of several runs in one file, and pages made of parts of them."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+NAMES = ("phase", "tokens")
+MACHINE = {"device": "NVIDIA H200", "cpu": "some", "cores": 2, "memory_gib": 1, "is_quick": False}
+MACHINE |= {"versions": {"python": "3", "jax": "0"}}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module
+
+
+def run(number: int, **more) -> dict:
+    return (
+        MACHINE
+        | {"date": f"2026-01-0{number}", "command": f"run {number}", "repeats": number}
+        | more
+    )
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_rows_of_several_runs_keep_their_own(load, tmp_path):
+    common, path = load("common"), tmp_path / "some.json"
+    rows = [{"phase": "decode", "tokens": tokens, "value": 1} for tokens in (1, 2)]
+    common.add_rows(path, run(1, asked={"fields": NAMES, "rows": ["decode 1"]}), rows, NAMES)
+    again = {"phase": "decode", "tokens": 1, "value": 2}
+    failed = {"phase": "decode", "tokens": 2, "error": "lost"}
+    other = {"phase": "prefill", "tokens": 1, "error": "does not fit"}
+    asked = {"fields": NAMES, "rows": ["decode 3", "decode 1"]}
+    common.add_rows(path, run(2, asked=asked), [again, failed, other], NAMES)
+    found = read(path)
+    assert [(row.get("value"), row["run"]["repeats"]) for row in found["rows"]] == [
+        (2, 2),  # in its place
+        (1, 1),  # what failed now did not then
+        (None, 2),
+    ]
+    assert found["rows"][0]["run"] == {"date": "2026-01-02", "command": "run 2", "repeats": 2}
+    assert not found["meta"].keys() & {"date", "command", "repeats"}
+    assert found["meta"]["asked"]["rows"] == ["decode 1", "decode 3"]
+    assert common.missing(found) == ["decode 3"]
+    is_done = common.is_measured(path, NAMES)
+    assert is_done(rows[1]) and is_done(other) and not is_done({"phase": "prefill", "tokens": 2})
+
+
+@pytest.mark.parametrize("other", [{"device": "NVIDIA H100"}, {"versions": {}}, {"ranks": 4}])
+def test_rows_of_another_machine_are_refused(other, load, tmp_path):
+    common, path = load("common"), tmp_path / "some.json"
+    common.add_rows(path, run(1, ranks=2), [], NAMES, "ranks")
+    with pytest.raises(SystemExit, match="must hold results of the same kind"):
+        common.add_rows(path, run(2, ranks=2) | other, [], NAMES, "ranks")
+
+
+def test_a_file_of_one_run_takes_rows_of_another(load, tmp_path):
+    """As they were written before rows said what measured them."""
+    common, path = load("common"), tmp_path / "some.json"
+    common.write_results(path, run(1), [{"phase": "decode", "tokens": 1}])
+    common.add_rows(path, run(2), [{"phase": "decode", "tokens": 2}], NAMES)
+    assert [row["run"]["command"] for row in read(path)["rows"]] == ["run 1", "run 2"]
+
+
+def test_a_section_names_the_runs_of_its_rows_and_one_line_says_what_is_missing(load, tmp_path):
+    common, pages, path = load("common"), load("pages"), tmp_path / "some.json"
+    common.add_rows(path, run(1), [{"phase": "decode", "tokens": 1}], NAMES)
+    asked = {"fields": NAMES, "rows": ["decode 2", "decode 3"]}
+    common.add_rows(path, run(2, asked=asked), [{"phase": "decode", "tokens": 2}], NAMES)
+    common.add_rows(path, run(3), [{"phase": "prefill", "tokens": 2}], NAMES)
+    wanted = {"tokens": ("{} tokens", {1: "one", 4: "four", 5: "five"})}
+    text = pages.captioned(
+        lambda data: "| table |",
+        "`it`",
+        lambda data: pages.describe_absent(data, "`it`", wanted, phase="decode"),
+        phase="decode",
+    )(path)
+    table, machine, gap = text.split("\n\n")
+    assert machine.endswith("2026-01-01 to 2026-01-02; `run 1`, `run 2`")
+    assert gap == "Not measured: four, five tokens; 1 of 2 rows asked for (`it`)."
+    assert pages.captioned(lambda data: "", "`it`")(path) == "To measure: `it`."
+    assert pages.if_measured(str, "`it`")(tmp_path / "none") == "To measure: `it`."
+
+
+def whole_model(policy: str, seconds: float, **more) -> dict:
+    row = {"model": "llama-3.1-8b", "batch": 1, "tokens": 2**17, "phase": "prefill", "error": None}
+    row |= {"policy": policy, "preset": None, "density": 1.0, "chunk_size": None}
+    if policy == "sketchwalk":
+        row |= {"preset": "recommended", "density": 0.1}
+    row |= {"implementation": "ours", "seconds": {"median": seconds}, "floor_seconds": 1.0}
+    own = {"date": "today", "command": "it", "repeats": 2}
+    return row | {"run": own | {"matmul_tflops": 600.0, "copy_tb_per_s": 4.0}} | more
+
+
+def test_whole_models_stand_beside_the_fastest_dense_attention(load):
+    report = load("end_to_end_report")
+    rows = [whole_model("dense", 12.0), whole_model("sketchwalk", 4.0)]
+    rows.append(whole_model("dense", 10.0, chunk_size=2**15))
+    data = {"meta": MACHINE, "rows": rows}
+    header, _, *lines = report.prefill_table(data).splitlines()[:4]
+    assert "| Tokens | Dense | `recommended` 0.1 | Dense / floor |" in header
+    assert lines == [
+        "| llama-3.1-8b | 131,072 | 12.00 | 4.00 (2.50×) | 12.00 | 4.00 |",
+        "| llama-3.1-8b | 131,072 in 32K | 10.00 | – | 10.00 | – |",
+    ]
+    assert report.decode_table(data) == "" and report.parts_table(data) == ""
+    line = report.gains_table(data).splitlines()[2]
+    assert line == "| 131,072 | 10.00 s | 4.00 s, **2.50×** |"
+    alone = [rows[1], whole_model("dense", 1.0, tokens=2**16)]
+    assert report.gains_table({"meta": MACHINE, "rows": alone}) == ""
+    lost = {"meta": MACHINE, "rows": [whole_model("dense", 0.9)]}
+    assert "below its floor" in report.prefill_table(lost)
+
+
+def test_pages_of_parts_have_no_gaps_but_a_line(load, repository):
+    """What is not measured is never a section of its own on the front page."""
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    assert "not measured yet" not in text.lower()
+    for name in ("README.md", "benchmarks/KERNELS.md"):
+        for line in (repository / name).read_text(encoding="utf-8").splitlines():
+            cells = set(line.strip("| ").split(" | ")[3:])
+            assert not line.startswith("|") or cells != {"–"}, line
+
+
+def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_path):
+    report = load("real_report")
+    assert report.size_of("qwen2.5-coder-0.5b") == "0.5 billion parameters"
+    assert report.size_of("smollm2-135m-instruct") == "135 million parameters"
+    assert report.size_of("sketchwalk_8m") == "8 million parameters"
+    assert report.size_of("qwen2.5-base") == ""
+    rows = [
+        {"model": "m", "tokens": 4096, "policy": "sketchwalk", "preset": "recommended"}
+        | {"density": density, "kept": kept, "asked": 24}
+        for density, kept in ((0.2, 24), (0.1, 14))
+    ]
+    path = tmp_path / "short_prompts.json"
+    path.write_text(json.dumps({"meta": {"conditions": "So.", "source": "There."}, "rows": rows}))
+    expected = (
+        "of 24 answers to prompts of 4,096 tokens m keeps 14 at density 0.1, 24 at density 0.2"
+    )
+    assert f"{expected}. So. There." in report.short_prompts(path)
+
+
+def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
+    report = load("selection_report")
+
+    def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
+        fields = {"representatives": queries} if queries else {}
+        own = {"phase": phase, "tokens": 1024, "density": 0.1, "error": None, "fields": fields}
+        own |= {"preset": "recommended" if queries else "paper"}
+        return own | {"selection_ms": selection, "attention_ms": 9.0}
+
+    rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
+    data = {"meta": {"plans": []}, "rows": rows}
+    found = [(one["phase"], one["preset"], one["queries"]) for one in report.shares(data)]
+    assert found == [
+        ("prefill", "paper", None),
+        ("prefill", "recommended", 4),
+        ("prefill", "recommended", 8),
+        ("decode", "recommended", None),
+    ]
+    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.share_table(data)
