@@ -304,6 +304,7 @@ def generate(
       >>> out = generate(params, tokens, model_config=model_config,
       ...                max_new_tokens=32)  # doctest: +SKIP
     """
+    keep_by_default()
     call = check_call(
         tokens,
         params=params,
@@ -323,11 +324,6 @@ def generate(
         max_tokens=max_tokens,
         return_selection=return_selection,
     )
-    return _run(params, call)
-
-
-def _run(params: PyTree, call: "Call") -> Generation:
-    """Both programs of a call."""
     limit = jnp.asarray(call.max_new_tokens, jnp.int32)
     with memory_of(params, call):
         state, selection = _start(params, *call.prompt, **call.reading)
@@ -364,7 +360,6 @@ def check_call(
     tokens: Any,
     *,
     params: PyTree,
-    in_bucket: bool = False,
     model_config: ModelConfig,
     policy: Policy | Auto | None = None,
     max_new_tokens: int,
@@ -383,8 +378,7 @@ def check_call(
 ) -> Call:
     """Checks the arguments of `generate` and fills in what was left out.
 
-    Where `params` are `NOT_LOADED`, all but these is checked, as for one device. With `in_bucket`,
-    prompts are padded to the next bucket once they have been checked.
+    Where `params` are `NOT_LOADED`, all but these is checked, as for one device.
     """
     check_model_config(model_config)
     is_loaded = params is not NOT_LOADED
@@ -402,8 +396,6 @@ def check_call(
         on_one_device=is_loaded and lies_on_one_device(params),
     )
     lengths = check_prompt(tokens, lengths, model_config)
-    if in_bucket:
-        tokens, lengths = pad_to_bucket(tokens, lengths, model_config, policy)
     check_integer("max_new_tokens", max_new_tokens)
     choice = None
     if isinstance(policy, Auto):
@@ -691,11 +683,12 @@ class Generate:
             if lengths is not None:
                 raise ValueError("lengths must be None when attention_mask is given, got both")
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        keep_by_default()
-        call = check_call(
+        # Here too, since what is wrong is said of what was given and not of its padding.
+        lengths = check_prompt(tokens, lengths, self.model_config)
+        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
+        return generate(
+            params,
             tokens,
-            params=params,
-            in_bucket=True,
             model_config=self.model_config,
             policy=self.policy,
             lengths=lengths,
@@ -704,7 +697,6 @@ class Generate:
             cache=cache,
             **self.static,
         )
-        return _run(params, call)
 
 
 def pad_to_bucket(

@@ -400,7 +400,7 @@ def check_loading(directory: str, saved: str) -> None:
     assert not lies_on_one_device(params)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     elsewhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
-    with pytest.raises(NotImplementedError, match="plan places .*, got 8 devices; load"):
+    with pytest.raises(NotImplementedError, match="sharding.place says, .*, got 8 devices; load"):
         Programs(elsewhere, config)
     del elsewhere
     total = sum(x.nbytes for x in jax.tree.leaves(whole))

@@ -342,7 +342,7 @@ class Programs:
         self.placement, devices = placement_of(params, model_config), devices_of(params)
         if len(devices) > 1 and self.placement is None:
             raise NotImplementedError(
-                f"params must lie on one device, or as sharding.place says them, to be evaluated, "
+                f"params must lie on one device, or where sharding.place says, to be evaluated, "
                 f"got {len(devices)} devices; load them with sharding=place(mesh, model_config)"
             )
         if any(device.process_index != jax.process_index() for device in devices):
