@@ -271,16 +271,14 @@ def sentence(path: Path) -> str:
     parts = []
     for device in dict.fromkeys(one.device for one in own):
         some = []
-        for phase, what in (("prefill", "prompts of"), ("decode", "decoding behind")):
+        for phase, what in (("prefill", "to read prompts of"), ("decode", "to decode after")):
             found = [one for one in own if (one.device, one.phase) == (device, phase)]
             some += [f"{what} {_span(found)}"] if found else []
         parts.append(f"on {_device(device)}, {' and '.join(some)}")
-    text = f"At density {DENSITY:g} and one sequence, `recommended` is not slower than dense: "
-    text += (
-        "; ".join(parts)
-        + ", by the width of the model. `Auto` and `--policy auto` run dense below."
+    return (
+        f"With density {DENSITY:g} and one sequence, `recommended` takes no more time than dense "
+        f"attention {'; '.join(parts)}. Below that, `Auto` and `--policy auto` run dense attention."
     )
-    return text
 
 
 def _span(found: list[BreakEven]) -> str:
@@ -289,7 +287,8 @@ def _span(found: list[BreakEven]) -> str:
         return f"no length up to {max(one.longest for one in found):,} tokens"
     tokens = sorted({one.tokens for one in found if one.tokens is not None})
     shown = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
-    return f"{shown} tokens or more"
+    widths = " (by the width of the model)" if len(tokens) > 1 else ""
+    return f"{shown} tokens or more{widths}"
 
 
 def _device(kind: str) -> str:

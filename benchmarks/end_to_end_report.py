@@ -185,7 +185,33 @@ def gains_table(data: Results) -> str:
         "own, through cuDNN; prompts are read in one piece or in several, whichever is faster, on "
         "both sides"
     )
-    return f"{markdown_table(['Tokens', *header], lines)}\n\n{text}."
+    table = markdown_table(["Tokens", *header], lines)
+    return " ".join([f"{table}\n\n{text}.", *_gains_of_batches(data)])
+
+
+def _gains_of_batches(data: Results) -> list[str]:
+    """A sentence on a decoded token of several sequences, at the longest length of each batch."""
+    found = []
+    for batch in BATCHES[1:]:
+        rows = [
+            row
+            for row in data["rows"]
+            if (row["model"], row["batch"], row["phase"]) == (_MAIN, batch, "decode")
+            and not row["error"]
+        ]
+        both = {row["tokens"] for row in rows if _name(row) == _SPARSE[0]}
+        both &= {row["tokens"] for row in rows if _name(row) == ("dense", None)}
+        if not both:
+            continue
+        own = [row for row in rows if row["tokens"] == max(both)]
+        dense, sparse = (
+            1e3 * _fastest(own, one)["seconds"]["median"] for one in (("dense", None), _SPARSE[0])
+        )
+        found.append(
+            f"{batch} sequences of {max(both):,} tokens decode a token each in {sparse:.2f} ms "
+            f"instead of {dense:.2f} ms (**{dense / sparse:.2f}×**)"
+        )
+    return [f"With {_with_density(*_SPARSE[0])}, {', and '.join(found)}."] if found else []
 
 
 def _fastest(rows: Sequence[Row], name: tuple[str, float | None]) -> Row | None:

@@ -23,7 +23,7 @@ PLOTS = ROOT / "benchmarks" / "plots"
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 Results = dict[str, Any]
 _MOST_NAMES = 8  # of measurements that are missing
-_MOST_COMMANDS = 4  # below a table
+_MOST_COMMANDS = 1  # below a table
 # The file of a table's results, and what makes the table of it, by name.
 Tables = dict[str, tuple[str, Callable[[Path], str]]]
 

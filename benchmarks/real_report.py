@@ -68,7 +68,9 @@ def summary(path: Path) -> str:
             ]
             if set(cells) != {NOTHING}:
                 body.append([name_of(label), *cells])
-        titles = [f"{density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns]
+        titles = [
+            f"Density {density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns
+        ]
         blocks.append(f"**{model}, {tokens:,} tokens**")
         blocks.append(markdown_table(("Right answers, of those of dense", *titles), body))
     what = (
@@ -154,11 +156,11 @@ def losses(path: Path) -> str:
         cells = [_right(own, _SHOWN[0], phase, density) for density, phase in columns]
         named = ", ".join(filter(None, (size_of(model), f"{longest(own):,} tokens")))
         body.append([f"{model}: {named}", *cells])
-    titles = [f"{density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns]
-    table = markdown_table(("Small models", *titles), body)
+    titles = [f"Density {density:g}, {PHASE_TITLES[phase].lower()}" for density, phase in columns]
+    table = markdown_table(("Model (all are small)", *titles), body)
     what = (
-        f"Share of the answers that dense attention gives which {name_of(_SHOWN[0])} gives too, at "
-        "two densities and by where it selects"
+        f"Of the answers that dense attention gets right, the share that {name_of(_SHOWN[0])} gets "
+        "right too, when attention is sparse in prefill, in decode, or in both"
     )
     text = [table, f"{what}. {describe_whole(results)}"]
     short = path.with_name(_SHORT)

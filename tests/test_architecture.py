@@ -44,7 +44,7 @@ class Watched:
             frame.name
             for frame in traceback.extract_stack()[:-1]
             if frame.filename.startswith(self._root)
-            and not any(part in frame.filename for part in ("/tests/", "site-packages"))
+            and not any(part in frame.filename for part in ("/tests/", "/.venv/"))
             and not frame.filename.endswith("renamed.py")  # former names, for a while
         ]
         raise Arrived(frames)
