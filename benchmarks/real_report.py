@@ -97,32 +97,6 @@ _SHOWN = ("recommended", "minference", "flexprefill", "quest", "adamas", "paper"
 _DENSITY = 0.2  # of the tables on the front page
 
 
-def answers(path: Path) -> str:
-    """Right answers of each policy on each model, phase by phase, for the front page."""
-    results = reported(path)
-    models = values_of(results.rows, "model")
-    header, columns = ["Right answers, sparse in prefill / decode / both"], []
-    for model in models:
-        own = rows_with(results.rows, model=model)
-        own = rows_with(own, tokens=longest(own))
-        header.append(f"{model}, {longest(own):,} tokens")
-        columns.append(own)
-    body = []
-    for label in _SHOWN:
-        cells = [
-            " / ".join(_right(own, label, phase) for phase in measured_phases(own))
-            for own in columns
-        ]
-        if any(set(cell) - set(f"{NOTHING} /") for cell in cells):
-            body.append([name_of(label), *cells])
-    what = (
-        f"Of the answers that dense attention gives, at density {_DENSITY:g} over all layers, "
-        "dense ones included; intervals, other densities and losses are on the results page. "
-        f"{_FEWER_NOTE}"
-    )
-    return f"{markdown_table(header, body)}\n\n{what}. {describe_whole(results)}"
-
-
 def _right(rows: Sequence[Row], label: str, phase: str, density: float = _DENSITY) -> str:
     found = pool(counted(rows_with(rows, label=label, phase=phase, density=density)))
     if found is None or found.exact is None:
@@ -348,6 +322,5 @@ TABLES: Tables = {
     "real-summary": ("real_models.json", if_measured(summary, _COMMAND)),
     "real-data": ("real_models.json", if_measured(data, _COMMAND)),
     "losses": ("real_models.json", if_measured(losses, _COMMAND)),
-    "answers": ("real_models.json", if_measured(answers, _COMMAND)),
     "which-policy": ("real_models.json", if_measured(which_policy, _COMMAND)),
 }

@@ -50,8 +50,9 @@ def test_tables_equal_the_results(repository):
 @pytest.mark.parametrize(
     ("page", "name"),
     [
-        ("README.md", "answers"),
-        ("README.md", "kernels"),
+        ("README.md", "gains"),
+        ("README.md", "losses"),
+        (NUMBERS, "kernels-prefill"),
         (NUMBERS, "cpu-attention"),
         (NUMBERS, "cpu-prefill"),
         pytest.param("benchmarks/QUALITY.md", "quality", marks=has_quality),
