@@ -95,7 +95,7 @@ def floors(graph: Graph) -> dict[str, int]:
 def write_table(rooms: Graph, modules: Iterable[str]) -> str:
     """The floors from the top, their rooms, and what each room imports."""
     of = floors(rooms)
-    lines = ["| Floor | Room | Imports |", "| ---: | --- | --- |"]
+    lines = ["| Level | Module or folder | Imports |", "| ---: | --- | --- |"]
     for floor in sorted(set(of.values()), reverse=True):
         for room in sorted(room for room in of if of[room] == floor):
             is_folder = sum(room_of(module) == room for module in modules) > 1
@@ -210,7 +210,7 @@ def draw_rooms(rooms: Graph, modules: Iterable[str], path: Path) -> None:
         )
         axis.add_patch(box)
         label = f"{node}/" if is_folder else node
-        axis.text(x, y, label, ha="center", va="center", fontsize=8.5, zorder=3)
+        axis.text(x, y, label, ha="center", va="center", fontsize=7.8, zorder=3)
     axis.set_xlim(min(columns) - 0.5, max(columns) + 0.5)
     axis.set_ylim(0.5, height + 0.6)
     axis.axis("off")

@@ -72,7 +72,7 @@ def test_a_token_goes_the_way_that_the_page_says(
         )
     (found,) = reached.value.args
     assert len(found) <= MAX_FRAMES, found
-    section = page.partition("## The way of a token")[2].partition("##")[0]
+    section = page.partition("## From the call to the kernel")[2].partition("##")[0]
     steps = [line.split("|")[2:4] for line in section.splitlines() if re.match(r"\| \d", line)]
     cells = [both[0] if both[column].strip() == "the same" else both[column] for both in steps]
     named = [name for cell in cells for name in re.findall(r"`(?:\w+\.)?(\w+)`", cell)]

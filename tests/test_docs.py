@@ -17,6 +17,8 @@ PAGES = (
     "benchmarks/QUALITY.md",
     "docs/faq.md",
     "docs/how_to.md",
+    "docs/index.md",
+    "docs/several_gpus.md",
     "models/README.md",
     "pallas_kernels/README.md",
     "sketchwalk_jax/policies/README.md",
@@ -110,6 +112,25 @@ def test_pictures_and_links_of_a_page_lead_somewhere(repository, page):
         local -= {"results/quality.json", "plots/attention_powers.png"}
         local -= {"models/sketchwalk_8m/README.md"}  # what will be measured
     assert not [target for target in local if not (path.parent / target).exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and the documentation site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_a_section_name_a_heading(repository, page):
+    path = repository / page
+    found = re.findall(r"\]\(([^)#\s]*)#([^)\s]*)\)", path.read_text(encoding="utf-8"))
+    wrong = [
+        f"{target}#{anchor}"
+        for target, anchor in found
+        if "://" not in target and anchor not in anchors(path.parent / target if target else path)
+    ]
+    assert not wrong
 
 
 def test_results_of_a_quick_run_are_refused(repository, tmp_path):
