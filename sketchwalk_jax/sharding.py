@@ -1,4 +1,4 @@
-"""Where a model lies on several devices: `plan`, from a mesh and a model to all shardings.
+"""Where a model lies on several devices: `place`, from a mesh and a model to all shardings.
 
 A mesh has up to three axes, any of which may be missing or 1:
 
@@ -104,7 +104,7 @@ _INPUTS_SPREAD = {"out", "down"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
-    """Where the arrays of a model lie on a mesh; `plan` makes it.
+    """Where the arrays of a model lie on a mesh; `place` makes it.
 
     It is a function of a parameter's path and shape, as `load(sharding=...)` takes it, and
     `init_cache(sharding=...)` takes it too. Hashable, so static under `jit`.
