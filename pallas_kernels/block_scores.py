@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import eight_bits, ops, warp_ops
-from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
 
 _QUERIES = eight_bits.QUERIES  # of a warpgroup of the first kernel
 _GROUP = eight_bits.GROUP  # blocks brought together, and whose maxima are copied out together
@@ -372,7 +372,7 @@ def _scores(
 
         def move() -> tuple[Any, Any, Any]:
             # How large a number counts; one that is not a number does not.
-            counts = is_seen & (jnp.abs(values) < -MASK_VALUE / plan.factor)
+            counts = is_seen & (jnp.abs(values) < LARGEST_LOGIT * math.log2(math.e) / plan.factor)
             higher = jnp.where(counts, jnp.maximum(reference, values), reference)
             less = total * jnp.exp2((reference - higher) * plan.factor)
             return higher, less, (values - higher) * plan.factor

@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops
+from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_derivative
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
@@ -119,9 +119,7 @@ class _Plan:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that loads, and of one that computes: all share the same."""
-        if self.computing == 1:
-            return 88, 248
-        return (56, 224) if self.head_dim == 64 else (40, 232)  # narrow heads need fewer to compute
+        return (88, 248) if self.computing == 1 else (56, 224)
 
     def turns(self, program: Any) -> Any:
         """Tiles of a program."""
@@ -159,6 +157,8 @@ class _Refs:
       keys: `[stages, 128, H]`.
       values: `[value_stages, 128, H]`.
       lse: `[warpgroups, 64]`.
+      lost: Of each slot of values, the first query of the tile that sees one that is not finite;
+        then what the loader needs to find it.
       filled: Barriers of the slots of keys, then of values; two copies make a slot.
       freed: The same; every computing warpgroup frees a slot.
       single: Barriers with one arrival; `_Barriers` says which.
@@ -179,6 +179,7 @@ class _Refs:
     keys: Any
     values: Any
     lse: Any
+    lost: Any
     filled: Any
     freed: Any
     single: Any
@@ -194,6 +195,7 @@ def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
         "keys": ops.tiled((plan.stages, _KEYS, plan.head_dim), dtype),
         "values": ops.tiled((plan.value_stages, _KEYS, plan.head_dim), dtype),
         "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
+        "lost": plgpu.SMEM((plan.value_stages + warp_ops.WARPS,), jnp.int32),
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
@@ -222,8 +224,8 @@ class _Barriers:
         return self.refs.single.at[first + warpgroup]
 
     @property
-    def tail(self) -> Any:
-        """Tells the loader that values have arrived to which it must attend."""
+    def unchecked(self) -> Any:
+        """Tells the loader that values have arrived which it must check."""
         return self.refs.single.at[_UNUSED_BARRIERS]
 
 
@@ -347,20 +349,28 @@ class _Loader:
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
         plan, refs, count = self.plan, self.refs, extent.count
-        pieces = self.tile.pieces(refs, count, 0)
-        later = self.tile.pieces(refs, count, 1)
+        pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
+        value_slot, num_steps = jax.lax.rem(done, plan.value_stages), _num_steps(count)
         self._load_keys(pieces, jax.lax.rem(done, plan.stages))
         self._load_queries()
-        self._load_last_values(pieces, jax.lax.rem(done, plan.value_stages), extent.length)
+        self._load_first_values(pieces, value_slot, extent.start)
 
-        def step(index: Any, pieces: tuple[Any, Any]) -> tuple[Any, Any]:
-            later = self.tile.pieces(refs, count, index + 2)  # in time for the next step
-            following = done + index + 1
-            self._load_keys(pieces, jax.lax.rem(following, plan.stages))
-            self._load_values(pieces, jax.lax.rem(following, plan.value_stages))
-            return later
+        def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
+            @pl.when(index < num_steps)
+            def _() -> None:
+                self._load_keys(pieces, jax.lax.rem(done + index, plan.stages))
 
-        jax.lax.fori_loop(0, _num_steps(count) - 1, step, later)
+        load_keys(1, later)  # while the values are on their way
+        self._check_first_values(pieces, value_slot, extent)
+
+        def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            pieces, later = carry
+            following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
+            self._load_values(pieces, jax.lax.rem(done + index, plan.value_stages))
+            load_keys(index + 1, later)
+            return later, following
+
+        jax.lax.fori_loop(1, num_steps, step, (later, self.tile.pieces(refs, count, 2)))
 
     def _load_queries(self) -> None:
         """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
@@ -385,44 +395,83 @@ class _Loader:
             source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
             plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
 
-    def _load_last_values(self, pieces: tuple[Any, Any], slot: Any, length: Any) -> None:
-        """Copies the values of the first step, which alone may reach beyond the sequence.
+    def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
+        """Copies the values of the first step that some query sees; the tile's own come unchecked.
 
-        What lies there may be NaN, and a weight of 0 would not erase it.
+        Behind the tile's own piece there may be one more, of which nobody sees anything.
         """
-        barriers = self.barriers
+        refs, barriers = self.refs, self.barriers
         plgpu.barrier_wait(barriers.values("freed", slot))
+        refs.lost[slot] = _QUERIES
         for half, piece in enumerate(pieces):
-            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
-            present = length - piece * _PIECE
-            self._load_present(source, target, present, barriers.values("filled", slot))
 
-    def _load_present(self, source: Any, target: Any, present: Any, filled: Any) -> None:
-        """Copies values of which only the first may be `present`, and makes the others zero."""
+            @pl.when(piece * _PIECE < start)
+            def _(half: int = half, piece: Any = piece) -> None:
+                source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
+                plgpu.copy_gmem_to_smem(source, target, barriers.values("filled", slot))
 
-        @pl.when(present >= _PIECE)
+        @pl.when(pieces[1] * _PIECE >= start)
         def _() -> None:
-            plgpu.copy_gmem_to_smem(source, target, filled)
+            half = _own_half(pieces, start)
+            piece = jax.lax.div(start, _PIECE)
+            source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked)
 
-        @pl.when(present < _PIECE)
+    def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
+        """Makes values zero of which some queries may know nothing, and tells which ones must.
+
+        A weight of 0 would not erase NaN, which may be what lies beyond the sequence, or a value
+        that only later queries see. Who sees any value from that one on sees that one too.
+        """
+        refs, filled, head_dim = self.refs, self.barriers.values("filled", slot), self.plan.head_dim
+        scratch = refs.lost.at[pl.ds(self.plan.value_stages, warp_ops.WARPS)]
+
+        def parts(half: Any) -> list[Any]:
+            rows = pl.ds(half * _PIECE, _PIECE)
+            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, head_dim, 64)]
+
+        @pl.when(pieces[1] * _PIECE >= extent.start)
         def _() -> None:
-            tail = self.barriers.tail
-            plgpu.copy_gmem_to_smem(source, target, tail)
-            plgpu.barrier_wait(tail)
-            for column in range(0, self.plan.head_dim, 64):
-                part = target.at[:, pl.ds(column, 64)]
+            half = _own_half(pieces, extent.start)
+
+            @pl.when(half == 0)
+            def _() -> None:
+                for part in parts(1):
+                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(filled)
+
+            plgpu.barrier_wait(self.barriers.unchecked)
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
+            bad = warp_ops.first_not_finite(loaded, scratch, interpret=self.plan.interpret)
+            present = extent.length - extent.start
+
+            @pl.when(jnp.minimum(bad, present) < _PIECE)
+            def _() -> None:
                 index = ops.matrix_index((_PIECE, 64), 0)
-                part[...] = jnp.where(index < present, part[...], jnp.zeros_like(part))
+                for part in parts(half):
+                    is_kept = index < jnp.minimum(bad, present)
+                    part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
+
+                @pl.when(bad < present)
+                def _() -> None:
+                    refs.lost[slot] = bad
+
             plgpu.commit_smem()
             plgpu.barrier_arrive(filled)
 
     def _copy_of(
-        self, source: Any, target: Any, piece: Any, slot: Any, half: int
+        self, source: Any, target: Any, piece: Any, slot: Any, half: Any
     ) -> tuple[Any, Any]:
         """64 keys or values of the cache, and the half of a slot that takes them."""
         tile = self.tile
         source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
         return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
+
+
+def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
+    """Which of the pieces of a first step is the tile's own, if one is."""
+    return jnp.where(pieces[0] * _PIECE >= start, 0, 1)
 
 
 # The warpgroups that compute
@@ -507,8 +556,12 @@ class _Head:
         scores = _mask(scores, pieces, count, start, length)
         first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
-        weights, _, state = self._soften(scores, state)
-        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done, plan.value_stages)))
+        weights, _, (maximum, denominator) = self._soften(scores, state)
+        value_slot = jax.lax.rem(done, plan.value_stages)
+        plgpu.barrier_wait(barriers.values("filled", value_slot))
+        query = plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=ops.BY_ROW)
+        denominator = jnp.where(query < refs.lost[value_slot], denominator, jnp.nan)
+        state = _Softmax(maximum, denominator)
 
         def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
             return self._step(sums, done + index, index == rest - 1, *carry)

@@ -14,7 +14,8 @@ whose denominators no program knows, so that each writes what its own blocks say
     powers[n, j] = exp(l[n, j] - top[n]) ^ exponent
 
 and `token_lists` puts the programs' parts together. Exponentials are taken here, by all of the GPU.
-What is not finite counts as no attention. Each code is read once, half a byte.
+What is not a number or too large (`LARGEST_LOGIT`) counts as no attention. Each code is read once,
+half a byte.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from sketchwalk_jax.pallas_kernels.code_products import (
     QUERIES,
     block_products,
 )
-from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
 _PROGRAMS = 528  # of 128 threads, that a GPU of 132 processors runs at a time
@@ -130,7 +131,8 @@ def _score(
         warp_ops.barrier(interpret=plan.interpret)
         # As powers of two.
         logits = (ops.read(peaks) + ops.read(shared)) * (plan.scale * math.log2(math.e))
-        is_seen = (ops.matrix_index(_SHAPE, 0) < there) & (jnp.abs(logits) < jnp.inf)
+        counts = jnp.abs(logits) < LARGEST_LOGIT * math.log2(math.e)
+        is_seen = (ops.matrix_index(_SHAPE, 0) < there) & counts
         logits = jnp.where(is_seen, logits, MASK_VALUE)
         top = jnp.max(logits, axis=0)
         shares = jnp.exp2(logits - ops.spread(top, _SHAPE, 1))

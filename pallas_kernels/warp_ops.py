@@ -138,6 +138,52 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
     return largest(x, scratch)
 
 
+def first_not_finite(parts: list[Float[Array, "64 _"]], scratch: Any, *, interpret: bool) -> Any:
+    """The first of 64 rows with a number that is not finite, or 64, at the price of one barrier.
+
+    A fused multiplication with 0 takes in two numbers at once: NaN is what it leaves behind.
+
+    Args:
+      parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
+      scratch: As many integers in shared memory as there are warps; no warp is still reading them.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
+        return jnp.min(jnp.where(is_bad, jnp.arange(64, dtype=jnp.int32), 64))
+
+    layout = plgpu.Layout.WGMMA
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[layout] * len(parts), plgpu.RefType()), return_type=words.integer_type()
+    )
+    def find(_: Any, *arguments: Any) -> Any:
+        *parts, scratch = arguments
+        zero, nobody = words.constant(0), words.constant(64)
+        first = nobody
+        own = arith.andi(words.warp(), words.constant(WARPS - 1))
+        row = arith.addi(
+            arith.muli(own, words.constant(16)), arith.shrui(words.lane(), words.constant(2))
+        )
+        for half in (1, 0):  # registers of a thread are of its row and of the one 8 below, in turn
+            total = zero
+            for register in (x for part in parts for x in list(part.registers.flat)[half::2]):
+                pair = mgpu.utils.bitcast(register, words.i32())
+                code = f"fma.rn.{kind} $0, $1, $2, $3;"
+                total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=words.i32())
+            is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+            first = arith.select(is_bad, arith.addi(row, words.constant(8 * half)), first)
+        first = words.over_lanes(first, nvvm.ReductionKind.MIN)
+        memref.store(first, scratch, [words.index(own)])
+        mgpu.warpgroup_barrier()
+        other = arith.andi(words.lane(), words.constant(WARPS - 1))
+        theirs = memref.load(scratch, [words.index(other)])
+        return words.as_array(words.over_lanes(theirs, nvvm.ReductionKind.MIN))
+
+    return find(*parts, scratch)
+
+
 def maxima(
     arrays: tuple[Int[Array, "..."], Int[Array, "..."]],
     scratch: Any,

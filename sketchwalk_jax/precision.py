@@ -10,6 +10,10 @@ from jaxtyping import Array
 # masked score is then exactly exp(-5e29) = 0, in rows without a visible key too, and in any base.
 MASK_VALUE = -1e30
 FIRST_MAXIMUM = -5e29
+# A logit of a block, from codes of its keys, counts below this magnitude alone, on every device and
+# well within the two above. Where products leave float32, the hardware decides what their sum is:
+# that of tensor cores comes back into range if it ends there.
+LARGEST_LOGIT = 1e29
 
 
 def matmul_precision(x: Array) -> jax.lax.Precision | None:

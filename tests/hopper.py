@@ -4,8 +4,8 @@ As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: 
 of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
 answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
 `program`, what the whole program writes to memory, how often its loops launch something, and what
-it sends between GPUs if the case is for several (`ranks`), and what runs meanwhile. The tests use
-`Compiler`, which starts it.
+it sends between GPUs if the case is for several (`ranks`), what runs meanwhile, and what it rounds
+numbers to. The tests use `Compiler`, which starts it.
 """
 
 import json
@@ -153,6 +153,15 @@ def read_overlaps(text: str) -> list[tuple[int, int]]:
     return found
 
 
+def read_roundings(text: str) -> list[tuple[int, int]]:
+    """Bits of exponent and mantissa that a compiled program rounds numbers to that it goes on with.
+
+    Conversions to a narrower type and back are not among them: on GPUs XLA leaves such pairs out.
+    """
+    found = re.findall(r" reduce-precision\(.*?exponent_bits=(\d+), mantissa_bits=(\d+)", text)
+    return [(int(exponent), int(mantissa)) for exponent, mantissa in found]
+
+
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
     """The name of each computation of a compiled program, and its lines."""
     for computation in re.split(r"\n\n", text):
@@ -288,6 +297,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
                     "launches": read_launches(text),
                     "sends": read_sends(text),
                     "overlaps": read_overlaps(text),
+                    "roundings": read_roundings(text),
                     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 }
             printed.seek(0)

@@ -509,6 +509,21 @@ CODES_CASES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainCodesCase:
+    """What the kernel of `CodesKernelCase` does, in plain JAX."""
+
+    def program(self) -> Program:
+        """Codes, centres and steps of blocks."""
+        from sketchwalk_jax.policies.block_codes import encode
+
+        key = jax.ShapeDtypeStruct((3, 4, 64, 2, 32), jnp.bfloat16)
+        return encode, (key, jax.ShapeDtypeStruct(key.shape[:3], jnp.bool_))
+
+
+plain_codes = PlainCodesCase()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearKernelCase:
     """Rows times one layer of stacked weights.
 

@@ -82,6 +82,71 @@ def expected_attention(
     return np.asarray(out), np.asarray(lse)
 
 
+def drop_own_block(
+    case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray
+) -> tuple[tuple[Any, ...], np.ndarray]:
+    """The same with a list of a prompt that lacks its row's own block, the last one."""
+    *others, counts, layer, lengths, first = arguments
+    if case.op == "decode" or case.num_rows < 3:
+        return arguments, mask
+    mask = mask.copy()
+    mask[0, 0, 2, int(first[0]) + 2] = False
+    counts = jnp.asarray(mask.sum(-1), jnp.int32)
+    return (*others, counts, layer, lengths, first), mask
+
+
+def spoil(
+    case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray, seed: int
+) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
+    """Arguments with one token in each sequence that is not finite, and whom it may and must reach.
+
+    All features of one head or a single one, of a value, a key or a query. Returns with them who
+    sees it, `[B, T, N]`, and of which of these an output cannot be finite: an infinite score may be
+    the one of a weight of 0.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [np.array(x, np.float32) for x in arguments[:3]]
+    batch, tokens, num_heads, features = arrays[0].shape
+    kv_heads, size = case.heads[1], case.block_size
+    sees = np.zeros((batch, tokens, num_heads), bool)
+    must = np.zeros_like(sees)
+    for row, length in enumerate(case.lengths):
+        which = (2, 1, 2, 0)[(row + seed) % 4]
+        what = rng.choice([np.nan, np.inf, -np.inf])
+        first = int(arguments[-1][row]) * size if case.op == "prefill" else length - 1
+        start = 0 if rng.random() < 0.3 else first
+        position = int(rng.integers(first if which == 0 else start, length))
+        head = int(rng.integers(num_heads if which == 0 else kv_heads))
+        feature = slice(None) if rng.random() < 0.7 else int(rng.integers(features))
+        place = (row, position - first, head, feature)
+        arrays[which][place if which == 0 else (LAYER, row, position, head, feature)] = what
+        where = first + np.arange(tokens)
+        lists = np.repeat(mask[row], num_heads // mask.shape[1], axis=0)[
+            :, np.arange(tokens) // size
+        ]
+        if which == 0:
+            sees[row, :, head] = (where == position) & lists[head].any(-1)
+        else:
+            own = np.arange(num_heads) // (num_heads // kv_heads) == head
+            sees[row] = (lists[:, :, position // size] & (where >= position)).T & own
+        is_real = (where < length)[:, None]  # padding may be left out
+        must[row] = sees[row] & is_real & (np.isnan(what) or which == 2)
+    floats = [jnp.asarray(x, case.dtype) for x in arrays]
+    return (*floats, *arguments[3:]), sees, must
+
+
+def assert_reaches_those_who_see(
+    found: tuple[Any, ...], clean: tuple[Any, ...], sees: np.ndarray, must: np.ndarray
+) -> None:
+    """Whoever does not see what `spoil` put there has the same bits, outputs and log-sum-exps."""
+    for one, other in zip(found, clean, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_array_equal(one[~sees], other[~sees])
+    found_out, clean_out = (np.asarray(x[0], np.float32) for x in (found, clean))
+    assert np.isfinite(clean_out).all()
+    assert not np.isfinite(found_out).all(-1)[must].any()
+
+
 def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
     """Queries of a sequence that stand at real positions; what follows is padding."""
     if case.op == "decode":

@@ -82,7 +82,7 @@ def test_a_section_names_the_runs_of_its_rows_and_one_line_says_what_is_missing(
         phase="decode",
     )(path)
     table, machine, gap = text.split("\n\n")
-    assert machine.endswith("2026-01-01 to 2026-01-02; `run 1`, `run 2`")
+    assert machine.endswith("2026-01-01 to 2026-01-02; `run 1`, and 1 more in the file")
     assert gap == "Not measured: four, five tokens; 1 of 2 rows asked for (`it`)."
     assert pages.captioned(lambda data: "", "`it`")(path) == "To measure: `it`."
     assert pages.if_measured(str, "`it`")(tmp_path / "none") == "To measure: `it`."

@@ -81,7 +81,7 @@ def run_twice(case, arguments, capfd):
         runs.append(jax.block_until_ready(function(*arguments)))
     for one, other in zip(*map(jax.tree.leaves, (runs[0], runs[-1])), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     return runs[0]
 
@@ -257,6 +257,35 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
         pair = (np.asarray(x[row], np.float32)[own] for x in (out, wanted))
         np.testing.assert_allclose(*pair, atol=0.02, rtol=0.02)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+# Spare heads, blocks of one piece and of two, one warpgroup that computes and two, both dtypes.
+NOT_FINITE = [
+    kernel_cases.Prefill(heads=(3, 1), lengths=(150, 200, 65), head_dim=64),
+    kernel_cases.Decode(heads=(4, 2), lengths=(193, 100), lists="kv_head", head_dim=64),
+    kernel_cases.Prefill(heads=(2, 1), lengths=(250, 300), block_size=128, return_lse=False),
+    kernel_cases.Prefill(heads=(4, 2), lengths=(193, 70), lists="head", dtype="float16"),
+    kernel_cases.Prefill(heads=(2, 2), lengths=(130, 192), head_dim=64, block_size=128),
+    kernel_cases.Prefill(heads=(2, 1), lengths=(300, 230), first_blocks=(2, 1)),
+    kernel_cases.Decode(heads=(8, 1), lengths=(300, 77), block_size=16),
+    kernel_cases.Decode(heads=(14, 2), lengths=(500,), head_dim=64),
+]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: ON_GPU or case in NOT_FINITE[:2], NOT_FINITE), ids=str
+)
+def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
+    skip_unless_it_runs(case.op)
+    arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
+    clean, num_reached = run_twice(case, arguments, capfd), 0
+    for seed in range(9 if ON_GPU else 2):
+        spoiled, sees, must = kernel_draws.spoil(case, arguments, mask, seed)
+        found = run_twice(case, spoiled, capfd)
+        kernel_draws.assert_reaches_those_who_see(found, clean, sees, must)
+        num_reached += must.sum()
+    assert num_reached > 0
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])

@@ -42,6 +42,12 @@ def test_it_compiles(name, compiler):
         assert found == nothing | {"complaints": [], "hazards": []}, kernel
 
 
+def test_plain_jax_codes_keys_beside_the_centre_that_is_kept(compiler):
+    """That in bfloat16: with a mere conversion to it XLA's programs for GPUs go on unrounded."""
+    found = compiler.compile(f"program {kernel_cases.__file__}:plain_codes")
+    assert (8, 7) in map(tuple, found["roundings"])
+
+
 def test_a_spill_and_a_complaint_would_be_seen():
     facts = hopper.read_assembler(SAID)
     assert facts == {

@@ -5,14 +5,29 @@ import functools
 import cases
 import jax
 import jax.numpy as jnp
+import kernel_draws
 import numpy as np
 import policy_runs
 import pytest
 import tiny
+from kernel_cases import AttentionKernelCase
 from variants import slow_unless
 
-from sketchwalk_jax import Dense, SketchWalkConfig, forward, generate, reference
-from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax import (
+    BlockSelection,
+    Dense,
+    SketchWalkConfig,
+    forward,
+    generate,
+    reference,
+    sketchwalk_attention,
+)
+from sketchwalk_jax.attention.api import (
+    attend_rows,
+    block_sparse_attention,
+    block_sparse_decode,
+    dense_attention,
+)
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -211,6 +226,133 @@ def test_dense_attention_before_a_bad_token_is_bit_equal(where, what):
         assert np.isnan(out[0, BAD:]).all()
 
 
+def test_one_token_knows_nothing_of_what_stands_behind_it():
+    query, key, value = (jnp.asarray(x[0]) for x in draw())
+    where = {"query_offset": jnp.full((2,), BAD, jnp.int32), "implementation": "xla"}
+    plain = dense_attention(query[:, :1], key, value, **where)
+    behind = jnp.arange(LENGTH)[:, None, None] > BAD
+    key, value = (jnp.where(behind, jnp.nan, x) for x in (key, value))
+    np.testing.assert_array_equal(dense_attention(query[:, :1], key, value, **where), plain)
+
+
+# With the lists given, on XLA; `test_kernels` has the kernels. Pieces stand behind a cache.
+LISTS = {
+    "prefill": {"lengths": (90, 80, 49, 65)},
+    "one list for each head": {"lengths": (90, 80), "lists": "head"},
+    "piece": {"lengths": (90, 80), "first_blocks": (2, 1), "lists": "kv_head", "room": 2},
+    "decode": {"lengths": (90, 80, 1, 65), "op": "decode"},
+    "decode, tokens": {"lengths": (40, 33), "op": "decode", "block_size": 1, "lists": "head"},
+}
+
+
+@functools.cache
+def attend_to_lists(case):
+    def attend(query, key, value, ids, counts, layer, kv_lengths, first_block):
+        selection = BlockSelection(ids, counts, case.block_size)
+        where = {"layer": layer, "kv_lengths": kv_lengths, "implementation": "xla"}
+        if case.op == "decode":
+            return block_sparse_decode(query, key, value, selection, return_lse=True, **where)
+        return attend_rows(query, key, value, selection, first_block=first_block, **where)
+
+    return jax.jit(attend)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_with_lists_given_only_those_who_see_a_bad_token_feel_it(name):
+    shape = {"op": "prefill", "block_size": SIZE, "head_dim": HEAD_DIM, "dtype": "float32"}
+    case = AttentionKernelCase(heads=HEADS, **shape | LISTS[name])
+    arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 1))
+    # Behind the count of a list XLA wants the number of blocks.
+    place = jnp.arange(arguments[3].shape[-1])[None, None, None, :]
+    ids = jnp.where(place < arguments[4][..., None], arguments[3], case.num_blocks)
+    arguments = (*arguments[:3], ids, *arguments[4:])
+    attend = attend_to_lists(case)
+    clean, num_reached = attend(*arguments), 0
+    for seed in range(20):
+        spoiled, sees, must = kernel_draws.spoil(case, arguments, mask, seed)
+        kernel_draws.assert_reaches_those_who_see(attend(*spoiled), clean, sees, must)
+        num_reached += must.sum()
+    assert num_reached > 20
+
+
+# Selection is block-causal: rows of the bad token's own block may list other blocks than without.
+CALLS = {name: config for name, config in POLICIES.items() if name != "released"}
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def call(query, key, value, *, config):
+    return sketchwalk_attention(query, key, value, config=config, implementation="xla")[0]
+
+
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, CALLS))
+def test_a_layer_is_equal_in_earlier_blocks_and_finite_before_a_bad_token(name):
+    rng, arrays = np.random.default_rng(0), [x[0] for x in draw()]
+    plain = call(*arrays, config=CALLS[name])
+    for which, what in ((2, np.nan), (2, np.inf), (1, np.nan), (1, np.inf), (0, np.nan)):
+        position, head = int(rng.integers(LENGTH)), int(rng.integers(HEADS[1]))
+        spoiled = [x.copy() for x in arrays]
+        spoiled[which][0, position, head] = what
+        out = call(*spoiled, config=CALLS[name])
+        upto = position // SIZE * SIZE
+        np.testing.assert_array_equal(out[0, :upto], plain[0, :upto])
+        np.testing.assert_array_equal(out[1], plain[1])
+        assert np.isfinite(out[0, :position]).all()
+        assert not np.isfinite(out[0, position]).all() or what == np.inf and which == 1
+
+
+def plain_attention(query, key, value):
+    """Softmax over masked scores of all keys, as one writes it."""
+    key, value = (jnp.repeat(x, HEADS[0] // HEADS[1], axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / HEAD_DIM**0.5
+    is_seen = jnp.tri(query.shape[1], dtype=bool)[None, None]
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def listed_attention(query, key, value):
+    """Over lists of every other block and the own one."""
+    rows = jnp.arange(-(-query.shape[1] // SIZE), dtype=jnp.int32)
+    ids = 2 * rows[None, :] + rows[:, None] % 2
+    is_listed = ids <= rows[:, None]
+    lists = jnp.where(is_listed, ids, len(rows))[None, None]
+    counts = jnp.sum(is_listed, axis=-1, dtype=jnp.int32)[None, None]
+    lists, counts = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (lists, counts))
+    selection = BlockSelection(lists, counts, SIZE)
+    return block_sparse_attention(query, key, value, selection, implementation="xla")
+
+
+GRADIENTS = {
+    "plain": plain_attention,
+    "dense": functools.partial(dense_attention, implementation="xla"),
+    "lists": listed_attention,
+}
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def gradients_before(position, arrays, *, name):
+    """Gradients of a sum in which outputs from a position of the first sequence on count 0."""
+
+    def total(arrays):
+        out = GRADIENTS[name](*arrays)
+        is_before = jnp.arange(out.shape[1])[None, :] < jnp.array([position, LENGTH])[:, None]
+        weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * jnp.where(is_before[..., None, None], weights, 0.0))
+
+    return jax.grad(total)(arrays)
+
+
+@pytest.mark.parametrize("bad", BAD_TOKENS)
+def test_gradients_of_what_stands_before_a_bad_token_are_those_without_it(bad):
+    where, what = BAD_TOKENS[bad]
+    clean, other = ([x[0] for x in arrays] for arrays in (draw(), spoiled(where, what)))
+    wanted = gradients_before(BAD, other, name="plain")
+    for name in ("dense", "lists"):
+        found, expected = (gradients_before(BAD, x, name=name) for x in (other, clean))
+        for one, without, plain in zip(found, expected, wanted, strict=True):
+            np.testing.assert_array_equal(one, without)
+            assert np.isfinite(one)[np.isfinite(plain)].all()
+
+
 MODELS = {
     "dense": Dense(block_size=SIZE),
     "paper": SketchWalkConfig.paper(**SPARSE | {"dense_layers": 1}),
@@ -239,6 +381,7 @@ def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name
     np.testing.assert_array_equal(other[0, :upto], plain[0, :upto])
     np.testing.assert_array_equal(other[1], plain[1])
     assert np.isfinite(plain).all() and np.isnan(other[0, BAD]).all()
+    assert np.isfinite(other[0, :BAD]).all()
     runs = [
         generate(weights, x, max_new_tokens=3, return_selection=True, **options)
         for x in (tokens, spoiled_tokens)

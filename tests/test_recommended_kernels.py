@@ -16,6 +16,7 @@ from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import Heads, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.reference.recommended import coded_block, slow_channels
 from sketchwalk_jax.walk import WalkState
 
 token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
@@ -55,7 +56,8 @@ def draw(case, kind):
         key[-1, 5, 0, 2] = np.inf
     if kind == "huge":
         key[0, 7] *= 1e20
-        queries[0, 1] *= 1e18
+        queries[0, 1] *= 1e18  # products that float32 does not hold, and
+        queries[0, 2] *= 1e12  # those that it holds, both beyond what counts
     if kind == "below":  # each channel is large in one key: all products beside a centre are < 0
         queries = np.abs(queries)
         for channel in range(channels):
@@ -222,7 +224,8 @@ def draw_token(heads, kv_heads, head_dim, blocks, kind):
         queries[1] = np.nan  # nothing finite is seen
     if kind == "huge":
         key[0, 7] *= 1e20
-        queries[0] *= 1e18
+        queries[0, :, ::2] *= 1e18  # as above
+        queries[0, :, 1::2] *= 1e12
     lengths = jnp.asarray(lengths, jnp.int32)
     valid = jnp.arange(blocks * SIZE)[None] < lengths[:, None]
     sizes = {"batch": 4, "num_blocks": blocks, "block_size": SIZE, "num_kv_heads": kv_heads}
@@ -381,6 +384,24 @@ def assert_same_codes(found, wanted, lengths):
     np.testing.assert_array_equal(np.where(is_there, a, 0.0), np.where(is_there, b, 0.0))
 
 
+def assert_codes_of_host(codes, key, lengths, maker):
+    """On the host no compiler has a hand in what is rounded."""
+    slow = slow_channels(key.shape[-1])
+    found = np.asarray(codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32))
+    found, centre = found.reshape(len(key), -1, SIZE, *found.shape[2:]), np.asarray(codes.centre)
+    for batch, length in enumerate(lengths):
+        for block, begin in enumerate(range(0, length, SIZE)):
+            for head in range(key.shape[2]):
+                keys = key[batch, begin : min(begin + SIZE, length), head][:, slow]
+                middle, wanted = coded_block(keys)
+                where = f"{maker}, sequence {batch}, block {block}, head {head}"
+                own = centre[batch, block, head].astype(np.float32)
+                np.testing.assert_array_equal(own, middle, err_msg=f"centre, {where}")
+                wanted = np.full(keys.shape, np.nan) if wanted is None else wanted
+                own = found[batch, block, : len(keys), head]
+                np.testing.assert_array_equal(own, wanted, err_msg=f"beside it, {where}")
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "kernels"))
 def observe(policy, key, codes, span, *, kernels):
     return policy.observe(key, key, codes, span=span, kernels=kernels)
@@ -402,6 +423,8 @@ def test_codes_are_those_of_plain_jax(case, kind):
             observe(policy, own, one, span, kernels=kernels)
             for one, kernels in ((found, KERNELS), (wanted, None))
         )
+        assert_codes_of_host(wanted, key, ends, "plain JAX")
+        assert_codes_of_host(found, key, ends, "kernel")
         assert_same_codes(found, wanted, ends)
         starts = ends
 
@@ -425,6 +448,8 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
             for one, kernels in ((found, KERNELS), (wanted, None))
         )
         starts = starts + active
+        assert_codes_of_host(wanted, key, starts, "plain JAX")
+        assert_codes_of_host(found, key, starts, "kernel")
         assert_same_codes(found, wanted, starts)
 
 

@@ -19,6 +19,9 @@ second loop takes *pieces* of them, of up to `row_step` rows, as many at a time 
 belong to; what several pieces of a block give is added up before it is written.
 
 Lists are constants: no derivative goes through which blocks were selected.
+
+A query without cotangents adds nothing to any derivative, and so it sees nothing here: it and what
+it saw may be NaN, which a derivative of 0 would not erase.
 """
 
 import dataclasses
@@ -51,7 +54,7 @@ class Queries(NamedTuple):
     Attributes:
       query: Queries, features last.
       grad: Cotangents of their outputs.
-      lse: Log-sum-exp, positive infinity where a query sees no key: its weights are then 0.
+      lse: Log-sum-exp, positive infinity where a query sees no key or has no cotangents.
       delta: `D`, what is taken off each derivative of a weight.
     """
 
@@ -70,10 +73,13 @@ def _of_outputs(
     heads: int,
 ) -> Queries:
     """Queries by key/value head, `[B I K M H]`, with what does not depend on a key."""
-    is_empty = lse == -jnp.inf
+    is_idle = jnp.all(grad == 0.0, axis=-1)
     delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = delta if grad_lse is None else delta - grad_lse
-    lse, delta = jnp.where(is_empty, jnp.inf, lse), jnp.where(is_empty, 0.0, delta)
+    if grad_lse is not None:
+        is_idle, delta = is_idle & (grad_lse == 0.0), delta - grad_lse
+    is_idle = is_idle | (lse == -jnp.inf)
+    lse, delta = jnp.where(is_idle, jnp.inf, lse), jnp.where(is_idle, 0.0, delta)
+    query = jnp.where(is_idle[..., None], 0, query)
     lse, delta = (split_heads(x[..., None], heads)[..., 0] for x in (lse, delta))
     return Queries(split_heads(query, heads), split_heads(grad, heads), lse, delta)
 
@@ -96,10 +102,12 @@ def _query_gradient(
 
     def add(step: Int[Array, ""], total: Array) -> Array:
         key, value, visible = load(step)
+        visible = visible & (queries.lse != jnp.inf)[..., None]
         scores = jnp.where(visible, batched_dot(queries.query, key, 2) * scale, MASK_VALUE)
         weights = jnp.exp(scores - queries.lse[..., None])
         slope = batched_dot(queries.grad, value, 2) - queries.delta[..., None]
         slope = jnp.where(visible, weights * slope, 0.0)
+        key = jnp.where(jnp.isfinite(key), key, 0)  # who sees it has a slope that is NaN
         return total + batched_dot(slope.astype(key.dtype), key, 1)
 
     start = jnp.zeros_like(queries.query, jnp.float32)
@@ -114,6 +122,7 @@ def _key_gradients(
     scale: float,
 ) -> tuple[Float[Array, "Z C H"], Float[Array, "Z C H"]]:
     """What a tile of queries `[Z M H]` adds to `dK` and `dV` of a tile of keys."""
+    visible = visible & (queries.lse != jnp.inf)[:, None]
     scores = jnp.where(visible, batched_dot(key, queries.query, 2) * scale, MASK_VALUE)
     weights = jnp.exp(scores - queries.lse[:, None])
     slope = batched_dot(value, queries.grad, 2) - queries.delta[:, None]

@@ -165,6 +165,43 @@ def listed_positions(
     return jnp.swapaxes(position, 1, 2), jnp.swapaxes(is_real, 1, 2)
 
 
+def _first_lost(
+    value: Float[Array, "L B J size K H"],
+    tile: tuple[Int[Array, "B M R P"], Int[Array, "B M R"], Int[Array, "B R"]],
+    *,
+    layer: Int[Array, ""],
+    kv_head: Int[Array, "M"],
+    kv_lengths: Int[Array, "B"],
+) -> Int[Array, "B R heads"]:
+    """Position of the first value in each row's own block that is not finite.
+
+    Some queries of a row do not see all of its own block, and a weight of 0 does not erase NaN.
+    Those that see any value from this one on see this one too. So values from it on may be taken
+    for 0 and the outputs of queries from it on for NaN. Other listed blocks are seen whole.
+
+    Args:
+      value: Values by block.
+      tile: Lists of the rows, how many blocks each has, and the rows' own blocks.
+      layer: Layer of the values.
+      kv_head: Key/value head of each list.
+      kv_lengths: Values present in each sequence.
+
+    Returns:
+      Positions; the end of the block where all are finite or the block is not listed.
+    """
+    ids, counts, own = tile
+    size = value.shape[3]
+    place = jnp.arange(ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
+    is_own = (ids == own[:, None, :, None]) & (place < counts[..., None])
+    is_listed = jnp.any(is_own, axis=-1, keepdims=True)
+    blocks = jnp.broadcast_to(own[:, None, :, None], is_listed.shape)
+    position, is_real = listed_positions(blocks, is_listed, kv_lengths, size)
+    taken = gather_blocks(value, blocks, layer=layer, kv_head=kv_head)
+    is_lost = is_real & ~jnp.all(jnp.isfinite(taken), axis=-1)
+    end = (own + 1)[:, :, None] * size
+    return jnp.minimum(end, jnp.min(jnp.where(is_lost, position, NOWHERE), axis=(3, 4)))
+
+
 def sees(
     query_positions: Int[Array, "B R Q"],
     key_positions: Int[Array, "B R M C"],
@@ -194,8 +231,9 @@ def attend_lists(
     """Attention of each row over its listed blocks, causal by `positions` (Algorithm 1 step 8).
 
     Tiles of `row_tile` rows follow one another. Each folds `block_step` blocks of its lists at a
-    time into a running softmax, until its longest list ends. `S` is a multiple of the block size.
-    Returns the output and its log-sum-exp.
+    time into a running softmax, until its longest list ends. `S` is a multiple of the block size,
+    and the queries of a row stand in one block. Returns the output and its log-sum-exp. A key or
+    value that is not finite reaches the queries that see it and no others.
     """
     shape, size = query.shape, selection.block_size
     batch, num_rows, tokens, num_heads, head_dim = shape
@@ -216,6 +254,12 @@ def attend_lists(
     ) -> tuple[Float[Array, "B R K M H"], Float[Array, "B R K M"]]:
         query, ids, counts, positions = tile
         products = (batch * row_tile * heads, -1, head_dim)  # [Z, queries or keys, H]
+        last = jnp.max(positions, axis=-1)
+        if tokens == 1:
+            end = (last + 1)[:, :, None]  # of what the query sees
+        else:
+            where: dict[str, Any] = {"layer": layer, "kv_head": kv_head, "kv_lengths": kv_lengths}
+            end = _first_lost(value, (ids, counts, last // size), **where)
 
         def load(index: Int[Array, ""]) -> Tile:
             listed = jax.lax.dynamic_slice_in_dim(ids, index * step, step, axis=3)
@@ -229,12 +273,18 @@ def attend_lists(
                 gather_blocks(x, listed, layer=layer, kv_head=kv_head) for x in (key, value)
             )
             # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-            values = jnp.where(is_real[..., None], values, 0)
+            is_taken = is_real & (position < end[..., None, None])
+            values = jnp.where(is_taken[..., None], values, 0)
             return keys.reshape(products), values.reshape(products), visible
 
         num_steps = (jnp.max(counts) + step - 1) // step
         out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
-        return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+        out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
+        if tokens == 1:
+            return out, lse
+        is_lost = positions[:, :, None, None, :] >= end[..., None, None]  # [B R heads 1 Q]
+        is_lost = jnp.broadcast_to(is_lost, (*lse.shape[:3], group, tokens)).reshape(lse.shape)
+        return jnp.where(is_lost[..., None], jnp.nan, out), jnp.where(is_lost, jnp.nan, lse)
 
     query = split_heads(query, heads)
     ids = pad_axis(pad_axis(selection.ids, 3, step, num_blocks), 2, row_tile, num_blocks)
@@ -291,7 +341,9 @@ def attend_dense(
             is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
             position = jnp.where(is_real, position, NOWHERE)
             keys, values = slice_heads(key), slice_heads(value)
-            values = jnp.where(is_real[:, None, :, None], values, 0)
+            # Nobody sees what is behind the last query, and weight 0 would not erase NaN.
+            is_seen = position <= jnp.max(positions, axis=(1, 2))[:, None]
+            values = jnp.where(is_seen[:, None, :, None], values, 0)
             if positions.shape[-1] > 1:
                 # Queries before a token have weight 0 for it, which would not erase NaN. So the
                 # score of a value that is not finite is NaN instead, for those alone that see it.

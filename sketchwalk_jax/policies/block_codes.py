@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Heads, Span, TokenWrite, take_layer
-from sketchwalk_jax.precision import MASK_VALUE, matmul_precision
+from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE, matmul_precision
 
 LARGEST_CODE = 7
 # So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
@@ -267,8 +267,12 @@ def encode(
     low = jnp.min(jnp.where(counts, x, jnp.inf), axis=2)
     high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=2)
     has_key = jnp.any(counts, axis=2)
-    centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
-    away = jnp.where(counts, x - centre.astype(jnp.float32)[:, :, None], 0.0)
+    # Not by `astype` alone: on GPUs XLA takes a number that is rounded and widened again for the
+    # number itself, and codes would be those beside a centre that nobody keeps.
+    bits = jnp.finfo(jnp.bfloat16)
+    centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0)
+    centre = jax.lax.reduce_precision(centre, bits.nexp, bits.nmant)
+    away = jnp.where(counts, x - centre[:, :, None], 0.0)
     step = _ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
     step = jnp.clip(step, MIN_STEP, MAX_STEP)
     codes = jnp.round(away * _power_of_two(-step)[:, :, None])
@@ -276,7 +280,8 @@ def encode(
     low_part, high_part = jnp.split(codes, 2, axis=-1)
     packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
     step = jnp.where(has_key, step, NO_KEY).astype(jnp.int8)
-    return jax.lax.bitcast_convert_type(packed, jnp.uint8), centre, step
+    code = jax.lax.bitcast_convert_type(packed, jnp.uint8)
+    return code, centre.astype(jnp.bfloat16), step
 
 
 def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
@@ -330,7 +335,7 @@ def block_scores(
 
     with `q'` the query in eight bits (`round_queries`). The maximum within a block stands for its
     log-sum-exp, so that one exponential is needed for each block and not for each key. What is not
-    finite counts as no attention.
+    a number, or of a magnitude of `LARGEST_LOGIT` or more, counts as no attention.
 
     Args:
       queries: Queries that stand for those of each row, in the channels that count.
@@ -345,7 +350,7 @@ def block_scores(
         and blocks of 64 tokens.
 
     Returns:
-      Float32 `[B, I, J]`; 0 where nothing finite was seen.
+      Float32 `[B, I, J]`; 0 where nothing that counts was seen.
     """
     if kernels is not None and isinstance(codes, BlockCodes | LayerCodes):
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
@@ -403,7 +408,7 @@ def _put_together(
     """The norm, over heads and queries, of their softmax over the blocks up to each row's own."""
     block = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
     is_before = (block <= rows[..., None])[:, None, :, None]  # [B 1 Q 1 J]
-    is_seen = is_before & jnp.isfinite(logits)
+    is_seen = is_before & (jnp.abs(logits) < LARGEST_LOGIT)
     logits = jnp.where(is_seen, logits, MASK_VALUE)
     shares = jnp.where(is_seen, jax.nn.softmax(logits, axis=-1), 0.0) ** exponent
     if heads is not None:

@@ -113,7 +113,7 @@ def recommended_scores(
 
     `P_{r, h}` is the softmax over blocks of `(q · centre_j + max_s q' · k'_s) / sqrt(H)`, with the
     rounded query and what each key is beside the centre. A product that is not finite counts as
-    none.
+    none, and so does a sum of products of 1e29 or more.
 
     Args:
       queries: Representatives of the row, of every head, in the slow channels.
@@ -146,7 +146,7 @@ def recommended_scores(
                 shared = centre @ query
                 peaks.append(products.max() + shared if math.isfinite(shared) else -np.inf)
             scores = np.array(peaks) / math.sqrt(head_dim)
-            shares.append(softmax_over(scores, np.isfinite(scores)))
+            shares.append(softmax_over(scores, np.abs(scores) < 1e29))
     return (np.array(shares) ** config.exponent).sum(axis=0) ** (1.0 / config.exponent)
 
 
