@@ -281,7 +281,7 @@ CALLS = {name: config for name, config in POLICIES.items() if name != "released"
 
 @functools.partial(jax.jit, static_argnames="config")
 def call(query, key, value, *, config):
-    return sketchwalk_attention(query, key, value, config=config, implementation="xla")[0]
+    return sketchwalk_attention(query, key, value, policy=config, implementation="xla")[0]
 
 
 @pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, CALLS))
