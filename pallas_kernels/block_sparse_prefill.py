@@ -12,6 +12,10 @@ multiply for the other, and for the values of its own step before:
     m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
     O = O 2^(c m - c m') + P V                  [queries, features]
 
+A weight of 0 does not erase NaN, and queries may not know of a later value that is NaN. So the
+loader looks through the values of the tile's own 64 keys. From the first on that is not finite it
+makes them 0 in shared memory, and queries that see that one have a denominator of NaN.
+
 Registers hold the sums `O`, the scores of one step, and the running maxima `m` and denominators;
 shared memory the queries and outputs of each head and the steps of keys and values. A query reads,
 of each listed block of 64 keys, 2 H bytes in each head: 64 keys and values of 2 H bytes each, for

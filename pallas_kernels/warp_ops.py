@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.pallas_kernels import words
+from sketchwalk_jax.pallas_kernels import ops, words
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
 # Their annotations lack the operands that their functions take.
@@ -138,7 +138,9 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
     return largest(x, scratch)
 
 
-def first_not_finite(parts: list[Float[Array, "64 _"]], scratch: Any, *, interpret: bool) -> Any:
+def first_not_finite(
+    parts: list[Float[Array, "64 _"]], scratch: Any, *, interpret: bool
+) -> Int[Array, ""]:
     """The first of 64 rows with a number that is not finite, or 64, at the price of one barrier.
 
     A fused multiplication with 0 takes in two numbers at once: NaN is what it leaves behind.
@@ -152,7 +154,7 @@ def first_not_finite(parts: list[Float[Array, "64 _"]], scratch: Any, *, interpr
         is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
         return jnp.min(jnp.where(is_bad, jnp.arange(64, dtype=jnp.int32), 64))
 
-    layout = plgpu.Layout.WGMMA
+    layout = ops.ACCUMULATOR
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
 
     @plgpu.inline_mgpu(

@@ -25,6 +25,7 @@ from sketchwalk_jax import (
     dense_attention,
     dispatch,
     generate,
+    sketchwalk_attention,
 )
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
@@ -286,6 +287,33 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
         kernel_draws.assert_reaches_those_who_see(found, clean, sees, must)
         num_reached += must.sum()
     assert num_reached > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["paper", "recommended"])
+def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
+    """Rows of the bad token's own block may list other blocks: selection is block-causal."""
+    skip_unless_it_runs("prefill")
+    rng, config = np.random.default_rng(3), getattr(SketchWalkConfig, name)(density=0.6)
+    arrays = [rng.standard_normal((2, 250, heads, 64), np.float32) for heads in (2, 1, 1)]
+    options = {"config": config, "implementation": "mosaic_gpu", "kernel_config": CONFIG}
+
+    @jax.jit
+    def call(*arrays):
+        out, _ = sketchwalk_attention(*(x.astype(jnp.bfloat16) for x in arrays), **options)
+        return out.astype(jnp.float32)
+
+    plain = call(*arrays)
+    for which, position in ((2, 150), (1, 100), (0, 220)):
+        spoiled = [x.copy() for x in arrays]
+        spoiled[which][0, position] = np.nan
+        out = call(*spoiled)
+        np.testing.assert_array_equal(
+            out[0, : position // 64 * 64], plain[0, : position // 64 * 64]
+        )
+        np.testing.assert_array_equal(out[1], plain[1])
+        assert np.isfinite(out[0, :position]).all() and np.isnan(out[0, position]).all()
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])

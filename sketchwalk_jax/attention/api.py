@@ -117,7 +117,9 @@ def block_sparse_attention(
 
     For the query at position `p` of block `i`: `softmax(scale · q kᵀ) v` over the keys at
     positions `<= p` of the blocks in list `i`. Grouped-query attention is native: keys and values
-    are not repeated. Rows whose list is empty give 0 (and a log-sum-exp of -inf).
+    are not repeated. Rows whose list is empty give 0 (and a log-sum-exp of -inf). A query, key or
+    value that is not finite reaches the queries that see it and no others; where these have no
+    cotangents, it reaches no derivative either.
 
     Args:
       query: Queries; row `i` of the selection covers the positions of block

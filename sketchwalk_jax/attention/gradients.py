@@ -107,7 +107,7 @@ def _query_gradient(
         weights = jnp.exp(scores - queries.lse[..., None])
         slope = batched_dot(queries.grad, value, 2) - queries.delta[..., None]
         slope = jnp.where(visible, weights * slope, 0.0)
-        key = jnp.where(jnp.isfinite(key), key, 0)  # who sees it has a slope that is NaN
+        key = jnp.where(jnp.isfinite(key), key, 0)  # who sees it has a slope of NaN or 0
         return total + batched_dot(slope.astype(key.dtype), key, 1)
 
     start = jnp.zeros_like(queries.query, jnp.float32)
