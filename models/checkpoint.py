@@ -43,15 +43,15 @@ FORMAT_VERSION = 1
 def save(
     directory: str | Path, params: Params, model_config: ModelConfig, *, overwrite: bool = False
 ) -> None:
-    """Writes parameters and configuration into a directory that `load` opens.
+    """Writes parameters and configuration into a directory that `load` can read.
 
-    The directory appears complete or not at all: everything is written beside it under another
-    name, then renamed. In a multi-process program every process must call this.
+    The directory is written under another name first and then renamed, so it is never incomplete.
+    In a multi-process program, every process must call this function.
 
     Args:
-      directory: Where to write; parents are created.
-      params: The parameter tree, in any of float32, float16 and bfloat16, with any sharding.
-      model_config: The model's configuration. Its plan is written as that of the new directory.
+      directory: Where to write. Parent directories are created.
+      params: The parameter tree, in float32, float16 or bfloat16, with any sharding.
+      model_config: The model's configuration. Its plan is saved as the plan of the new directory.
       overwrite: Whether to replace a directory that is not empty.
 
     Raises:

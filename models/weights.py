@@ -94,43 +94,43 @@ def load(
 ) -> tuple[Params, ModelConfig]:
     """Loads a checkpoint: a directory, a GGUF file, or a model of the Hugging Face hub by its name.
 
-    Linear weights are transposed and the layers stacked, see `sketchwalk_jax.models.params` for
-    the tree. Names and shapes are compared with the config before any weight is read. Weights of
-    a GGUF file are dequantised a few rows at a time, which takes the package `gguf`.
+    Linear weights are transposed and the layers are stacked; see `sketchwalk_jax.models.params` for
+    the tree. Names and shapes are compared with the config before any weight is read. Weights of a
+    GGUF file are dequantised a few rows at a time, which needs the package `gguf`.
 
     Args:
-      directory: A local directory with `config.json` and safetensors files, single or
-        sharded, or one written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3; or a name
-        such as `"Qwen/Qwen3-0.6B"`, which is downloaded once through huggingface_hub
-        (configuration, tokenizer and safetensors only) unless there is a directory of that name.
-      dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps that of the
-        checkpoint: what its config declares, else what its embedding is stored in; bfloat16
-        for a quantised GGUF file, whose values float32 has exactly.
-      sharding: Where the parameters go. None: the default device. One
-        `jax.sharding.Sharding`: that for all. Else a tree of them with the layout of the
-        parameters, or a function of a parameter's path (a tuple such as
-        `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct` that returns one, such
-        as `sketchwalk_jax.sharding.place(mesh, model_config)`.
-        Each process reads only what its devices hold.
-      progress: Whether to show a progress bar on standard error when it takes longer than a
-        second; where that is no terminal, a line every half minute.
-      use_plan: Whether to take the plan that `sketchwalk calibrate` left beside the checkpoint,
-        if there is one. It is refused where it is of another checkpoint.
+      directory: A local directory with `config.json` and safetensors files, single or sharded; or a
+        directory written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3; or a name such as
+        `"Qwen/Qwen3-0.6B"`. A name is downloaded once through huggingface_hub (configuration,
+        tokenizer and safetensors only), unless a directory of that name exists.
+      dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps the dtype of the
+        checkpoint: the one that its config declares, or else that of its embedding. For a quantised
+        GGUF file, None means bfloat16; float32 holds the values of such a file exactly.
+      sharding: Where the parameters are placed. None uses the default device. A
+        `jax.sharding.Sharding` is used for all parameters. It can also be a tree of shardings with
+        the layout of the parameters, or a function that returns a sharding, such as
+        `sketchwalk_jax.sharding.place(mesh, model_config)`. The function gets a parameter's path (a
+        tuple such as `("layers", "query", "kernel")`) and its `jax.ShapeDtypeStruct`. Each process
+        reads only what its devices hold.
+      progress: Whether to show a progress bar on standard error if loading takes longer than a
+        second. If standard error is not a terminal, a line is printed every half minute.
+      use_plan: Whether to use the plan that `sketchwalk calibrate` left beside the checkpoint, if
+        there is one. A plan of another checkpoint is refused.
 
     Returns:
-      The parameters and the model's configuration: its plan included, its `dtype` that of the
-      parameters.
+      The parameters and the model's configuration. The configuration includes the plan, and its
+      `dtype` is that of the parameters.
 
     Raises:
-      FileNotFoundError: If the directory, its config or files of its index are missing, or there
-        is no model of that name.
+      FileNotFoundError: If the directory, its config or files of its index are missing, or there is
+        no model of that name.
       ConnectionError: If the hub cannot be reached.
-      PermissionError: If the model is gated, and you have no access.
+      PermissionError: If the model is gated and you have no access.
       ImportError: If the file is GGUF and the package `gguf` is missing.
       ValueError: If the weights are not safetensors or GGUF, a file is truncated or corrupt, or
-        tensors are missing, unknown, of another shape or of a type that cannot be read (all
-        listed at once); or if the plan is damaged or of another checkpoint.
-      NotImplementedError: If the config asks for what is not implemented.
+        tensors are missing, unknown, of another shape or of a type that cannot be read (all listed
+        at once); or if the plan is damaged or of another checkpoint.
+      NotImplementedError: If the config asks for something that is not implemented.
 
     Example:
       >>> params, model_config = load("Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP

@@ -17,14 +17,14 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# How much may be left out before answers are lost, what does it save, and which blocks does each
-# policy keep? This measures it on prompts with many facts, for a model of your own if you name one.
-# On a CPU, within two minutes.
+# How much of attention can be left out before answers are lost? How much does that save, and which
+# blocks does each policy keep? This notebook measures it on prompts with many facts, for your own
+# model if you name one in `MODEL_DIR`. It runs on a CPU within two minutes.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -42,7 +42,7 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below, and keep compiled programs on disk for the next session.
+# Import what the cells below use, and keep compiled programs on disk for the next session.
 
 # %%
 import os
@@ -60,7 +60,7 @@ from sketchwalk_jax.policies import LayerShape, by_name
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# Load the model; without a name, the small one that ships with the package.
+# Load the model. By default, this is the small one that ships with the package.
 
 # %%
 lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model())
@@ -70,9 +70,10 @@ print(lm)
 # %% [markdown]
 # ## Prompts with many questions
 #
-# One prompt asks for sixteen facts that are hidden in a long text, and has the right answers behind
-# the questions. A single reading then says of every answer whether the model would have given it:
-# *teacher-forced*, each token of it has to be the likeliest.
+# One prompt asks for sixteen facts that are hidden in a long text. Each question is followed by its
+# right answer. One forward pass then tests all answers: an answer counts as right if the model
+# gives each of its tokens the highest probability, after the correct tokens before it (*teacher
+# forcing*).
 
 # %%
 text = " ".join(" ".join(topics.values()).split())
@@ -92,7 +93,7 @@ def draw_prompt(seed, num_characters=3_000):
 
 
 # %% [markdown]
-# Two such prompts as tokens, padded on the right, and the columns of each answer.
+# Draw two such prompts as tokens, padded on the right, and note the columns of each answer.
 
 # %%
 rows, answers = [], []
@@ -114,8 +115,8 @@ print(lengths, "tokens;", len(answers), "answers")
 # %% [markdown]
 # ## Measuring one policy
 #
-# `prefill` reads the prompts through a policy. The logits of all tokens say what the model would
-# have answered, and the cache has counted the pairs that were attended to.
+# `prefill` reads the prompts with a policy. The logits of all tokens say what the model would have
+# answered. The cache has counted the pairs that were attended to.
 
 
 # %%
@@ -136,9 +137,9 @@ def measure(policy):
 
 
 # %% [markdown]
-# The candidates: the recommended policy with the model's plan; the rule as the paper prints it; and
-# `streaming`, which keeps the first block and the newest ones whatever they hold. `by_name` makes
-# each, and any other of `sketchwalk_jax.policies.POLICIES`.
+# Compare three policies: the recommended policy with the model's plan; the rule as the paper prints
+# it; and `streaming`, which keeps the first block and the newest blocks, whatever they contain.
+# `by_name` makes these and every other policy in `sketchwalk_jax.policies.POLICIES`.
 
 
 # %%
@@ -156,9 +157,11 @@ found = {name: [measure(candidate(name, d)) for d in densities] for name in name
 # %% [markdown]
 # ## Accuracy against density
 #
-# The density on the axis is the measured one: attended over causal pairs, all layers, dense ones
-# included. At this length the first block, the newest ones and two dense layers are much of it.
-# Sweep further with more `densities`: each compiles a program, as it sets the width of the lists.
+# The horizontal axis is the measured density: attended pairs divided by causal pairs, over all
+# layers, dense ones included. At this length the first block, the newest blocks and, in `paper` and
+# `streaming`, two dense layers are a large part of it. Add more values to `densities` to measure
+# more points. Each one compiles a program, because the density sets the width of the lists of
+# blocks.
 
 # %%
 figure, axis = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
@@ -167,14 +170,15 @@ for name, marker in zip(names, "osv"):
     axis.plot(density, accuracy, marker=marker, label=name)
 axis.axhline(dense, color="black", linestyle=":", linewidth=1, label="dense")
 axis.set(xlabel="measured density", ylabel="right answers", xlim=(0, None), ylim=(-0.03, 1.05))
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False, loc="center left")
+axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## What it costs
 #
-# Pairs are arithmetic. What a decoded token costs is memory: the keys and values that it reads, and
-# what the policy looks at to choose them. Here per layer, behind a context of 16,384 tokens.
+# The number of pairs is a measure of arithmetic. The cost of a decoded token is mostly memory
+# traffic: the keys and values that it reads, and what the policy reads to choose them. This cell
+# computes both for one layer, after a context of 16,384 tokens.
 
 # %%
 num_tokens = 16_384
@@ -189,35 +193,35 @@ for name in ("recommended", "paper", "quest", "adamas"):
     costs[f"{name}, 0.1"] = (0.1, read / everything)
 
 # %% [markdown]
-# Bars are shares of what dense attention reads. `quest` and `adamas` select in decode only; a rule
-# that looks at more can be worth it, if it loses less.
+# The bars are fractions of what dense attention reads. `quest` and `adamas` select in decode only.
+# A policy that reads more to choose its blocks can be worth it if it loses fewer answers.
 
 # %%
 figure, axis = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
 kept, looked_at = np.array(list(costs.values())).T
 axis.barh(list(costs), kept, color="#0072B2", label="keys and values")
 axis.barh(list(costs), looked_at, left=kept, color="#D55E00", label="to select them")
-axis.set_xlabel("bytes that a token reads, beside dense attention")
+axis.set_xlabel("bytes read per token, relative to dense attention")
 axis.invert_yaxis()
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False, loc="lower right")
+axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## Which blocks
 #
-# Every row is a block of 64 queries, every column one of 64 keys. The recommended policy gives the
-# layers shares by their plan; this is the first prompt at a density of 0.2.
+# Each row is a block of 64 queries, and each column a block of 64 keys. The plan of the recommended
+# policy gives each layer its own density. The figure shows the first prompt at a density of 0.2.
 
 # %%
 selection = found["recommended"][densities.index(0.2)][2]
 figure = plot_block_map(selection, num_tokens=int(lengths[0]))
 
 # %% [markdown]
-# ## What to take
+# ## What to use
 #
-# - Where prompts are to be sparse: `recommended`, with a plan, which `sketchwalk calibrate --model
-#   DIR` measures for a model. The results page has it beside MInference and FlexPrefill.
-# - Where only decoding is to be sparse: `recommended` with `phase="decode"`; `quest` is the rival
-#   to beat.
-# - For a whole checkpoint, at several lengths and on eight tasks: `sketchwalk eval --model DIR`,
+# - For sparse prefill: `recommended`, with a plan. `sketchwalk calibrate --model DIR` measures the
+#   plan of a model. The results page compares the policy with MInference and FlexPrefill.
+# - For sparse decode only: `recommended` with `phase="decode"`. `quest` is the strongest
+#   alternative.
+# - To measure a checkpoint at several lengths and on eight tasks: `sketchwalk eval --model DIR`,
 #   then `sketchwalk report`.

@@ -17,13 +17,14 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# Take a Flax model that knows nothing of this package, the miniGPT of JAX's tutorials, put sparse
-# attention into it in a few lines, and train both side by side. On a CPU, within a minute.
+# Take a Flax model that was written without this package, the miniGPT of JAX's tutorials. Add
+# sparse attention to it in a few lines, and train the dense and the sparse model side by side. The
+# notebook runs on a CPU within a minute.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -41,7 +42,7 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below.
+# Import what the cells below use.
 
 # %%
 from pydoc_data.topics import topics
@@ -59,9 +60,9 @@ from sketchwalk_jax.flax import WalkAttention, WalkSelfAttention
 # %% [markdown]
 # ## The model
 #
-# A block of the [miniGPT
-# tutorial](https://docs.jaxstack.ai/en/latest/JAX_for_LLM_pretraining.html), as it stands there but
-# for dropout: `nnx.MultiHeadAttention` with a causal mask.
+# This is a block of the [miniGPT
+# tutorial](https://docs.jaxstack.ai/en/latest/JAX_for_LLM_pretraining.html), without dropout but
+# otherwise unchanged. It uses `nnx.MultiHeadAttention` with a causal mask.
 
 
 # %%
@@ -80,7 +81,7 @@ class TransformerBlock(nnx.Module):
 
 
 # %% [markdown]
-# Embeddings of characters and positions, two such blocks, logits.
+# The model embeds characters and positions, applies two such blocks, and computes logits.
 
 
 # %%
@@ -99,16 +100,17 @@ class MiniGPT(nnx.Module):
 
 
 # %% [markdown]
-# ## Sparse attention in it
+# ## Adding sparse attention
 #
-# One `WalkAttention` is shared by all layers, so that the walk goes from each to the next: the
-# first is dense here, the others attend to a third of the blocks of 16 characters. Parameters stay
-# as they are. Layers see that their mask is causal; one that is not would be refused.
+# All layers share one `WalkAttention`, which carries the walk (the block scores accumulated over
+# layers) from each layer to the next. With `dense_layers=0` no layer is dense: each attends to a
+# third of the blocks of 16 characters. The parameters do not change. `WalkAttention` checks that
+# the mask of each layer is causal, and refuses other masks.
 
 
 # %%
-def with_walk(model, config):
-    walk = WalkAttention(config)
+def with_walk(model, policy):
+    walk = WalkAttention(policy)
     for _, layer in nnx.iter_graph(model):
         if isinstance(layer, nnx.MultiHeadAttention):
             layer.attention_fn = nnx.data(walk)
@@ -116,13 +118,13 @@ def with_walk(model, config):
     return model
 
 
-config = SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=0.33, dense_layers=0)
+policy = SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=0.33, dense_layers=0)
 
 # %% [markdown]
 # ## Training
 #
-# Nothing changes but that the walk starts anew with each pass. The gradient goes through the
-# attention; which blocks are selected is a constant to it.
+# The training step changes in one line: the walk is reset before each forward pass. The gradient
+# flows through the attention, and treats the selected blocks as constants.
 
 
 # %%
@@ -142,7 +144,7 @@ def train_step(model, optimizer, tokens):
 
 
 # %% [markdown]
-# Characters of Python's own help, in pieces of 257.
+# The training data are characters of Python's own help, in pieces of 257.
 
 # %%
 text = np.frombuffer(" ".join(topics.values()).encode("ascii", "ignore"), np.uint8)
@@ -159,7 +161,7 @@ def batches(steps, seed):
 print(f"{len(text):,} characters")
 
 # %% [markdown]
-# Both models begin with the same weights and see the same batches.
+# Both models start with the same weights and see the same batches.
 
 
 # %%
@@ -169,47 +171,48 @@ def train(model):
 
 
 dense = MiniGPT(128, LENGTH, rngs=nnx.Rngs(0))
-sparse = with_walk(MiniGPT(128, LENGTH, rngs=nnx.Rngs(0)), config)
+sparse = with_walk(MiniGPT(128, LENGTH, rngs=nnx.Rngs(0)), policy)
 losses = {"dense": train(dense), "sparse": train(sparse)}
 
 # %% [markdown]
-# The losses run together: what so small a model learns in so few steps stands a few characters
-# back, in blocks that every row keeps. Where the far ones matter, measure: the notebook on choosing
-# a policy does, on a model that finds facts.
+# The two losses are close. A model this small, after so few steps, predicts from the last few
+# characters, and these are in blocks that every row keeps. For tasks that need distant text,
+# measure accuracy: the notebook on choosing a policy does so, on a model that finds facts.
 
 # %%
 figure, axis = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
 axis.plot(losses["dense"], color="#0072B2", label="dense")
 axis.plot(losses["sparse"], color="#D55E00", linestyle="--", label="a third of the blocks")
 axis.set(xlabel="step", ylabel="loss, nats per character")
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False)
+axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## Weights that were trained densely
+# ## Weights that were trained with dense attention
 #
-# Sparse attention is no other model: it takes weights as they are. The densely trained ones at
-# several densities, on text that neither has seen; at a density of 1 it is the same attention.
+# Sparse attention uses the same weights as dense attention. This cell runs the densely trained
+# weights at two densities, on a new batch of the same text. At a density of 1, sparse attention
+# computes the same as dense attention.
 
 # %%
 held_out = next(batches(1, seed=1))
-print("dense:", float(loss_of(dense, held_out)))
+print(f"dense: {loss_of(dense, held_out):.4f}")
 for density in (0.2, 1.0):
     swapped = with_walk(
         nnx.clone(dense),
         SketchWalkConfig.damped(block_size=16, sketch_dim=16, density=density, dense_layers=0),
     )
-    print(density, float(nnx.jit(loss_of)(swapped, held_out)))
+    print(f"density {density}: {nnx.jit(loss_of)(swapped, held_out):.4f}")
 
 # %% [markdown]
-# ## Layers of one's own
+# ## Layers for your own model
 #
-# `WalkSelfAttention` is a whole layer, projections included. It takes the walk and returns it, as a
-# scan wants it, and decodes from a cache where it is given one: the prompt first, then token by
-# token.
+# `WalkSelfAttention` is a whole layer, projections included. It takes the walk and returns it, so
+# it can be used inside a scan. With a cache it also decodes: first it reads the prompt, then token
+# after token.
 
 # %%
-layer = WalkSelfAttention(2, 64, policy=config, rngs=nnx.Rngs(0))
+layer = WalkSelfAttention(2, 64, policy=policy, rngs=nnx.Rngs(0))
 x = jax.random.normal(jax.random.key(0), (1, 100, 64))
 out, walk = layer(x)
 prompt, cache, _ = layer(x[:, :99], cache=layer.init_cache(1, 128))
@@ -217,6 +220,6 @@ token, cache, _ = layer(x[:, 99:], cache=cache)
 print(out.shape, token.shape, cache.lengths)
 
 # %% [markdown]
-# Where a model has its own attention, `sketchwalk_attention(q, k, v, walk, policy=policy)` is the
-# same without projections, in plain JAX; `LinenWalkAttention` and `LinenWalkSelfAttention` are the
-# twins for Linen.
+# If your model has its own attention code, call `sketchwalk_attention(q, k, v, walk,
+# policy=policy)`. It is the same in plain JAX, without projections. `LinenWalkAttention` and
+# `LinenWalkSelfAttention` are the modules for Linen.

@@ -17,14 +17,14 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# How much faster is attention over a tenth of the blocks than dense attention, for which contexts,
-# and what is left of it in a whole model? Measured here, on your GPU, within a few minutes. Without
-# one, this notebook says so and measures nothing.
+# How much faster is attention over a tenth of the blocks than dense attention, at which contexts,
+# and how much of that remains in a whole model? This notebook measures it on your GPU, within a few
+# minutes. Without a GPU it says so and measures nothing.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -42,7 +42,7 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below, and keep compiled programs on disk for the next session.
+# Import what the cells below use, and keep compiled programs on disk for the next session.
 
 # %%
 import time
@@ -58,8 +58,8 @@ from sketchwalk_jax.models import ModelConfig, init_params
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# The kernels are for Hopper GPUs (H100, H200); other ones run the same functions through XLA, which
-# gains less. `sketchwalk info` says the same of a machine.
+# The kernels are for Hopper GPUs (H100, H200). Other GPUs run the same functions through XLA, which
+# gains less. The command `sketchwalk info` reports what a machine can run.
 
 # %%
 HAS_GPU = jax.default_backend() == "gpu"
@@ -71,8 +71,9 @@ if not HAS_GPU:
 # %% [markdown]
 # ## Timing
 #
-# JAX returns before the GPU is done, and the first call compiles. So: once to warm up, then the two
-# calls in turns, each awaited; the median of the rounds.
+# JAX returns before the GPU has finished, and the first call compiles. So this function runs each
+# call once to warm up, then runs the calls in turns and waits for each. It reports the median over
+# the rounds.
 
 
 # %%
@@ -91,9 +92,9 @@ def time_in_turns(calls, rounds=7):
 # %% [markdown]
 # ## Attention alone
 #
-# Queries of 32 heads, keys and values of 8, as in Llama 3.1 8B, in bfloat16.
-# `block_sparse_attention` takes lists of blocks, here every tenth block before each row's own;
-# which ones does not matter to the time.
+# There are 32 query heads and 8 key/value heads, as in Llama 3.1 8B, in bfloat16.
+# `block_sparse_attention` takes lists of blocks. Here, each list has a tenth of the blocks up to
+# its row, evenly spaced: the time does not depend on which blocks are listed.
 
 
 # %%
@@ -108,7 +109,7 @@ def lists_of(num_tokens, density=0.1, block_size=64):
 
 
 # %% [markdown]
-# Dense attention is cuDNN's where it can be.
+# Dense attention runs through cuDNN where cuDNN supports the call.
 
 
 # %%
@@ -126,8 +127,9 @@ attention = {num_tokens: attention_times(num_tokens) for num_tokens in CONTEXTS}
 # %% [markdown]
 # ## A whole model
 #
-# The shapes of Llama 3.2 1B with random weights: the time does not depend on what they are. Reading
-# a prompt is one call; a token takes what 64 more of them add, by 64.
+# The model has the shapes of Llama 3.2 1B and random weights: the time does not depend on their
+# values. The time to read a prompt is the time of a call with one new token. The time of a decoded
+# token is what 64 more tokens add to that call, divided by 64.
 
 # %%
 MODEL = ModelConfig(
@@ -145,7 +147,7 @@ MODEL = ModelConfig(
 )
 
 # %% [markdown]
-# Both policies, each with one new token and with 65.
+# Time both policies, each with one new token and with 65.
 
 
 # %%
@@ -160,8 +162,8 @@ def model_times(params, model_config, num_tokens):
 
 
 # %% [markdown]
-# Dense attention beside the recommended policy at a density of 0.1. Without a plan, its leading
-# layers look at most blocks; a real checkpoint with one gains more.
+# Compare dense attention with the recommended policy at a density of 0.1. Without a plan, all
+# layers have the same density.
 
 # %%
 POLICIES = {"dense": sw.Dense(), "sparse": sw.SketchWalkConfig.recommended(density=0.1)}
@@ -173,7 +175,8 @@ if HAS_GPU:
 # %% [markdown]
 # ## The figure
 #
-# How many times faster than dense attention: attention alone, reading a prompt, and a token.
+# The figure shows how many times faster sparse attention is than dense attention: for attention
+# alone, for reading a prompt, and for a decoded token.
 
 
 # %%
@@ -190,7 +193,7 @@ if CONTEXTS:
         axis.plot(CONTEXTS, values, marker=marker, label=label)
 
 # %% [markdown]
-# Powers of two on the axis, and a line where nothing is gained.
+# Label the horizontal axis with powers of two, and draw a line where both are equally fast.
 
 # %%
 if CONTEXTS:
@@ -203,5 +206,5 @@ if CONTEXTS:
     display(figure)
 
 # %% [markdown]
-# `benchmarks/KERNELS.md` has the same on an H200 with everything that bears on it: other shapes and
-# batches, selection, floors, transformers, and what was tried.
+# `benchmarks/KERNELS.md` has these measurements on an H200, and more: other shapes and batches, the
+# cost of selection, lower bounds, comparisons with transformers, and what was tried.

@@ -17,14 +17,15 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# A policy says which blocks of keys a query block attends to; caches, attention, counting and
-# evaluation are there already. This writes one in twenty lines, sees it fail, mends it, and draws
-# both beside the recommended one. On a CPU, within two minutes.
+# A policy says which key blocks each query block attends to. The package provides everything else:
+# caches, attention, density counts and evaluation. This notebook writes a policy in twenty lines,
+# finds that it fails, fixes it, and compares both versions with the recommended policy. It runs on
+# a CPU within two minutes.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -42,7 +43,7 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below, and keep compiled programs on disk for the next session.
+# Import what the cells below use, and keep compiled programs on disk for the next session.
 
 # %%
 import dataclasses
@@ -63,13 +64,13 @@ lm = sw.LanguageModel.load(bundled_model())
 # %% [markdown]
 # ## The idea
 #
-# A block is worth reading if its keys point where the queries look. In its simplest form: the score
-# of block `j` for row `i` is the inner product of the mean query of `i` with the mean key of `j`,
-# added up over the heads.
+# A block is worth reading if its keys point where the queries look. The simplest form of this is a
+# score: the score of key block `j` for query block `i` is the inner product of the mean query of
+# `i` with the mean key of `j`, summed over the heads.
 #
-# A policy is a frozen dataclass. `BudgetPolicy` brings the density, and the first and newest block
-# that every row keeps. What is left is a helper, which cuts tokens into blocks; `span` says which
-# blocks a call adds, and which of its columns hold a token.
+# A policy is a frozen dataclass. `BudgetPolicy` provides the density, and the first and newest
+# blocks, which every row keeps. This helper splits tokens into blocks. `span` says which blocks a
+# call adds, and which of its columns hold a token.
 
 
 # %%
@@ -82,9 +83,9 @@ class MyPolicy(BudgetPolicy):
 
 
 # %% [markdown]
-# And the rule: a summary for each block, which lies beside the cache and grows with it, in prefill
-# and in decode alike; and a score. Full blocks have equally many tokens, so that sums rank as means
-# do.
+# The policy itself has two parts. The first is a summary of each block, which is stored beside the
+# cache and grows with it, in prefill and in decode. The second is a score. Sums replace means here:
+# full blocks have equally many tokens, so both rank blocks the same way.
 
 
 # %%
@@ -105,7 +106,8 @@ class MeanKey(MyPolicy):
 
 
 # %% [markdown]
-# That is all: whatever takes a policy takes this one. Here it reads a short text, and answers.
+# The policy is complete, and every function that takes a policy takes this one. Here it reads a
+# short text and answers a question.
 
 # %%
 text = " ".join(" ".join(topics.values()).split())
@@ -115,9 +117,9 @@ print(lm.with_policy(MeanKey(density=0.3)).generate(prompt, max_new_tokens=8))
 # %% [markdown]
 # ## What it loses
 #
-# One answer says little. These prompts ask for sixteen facts each, with the right answers behind
-# the questions, so that one reading tests all of them: an answer is right if each of its tokens was
-# the likeliest.
+# One answer says little. The next prompts ask for sixteen facts each, and each question is followed
+# by its right answer. So one forward pass tests all of them: an answer is right if the model gives
+# each of its tokens the highest probability.
 
 # %%
 words = "lantern window harbour castle garden bottle mirror ladder".split()
@@ -136,7 +138,7 @@ def draw_prompt(seed, num_characters=3_000):
 
 
 # %% [markdown]
-# Two such prompts as tokens, padded on the right, and the columns of each answer.
+# Draw two such prompts as tokens, padded on the right, and note the columns of each answer.
 
 # %%
 rows, answers = [], []
@@ -156,7 +158,8 @@ for line, row in zip(prompts, rows):
 print(lengths, "tokens;", len(answers), "answers")
 
 # %% [markdown]
-# Density and right answers of one policy. The density is counted from the lists that it made.
+# Measure the density and the right answers of one policy. The density is counted from the lists
+# that the policy made.
 
 
 # %%
@@ -176,7 +179,7 @@ def measure(policy):
 
 
 # %% [markdown]
-# The idea, at a fifth of the blocks:
+# Measure the idea at a fifth of the blocks:
 
 # %%
 print(f"right: {measure(MeanKey(density=0.2))[1]:.0%}")
@@ -184,13 +187,14 @@ print(f"right: {measure(MeanKey(density=0.2))[1]:.0%}")
 # %% [markdown]
 # ## What was wrong
 #
-# A mean of 64 keys hides the one that answers, and a mean of 64 queries the one that asks. So look
-# at single ones: each key of a block, for every eighth query of the row. To compare heads, turn
-# products into attention first, by a softmax over all keys; a block is as good as its best key for
-# any head and query.
+# A mean of 64 keys hides the one key that answers, and a mean of 64 queries hides the one query
+# that asks. So this version scores single keys: each key of a block, for every eighth query of the
+# row. To make heads comparable, it first turns the products into attention by a softmax over all
+# keys. The score of a block is that of its best key, for any head and query.
 #
-# `key` is the stacked cache, of which `layer` is this layer's place. No summary is kept; reading
-# all keys once for eight queries of 64 costs an eighth of dense attention's products.
+# `key` is the stacked cache, and `layer` is the index of this layer in it. This version keeps no
+# summary. It reads all keys for eight queries of 64, which costs an eighth of the products of dense
+# attention.
 
 
 # %%
@@ -210,19 +214,21 @@ class BestKey(MyPolicy):
 
 
 # %% [markdown]
-# A test that each policy has to pass: all blocks are dense attention. The answers are dense
-# attention's too.
+# Every policy must pass this test: with all blocks, it is dense attention. The answers are those of
+# dense attention too.
 
 # %%
-print(f"all blocks: {measure(BestKey(density=1.0))[:2]}")
-print(f"dense:      {measure(sw.Dense())[:2]}")
+for name, policy in {"all blocks": BestKey(density=1.0), "dense": sw.Dense()}.items():
+    density, accuracy, _ = measure(policy)
+    print(f"{name}: right {accuracy:.0%}, density {density:.2f}")
 
 # %% [markdown]
 # ## The figure
 #
-# Both ideas and the recommended policy, at two densities. What the recommended one does more: it
-# takes the queries that differ most, in place of every eighth; it remembers evidence from layer to
-# layer; it shares the density among layers by a plan; and it reads keys at four bits.
+# The figure compares both ideas with the recommended policy, at two densities. The recommended
+# policy does four things more. It uses the queries that differ most, instead of every eighth. It
+# carries evidence from layer to layer. It divides the density among the layers by a plan. And it
+# scores keys that are stored in four bits.
 
 
 # %%
@@ -236,13 +242,14 @@ for (name, rule), marker in zip(rules.items(), "vso"):
     density, accuracy, _ = zip(*[measure(rule(density=d)) for d in (0.2, 0.4)])
     axis.plot(density, accuracy, marker=marker, label=name)
 axis.set(xlabel="measured density", ylabel="right answers", xlim=(0, None), ylim=(-0.03, 1.05))
-axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False, loc="center left")
+axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## Where to go from here
 #
-# - The guide `sketchwalk_jax/policies/README.md` has the other bases, such as `DecodePolicy` for
-#   rules of single tokens, and says what must hold of a policy that others are to use.
-# - A line in `sketchwalk_jax/policies/__init__.py` gives it a name; then `sketchwalk eval --policy
-#   NAME` measures it on eight tasks beside all others, with intervals.
+# - The guide `sketchwalk_jax/policies/README.md` explains the other base classes, such as
+#   `DecodePolicy` for policies that select single tokens. It also lists what must hold for a policy
+#   that others will use.
+# - Add a line to `sketchwalk_jax/policies/__init__.py` to give the policy a name. Then `sketchwalk
+#   eval --policy NAME` compares it with all others on eight tasks, with confidence intervals.

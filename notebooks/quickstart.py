@@ -17,13 +17,13 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# Ask a long text for a fact while each block of 64 tokens attends to few others, and look at which
-# ones. Everything here runs on a CPU within a minute, top to bottom.
+# Ask a model for a fact in a long text. Each block of 64 tokens attends to only a few other blocks,
+# and the figures show which ones. The notebook runs on a CPU within a minute.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -41,8 +41,8 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below. Programs that are compiled from here on are kept on disk: the next run
-# of this notebook compiles none of them again.
+# Import what the cells below use. `keep_compiled_programs` keeps compiled programs on disk, so the
+# next run of this notebook does not compile them again.
 
 # %%
 import os
@@ -56,15 +56,15 @@ from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# Name a Hugging Face directory of a Llama, Qwen2, Qwen2.5 or Qwen3 checkpoint in `MODEL_DIR`.
-# Without one, the small model is taken that ships with the package: it knows English and finds
-# facts in it, and nothing else.
+# Set `MODEL_DIR` to a Hugging Face directory with a Llama, Qwen2, Qwen2.5 or Qwen3 checkpoint. By
+# default, the notebook uses the small model that ships with the package. That model knows English
+# and finds facts in a text, and can do nothing else.
 
 # %%
 MODEL_DIR = os.environ.get("MODEL_DIR") or bundled_model()
 
 # %% [markdown]
-# Load it: parameters are a plain tree of arrays, the model's configuration is hashable.
+# Load it. The parameters are a plain tree of arrays, and the model's configuration is hashable.
 
 # %%
 params, model_config = sw.load(MODEL_DIR, dtype="float32")
@@ -82,9 +82,9 @@ tokens = encode(tokenizer, text)[None]
 print(tokens.shape[1], "tokens")
 
 # %% [markdown]
-# Dense attention first: `make_generate` returns a jitted function, which stops at the model's end
-# token. The first call compiles; later ones do not, whatever the prompt says, nor with another
-# `max_new_tokens` up to 256.
+# Run dense attention first. `make_generate` returns a jitted function, which stops at the model's
+# end token. The first call compiles. Later calls do not compile again for another prompt of a
+# similar length, nor for another `max_new_tokens` up to 256.
 
 # %%
 dense_generate = sw.make_generate(model_config, sw.Dense(), max_new_tokens=8)
@@ -92,9 +92,9 @@ dense = dense_generate(params, tokens)
 print("dense:", decode(tokenizer, dense.tokens[0]))
 
 # %% [markdown]
-# Now a fifth of all pairs of tokens, in reading and in writing. Without a policy, `make_generate`
-# takes the recommended one, and shares that fifth among the layers by the plan that
-# `sketchwalk calibrate` measured for this model.
+# Now attend to a fifth of all pairs of tokens, in prefill and in decode. If no policy is given,
+# `make_generate` uses the recommended one. Its plan, which `sketchwalk calibrate` measured for this
+# model, says how much of that fifth each layer gets.
 
 # %%
 generate = sw.make_generate(model_config, max_new_tokens=8, return_selection=True)
@@ -102,22 +102,22 @@ generation = generate(params, tokens)
 print("recommended:", decode(tokenizer, generation.tokens[0]))
 
 # %% [markdown]
-# The density is measured, not assumed: attended over causal pairs of queries and keys, layer by
-# layer.
+# The density is measured: it is the number of (query, key) pairs that were attended to, divided by
+# the number of causal pairs. The figure shows it for each layer.
 
 # %%
 figure = plot_density(generation.measured_density)
 
 # %% [markdown]
-# See which key blocks each query block attended to.
+# The next figure shows which key blocks each query block attended to.
 
 # %%
 figure = plot_block_map(generation.selection, num_tokens=tokens.shape[1])
 
 # %% [markdown]
-# Any other policy or density is an argument more. This is the method as the paper prints it, at
-# the same density; it misses the fact: the results page in `benchmarks` says how often, for
-# every policy.
+# To use another policy or density, pass it as an argument. This is the method as the paper prints
+# it, at the same density. It misses the fact. The results page in `benchmarks` says how often this
+# happens, for every policy.
 
 # %%
 printed = sw.SketchWalkConfig.paper(density=0.2)
@@ -125,7 +125,7 @@ printed_generate = sw.make_generate(model_config, printed, max_new_tokens=8)
 print("paper:", decode(tokenizer, printed_generate(params, tokens).tokens[0]))
 
 # %% [markdown]
-# Tokens can also be handed out as they come, here two at a time.
+# `stream` returns tokens while they are generated, here two at a time.
 
 # %%
 for chunk in sw.stream(params, tokens, model_config=model_config, max_new_tokens=8, every=2):

@@ -17,13 +17,14 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
-# Load a checkpoint from a folder, the Hugging Face hub or a GGUF file; continue texts, one or many;
-# ask a document several questions, each of which reads only what is new. On a CPU, within a minute.
+# Load a checkpoint from a folder, the Hugging Face hub or a GGUF file. Continue one text or many.
+# Ask several questions about a document; each question reads only what is new. The notebook runs on
+# a CPU within two minutes.
 
 # %% [markdown]
-# Install the package if it is not there yet. `SOURCE` is a clone of the repository, a wheel, or, as
-# on Colab, `git+https://…` of the repository. Where an older JAX or NumPy is in use already, the
-# kernel restarts: run the cells once more.
+# Install the package if it is missing. `SOURCE` is a clone of the repository, a wheel, or, as on
+# Colab, `git+https://…` of the repository. If JAX or NumPy was loaded already, the kernel restarts:
+# then run the cells again.
 
 # %%
 import importlib.util
@@ -41,7 +42,7 @@ if importlib.util.find_spec("sketchwalk_jax") is None:
         get_ipython().kernel.do_shutdown(restart=True)
 
 # %% [markdown]
-# Import what is used below, and keep compiled programs on disk for the next session.
+# Import what the cells below use, and keep compiled programs on disk for the next session.
 
 # %%
 import json
@@ -57,32 +58,34 @@ from sketchwalk_jax.tokenizer import apply_chat_template
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# Name your model: a folder with `config.json` and safetensors, a name on the hub such as
-# `"Qwen/Qwen3-0.6B"` (downloaded once), or a GGUF file; of a Llama, Qwen2, Qwen2.5 or Qwen3.
-# Without one, this takes the small model that ships with the package: it knows English and finds
-# facts.
+# Name your model in `MODEL_DIR`: a folder with `config.json` and safetensors files, a name on the
+# hub such as `"Qwen/Qwen3-0.6B"` (downloaded once), or a GGUF file. It must be a Llama, Qwen2,
+# Qwen2.5 or Qwen3. By default, the notebook uses the small model that ships with the package, which
+# knows English and finds facts.
 
 # %%
 lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model())
 print(lm)
 
 # %% [markdown]
-# A string goes in and a string comes out. The first call compiles two programs; later ones of a
-# similar length run them again.
+# `generate` takes a string and returns a string. The first call compiles two programs. Later calls
+# of a similar length run them again.
 
 # %%
 print(lm.generate("The house stood at the end of", max_new_tokens=16))
 
 # %% [markdown]
-# With `Sampling` tokens are drawn, anew at each call; a `key` makes a draw repeatable. Temperature
-# and the like are values, not programs: another one compiles nothing.
+# `Sampling` draws tokens at random, differently at each call; pass a `key` to repeat a draw.
+# Changing the temperature or another sampling value does not recompile, because the program takes
+# these values as inputs.
 
 # %%
 warm = sw.Sampling(temperature=0.8, top_p=0.95)
 print(lm.generate("The house stood at the end of", max_new_tokens=16, sampling=warm, key=1))
 
 # %% [markdown]
-# Text as it comes: pieces are never empty, and end at whole characters.
+# `stream` returns the text in pieces while it is generated. A piece is never empty, and always ends
+# after a whole character.
 
 # %%
 for piece in lm.stream("The house stood at the end of", max_new_tokens=16, every=2):
@@ -91,8 +94,10 @@ for piece in lm.stream("The house stood at the end of", max_new_tokens=16, every
 # %% [markdown]
 # ## A long document
 #
-# Hide three facts in Python's own help, and ask for one. `complete` takes tokens, and says beside
-# the text what it cost: a fifth of all pairs of tokens, by the plan that the model came with.
+# Hide three facts in Python's own help, and ask for one of them. `complete` takes tokens and yields
+# the text together with its costs. The density is 0.2, divided among the layers by the plan that
+# comes with the model. A prompt as short as this one measures more, because every row keeps a few
+# blocks.
 
 # %%
 text = " ".join(" ".join(topics.values()).split())
@@ -108,9 +113,9 @@ print(f"attended: {completion.measured_density:.0%} of the pairs")
 # %% [markdown]
 # ## Several turns
 #
-# A conversation keeps its cache: each turn reads only what is new. Instruction models bring a chat
-# template; the small model has none, so it gets one in the form that it was trained on. The
-# document is the system message.
+# A conversation keeps its cache, so each turn reads only what is new. Instruction models have a
+# chat template. The small model has none, so this cell adds one in the form that the model was
+# trained on. The document is the system message.
 
 # %%
 if not lm.tokenizer.chat_template:
@@ -128,8 +133,12 @@ for word in facts:
     num_tokens.append(len(apply_chat_template(lm.tokenizer, talk.messages[:-1])))
 
 # %% [markdown]
-# What the turns read, beside what reading the conversation anew would have cost. For a single
-# question, `lm.chat("…")` does the same without keeping anything.
+# In the output saved here, the second answer goes on after the code. With dense attention,
+# `lm.with_policy(sw.Dense())`, it stops there. So sparse attention can lose answers; the notebook
+# on choosing a policy measures how many.
+#
+# The next cell compares the tokens that each turn read with the tokens of the whole conversation.
+# For a single question, `lm.chat("…")` does the same and keeps nothing.
 
 # %%
 import matplotlib.pyplot as plt
@@ -146,9 +155,10 @@ axis.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## A batch
 #
-# A list in, a list out in its order. Prompts of similar length are read together, padded to few
-# sizes; each gets the text that it would get alone. For thousands, `sketchwalk generate --prompts
-# FILE.jsonl --out FILE.jsonl` writes each answer as it comes, and goes on where it was interrupted.
+# `generate` also takes a list, and returns a list in the same order. It reads prompts of similar
+# length together, padded to a few sizes. Each prompt gets the text that it would get alone. For
+# thousands of prompts, use `sketchwalk generate --prompts FILE.jsonl --out FILE.jsonl`: it writes
+# each answer as soon as it is there, and continues where it was interrupted.
 
 # %%
 prompts = [f" The code of {word} is {code}. Q: code of {word}? A:" for word, code in facts.items()]
@@ -158,9 +168,9 @@ print(lm.generate(prompts, max_new_tokens=16))
 # %% [markdown]
 # ## A GGUF file
 #
-# GGUF files of the same families load by their path, at every quantisation, with the tokenizer that
-# is in them. So that there is one here, these three cells write the small model with 8 bits a
-# weight, as a converter would. First the sizes of the model:
+# GGUF files of the same model families load by their path, in every quantisation, with the
+# tokenizer that they contain. To have such a file here, these three cells write the small model
+# with 8 bits per weight, as a converter would do. First write the sizes of the model:
 
 # %%
 import gguf
@@ -180,7 +190,7 @@ writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 writer.add_rope_freq_base(config["rope_theta"])
 
 # %% [markdown]
-# Then the tokenizer, a byte-level one like GPT-2's.
+# Then write the tokenizer, which is byte-level like that of GPT-2.
 
 # %%
 tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -195,7 +205,7 @@ writer.add_eos_token_id(1)
 writer.add_add_bos_token(True)
 
 # %% [markdown]
-# And the weights, whose queries and keys llama.cpp wants in another order of channels.
+# Finally write the weights. llama.cpp stores the channels of queries and keys in another order.
 
 # %%
 heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -212,9 +222,9 @@ writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tens
 writer.close()
 
 # %% [markdown]
-# From here on it is one line, as with a file from elsewhere. A GGUF file has no plan in it, so all
-# layers get the same density; `sketchwalk calibrate --model FILE.gguf` measures one and writes it
-# beside the file.
+# The rest is one line, as for any other GGUF file. A GGUF file contains no plan, so all layers get
+# the same density. `sketchwalk calibrate --model FILE.gguf` measures a plan and writes it beside
+# the file.
 
 # %%
 small = sw.LanguageModel.load(path)

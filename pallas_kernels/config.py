@@ -25,30 +25,31 @@ WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Tile sizes of the implementations; hashable, passed to `jax.jit` as a static argument.
+    """Tile sizes of the implementations. It is hashable; pass it to `jax.jit` as a static argument.
 
-    The field defaults are those of a CPU; `default_kernel_config` knows other devices.
+    The defaults of the fields are those of a CPU; `default_kernel_config` knows other devices.
+    Fields that are `None` are chosen by the shape of each call.
 
     Attributes:
-      row_tile: Query blocks that the XLA implementation processes together. More rows make larger
-        matrix products; the shorter lists of a tile wait for its longest.
-      block_step: Key blocks that one step of the XLA implementation gathers.
-      decode_block_step: Key blocks that one step of decoding gathers.
-      dense_rows: Query tokens in a tile of dense attention.
-      dense_keys: Keys in a step of dense attention.
-      dense_decode_keys: Keys in a step of dense decoding.
-      decode_keys: Keys in a step of the decode kernel, a multiple of 64.
+      row_tile: Number of query blocks that the XLA implementation processes together. With more
+        rows the matrix products are larger, but the shorter lists of a tile wait for its longest
+        list.
+      block_step: Number of key blocks that one step of the XLA implementation gathers.
+      decode_block_step: Number of key blocks that one step of decoding gathers.
+      dense_rows: Number of query tokens in a tile of dense attention.
+      dense_keys: Number of keys in a step of dense attention.
+      dense_decode_keys: Number of keys in a step of dense decoding.
+      decode_keys: Number of keys in a step of the decode kernel, a multiple of 64.
       decode_buffer_kib: Shared memory for keys and values in the decode kernel, in KiB.
-      decode_programs: Programs of the decode kernel that a GPU runs at a time.
-      decode_splits: Parts into which the decode kernel splits a list.
-      decode_overlap: Whether the kernel that combines splits starts early, and waits for them.
-      prefill_stages: Steps of keys that the prefill kernel holds in shared memory.
-      prefill_value_stages: Steps of values, which it needs later and frees later.
-      prefill_programs: Programs of the prefill kernel, each of which takes tile after tile.
-      interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device:
-        slow, to see what a kernel does.
-
-    Fields that are `None` are chosen by the shape of each call.
+      decode_programs: Number of programs of the decode kernel that a GPU runs at a time.
+      decode_splits: Number of parts into which the decode kernel splits a list.
+      decode_overlap: Whether the kernel that combines the parts starts early, and waits for them.
+      prefill_stages: Number of steps of keys that the prefill kernel holds in shared memory.
+      prefill_value_stages: Number of steps of values, which it needs and frees later than keys.
+      prefill_programs: Number of programs of the prefill kernel, each of which processes tile after
+        tile.
+      interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device.
+        It is slow, and shows what a kernel does.
 
     Raises:
       ValueError: If a size is not a positive integer.

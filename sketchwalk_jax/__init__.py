@@ -1,14 +1,18 @@
 """Sketch-and-Walk sparse attention (arXiv:2602.07397) for JAX.
 
+Text in, text out:
+
     lm = LanguageModel.load("Qwen/Qwen3-0.6B")
     lm.generate("Walk with")
+
+The pure functions below it, from tokens to tokens:
 
     params, model_config = load("Qwen/Qwen3-0.6B")
     generate = make_generate(model_config, max_new_tokens=64)
     generation = generate(params, tokens)
 
-Importing this package imports neither Flax nor transformers nor Orbax; what needs them imports
-them. `LanguageModel` is imported when it is first asked for.
+Importing this package does not import Flax, transformers or Orbax; the functions that need them
+import them. `LanguageModel` is imported when it is first used.
 """
 
 from pathlib import Path as _Path
@@ -87,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """The text level, which the functions below it do without."""
+    """Imports `LanguageModel` when it is first used; the functions below it do not need it."""
     if name != "LanguageModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sketchwalk_jax.language_model import LanguageModel

@@ -1,9 +1,9 @@
-"""Dense below the measured break-even, sparse above it: a policy that is chosen by length.
+"""`Auto`: dense attention below the measured break-even length, sparse attention above it.
 
-Selecting costs time of its own, so that attention over few blocks pays from some length on. `Auto`
-is no policy: it is resolved to one, for each phase, before anything is traced, as all that it looks
-at is a size of the call. It goes by measurements alone, `break_even.json` beside this file, which
-`benchmarks/break_even.py` makes of the benchmarks' results.
+Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
+policy. It is replaced by a policy, for each phase, before anything is traced, because it depends
+only on the sizes of the call. It uses measurements only: those in `break_even.json` beside this
+file, which `benchmarks/break_even.py` writes from the results of the benchmarks.
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ _MOST_TIMES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """From how many tokens on a policy is not slower than dense attention, as it was measured.
+    """The number of tokens from which a policy was measured to be no slower than dense attention.
 
-    Linear layers take the same time on either side, so that the sign of the difference follows from
-    what attention is made of, of which `width` is the size.
+    Linear layers take the same time with both. So the sign of the difference depends on attention
+    only, and `width` is the size of attention.
 
     Attributes:
-      device: The device, as JAX calls its kind.
-      phase: `"prefill"`, in which tokens are those of the prompt, or `"decode"`, in which they are
-        those in the cache of each sequence.
+      device: The device, as JAX names its kind.
+      phase: `"prefill"` or `"decode"`. In prefill, tokens are those of the prompt. In decode, they
+        are those in the cache of each sequence.
       policy: Name of the policy's class.
-      density: Its density.
-      block_size: Its tokens per block.
-      width: Query heads times their size.
-      batch: Sequences.
-      tokens: The least measured length from which on it was at least as fast at every length; None
-        if at the longest it was not.
+      density: Density of the policy.
+      block_size: Tokens per block of the policy.
+      width: Number of query heads times their size.
+      batch: Number of sequences.
+      tokens: The smallest measured length from which the policy was at least as fast at every
+        length. None if it was slower at the longest length.
       longest: The longest length that was measured, in tokens.
     """
 
@@ -60,7 +60,7 @@ class BreakEven:
     longest: int
 
     def pays(self, tokens: int) -> bool | None:
-        """Whether the policy is not slower at a length; None where that was not measured."""
+        """Whether the policy is no slower at a length, or None if that was not measured."""
         if self.tokens is not None:
             return tokens >= self.tokens
         return False if tokens <= self.longest else None
@@ -69,12 +69,13 @@ class BreakEven:
 @renamed_field("config", "policy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What an `Auto` is resolved to: two arguments of `generate`, and why.
+    """What an `Auto` chose: two arguments of `generate`, and the reasons.
 
     Attributes:
-      policy: The policy: the sparse one, or `Dense` where it is to select in no phase.
-      phase: Where it selects: `"both"`, `"prefill"` or `"decode"`.
-      reasons: What was found for each phase that was to be decided, in words.
+      policy: Which key blocks each query attends to: the sparse policy, or `Dense()` if attention
+        should be dense in both phases.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      reasons: The reason for each phase that had to be decided, in words.
     """
 
     policy: Policy
@@ -84,28 +85,28 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """A sparse policy where it was measured to pay, dense attention elsewhere, for each phase.
+    """For each phase: sparse where that was measured to be no slower, dense elsewhere.
 
-    `generate`, `make_generate`, `stream` and `LanguageModel` take it in the place of a policy, and
-    their results say what was chosen (`Generation.choice`). It changes results: below the
-    break-even they are those of dense attention. A call with a cache goes on with the policy that
-    the cache was made for.
+    `generate`, `make_generate`, `stream` and `LanguageModel` accept it in place of a policy. Their
+    results say what was chosen (`Generation.choice`). `Auto` changes results: below the break-even
+    they are those of dense attention. A call with a cache continues with the policy that the cache
+    was made for.
 
-    A break-even counts where device, policy and block size are those of the call, its density is
-    the least that is not below the policy's, its batch the largest that is not above the call's,
-    and its width the nearest within a factor of four. Where there is none, on a mesh of several
-    devices too, the sparse policy runs as it was asked for, and `Choice.reasons` says "no
-    measurement".
+    A break-even applies to a call if it has the same device, policy and block size. Its density is
+    the smallest measured one that is not below that of the policy. Its batch is the largest
+    measured one that is not above that of the call. Its width is the nearest one within a factor of
+    four. If no break-even applies, or the model is on a mesh of several devices, the sparse policy
+    runs as requested, and `Choice.reasons` says "no measurement".
 
-    `prefill`, `decode_step` and `init_cache` see a part of a generation each and take a policy:
-    `choose` gives one, and its phase.
+    `prefill`, `decode_step` and `init_cache` see only a part of a generation, so they need a
+    policy. Call `choose` to get a policy and a phase for them.
 
     Attributes:
-      sparse: The policy; by default the recommended one, with the plan of the model.
-      measured: Break-evens to go by; by default those that come with the package.
+      sparse: The sparse policy. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      measured: Break-evens to use. Default: those that come with the package.
 
     Raises:
-      ValueError: If what is to be sparse is no policy.
+      ValueError: If `sparse` is not a policy.
     """
 
     sparse: Policy | None = None
@@ -134,13 +135,13 @@ class Auto:
         batch: int = 1,
         device: str | None = None,
     ) -> BreakEven | str:
-        """The break-even that counts for a model, or why there is none.
+        """The break-even that applies to a model, or the reason why there is none.
 
         Args:
           phase: `"prefill"` or `"decode"`.
-          model_config: The model.
-          batch: Sequences.
-          device: The kind of device; the default one if left out.
+          model_config: Configuration of the model.
+          batch: Number of sequences.
+          device: The kind of device. Default: that of JAX's default device.
         """
         policy = self.policy(model_config)
         device = device_kind() if device is None else device
@@ -178,20 +179,22 @@ class Auto:
         """The policy and the phase to run with.
 
         Args:
-          model_config: The model.
-          batch: Sequences.
-          tokens: Tokens of each before decoding, padding included: of the prompt, and of what the
-            cache holds.
-          max_new_tokens: Most tokens to generate; half of them count for decoding, as its steps
-            have so many more behind them on average.
-          phase: Where the sparse policy may select.
-          is_spread: Whether the model lies on several devices, of which nothing was measured.
-          cache: What the call continues, if anything. Where it has statistics the policy stays
-            sparse, in the phases that pay or else in all, and dense where it has none to select by.
+          model_config: Configuration of the model.
+          batch: Number of sequences.
+          tokens: Number of tokens of each sequence before decoding, including padding: those of the
+            prompt and those in the cache.
+          max_new_tokens: Maximum number of tokens to generate. Half of it is added to `tokens` to
+            decide about decode, because a decode step has that many more tokens before it on
+            average.
+          phase: Where the sparse policy may be sparse: `"both"`, `"prefill"` or `"decode"`.
+          is_spread: Whether the model is on several devices, for which there are no measurements.
+          cache: The cache that the call continues, if any. If it has statistics, the policy stays
+            sparse: in the phases where that is no slower, or in all if there are none. If it has
+            none that the policy could select by, attention is dense.
 
         Returns:
-          A `Choice`, whose `policy` and `phase` are arguments of `generate`, `init_cache`,
-          `prefill` and `decode_step`.
+          A `Choice`. Its `policy` and `phase` are arguments of `generate`, `init_cache`, `prefill`
+          and `decode_step`.
 
         Raises:
           ValueError: If the phase is unknown.
@@ -240,7 +243,7 @@ class Auto:
 
 
 def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
-    """Why a phase is sparse or dense, in words."""
+    """The reason why a phase is sparse or dense, in words."""
     if isinstance(found, str):
         return found
     where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"

@@ -21,14 +21,14 @@ from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Density:
-    """Measured density: attended over all causal (query, key) pairs, dense layers included.
+    """Measured density: attended (query, key) pairs over all causal pairs, dense layers included.
 
-    Counts per phase, layer and sequence; all float32.
+    The counts are kept per phase, layer and sequence, all in float32.
 
     Attributes:
-      prefill_pairs: Pairs attended to while reading prompts, `[L, B]` (mean over heads).
+      prefill_pairs: Pairs attended to in prefill, `[L, B]` (mean over heads).
       prefill_causal: All causal pairs of the prompts, `[B]`.
-      decode_pairs: Pairs attended to while decoding, `[L, B]`.
+      decode_pairs: Pairs attended to in decode, `[L, B]` (mean over heads).
       decode_causal: All causal pairs of the decoded tokens, `[B]`.
     """
 
@@ -39,20 +39,20 @@ class Density:
 
     @classmethod
     def zeros(cls, num_layers: int, batch: int) -> "Density":
-        """No pairs yet."""
+        """Counts of zero."""
         # Four buffers of their own: the cache that holds them is donated.
         shapes = ((num_layers, batch), (batch,), (num_layers, batch), (batch,))
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
     def add(self, phase: str, pairs: Float[Array, "L B"], causal: Float[Array, "B"]) -> "Density":
-        """With the pairs of one call added to `phase`, `"prefill"` or `"decode"`."""
+        """Returns the counts with those of one call added to `phase`, `"prefill"` or `"decode"`."""
         old = getattr(self, f"{phase}_pairs"), getattr(self, f"{phase}_causal")
         new = {f"{phase}_pairs": old[0] + pairs, f"{phase}_causal": old[1] + causal}
         return dataclasses.replace(self, **new)
 
     @property
     def prefill(self) -> Float[Array, "L"]:
-        """Density of each layer over the prompts (NaN if none was read)."""
+        """Density of each layer over the prompts (NaN if no prompt was read)."""
         return jnp.sum(self.prefill_pairs, axis=1) / jnp.sum(self.prefill_causal)
 
     @property
@@ -62,7 +62,7 @@ class Density:
 
     @property
     def overall(self) -> Float[Array, ""]:
-        """Density over both phases, all layers and sequences."""
+        """Density over both phases, all layers and all sequences."""
         pairs = jnp.sum(self.prefill_pairs) + jnp.sum(self.decode_pairs)
         causal = jnp.sum(self.prefill_causal) + jnp.sum(self.decode_causal)
         return pairs / (causal * float(self.prefill_pairs.shape[0]))
@@ -71,16 +71,19 @@ class Density:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What decoding needs of the tokens seen so far. Layers are stacked on the leading axis.
+    """What decoding needs of the tokens so far. Layers are stacked on the leading axis.
 
     Attributes:
-      key: Keys after rotary embedding, `[L, B, S, K, H]`; `S` is the capacity in tokens. On a mesh
-        with a `sequence` axis, blocks stand rank by rank (`policies.base.Blocks`).
+      key: Keys after rotary embedding, `[L, B, S, K, H]`. `S` is the capacity in tokens. On a mesh
+        with a `sequence` axis, the blocks of one rank come before those of the next
+        (`policies.base.Blocks`).
       value: Values, `[L, B, S, K, H]`.
-      statistics: The policy's statistics, one leading axis of sparse layers on every leaf.
-      lengths: Tokens of each sequence, int32 `[B]`.
-      density: Pairs attended to so far.
-      made_for: What the statistics are of, from `made_for`; empty where there are none.
+      statistics: What the policy keeps of the tokens, to select blocks by. Every leaf has a leading
+        axis of sparse layers.
+      lengths: Number of tokens of each sequence, int32 `[B]`.
+      density: Pairs attended to so far, and all causal pairs.
+      made_for: Which policy and layers the statistics are for, from `made_for`. Empty if there are
+        no statistics.
     """
 
     key: Float[Array, "L B S K H"]
@@ -92,11 +95,11 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that each sequence can hold."""
+        """Number of tokens that each sequence can hold."""
         return self.key.shape[2]
 
     def __repr__(self) -> str:
-        """What it holds, in one line; no array is printed."""
+        """What the cache holds, in one line, without printing arrays."""
         try:
             num_layers, batch, capacity = self.key.shape[:3]
             size = show_bytes(num_bytes(self))
@@ -109,7 +112,7 @@ class Cache:
 
 
 def show_numbers(x: Any) -> str:
-    """A few numbers of an array for a `repr`: what they are where that is known, else the shape."""
+    """A few numbers of an array for a `repr`: the values if known, else dtype and shape."""
     if is_known(x) and np.size(x) <= 16:
         numbers = np.asarray(x)
         is_whole = numbers.dtype.kind in "biu"
@@ -119,9 +122,10 @@ def show_numbers(x: Any) -> str:
 
 
 def made_for(statistics: Any, model_config: ModelConfig, policy: Policy) -> tuple[Any, ...]:
-    """What statistics are of: the sparse layers, the policy, and what changes their meaning.
+    """What statistics are for: sparse layers, policy, and the fields that change their meaning.
 
-    Two caches with the same, and arrays of the same shapes, hold statistics of one meaning.
+    If these and the shapes of the arrays are the same for two caches, their statistics have the
+    same meaning.
     """
     if not jax.tree.leaves(statistics):
         return ()
@@ -129,16 +133,16 @@ def made_for(statistics: Any, model_config: ModelConfig, policy: Policy) -> tupl
 
 
 def sparse_layers(model_config: ModelConfig, policy: Policy) -> tuple[int, ...]:
-    """The layers in which a policy selects, in order; none if it never does."""
+    """The layers in which a policy selects, in order; empty if it never selects."""
     layers = range(model_config.num_layers) if policy.phases else ()
     return tuple(layer for layer in layers if not policy.is_dense(layer))
 
 
 def recommended_policy(model_config: ModelConfig) -> Policy:
-    """What runs where no policy is given: the recommended one, with the model's plan if it has one.
+    """The default policy: the recommended one, with the model's plan if it has one.
 
     Args:
-      model_config: The model.
+      model_config: Configuration of the model.
 
     Raises:
       ValueError: If it is not a `ModelConfig`.
@@ -160,22 +164,24 @@ def init_cache(
     """An empty cache.
 
     Args:
-      model_config: The model.
-      policy: The policy that will select; it decides which statistics are kept. By default the
-        recommended one, with the model's plan.
-      batch: Sequences.
-      max_tokens: Tokens each sequence must be able to hold; rounded up to whole blocks, on a mesh
-        as many for each rank of `sequence`.
-      dtype: Type of keys and values, the model's own by default.
-      sharding: Placement of keys and values; or a `Placement` on a mesh of all of it, which calls
-        with parameters on that mesh need. No device then holds more than its share.
+      model_config: Configuration of the model.
+      policy: The policy that the cache is for, such as `SketchWalkConfig.recommended(density=0.2)`
+        or `Dense()`. It decides which statistics the cache keeps. Default:
+        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      batch: Number of sequences.
+      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
+        blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
+      dtype: Type of keys and values. Default: the dtype of the model.
+      sharding: Where keys and values are placed; or a `Placement`, which places the whole cache on
+        a mesh. Calls with parameters on a mesh need a cache made with its `Placement`. No device
+        then holds more than its share.
 
     Returns:
       A `Cache` with lengths of zero.
 
     Raises:
       ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
-        mesh's `data` axis does not divide `batch`, or `policy` is no policy.
+        mesh's `data` axis does not divide `batch`, or `policy` is not a policy.
       NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
     """
     policy = recommended_policy(model_config) if policy is None else policy
@@ -222,7 +228,7 @@ def init_cache(
 
 
 def spread_cache(cache: Cache, placement: Placement | None, policy: Policy) -> Cache:
-    """The cache as it lies on a mesh, under `jit`; as it is on one device."""
+    """Spreads the cache over a mesh, under `jit`; returns it unchanged on one device."""
     if placement is None:
         return cache
     shardings = placement.cache(policy)
@@ -242,15 +248,15 @@ def write_layer(
 
     Args:
       buffer: Keys or values of all layers.
-      new: Those of the span's tokens.
-      layer: The layer.
-      start: Position of column 0, `span.start(block_size)`. `None` means 0 for every sequence,
-        whose padding is written too: it lies beyond the sequence's length, where anything may
-        stand.
-      span: The tokens; of those that are not valid nothing is written.
+      new: Keys or values of the span's tokens.
+      layer: Index of the layer.
+      start: Position of column 0, `span.start(block_size)`. `None` means 0 for every sequence. The
+        padding is then written too: it is beyond the sequence's length, where any values are
+        allowed.
+      span: The tokens. Columns that are not valid are not written.
 
     Returns:
-      The buffer; positions beyond its capacity are dropped.
+      The buffer. Positions beyond its capacity are dropped.
     """
     if start is None:
         return jax.lax.dynamic_update_slice(buffer, new[None], (layer, 0, 0, 0, 0))

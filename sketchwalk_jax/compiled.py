@@ -14,17 +14,18 @@ def cache_directory() -> Path:
 
 
 def keep_compiled_programs() -> None:
-    """Keeps compiled programs on disk, so that a later process need not compile them again.
+    """Keeps compiled programs on disk, so that a later process does not compile them again.
 
-    It turns JAX's persistent compilation cache on, for every program that this process compiles
-    from then on, unless JAX is told already what to do. The first call of `generate`, `stream`,
-    `prefill`, `decode_step` or `forward` does so by itself, and the command line; importing the
-    package changes no setting of JAX. Call it earlier to keep what is compiled before.
+    This turns on JAX's persistent compilation cache for every program that the process compiles
+    from then on. If you have already configured that cache, your settings stay. The first call of
+    `generate`, `stream`, `prefill`, `decode_step` or `forward` calls this function by itself, and
+    so does the command line. Importing the package changes no setting of JAX. Call this function
+    earlier to keep what is compiled before.
 
-    The folder is `sketchwalk-jax/compiled` in `$XDG_CACHE_HOME`, or else in `~/.cache`. It may be
-    deleted at any time; where it cannot be written, nothing is kept. `JAX_COMPILATION_CACHE_DIR`
-    names another one, and `JAX_ENABLE_COMPILATION_CACHE=false`, or
-    `jax.config.update("jax_enable_compilation_cache", False)`, turns all of it off.
+    The folder is `sketchwalk-jax/compiled` in `$XDG_CACHE_HOME`, or else in `~/.cache`. You may
+    delete it at any time. If it cannot be written, nothing is kept. `JAX_COMPILATION_CACHE_DIR`
+    sets another folder. `JAX_ENABLE_COMPILATION_CACHE=false`, or
+    `jax.config.update("jax_enable_compilation_cache", False)`, turns the cache off.
 
     Example:
       >>> import sketchwalk_jax as sw
@@ -48,5 +49,5 @@ def keep_compiled_programs() -> None:
 
 @functools.cache
 def keep_by_default() -> None:
-    """`keep_compiled_programs`, once in a process: later changes of JAX's settings stay."""
+    """Calls `keep_compiled_programs` once in a process; later changes of JAX's settings stay."""
     keep_compiled_programs()

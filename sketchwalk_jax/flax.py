@@ -1,8 +1,8 @@
 """Attention for Flax's own multi-head layers: an `attention_fn`, and modules that carry the walk.
 
-`make_attention_fn` is stateless and serves nnx and Linen alike. The walk crosses layers: one
-`WalkAttention` (nnx) or one `LinenWalkAttention` is shared by all layers of a model. It goes into
-an nnx model that is there already by giving it to its layers:
+`make_attention_fn` returns a function without state, for nnx and Linen. The walk goes from layer to
+layer, so all layers of a model share one `WalkAttention` (nnx) or one `LinenWalkAttention`. To add
+it to an existing nnx model, give it to the model's layers:
 
     walk = WalkAttention(policy)
     for _, layer in nnx.iter_graph(model):
@@ -10,8 +10,8 @@ an nnx model that is there already by giving it to its layers:
             layer.attention_fn = nnx.data(walk)
     model.walk = walk  # and model.walk.reset(batch, num_tokens) before each forward pass
 
-`WalkSelfAttention` and `LinenWalkSelfAttention` are layers for one's own model that take the walk
-and return it, with a cache for decoding if they are given one. Where layers share nothing, as under
+`WalkSelfAttention` and `LinenWalkSelfAttention` are whole layers for your own model. They take the
+walk and return it. If you pass a cache, they also decode. If layers share nothing, as under
 `jax.lax.scan` or `nnx.scan`, carry the walk yourself; it is the same walk:
 
     def layer_step(carry, weights):
@@ -23,12 +23,12 @@ and return it, with a cache for decoding if they are given one. Where layers sha
     walk = init_walk(batch, num_tokens, policy=policy)
     (x, _), _ = jax.lax.scan(layer_step, (x, walk), weights_of_sparse_layers)
 
-Selection in an `attention_fn` is for causal self-attention over whole sequences, which may be
-padded on the right. A layer's mask is honoured if it says just that. Any other mask raises a
-ValueError, or, under `jit` where its values are unknown, gives NaN; what else cannot be honoured
-(bias, attention dropout, sown weights, cross-attention, `decode=True`) raises a
-NotImplementedError. Padded queries give values without meaning. All are differentiable in reverse
-mode, with the selected blocks as constants.
+An `attention_fn` selects blocks in causal self-attention over whole sequences, which may be padded
+on the right. The mask of a layer may say exactly that. Any other mask raises a ValueError, or gives
+NaN under `jit`, where the values of the mask are unknown. Other options that are not supported
+(bias, attention dropout, sown weights, cross-attention, `decode=True`) raise a NotImplementedError.
+The outputs of padding are meaningless. Everything is differentiable in reverse mode, with the
+selected blocks as constants.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    """Raises for options that a layer sets and that nothing here understands."""
+    """Raises for options that a layer sets and that are not supported here."""
     unknown = sorted(name for name, value in options.items() if value is not None)
     if unknown:
         raise NotImplementedError(
@@ -136,19 +136,19 @@ def _refuse_unsupported(
 def lengths_of_mask(
     mask: Array, *, is_causal: bool, batch_shape: tuple[int, ...], num_tokens: int
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """The lengths of right-padded sequences whose causal mask this is, and whether it is one.
+    """Whether a mask is causal with right padding, and the lengths of the sequences then.
 
-    Sequence `b` has length `n` if query `i < n` sees exactly the keys `j <= i`; what the queries of
-    padding see is of no interest.
+    Sequence `b` has length `n` if query `i < n` sees exactly the keys `j <= i`. What the queries of
+    padding see does not matter.
 
     Args:
       mask: Non-zero where a query may attend, broadcastable to `[*batch, N, T, T]`.
-      is_causal: Whether the causal mask applies on top.
+      is_causal: Whether the causal mask applies in addition.
       batch_shape: The batch axes.
-      num_tokens: Tokens `T`.
+      num_tokens: Number of tokens `T`.
 
     Returns:
-      Lengths, and per sequence whether the mask has that form.
+      The lengths, and for each sequence whether the mask has that form.
     """
     heads = mask.shape[-3] if mask.ndim > 2 else 1
     mask = jnp.broadcast_to(mask.astype(bool), (*batch_shape, heads, num_tokens, num_tokens))
@@ -166,15 +166,14 @@ def lengths_of_mask(
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention:
-    """One call of an `attention_fn` that block-sparse attention can serve.
+    """One call of an `attention_fn` that block-sparse attention can compute.
 
     Attributes:
-      query: Queries `[B, T, N, H]`, batch axes merged.
+      query: Queries `[B, T, N, H]`, with merged batch axes.
       key: Keys `[B, T, K, H]`.
       value: Values `[B, T, K, H]`.
-      lengths: Tokens of each sequence, int32 `[B]`.
-      fits: Whether the mask says no more than causality and these lengths, bool `[B]`; `None`
-        without a mask.
+      lengths: Number of tokens of each sequence, int32 `[B]`.
+      fits: Whether the mask is causal with these lengths, bool `[B]`; `None` without a mask.
       batch_shape: The batch axes of the call.
     """
 
@@ -203,11 +202,11 @@ class SelfAttention:
         attn_weights_value_einsum: Any = None,
         **other: Any,
     ) -> "SelfAttention":
-        """Understands the arguments that Flax's layers give.
+        """Reads the arguments that Flax's layers pass.
 
         Raises:
-          NotImplementedError: For anything that would have to be ignored.
-          ValueError: If the mask's values are known and are not causal with right padding.
+          NotImplementedError: For arguments that would have to be ignored.
+          ValueError: If the values of the mask are known and are not causal with right padding.
         """
         _refuse_unknown({name: x for name, x in other.items() if name not in _HARMLESS})
         _refuse_unsupported(
@@ -240,7 +239,7 @@ class SelfAttention:
         return cls(query, key, value, lengths, fits, batch_shape)
 
     def finish(self, out: Float[Array, "B T N H"]) -> Float[Array, "*batch T N H"]:
-        """Restores the batch axes; NaN where a mask, unknown before the run, did not fit."""
+        """Restores the batch axes. Gives NaN if a mask unknown before the run did not fit."""
         if self.fits is not None:
             out = jnp.where(self.fits[:, None, None, None], out, jnp.nan)
         return out.reshape(*self.batch_shape, *out.shape[1:])
@@ -261,7 +260,7 @@ def _dense(
     attn_weights_value_einsum: Callable[..., Array] | None,
     **options: Any,
 ) -> Array:
-    """Flax's own attention; nnx and Linen round differently, so each has its own."""
+    """Flax's own attention. nnx and Linen round differently, so each uses its own."""
     mask = None if mask is None else mask.astype(bool)
     if force_fp32_for_softmax is None:  # Linen's layers, and they alone, say True or False
         return nnx.dot_product_attention(
@@ -291,25 +290,27 @@ def make_attention_fn(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Callable[..., Array]:
-    """The `attention_fn` of one layer, for `nnx.MultiHeadAttention` and for Linen's.
+    """Returns the `attention_fn` of one layer, for `nnx.MultiHeadAttention` and for Linen's.
 
-    Without a policy (or with `Dense()`) it is Flax's own attention, bit for bit, and takes all that
-    Flax's takes. With a policy every layer selects by its own block scores, since a function has
-    no state: a walk of one layer (`R_0 = W_0`), to which `policy.dense_layers` does not apply. Use
-    `WalkAttention` or `LinenWalkAttention` for the walk over layers.
+    Without a policy (or with `Dense()`) it is Flax's own attention, bit for bit, with all of its
+    options. With a policy, every layer selects by its own block scores, because a function has no
+    state: the walk has one layer only (`R_0 = W_0`), and `policy.dense_layers` has no effect. For a
+    walk over layers, use `WalkAttention` or `LinenWalkAttention`.
 
     Args:
-      policy: A preset of `SketchWalkConfig`, or `None` for dense attention.
-      is_causal: Whether attention is causal even where the layer does not say so; Linen's layers
-        have no way to say it but a mask.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+        `SketchWalkConfig.recommended(density=0.2)`, or `None` for dense attention.
+      is_causal: Whether attention is causal even if the layer does not say so. Linen's layers can
+        say so only by a mask.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
-      A function `(query, key, value, bias=None, mask=None, ...)` on arrays `[*batch, T, N, H]`.
+      A function `(query, key, value, bias=None, mask=None, ...)` of arrays `[*batch, T, N, H]`.
 
     Raises:
-      NotImplementedError: If the policy is not one of Sketch-and-Walk.
+      NotImplementedError: If the policy is not a preset of Sketch-and-Walk.
 
     Example:
       >>> from sketchwalk_jax import SketchWalkConfig
@@ -391,7 +392,7 @@ def _walk_layer(
     implementation: str | None,
     kernel_config: KernelConfig | None,
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "B I J"]]:
-    """One layer of the model, dense where `policy.dense_layers` says so."""
+    """One layer of the model, dense if `policy.dense_layers` says so."""
     batch, num_tokens = call.query.shape[:2]
     num_blocks = -(-num_tokens // policy.block_size)
     if scores.shape != (batch, num_blocks, num_blocks):
@@ -432,7 +433,7 @@ def _walk_layer(
 
 
 def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
-    """How many leading layers are dense, or which: some plans say so too."""
+    """How many leading layers are dense, or which: some plans make layers dense too."""
     if not isinstance(policy, RecommendedConfig) or policy.num_layers is None:
         return policy.dense_layers
     return tuple(i for i in range(policy.num_layers) if policy.is_dense(i))
@@ -441,7 +442,7 @@ def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
 def _place(
     layer: Int[Array, ""], dense_layers: int | tuple[int, ...]
 ) -> tuple[Bool[Array, ""], Int[Array, ""]]:
-    """Whether a layer is dense, and how many sparse ones come before it if it is not."""
+    """Whether a layer is dense, and if not, how many sparse layers come before it."""
     if not isinstance(dense_layers, tuple):
         return layer < dense_layers, layer - dense_layers
     indices = jnp.array(dense_layers, jnp.int32)
@@ -449,28 +450,31 @@ def _place(
 
 
 class Walk(nnx.Variable):
-    """`WalkAttention`'s state, a filter for `nnx.split(model, nnx.Param, Walk, ...)`."""
+    """The state of `WalkAttention`, a filter for `nnx.split(model, nnx.Param, Walk, ...)`."""
 
 
 @renamed_field("config", "policy")
 class WalkAttention(nnx.Module, pytree=False):
     """Sketch-and-Walk for the layers of an nnx model, which share this one module.
 
-    Call `reset` at the start of every forward pass, then let each layer call this as its
-    `attention_fn`: the calls of `policy.dense_layers` (the first ones, or those of a set) are
-    dense, the others walk, `R_k = R_{k-1} W_k`.
+    Call `reset` at the start of every forward pass. Then let each layer call this module as its
+    `attention_fn`. The calls that `policy.dense_layers` names (the first ones, or those with the
+    given indices) are dense. The others walk, `R_k = R_{k-1} W_k`.
 
-    Transform the model by `nnx.jit`, or by `nnx.split` and `nnx.merge` around `jax.jit`. A plain
-    `jax.jit` over the model raises a TypeError: it would give every layer a walk of its own.
+    Transform the model with `nnx.jit`, or with `nnx.split` and `nnx.merge` around `jax.jit`. A
+    plain `jax.jit` of the model raises a TypeError, because it would give every layer its own walk.
 
     Attributes:
-      policy: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
-        `num_layers`, that one tells the layers apart; else all have the same density.
-      is_causal: Whether attention is causal even where a layer does not say so.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
+        a plan, or with `num_layers`, the recommended policy treats each layer differently;
+        otherwise all layers have the same density.
+      is_causal: Whether attention is causal even if a layer does not say so.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
       scores: Rows of `R_k`, float32 `[B, I, I]`.
-      layer: Calls since `reset`, int32 scalar.
+      layer: Number of calls since `reset`, int32 scalar.
 
     Example:
       >>> from sketchwalk_jax import SketchWalkConfig
@@ -497,7 +501,7 @@ class WalkAttention(nnx.Module, pytree=False):
         implementation: str | None = None,
         kernel_config: KernelConfig | None = None,
     ) -> None:
-        """Holds no walk before the first `reset`; for the arguments see the attributes."""
+        """Has no walk before the first `reset`. The arguments are described as attributes."""
         policy = SketchWalkConfig.recommended() if policy is None else policy
         _check_policy(policy)
         self.policy, self.is_causal = policy, is_causal
@@ -506,11 +510,11 @@ class WalkAttention(nnx.Module, pytree=False):
         self.layer = Walk(jnp.zeros((), jnp.int32))
 
     def reset(self, batch: int, num_tokens: int) -> None:
-        """Starts the walk afresh.
+        """Starts a new walk.
 
         Args:
-          batch: Sequences `B`; the product of the batch axes if there are several.
-          num_tokens: Tokens `T` of each.
+          batch: Number of sequences `B`; the product of the batch axes if there are several.
+          num_tokens: Number of tokens `T` of each.
         """
         self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy).scores)
         self.layer.set_value(jnp.zeros((), jnp.int32))
@@ -526,7 +530,7 @@ class WalkAttention(nnx.Module, pytree=False):
         is_causal: bool = False,
         **options: Any,
     ) -> Float[Array, "*batch T N H"]:
-        """Attention of the next layer; the signature of Flax's `attention_fn`."""
+        """Attention of the next layer, with the signature of Flax's `attention_fn`."""
         options["is_causal"] = is_causal or self.is_causal
         layer = self.layer.get_value()
         out, scores = _walk_layer(
@@ -547,19 +551,23 @@ class WalkAttention(nnx.Module, pytree=False):
 class LinenWalkAttention(nn.Module):
     """Sketch-and-Walk for the layers of a Linen model, which share this one module.
 
-    Each layer calls it as its `attention_fn`: the calls of `policy.dense_layers` (the first ones,
-    or those of a set) are dense, the others walk, `R_k = R_{k-1} W_k`. The walk is the collection
-    `"walk"`; `apply` needs `mutable=["walk"]`. Every `apply` that is given no such collection
-    starts afresh; one that is given it goes on from there. `init` makes none, and computes every
-    layer as the first.
+    Each layer calls it as its `attention_fn`. The calls that `policy.dense_layers` names (the first
+    ones, or those with the given indices) are dense. The others walk, `R_k = R_{k-1} W_k`.
+
+    The walk is the collection `"walk"`, so `apply` needs `mutable=["walk"]`. An `apply` without
+    that collection in its variables starts a new walk; with it, the walk continues. `init` makes no
+    walk, and computes every layer as if it were the first.
 
     Attributes:
-      policy: A preset of `SketchWalkConfig`; by default the recommended one. With a plan, or with
-        `num_layers`, that one tells the layers apart; else all have the same density.
-      is_causal: Whether attention is causal even where a layer does not say so; Linen's layers
-        have no way to say it but a mask.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
+        a plan, or with `num_layers`, the recommended policy treats each layer differently;
+        otherwise all layers have the same density.
+      is_causal: Whether attention is causal even if a layer does not say so. Linen's layers can say
+        so only by a mask.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Example:
       >>> from sketchwalk_jax import SketchWalkConfig
@@ -602,7 +610,7 @@ class LinenWalkAttention(nn.Module):
         attn_weights_value_einsum: Callable[..., Array] | None = None,
         **other: Any,
     ) -> Float[Array, "*batch T N H"]:
-        """Attention of the next layer; the signature of Flax's `attention_fn`."""
+        """Attention of the next layer, with the signature of Flax's `attention_fn`."""
         _check_policy(self.policy)
         call = SelfAttention.of_call(
             query,
@@ -652,7 +660,7 @@ def _attend(
     rotate: Rotate | None,
     **options: Any,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """The output of one layer, and what it returns beside it: `(walk,)` or `(cache, walk)`."""
+    """The output of one layer, and what it returns with it: `(walk,)` or `(cache, walk)`."""
     if rotate is not None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first = jnp.zeros((query.shape[0],), jnp.int32) if cache is None else cache.lengths
@@ -668,11 +676,12 @@ def _attend(
 class WalkSelfAttention(nnx.Module):
     """Causal self-attention over the blocks that the walk selects, as an nnx layer.
 
-    The walk goes in and comes out, so that layers may be scanned, and so does a cache where there
-    is one. Every layer is sparse; for one that is to stay dense take `nnx.MultiHeadAttention`.
+    The layer takes the walk and returns it, so layers can be scanned. It does the same with a
+    cache, if you pass one. Every such layer is sparse; for a dense layer use
+    `nnx.MultiHeadAttention`.
 
     Attributes:
-      query: Projection to `[N, H]`, and so on for `key` and `value` to `[K, H]`.
+      query: Projection to `[N, H]`; `key` and `value` are projections to `[K, H]`.
       out: Projection back.
 
     Example:
@@ -702,20 +711,23 @@ class WalkSelfAttention(nnx.Module):
         kernel_config: KernelConfig | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Draws the projections.
+        """Initialises the projections.
 
         Args:
-          num_heads: Query heads `N`.
-          in_features: Features of the input and of the output.
-          num_kv_heads: Key/value heads `K`; as many as query heads by default.
-          head_dim: Features of a head, `in_features / num_heads` by default.
-          policy: The policy, by default the recommended one.
-          rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
+          num_heads: Number of query heads `N`.
+          in_features: Number of features of the input and of the output.
+          num_kv_heads: Number of key/value heads `K`. Default: as many as query heads.
+          head_dim: Size of a head. Default: `in_features / num_heads`.
+          policy: Which key blocks each query attends to, such as
+            `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
+          rotate: A function `(x, positions) -> x` that is applied to queries and keys, such as
+            rotary embedding.
           use_bias: Whether projections have a bias.
-          dtype: Type of the computation, promoted from input and parameters by default.
+          dtype: Type of the computation. Default: promoted from input and parameters.
           param_dtype: Type of the parameters.
-          implementation: Attention implementation, or `None` to choose.
-          kernel_config: Tile sizes.
+          implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+            GPUs), or `None` to choose by device and shape.
+          kernel_config: Tile sizes of the implementation.
           rngs: Random streams.
         """
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
@@ -735,8 +747,8 @@ class WalkSelfAttention(nnx.Module):
         """An empty cache for this layer.
 
         Args:
-          batch: Sequences.
-          max_tokens: Tokens that each must be able to hold.
+          batch: Number of sequences.
+          max_tokens: Number of tokens that the cache must hold for each sequence.
         """
         return init_layer_cache(
             batch,
@@ -756,16 +768,16 @@ class WalkSelfAttention(nnx.Module):
         cache: LayerCache | None = None,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Any, ...]:
-        """One layer; with a cache `x` are the tokens behind it.
+        """Applies the layer. With a cache, `x` are the tokens after those in the cache.
 
         Args:
           x: The input.
-          walk: What the previous layer returned; `None` starts a walk.
-          cache: From `init_cache` or the last call, for decoding.
-          lengths: Tokens of each right-padded sequence; all `T` by default.
+          walk: Walk that the previous layer returned. `None` starts a walk.
+          cache: Cache from `init_cache` or from the last call, for decoding.
+          lengths: Number of tokens of each right-padded sequence. Default: all `T`.
 
         Returns:
-          The output and the walk, with a cache the output, the cache and the walk.
+          The output and the walk; with a cache, the output, the cache and the walk.
         """
         out, rest = _attend(
             self.query(x),
@@ -784,19 +796,22 @@ class WalkSelfAttention(nnx.Module):
 
 @renamed_field("config", "policy")
 class LinenWalkSelfAttention(nn.Module):
-    """`WalkSelfAttention` as a Linen layer; parameters are `query`, `key`, `value` and `out`.
+    """`WalkSelfAttention` as a Linen layer, with the parameters `query`, `key`, `value` and `out`.
 
     Attributes:
-      num_heads: Query heads `N`.
-      num_kv_heads: Key/value heads `K`; as many as query heads by default.
-      head_dim: Features of a head, those of the input over the heads by default.
-      policy: The policy.
-      rotate: `(x, positions) -> x`, applied to queries and keys, e.g. rotary embedding.
+      num_heads: Number of query heads `N`.
+      num_kv_heads: Number of key/value heads `K`. Default: as many as query heads.
+      head_dim: Size of a head. Default: the features of the input divided by `num_heads`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
+      rotate: A function `(x, positions) -> x` that is applied to queries and keys, such as rotary
+        embedding.
       use_bias: Whether projections have a bias.
-      dtype: Type of the computation, promoted from input and parameters by default.
+      dtype: Type of the computation. Default: promoted from input and parameters.
       param_dtype: Type of the parameters.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Example:
       >>> layer = LinenWalkSelfAttention(4, policy=SketchWalkConfig.recommended(block_size=16))
@@ -827,7 +842,7 @@ class LinenWalkSelfAttention(nn.Module):
         cache: LayerCache | None = None,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Any, ...]:
-        """One layer, as `WalkSelfAttention`; `init_layer_cache` makes a cache for it."""
+        """Applies the layer, as `WalkSelfAttention` does. `init_layer_cache` makes its cache."""
         head_dim = self.head_dim or x.shape[-1] // self.num_heads
         sizes = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
         options: dict[str, Any] = {"use_bias": self.use_bias, "dtype": self.dtype}

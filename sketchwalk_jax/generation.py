@@ -1,9 +1,11 @@
-"""Text generation: `generate` in two programs, `make_generate` for notebooks, `stream` in pieces.
+"""Text generation: `generate` for one call, `make_generate` for many, `stream` for pieces.
 
-One call is a prefill, which leaves a `DecodeState`, and a `while_loop` of decode steps on it: two
-programs, which `generate` and `stream` share. How many tokens to decode is an argument of the
-second, and the room for them comes in few sizes; `make_generate` pads prompts to few lengths. So a
-new number of tokens, or a new length, seldom compiles anew.
+A call to `generate` runs two compiled programs. The first reads the prompts (prefill) and returns a
+`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs.
+
+Recompilation is rare. The number of tokens to decode is a run-time argument of the second program,
+and the room for them is rounded up to a few sizes. `make_generate` also pads prompts to a few
+lengths.
 """
 
 import contextlib
@@ -63,16 +65,20 @@ class Generation:
     """What `generate` returns.
 
     Attributes:
-      tokens: New tokens, int32 `[B, max_new_tokens]`; after a sequence's end, the pad token.
-      lengths: New tokens of each sequence, its end-of-sequence token included, int32 `[B]`.
-      measured_density: Attended over causal pairs of this call, by phase and layer.
-      cache: Holds prompt and new tokens; pass it to the next call to continue.
-      selection: Blocks that the prompt's rows attended to, arrays with a leading axis of sparse
-        layers; `None` unless asked for. As many rows as the longest prompt has blocks; those
-        beyond a shorter one are empty.
-      is_finite: Whether every logit of a sequence was finite, bool `[B]`; tokens that were chosen
-        from others mean nothing.
-      choice: What an `Auto` chose; `None` where a policy was given.
+      tokens: The new tokens, int32 `[B, max_new_tokens]`. The pad token fills the columns after the
+        end of a sequence.
+      lengths: Number of new tokens of each sequence, including its end-of-sequence token, int32
+        `[B]`.
+      measured_density: (query, key) pairs that this call attended to, and all causal pairs, by
+        phase and layer.
+      cache: Cache that holds the prompts and the new tokens. Pass it to the next call to continue.
+      selection: The blocks that the prompts' query blocks (rows) attended to, or `None` unless
+        `return_selection` was set. Its arrays have a leading axis of sparse layers. There are as
+        many rows as the longest prompt has blocks. Rows beyond the end of a shorter prompt are
+        empty.
+      is_finite: Whether all logits of a sequence were finite, bool `[B]`. If they were not, its
+        tokens are meaningless.
+      choice: What an `Auto` chose, or `None` if the call got a policy.
     """
 
     tokens: Int[Array, "B U"]
@@ -84,7 +90,7 @@ class Generation:
     choice: Choice | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Sizes and outcome in one line; the tokens are not printed."""
+        """Sizes and outcome in one line, without the tokens."""
         try:
             parts = {name: show_numbers(getattr(self, name)) for name in ("lengths", "is_finite")}
             parts["measured_density"] = show_numbers(self.measured_density.overall)
@@ -102,12 +108,12 @@ class DecodeState:
 
     Attributes:
       logits: Logits of the next token, float32 `[B, V]`.
-      cache: Everything before it.
-      seen: Tokens that stand in the prompt or were generated, bool `[B, V]`.
+      cache: Cache of all tokens before it.
+      seen: Which tokens occur in the prompt or were generated, bool `[B, V]`.
       keys: One random key per sequence.
-      lengths: New tokens so far, int32 `[B]`.
-      is_done: Sequences that have ended, bool `[B]`.
-      is_finite: Sequences whose logits were all finite so far, bool `[B]`.
+      lengths: Number of new tokens so far, int32 `[B]`.
+      is_done: Which sequences have ended, bool `[B]`.
+      is_finite: Which sequences had only finite logits so far, bool `[B]`.
     """
 
     logits: Float[Array, "B V"]
@@ -129,7 +135,7 @@ def start_decoding(
     capacity: int,
     settings: Settings,
 ) -> tuple[DecodeState, BlockSelection | None]:
-    """Reads the prompts; a new cache of `capacity` tokens is made where none is given."""
+    """Reads the prompts. Makes a new cache of `capacity` tokens if none is given."""
     batch = tokens.shape[0]
     model_config, is_fresh = settings.model_config, cache is None
     if cache is None:
@@ -172,9 +178,9 @@ def decode_tokens(
     pad_token_id: int,
     settings: Settings,
 ) -> tuple[Int[Array, "B U"], DecodeState]:
-    """Up to `limit <= num_tokens` more tokens of every sequence that has not ended.
+    """Decodes up to `limit <= num_tokens` more tokens of every sequence that has not ended.
 
-    Every token that is returned is also in the returned cache, the last one included.
+    The returned cache holds every returned token, including the last one.
     """
     batch = state.lengths.shape[0]
 
@@ -212,10 +218,10 @@ def decode_tokens(
 
 
 def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
-    """The state as it lies on a mesh: what is as long as a vocabulary or a cache is spread.
+    """Spreads the state over a mesh; returns it unchanged on one device.
 
-    The rest, a few numbers of each sequence, lies everywhere, so that every host can read it. As it
-    is on one device.
+    The logits, the cache and the seen tokens are spread over the ranks. The rest is a few numbers
+    per sequence. It is replicated, so that every host can read it.
     """
     placement = settings.placement
     if placement is None:
@@ -260,45 +266,53 @@ def generate(
     max_tokens: int | None = None,
     return_selection: bool = False,
 ) -> Generation:
-    """Continues every prompt by up to `max_new_tokens` tokens, in two compiled programs.
+    """Continues every prompt by up to `max_new_tokens` tokens.
 
-    One reads the prompts, one decodes: `stream` runs the same two, and another `max_new_tokens`
-    compiles neither as long as `new_token_room` of it is the same; with `max_tokens` or a cache the
-    first never. Pure; under a `jit` of the caller's all is one program. A batch gives what its
-    sequences give one by one. Programs are kept on disk (`keep_compiled_programs` says where), so
-    that the first call of the next session compiles nothing.
+    The call runs two compiled programs, one for the prompts and one for decoding. Another
+    `max_new_tokens` recompiles neither of them if `new_token_room(max_new_tokens)` stays the same.
+    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs. The
+    function is pure; inside your own `jit` it becomes part of that one program.
+
+    The results for a sequence do not depend on the other sequences in the batch. Compiled programs
+    are kept on disk (see `keep_compiled_programs`), so the first call of the next session does not
+    compile again.
 
     Args:
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
-      model_config: The model.
-      policy: The policy, such as a `SketchWalkConfig`, or `Dense()`; by default
-        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses one by the padded
-        length of the prompts, the number of sequences and what the cache holds.
-      max_new_tokens: Most tokens to generate for a sequence.
-      lengths: Prompt tokens of each sequence; all `T` by default.
-      sampling: How tokens are drawn; greedy by default. New values do not recompile.
-      key: Random key, one or one per sequence; `jax.random.key(0)` by default.
-      eos_token_ids: Tokens that end a sequence; the model's own by default.
-      pad_token_id: Fills `tokens` after a sequence's end.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`policy.phases`) is dense in the other.
-      chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
-      cache: Continues the sequences of an earlier call; donated. The repetition penalty then
-        counts the tokens of this call only.
-      max_tokens: Tokens that a new cache can hold, to leave room for later calls; by default those
-        of this one, the new ones rounded up by `new_token_room`.
-      return_selection: Whether to return the blocks that the prompt's rows attended to.
+      model_config: Configuration of the model, from `load`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default:
+        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses between a sparse
+        policy and dense attention, by the padded length of the prompts, the number of sequences and
+        the contents of the cache.
+      max_new_tokens: Maximum number of tokens to generate for a sequence.
+      lengths: Number of prompt tokens of each sequence. Default: all `T`.
+      sampling: How tokens are drawn. Default: greedy. New values do not recompile.
+      key: Random key, either one or one per sequence. Default: `jax.random.key(0)`.
+      eos_token_ids: Tokens that end a sequence. Default: those of the model.
+      pad_token_id: Token that fills `tokens` after the end of a sequence.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
+        that selects in one phase only (`policy.phases`) is dense in the other.
+      chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
+        prompt at once.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
+      cache: Cache of an earlier call, whose sequences this call continues. It is donated: use the
+        returned cache afterwards. The repetition penalty then counts the tokens of this call only.
+      max_tokens: Capacity of a new cache in tokens, to leave room for later calls. Default: what
+        this call needs, with the new tokens rounded up by `new_token_room`.
+      return_selection: Whether to return the blocks that the prompts' query blocks attended to.
 
     Returns:
-      A `Generation`; only the new tokens.
+      A `Generation`. It has the new tokens only, without the prompts.
 
     Raises:
-      ValueError: For arguments that do not fit, prompts longer than the model's context, or a
-        cache without room; for parameters or a cache of another model, policy or dtype; for ids
-        outside the vocabulary, which under `jit` are unknown and clamped.
+      ValueError: If arguments do not fit together, a prompt is longer than the model's context, or
+        the cache has no room; if the parameters or the cache are of another model, policy or dtype;
+        if a token id is outside the vocabulary. Under `jit`, token ids are unknown and are clamped
+        instead.
 
     Example:
       >>> out = generate(params, tokens, model_config=model_config,
@@ -376,9 +390,9 @@ def check_call(
     max_tokens: int | None = None,
     return_selection: bool = False,
 ) -> Call:
-    """Checks the arguments of `generate` and fills in what was left out.
+    """Checks the arguments of `generate` and fills in the defaults.
 
-    Where `params` are `NOT_LOADED`, all but these is checked, as for one device.
+    If `params` is `NOT_LOADED`, everything except the parameters is checked, as for one device.
     """
     check_model_config(model_config)
     is_loaded = params is not NOT_LOADED
@@ -445,10 +459,10 @@ def check_call(
 
 
 def memory_of(params: PyTree, call: Call) -> contextlib.AbstractContextManager[None]:
-    """Checks that a new cache fits onto the device; explains a failure for want of memory.
+    """Checks that a new cache fits into the device's memory, and explains a failure to allocate.
 
     Raises:
-      OutOfDeviceMemory: If it is known not to fit.
+      OutOfDeviceMemory: If the cache is known not to fit.
     """
     tokens, _, _, cache = call.prompt
     settings, capacity = call.reading["settings"], call.reading["capacity"]
@@ -468,7 +482,7 @@ def memory_of(params: PyTree, call: Call) -> contextlib.AbstractContextManager[N
 
 
 def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
-    """The end tokens of a call; the model's own are taken as they are."""
+    """The end tokens of a call. Those of the model are not checked."""
     if given is None:
         return model_config.eos_token_ids
     if not isinstance(given, tuple | list):
@@ -533,10 +547,10 @@ def _check_room(
 def new_token_room(max_new_tokens: int) -> int:
     """The room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
 
-    Programs are made for a room, so that those with one room share them.
+    A program is compiled for a room, so all values of `max_new_tokens` with the same room share it.
 
     Args:
-      max_new_tokens: Most tokens to generate for a sequence, at least 1.
+      max_new_tokens: Maximum number of tokens to generate for a sequence, at least 1.
 
     Returns:
       The room in tokens.
@@ -552,22 +566,22 @@ def left_to_right_padding(
     tokens: Integer[Array | np.ndarray, "B T"],
     attention_mask: Bool[Array | np.ndarray, "B T"] | Integer[Array | np.ndarray, "B T"],
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Rolls every sequence to the front of its row, so that all padding comes last.
+    """Moves the tokens of every sequence to the start of its row, so that all padding comes last.
 
-    Tokenizers pad left for generation, but blocks are counted from the first token. With `s` the
-    first real position of a row, `rolled[t] = tokens[(s + t) mod T]`. Rows that are padded right,
-    or on both sides, are accepted too.
+    Tokenizers pad on the left for generation, but blocks are counted from the first token. If `s`
+    is the first real position of a row, then `rolled[t] = tokens[(s + t) mod T]`. Rows may also be
+    padded on the right or on both sides.
 
     Args:
       tokens: Token ids, padded on any side.
-      attention_mask: 1 or true at real tokens, which stand together in each row.
+      attention_mask: 1 or true at real tokens, which must be contiguous in each row.
 
     Returns:
-      The rolled tokens, int32 `[B, T]`, and their number in each row, int32 `[B]`.
+      The rolled tokens, int32 `[B, T]`, and the number of tokens in each row, int32 `[B]`.
 
     Raises:
-      ValueError: If a concrete mask has another shape, values besides 0 and 1, a row without
-        tokens or one whose tokens do not stand together. Traced masks are not checked.
+      ValueError: If a concrete mask has another shape, values other than 0 and 1, a row without
+        tokens or a row whose tokens are not contiguous. Traced masks are not checked.
 
     Example:
       >>> tokens, mask = jnp.array([[0, 0, 7, 8]]), jnp.array([[0, 0, 1, 1]])
@@ -607,15 +621,17 @@ def _check_mask(mask: np.ndarray) -> None:
 
 
 def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
-    """The padded length for a prompt: a new length seldom needs a new program.
+    """The length to which a prompt is padded, so that few lengths are compiled.
 
     With `n = ceil(num_tokens / multiple)` and `2^k < n ≤ 2^(k+1)`, the bucket is `n` rounded up to
-    a multiple of `max(1, 2^k / 8)`, times `multiple`: eight buckets to an octave, and padding below
-    an eighth of the prompt plus `multiple` tokens. A bucket is its own bucket.
+    a multiple of `max(1, 2^k / 8)`, times `multiple`. There are eight buckets between a length and
+    its double, and the padding is less than an eighth of the prompt plus `multiple` tokens. A
+    length that is a bucket already stays as it is.
 
     Args:
-      num_tokens: Longest prompt of the batch, in tokens, at least 1.
-      multiple: Tokens that every bucket is a multiple of, as the block size; at least 1.
+      num_tokens: Tokens of the longest prompt of the batch, at least 1.
+      multiple: Number of tokens, such as the block size, that every bucket is a multiple of; at
+        least 1.
 
     Returns:
       The padded length in tokens.
@@ -662,16 +678,16 @@ class Generate:
         key: Key[Array, "..."] | None = None,
         cache: Cache | None = None,
     ) -> Generation:
-        """Continues the prompts; see `generate`.
+        """Continues the prompts, as `generate` does.
 
         Args:
           params: Parameter tree from `load`.
-          tokens: Prompts, right-padded; padded on either side if `attention_mask` is given.
-          lengths: Prompt tokens of each sequence.
-          attention_mask: Instead of `lengths`: 1 at real tokens, as tokenizers return it.
-          sampling: How tokens are drawn; greedy by default.
-          key: Random key, one or one per sequence.
-          cache: Continues the sequences of an earlier call; donated.
+          tokens: Prompts, right-padded, or padded on either side if `attention_mask` is given.
+          lengths: Number of prompt tokens of each sequence. Default: all `T`.
+          attention_mask: 1 at real tokens, as tokenizers return it; replaces `lengths`.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key, either one or one per sequence.
+          cache: Cache of an earlier call, whose sequences this call continues; donated.
 
         Returns:
           A `Generation`.
@@ -702,7 +718,7 @@ class Generate:
 def pad_to_bucket(
     tokens: Any, lengths: Any, model_config: ModelConfig, policy: Policy | Auto
 ) -> tuple[Array | np.ndarray, Any]:
-    """Pads prompts on the right to the next bucket, which never exceeds the model's context."""
+    """Pads prompts on the right to the next bucket, but not beyond the model's context."""
     batch, width = np.shape(tokens)
     if lengths is None:
         lengths = np.full((batch,), width, np.int32)
@@ -729,27 +745,30 @@ def make_generate(
     max_tokens: int | None = None,
     return_selection: bool = False,
 ) -> Generate:
-    """The jitted `generate(params, tokens)` for one model and policy.
+    """Returns the jitted `generate(params, tokens)` for one model and policy.
 
-    Prompts are padded to buckets of lengths, so that a new length seldom compiles anew; another
-    `max_new_tokens` shares the programs of this one as `generate` says. Another `policy` compiles
-    anew, and so does another density: the lists of blocks are arrays with as many columns as a row
-    may keep, and attention works through them. Programs are kept on disk, so that a sweep of
-    densities compiles once and for all.
+    Prompts are padded to a few lengths (`bucket_length`), so a prompt of another length seldom
+    recompiles. Another `max_new_tokens` shares programs as `generate` describes. Changing the
+    policy recompiles. Changing the density recompiles too, because it changes array shapes: the
+    lists of blocks have as many columns as a row may keep. Compiled programs are kept on disk, so a
+    sweep over densities compiles each program only once.
 
     Args:
-      model_config: The model.
-      policy: The policy, or an `Auto`; by default the recommended policy with the model's plan, as
-        in `generate`.
-      max_new_tokens: Most tokens to generate for a sequence.
-      eos_token_ids: Tokens that end a sequence; the model's own by default.
-      pad_token_id: Fills `tokens` after a sequence's end.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
-      chunk_size: Tokens that prefill processes at a time; `None` takes the whole prompt.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
-      max_tokens: Tokens that a new cache can hold, to leave room for later calls.
-      return_selection: Whether to return the blocks that the prompt's rows attended to.
+      model_config: Configuration of the model, from `load`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
+        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      max_new_tokens: Maximum number of tokens to generate for a sequence.
+      eos_token_ids: Tokens that end a sequence. Default: those of the model.
+      pad_token_id: Token that fills `tokens` after the end of a sequence.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
+        prompt at once.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
+      max_tokens: Capacity of a new cache in tokens, to leave room for later calls.
+      return_selection: Whether to return the blocks that the prompts' query blocks attended to.
 
     Returns:
       A callable `generate(params, tokens, *, lengths=None, attention_mask=None, sampling=None,
@@ -782,12 +801,13 @@ class StreamChunk:
     """A few new tokens of every sequence.
 
     Attributes:
-      tokens: The new tokens, int32 `[B, n]` on the host; the first chunk of a stream holds none
-        and marks the end of prefill.
-      lengths: Tokens of this chunk that belong to each sequence, int32 `[B]` on the host.
-      is_done: Sequences that have ended, bool `[B]` on the host.
-      measured_density: Attended over causal pairs so far.
-      selection: In the first chunk, if asked for: blocks that the prompt's rows attended to.
+      tokens: The new tokens, int32 `[B, n]` on the host. The first chunk of a stream has no tokens;
+        it marks the end of prefill.
+      lengths: How many of these tokens belong to each sequence, int32 `[B]` on the host.
+      is_done: Which sequences have ended, bool `[B]` on the host.
+      measured_density: (query, key) pairs attended to so far, and all causal pairs.
+      selection: The blocks that the prompts' query blocks attended to; in the first chunk only, and
+        only if `return_selection` was set.
       is_finite: Whether all logits of a sequence were finite so far, bool `[B]` on the host.
     """
 
@@ -800,10 +820,10 @@ class StreamChunk:
 
 
 class Stream(Iterator[StreamChunk]):
-    """Iterator over `StreamChunk`s; made by `stream`."""
+    """Iterator over `StreamChunk`s, made by `stream`."""
 
     def __init__(self, call: Call, params: PyTree, *, every: int) -> None:
-        """Keeps the checked call; nothing runs before the first `next`."""
+        """Keeps the checked call. Nothing runs before the first `next`."""
         self._call, self._params, self._every = call, params, every
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
@@ -811,12 +831,12 @@ class Stream(Iterator[StreamChunk]):
 
     @property
     def choice(self) -> Choice | None:
-        """What an `Auto` chose; `None` where a policy was given."""
+        """What an `Auto` chose, or `None` if the call got a policy."""
         return self._call.choice
 
     @property
     def cache(self) -> Cache:
-        """The cache after the last chunk, to continue from; the next chunk consumes it."""
+        """The cache after the last chunk, to continue from. The next chunk consumes it."""
         if self._state is None:
             raise ValueError("the stream must have been started before its cache is read")
         return self._state.cache
@@ -861,22 +881,22 @@ class Stream(Iterator[StreamChunk]):
 def stream(
     params: PyTree, tokens: Int[Array | np.ndarray, "B T"], *, every: int = 8, **options: Any
 ) -> Stream:
-    """Continues every prompt, handing out tokens as they come.
+    """Continues every prompt and returns the tokens while they are generated.
 
-    The same tokens as `generate`. The first chunk holds no tokens, it marks the end of prefill; the
-    second holds one, and those after it `every`.
+    The tokens are those of `generate`. The first chunk has no tokens and marks the end of prefill.
+    The second has one token, and each chunk after it has `every`.
 
     Args:
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
-      every: Decode steps between two chunks.
-      **options: As `generate`.
+      every: Number of decode steps between two chunks.
+      **options: The other arguments of `generate`.
 
     Returns:
-      An iterator over `StreamChunk`s; its `cache` continues the sequences afterwards.
+      An iterator over `StreamChunk`s. Its `cache` continues the sequences afterwards.
 
     Raises:
-      ValueError: As `generate`, at once and not at the first chunk.
+      ValueError: As `generate`. It is raised by this call, before the first chunk.
 
     Example:
       >>> for chunk in stream(params, tokens, model_config=model_config,

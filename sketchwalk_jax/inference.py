@@ -1,9 +1,9 @@
 """Prefill and decode: pure functions from `(params, tokens, cache)` to `(logits, cache)`.
 
-`prefill`, `decode_step` and `forward` check their arguments and are jitted, with the cache donated:
-it is updated in place. `read_prompt` and `decode_token` are what they share with `generate` and
-`stream`, for use inside `jit`. The cache and the walk travel through the scan over layers in its
-carry; the leading dense layers are a scan of their own.
+`prefill`, `decode_step` and `forward` check their arguments and are jitted. `prefill` and
+`decode_step` donate the cache, so it is updated in place. `read_prompt` and `decode_token` do the
+work without checks; `generate` and `stream` call them inside `jit`. The scan over layers has the
+cache and the walk in its carry. The leading dense layers have a scan of their own.
 """
 
 import dataclasses
@@ -58,15 +58,15 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """Where the columns of some prompts come to lie when they are read chunk by chunk.
+    """Where the columns of the prompts are placed when the prompts are read chunk by chunk.
 
-    Columns are moved so that the first one of the first chunk stands on a block boundary: behind a
-    cache that ends inside a block, the chunk begins with padding.
+    Columns are moved so that the first column of the first chunk is at a block boundary. If the
+    cache ends inside a block, the first chunk begins with padding.
 
     Attributes:
-      num_chunks: Chunks.
-      chunk_size: Tokens of each, whole blocks.
-      shift: Columns by which each sequence is moved, int32 `[B]`.
+      num_chunks: Number of chunks.
+      chunk_size: Tokens per chunk, a multiple of the block size.
+      shift: Number of columns by which each sequence is moved, int32 `[B]`.
       tokens: The moved tokens, int32 `[B, num_chunks · chunk_size]`.
       valid: Which of them are tokens of the sequences.
     """
@@ -88,9 +88,10 @@ def chunk_layout(
     is_fresh: bool,
     num_pieces: int = 1,
 ) -> ChunkLayout:
-    """Lays prompts out behind `used` tokens of each sequence, of which a fresh cache has none.
+    """Lays prompts out after the `used` tokens that the cache holds of each sequence.
 
-    A chunk is of whole blocks, as many in each of `num_pieces`.
+    A fresh cache holds none. Each of `num_pieces` pieces of a chunk has the same number of whole
+    blocks.
     """
     batch, num_tokens = tokens.shape
     shift = jnp.zeros((batch,), jnp.int32) if is_fresh else used % block_size
@@ -120,14 +121,15 @@ def read_prompt(
     Args:
       params: Parameter tree.
       tokens: Prompts, right-padded.
-      lengths: Tokens of each.
+      lengths: Number of tokens of each prompt.
       columns: Columns of `tokens` whose output is wanted.
-      cache: The cache; the prompts continue what it holds.
-      is_fresh: Whether it holds nothing.
+      cache: The cache. The prompts continue what it holds.
+      is_fresh: Whether the cache is empty.
       settings: Static settings.
 
     Returns:
-      The last layer's output at the wanted columns, the cache, and what was selected, if asked for.
+      The last layer's output at the wanted columns, the cache, and the selected blocks if the
+      settings ask for them.
     """
     size, placement = settings.policy.block_size, settings.placement
     blocks = None if placement is None else placement.blocks
@@ -211,7 +213,7 @@ def read_prompt(
 def _empty_others(
     selection: BlockSelection | None, is_row: Bool[Array, "B I"], *, num_blocks: int
 ) -> BlockSelection | None:
-    """Lists of stacked layers, those of rows without a token of the prompts empty."""
+    """Empties the lists of rows that have no token of the prompts, in stacked layers."""
     if selection is None:
         return None
     is_row = is_row[None, :, None]
@@ -223,7 +225,7 @@ def _empty_others(
 
 
 def _join_chunks(x: Int[Array, "C L B M I *rest"]) -> Int[Array, "L B M CI *rest"]:
-    """Puts the rows of all chunks of a selection behind one another."""
+    """Concatenates the rows of all chunks of a selection."""
     x = jnp.moveaxis(x, 0, 3)
     return x.reshape(*x.shape[:3], x.shape[3] * x.shape[4], *x.shape[5:])
 
@@ -238,8 +240,8 @@ def decode_token(
 ) -> tuple[Float[Array, "B V"], Cache, BlockSelection | None]:
     """Appends one token to every active sequence, without checks (Algorithm 2).
 
-    Inactive sequences stay as they are. Returns the logits after the token, the cache, and what was
-    selected, if asked for.
+    Inactive sequences do not change. Returns the logits after the token, the cache, and the
+    selected blocks if the settings ask for them.
     """
     policy, positions = settings.policy, cache.lengths
     span = Span.of_tokens(positions, policy.block_size, active)
@@ -312,39 +314,44 @@ def prefill(
     return_selection: bool = False,
     return_all_logits: bool = False,
 ) -> tuple[Any, ...]:
-    """Reads prompt tokens into the cache (Algorithm 1 in every layer of the policy).
+    """Reads prompt tokens into the cache (Algorithm 1 in every layer where the policy selects).
 
-    The tokens continue whatever the cache holds: prompts may be given in pieces, or a conversation
-    continued. The selection of a query block sees the later tokens of its own block, as the
-    paper's does (block-causal); the attention itself is causal.
+    The tokens continue the sequences in the cache, so a prompt can be read in pieces, and a
+    conversation can be continued. The selection of a query block sees the later tokens of its own
+    block, as in the paper (block-causal). The attention itself is causal.
 
     Args:
       params: Parameter tree from `load`.
       tokens: Token ids, right-padded.
-      cache: From `init_cache` with the same `policy`; donated, use the returned one.
-      model_config: The model.
-      policy: The policy that the cache was made for; by default the recommended one.
-      lengths: Tokens of each sequence; all `T` by default.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`policy.phases`) is dense in the other.
-      chunk_size: Tokens processed at a time; bounds the memory of long prompts. `None` takes all.
-        Rounded up to `2 · sequence` blocks on a mesh with that axis.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      cache: Cache from `init_cache` with the same `policy`. It is donated: use the returned cache
+        afterwards.
+      model_config: Configuration of the model, from `load`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
+        for. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      lengths: Number of tokens of each sequence. Default: all `T`.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
+        that selects in one phase only (`policy.phases`) is dense in the other.
+      chunk_size: Number of tokens processed at a time, which limits the memory that long prompts
+        need. `None` processes all at once. On a mesh with a `sequence` axis, it is rounded up to a
+        multiple of `2 · sequence` blocks.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
-      return_all_logits: Whether to return the logits of every token instead of the last one's.
+      return_all_logits: Whether to return the logits of every token, not only of the last one.
 
     Returns:
-      Float32 logits after the last token of each sequence `[B, V]` (or `[B, T, V]`), the cache,
-      and with `return_selection` a `BlockSelection` whose arrays have a leading axis of sparse
-      layers (`None` if nothing was selected). It has the rows of blocks that the longest prompt
-      touches, and no more where the cache's fill is known; rows that a shorter one lacks are empty:
-      their counts are 0.
+      Float32 logits after the last token of each sequence `[B, V]` (or of all tokens `[B, T, V]`),
+      the cache, and with `return_selection` a `BlockSelection` whose arrays have a leading axis of
+      sparse layers (`None` if nothing was selected). Its rows are the blocks that the longest
+      prompt touches; there are no more rows if the fill of the cache is known. Rows beyond the end
+      of a shorter prompt are empty: their counts are 0.
 
     Raises:
-      ValueError: For parameters, a cache or options that do not fit, an empty prompt, prompts
-        longer than the cache, or ids outside the vocabulary. The fill level of the cache and token
-        values are unknown under `jit` and are not checked there (such ids are clamped).
+      ValueError: If the parameters, the cache or options do not fit together, a prompt is empty or
+        longer than the room in the cache, or a token id is outside the vocabulary. Under `jit`, the
+        fill of the cache and the token ids are unknown and not checked (such ids are clamped).
     """
     keep_by_default()
     policy = recommended_policy(model_config) if policy is None else policy
@@ -388,13 +395,17 @@ def decode_step(
     Args:
       params: Parameter tree from `load`.
       tokens: One token id per sequence.
-      cache: The cache so far; donated, use the returned one. Tokens beyond its capacity are lost.
-      model_config: The model.
-      policy: The policy that the cache was made for; by default the recommended one.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`. A policy that selects
-        in one phase only (`policy.phases`) is dense in the other.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      cache: The cache so far. It is donated: use the returned cache afterwards. Tokens beyond its
+        capacity are lost.
+      model_config: Configuration of the model, from `load`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
+        for. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
+        that selects in one phase only (`policy.phases`) is dense in the other.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
 
     Returns:
@@ -402,7 +413,7 @@ def decode_step(
       leading axis of sparse layers.
 
     Raises:
-      ValueError: For parameters, a cache, tokens or options that do not fit.
+      ValueError: If the parameters, the cache, the tokens or options do not fit together.
     """
     keep_by_default()
     policy = recommended_policy(model_config) if policy is None else policy
@@ -436,20 +447,22 @@ def forward(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token of the prompts, teacher-forced, with no cache kept.
+    """Logits of every token of the prompts, without keeping a cache (teacher forcing).
 
     Args:
       params: Parameter tree from `load`.
       tokens: Token ids, right-padded.
-      model_config: The model.
-      policy: The policy; dense by default.
-      lengths: Tokens of each sequence; all `T` by default.
-      chunk_size: Tokens processed at a time.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      model_config: Configuration of the model, from `load`.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `Dense()`.
+      lengths: Number of tokens of each sequence. Default: all `T`.
+      chunk_size: Number of tokens processed at a time. `None` processes all at once.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
-      Float32 logits; those of padding mean nothing.
+      Float32 logits. Those of padding are meaningless.
 
     Raises:
       ValueError: As `prefill`.

@@ -1,4 +1,4 @@
-"""Text in, text out: a model, its tokenizer and a policy in one object over the pure functions."""
+"""Text in, text out: a model, its tokenizer and a policy in one object."""
 
 import dataclasses
 import math
@@ -61,13 +61,14 @@ class Completion:
 
     Attributes:
       text: The new text.
-      prompt_tokens: Tokens of the prompt that were read, without padding.
-      new_tokens: Tokens that were generated, an end token included.
-      finish_reason: `"eos"` after an end token, else `"length"`.
-      measured_density: Attended over causal pairs, all layers and both phases.
+      prompt_tokens: Number of prompt tokens that were read, without padding.
+      new_tokens: Number of generated tokens, including an end token.
+      finish_reason: `"eos"` if the text ended with an end token, else `"length"`.
+      measured_density: Fraction of causal (query, key) pairs attended to, over all layers and both
+        phases.
       measured_density_prefill: The same over the prompt.
       measured_density_decode: The same over the new tokens; NaN if there are none.
-      is_finite: Whether every logit was finite; a text chosen from others means nothing.
+      is_finite: Whether all logits were finite. If they were not, the text is meaningless.
     """
 
     text: str
@@ -84,18 +85,21 @@ class Completion:
 class LanguageModel:
     """A model with its tokenizer and a policy: strings in, strings out.
 
-    It adds nothing to the pure functions but text, and remembers nothing between calls:
-    `params`, `model_config` and `policy` are what `sketchwalk_jax.generate` takes. Programs are
-    compiled for lengths in few sizes, as `make_generate` does, and are shared with it.
+    This class adds text to the pure functions and nothing else. It keeps no state between calls.
+    `params`, `model_config` and `policy` are arguments of `sketchwalk_jax.generate`. As in
+    `make_generate`, lengths are padded to a few sizes, so few programs are compiled; both share
+    them.
 
     Attributes:
       params: Parameter tree.
-      model_config: The model.
+      model_config: Configuration of the model.
       tokenizer: A tokenizer of transformers.
-      policy: Which keys a query attends to; an `Auto` is resolved at each call.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
-      chunk_size: Tokens that a prompt is read at a time; None for all at once.
-      eos_token_ids: Tokens that end a text; the model's own by default.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. An `Auto` is resolved at each
+        call.
+      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      chunk_size: Number of prompt tokens processed at a time. None processes all at once.
+      eos_token_ids: Tokens that end a text. Default: those of the model.
 
     Example:
       >>> lm = LanguageModel.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -127,19 +131,22 @@ class LanguageModel:
         Args:
           source: A checkpoint directory, a GGUF file, or `"ORG/NAME"` on the Hugging Face hub, as
             in `sketchwalk_jax.load`.
-          policy: Which keys a query attends to; by default the recommended policy. It gets the
-            plan of the model, if there is one.
-          density: As in `with_policy`.
-          dtype: Dtype of the parameters; by default float32 on CPUs, which compute narrower types
-            slowly, and elsewhere the checkpoint's own.
-          sharding: Where the parameters go.
+          policy: Which key blocks each query attends to, such as
+            `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
+            `SketchWalkConfig.recommended()`. A recommended policy gets the plan of the model, if
+            there is one.
+          density: Density of the policy, as in `with_policy`.
+          dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in narrower
+            types, and elsewhere the dtype of the checkpoint.
+          sharding: Where the parameters are placed, as in `sketchwalk_jax.load`.
           progress: Whether to show progress on standard error.
 
         Returns:
           The model.
 
         Raises:
-          ValueError: As `sketchwalk_jax.load` and `load_tokenizer`; and their other errors.
+          ValueError: As `sketchwalk_jax.load` and `load_tokenizer`; these can also raise other
+            errors.
 
         Example:
           >>> from sketchwalk_jax.models import bundled_model
@@ -164,22 +171,25 @@ class LanguageModel:
         density: float | None = None,
         num_tokens: int = LEAST_CONVERSATION,
     ) -> Self:
-        """The same model under another policy, or another density; the weights are shared.
+        """The same model with another policy or density; the weights are shared.
 
-        What a density changes is compiled anew: the lists of blocks are arrays with as many
-        columns as a row may keep. The programs of a sweep are kept on disk for the next.
+        Changing the density recompiles, because it changes array shapes: the lists of blocks have
+        as many columns as a row may keep. Compiled programs are kept on disk, so a later sweep over
+        the same densities does not compile again.
 
         Args:
-          policy: The policy, or an `Auto` of one; the recommended one gets the model's plan, if
-            there is one.
-          density: Share of its causal blocks that a query keeps, for all but dense attention.
-            MInference and FlexPrefill, which keep what the model and the prompt make them keep, are
-            calibrated to it on plain English, as `sketchwalk generate --density` does. The policy's
-            own by default, or as published.
-          num_tokens: Length of the prompts to come, for that calibration.
+          policy: Which key blocks each query attends to, such as
+            `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. A recommended
+            policy gets the plan of the model, if there is one.
+          density: Fraction of its causal blocks that a query keeps, for every policy except
+            `Dense`. How much MInference and FlexPrefill keep depends on the model and the prompt;
+            they are calibrated to the density on plain English, as `sketchwalk generate --density`
+            does. Default: the density of the policy, and the published settings for MInference and
+            FlexPrefill.
+          num_tokens: Length of the prompts to come, in tokens, for that calibration.
 
         Raises:
-          ValueError: If the policy has no density that could be set, or it is out of range.
+          ValueError: If the policy has no density to set, or the density is out of range.
 
         Example:
           >>> lm = LanguageModel.load("DIR")  # doctest: +SKIP
@@ -215,7 +225,7 @@ class LanguageModel:
         return dataclasses.replace(self, policy=with_plan(policy, self.model_config.plan))
 
     def __repr__(self) -> str:
-        """Which model, and how it attends; no array is printed."""
+        """Which model, and how it attends, without printing arrays."""
         config = self.model_config
         model = f"{config.model_type}, {config.num_layers} layers"
         dtype = self.params["embed"]["embedding"].dtype
@@ -224,10 +234,10 @@ class LanguageModel:
         return f"LanguageModel({model}, {dtype}, context {config.context_length}, {policy})"
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:
-        """The tokens of a prompt, with the beginning-of-sequence token where the model has one.
+        """The tokens of a prompt, with the beginning-of-sequence token if the model has one.
 
         Raises:
-          ValueError: If there are none.
+          ValueError: If the text has no tokens.
         """
         tokens = encode(self.tokenizer, text)
         if not len(tokens):
@@ -267,23 +277,25 @@ class LanguageModel:
     ) -> str | list[str]:
         """Continues one prompt or several.
 
-        Several are read in batches of similar length, so that little is padded and few programs
-        are compiled; a prompt gets the text that it would get alone. An `Auto` chooses once, by the
-        longest of them and the size of a batch.
+        Several prompts are read in batches of similar length, so that there is little padding and
+        few programs are compiled. Each prompt gets the text that it would get alone. An `Auto`
+        chooses once for all prompts, by the longest of them and the batch size.
 
         Args:
-          prompts: One text, or a list of them. Special tokens spelled out in it count.
-          max_new_tokens: Most tokens to generate for each.
-          sampling: How tokens are drawn; greedy by default.
-          key: Key or seed of the draws. Without one, every call draws anew.
-          batch_size: Most prompts at a time; by default 8, or fewer where the device has too
-            little memory for their caches.
+          prompts: One text, or a list of texts. Special tokens that are spelled out in a text are
+            read as special tokens.
+          max_new_tokens: Maximum number of tokens to generate for each prompt.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key or seed. Without one, every call draws differently.
+          batch_size: Maximum number of prompts in a batch. Default: 8, or fewer if the device has
+            too little memory for their caches.
 
         Returns:
           The new text, or a list of new texts in the order of the prompts.
 
         Raises:
-          ValueError: If a prompt is empty or too long for the model, or an argument does not fit.
+          ValueError: If a prompt is empty or too long for the model, or arguments do not fit
+            together.
 
         Example:
           >>> lm.generate(["Walk with", "The sketch"], max_new_tokens=32)  # doctest: +SKIP
@@ -312,16 +324,16 @@ class LanguageModel:
         batch_size: int | None = None,
         key_ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, Completion]]:
-        """Continues prompts that are tokens, and gives each completion when its batch is done.
+        """Continues tokenized prompts, and yields each completion when its batch is done.
 
         Args:
-          prompts: Tokens of each prompt, such as from `encode` or `apply_chat_template`.
-          max_new_tokens: Most tokens to generate for each.
-          sampling: How tokens are drawn; greedy by default.
-          key: Key or seed of the draws; a fresh one by default. Prompt `i` draws with
-            `fold_in(key, i)`, in whatever batch it is.
+          prompts: Tokens of each prompt, for example from `encode` or `apply_chat_template`.
+          max_new_tokens: Maximum number of tokens to generate for each prompt.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key or seed. Default: a fresh one. Prompt `i` draws with `fold_in(key, i)`,
+            whatever batch it is in.
           batch_size: As in `generate`.
-          key_ids: Numbers of the prompts for their keys, where they are a part of something.
+          key_ids: Numbers to use for `i` instead, for prompts that are a part of a larger list.
 
         Yields:
           The index of a prompt and its completion, longest prompts first.
@@ -392,23 +404,23 @@ class LanguageModel:
         key: KeyLike | None = None,
         every: int = 4,
     ) -> "TextStream":
-        """Continues one prompt and gives the text in pieces, as it comes.
+        """Continues one prompt and yields the text in pieces while it is generated.
 
-        No piece is empty, and none ends inside a character. Together they are what `generate`
-        returns.
+        A piece is never empty and never ends inside a character. The pieces together are the text
+        that `generate` returns.
 
         Args:
           prompt: A text, or its tokens.
-          max_new_tokens: Most tokens to generate.
-          sampling: How tokens are drawn; greedy by default.
-          key: Key or seed of the draws. Without one, every call draws anew.
-          every: Decode steps between two pieces.
+          max_new_tokens: Maximum number of tokens to generate.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key or seed. Without one, every call draws differently.
+          every: Number of decode steps between two pieces.
 
         Returns:
-          An iterator over strings; its `completion` says what they come to.
+          An iterator over strings. Its `completion` describes what has come so far.
 
         Raises:
-          ValueError: As `generate`, at once and not at the first piece.
+          ValueError: As `generate`. It is raised by this call, before the first piece.
 
         Example:
           >>> for piece in lm.stream("Walk with"):  # doctest: +SKIP
@@ -437,21 +449,20 @@ class LanguageModel:
         key: KeyLike | None = None,
         **template_arguments: Any,
     ) -> str:
-        """Answers messages, written by the checkpoint's chat template.
+        """Answers messages, formatted by the checkpoint's chat template.
 
         Args:
-          messages: What the user says; or all messages, `{"role": ..., "content": ...}` each.
-          max_new_tokens: Most tokens of the answer.
-          sampling: How tokens are drawn; greedy by default.
-          key: Key or seed of the draws. Without one, every call draws anew.
-          **template_arguments: Further variables of the template, such as `enable_thinking`.
+          messages: What the user says, or a list of all messages `{"role": ..., "content": ...}`.
+          max_new_tokens: Maximum number of tokens of the answer.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key or seed. Without one, every call draws differently.
+          **template_arguments: More variables of the template, such as `enable_thinking`.
 
         Returns:
           The answer.
 
         Raises:
-          ValueError: If the tokenizer has no chat template, as those of base models; and as
-            `generate`.
+          ValueError: If the tokenizer has no chat template, as in base models; and as `generate`.
 
         Example:
           >>> lm.chat("Who walks?")  # doctest: +SKIP
@@ -471,22 +482,23 @@ class LanguageModel:
         max_tokens: int | None = None,
         **template_arguments: Any,
     ) -> "Conversation":
-        """Starts a conversation of several turns, which reads only what is new at each of them.
+        """Starts a conversation of several turns. Each turn reads only what is new.
 
         Args:
           system: A system message to begin with.
-          messages: Messages to begin with, after it.
-          max_new_tokens: Most tokens of an answer.
-          sampling: How tokens are drawn; greedy by default.
-          key: Key or seed of the draws. Without one, they are fresh.
-          max_tokens: Room of the cache in tokens. By default it grows as it has to, by doubling.
-          **template_arguments: Further variables of the template, such as `enable_thinking`.
+          messages: Messages to begin with, after the system message.
+          max_new_tokens: Maximum number of tokens of an answer.
+          sampling: How tokens are drawn. Default: greedy.
+          key: Random key or seed. Default: a fresh one.
+          max_tokens: Capacity of the cache in tokens. By default the cache grows when it has to, by
+            doubling.
+          **template_arguments: More variables of the template, such as `enable_thinking`.
 
         Returns:
           The conversation.
 
         Raises:
-          ValueError: If the tokenizer has no chat template, as those of base models.
+          ValueError: If the tokenizer has no chat template, as in base models.
 
         Example:
           >>> talk = lm.conversation(system="Be brief.")  # doctest: +SKIP
@@ -505,7 +517,7 @@ class LanguageModel:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What every call of the pure functions takes."""
+        """The arguments that every call of the pure functions takes."""
         return {
             "model_config": self.model_config,
             "policy": self.policy,
@@ -520,7 +532,7 @@ class LanguageModel:
         return own if self.eos_token_ids is None else self.eos_token_ids
 
     def _start(self, tokens: Int[np.ndarray, "_"], *, every: int, **options: Any) -> "TextStream":
-        """A stream of text; options as those of `sketchwalk_jax.stream`."""
+        """A stream of text, with the options of `sketchwalk_jax.stream`."""
         lengths = np.array([len(tokens)], np.int32)
         padded, lengths = pad_to_bucket(
             np.asarray(tokens, np.int32)[None], lengths, self.model_config, self.policy
@@ -538,7 +550,7 @@ class LanguageModel:
     def _resolved(
         self, prompts: Sequence[Any], max_new_tokens: int, batch_size: int | None
     ) -> Self:
-        """The model with what its `Auto` chooses for all these prompts."""
+        """The model with the policy that its `Auto` chooses for all these prompts."""
         assert isinstance(self.policy, Auto)
         auto, config = self.policy, self.model_config
         sparse = dataclasses.replace(self, policy=auto.policy(config))
@@ -555,7 +567,7 @@ class LanguageModel:
         return dataclasses.replace(self, policy=found.policy, phase=found.phase)
 
     def _batch_size(self, prompts: Sequence[Any], max_new_tokens: int, wanted: int | None) -> int:
-        """The size that was asked for, or one whose caches take half of what is free at most."""
+        """The requested batch size, or one whose caches take at most half of the free memory."""
         if wanted is not None or not prompts:
             return wanted or 1
         size, embedding = MAX_BATCH, self.params["embed"]["embedding"]
@@ -572,15 +584,15 @@ class LanguageModel:
 
 
 def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Puts prompts of similar length together.
+    """Groups prompts of similar length into batches.
 
     Args:
-      lengths: Tokens of each prompt.
-      batch_size: Most prompts of a batch.
+      lengths: Number of tokens of each prompt.
+      batch_size: Maximum number of prompts in a batch.
 
     Returns:
-      Indices of the prompts of each batch, the longest first, so that want of memory shows at
-      once.
+      Indices of the prompts of each batch. The longest come first, so that a lack of memory shows
+      at once.
 
     Example:
       >>> batches_by_length([3, 9, 4, 8, 1], 2)
@@ -591,11 +603,11 @@ def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]
 
 
 class TextStream(Iterator[str]):
-    """Pieces of a text as it is written; made by `LanguageModel.stream`.
+    """Pieces of a text while it is generated, made by `LanguageModel.stream`.
 
     Attributes:
-      ttft_s: Seconds from the start to the first token, None before it. They hold the compilation
-        of the programs unless these were there.
+      ttft_s: Seconds from the start to the first token, or None before it. This includes the time
+        to compile the programs, if they were not compiled before.
       tokens: The new tokens so far.
     """
 
@@ -607,7 +619,7 @@ class TextStream(Iterator[str]):
         num_prompt_tokens: int,
         ends: tuple[int, ...],
     ) -> None:
-        """Takes a stream of tokens of one sequence, not yet started."""
+        """Takes a stream of tokens of one sequence that has not been started."""
         self._chunks, self._decoder, self._ends = chunks, StreamDecoder(tokenizer), ends
         self._num_prompt_tokens, self._pieces = num_prompt_tokens, list[str]()
         self._density: Density | None = None
@@ -620,13 +632,13 @@ class TextStream(Iterator[str]):
         self.tokens: list[int] = []
 
     def read_prompt(self) -> None:
-        """Reads the prompt, which else the first piece does."""
+        """Reads the prompt now. Otherwise the first piece reads it."""
         if self._started is None:
             self._started = time.perf_counter()
             self._take()
 
     def __next__(self) -> str:
-        """The next piece, never empty."""
+        """The next piece, which is never empty."""
         self.read_prompt()
         while not self._is_over:
             piece = self._take()
@@ -636,7 +648,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def _take(self) -> str:
-        """The text that the next chunk completes; what was held back at the end."""
+        """The text that the next chunk completes, or at the end the text that was held back."""
         chunk = next(self._chunks, None)
         if chunk is None:
             self._is_over = True
@@ -653,26 +665,26 @@ class TextStream(Iterator[str]):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first; None where there are none."""
+        """Tokens per second after the first token, or None if there are none."""
         count = len(self.tokens) - self._num_first
         return count / (self._last - self._first) if count else None
 
     @property
     def choice(self) -> Choice | None:
-        """What an `Auto` chose; `None` where a policy was given."""
+        """What an `Auto` chose, or `None` if a policy was given."""
         return self._chunks.choice
 
     @property
     def cache(self) -> Cache:
-        """Everything so far, to continue from; the next piece consumes it."""
+        """The cache of everything so far, to continue from. The next piece consumes it."""
         return self._chunks.cache
 
     @property
     def completion(self) -> Completion:
-        """What has come so far.
+        """What has come so far, as a `Completion`.
 
         Raises:
-          ValueError: If the prompt was not read yet.
+          ValueError: If the prompt has not been read yet.
         """
         if self._density is None:
             raise ValueError("the stream must have been started before its completion is read")
@@ -687,17 +699,17 @@ class TextStream(Iterator[str]):
 
 
 class Conversation:
-    """A conversation of several turns; made by `LanguageModel.conversation`.
+    """A conversation of several turns, made by `LanguageModel.conversation`.
 
-    The cache of a turn serves the next: where the conversation so far, written by the chat
-    template, begins with the tokens that the cache holds, only what follows them is read. Where it
-    does not (templates leave old reasoning out, or strip what they are given), or the cache has no
-    room left, all is read anew; the answer is the same. A repetition penalty counts what a turn
-    reads, and its new tokens.
+    A turn reuses the cache of the turn before. If the conversation, as the chat template formats
+    it, begins with the tokens in the cache, the turn reads only the tokens after them. It reads
+    everything again if it does not begin with them (some templates remove old reasoning or strip
+    whitespace), or if the cache has no room left. The answer is the same in both cases. A
+    repetition penalty counts the tokens that a turn reads and generates.
 
     Attributes:
-      messages: All messages so far, answers included. They may be changed between turns.
-      num_read: Tokens that the last turn read; the others were in the cache.
+      messages: All messages so far, including the answers. You may change them between turns.
+      num_read: Number of tokens that the last turn read. The others were in the cache.
     """
 
     def __init__(
@@ -711,7 +723,7 @@ class Conversation:
         max_tokens: int | None,
         template_arguments: Mapping[str, Any],
     ) -> None:
-        """Starts it; see `LanguageModel.conversation`."""
+        """Starts the conversation; see `LanguageModel.conversation`."""
         if not model.tokenizer.chat_template:
             raise ValueError(
                 "tokenizer must have a chat template, got none: base models have none, continue "
@@ -728,13 +740,13 @@ class Conversation:
         self._held: list[int] = []
 
     def send(self, text: str) -> str:
-        """Says something and returns the answer.
+        """Sends a message and returns the answer.
 
         Args:
           text: What the user says.
 
         Returns:
-          The answer; it is in `messages` as well.
+          The answer, which is also added to `messages`.
 
         Raises:
           ValueError: If the conversation is too long for the model or for `max_tokens`, or the
@@ -743,25 +755,25 @@ class Conversation:
         return "".join(self.stream(text))
 
     def stream(self, text: str, *, every: int = 4) -> Iterator[str]:
-        """Says something and gives the answer in pieces, as `LanguageModel.stream`.
+        """Sends a message and yields the answer in pieces, as `LanguageModel.stream` does.
 
-        Whoever stops early leaves what has come so far as the answer.
+        If you stop early, the pieces so far are kept as the answer.
 
         Args:
           text: What the user says.
-          every: Decode steps between two pieces.
+          every: Number of decode steps between two pieces.
 
         Returns:
           An iterator over pieces of the answer.
 
         Raises:
-          ValueError: As `send`, at once and not at the first piece.
+          ValueError: As `send`. It is raised by this call, before the first piece.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         return self._follow(asked, self._read(asked, every=every))
 
     def _follow(self, asked: list[dict[str, Any]], pieces: TextStream) -> Iterator[str]:
-        """Hands pieces on and keeps the turn; nothing is kept of one that fails."""
+        """Yields the pieces and stores the turn afterwards. A turn that fails is not stored."""
         try:
             yield from pieces
         except GeneratorExit:
@@ -776,7 +788,7 @@ class Conversation:
         self._held += pieces.tokens
 
     def _read(self, messages: Sequence[Message], *, every: int) -> TextStream:
-        """The answer to messages, from the cache where it holds how they begin."""
+        """The answer to messages. Uses the cache if it holds their beginning."""
         tokens = apply_chat_template(self.model.tokenizer, messages, **self._arguments).tolist()
         needed, held = len(tokens) + self._max_new_tokens, len(self._held)
         cache, self._cache = self._cache, None
@@ -801,7 +813,7 @@ class Conversation:
         )
 
     def _room(self, needed: int) -> int:
-        """The size of a new cache: twice what is needed now, as the next turns will need more."""
+        """The size of a new cache: twice what is needed now, as later turns need more."""
         context = self.model.model_config.context_length
         if self._max_tokens is not None:
             return self._max_tokens
@@ -809,7 +821,7 @@ class Conversation:
 
 
 def _make_key(key: KeyLike | None, sampling: Sampling | None) -> Key[Array, ""] | None:
-    """The key of a call: the one that was given, or a fresh one where tokens are drawn."""
+    """The random key of a call: the given one, or a fresh one if tokens are drawn."""
     if key is None:
         return None if sampling is None else jax.random.key(secrets.randbits(32))
     if sampling is None:
@@ -824,7 +836,7 @@ def _make_key(key: KeyLike | None, sampling: Sampling | None) -> Key[Array, ""] 
 
 
 def _row_of(density: Density, row: int) -> Density:
-    """The pairs of one sequence of a batch, on the host."""
+    """The density counts of one sequence of a batch, on the host."""
     one = slice(row, row + 1)
     return Density(
         density.prefill_pairs[:, one],

@@ -1,7 +1,7 @@
-"""One layer for other codebases: `(q, k, v, walk) -> (out, walk)`, inside their own scan.
+"""One attention layer for use in other codebases: `(q, k, v, walk) -> (out, walk)`.
 
-Nothing is cached: queries and keys of the whole sequence go in, as in training or scoring. Thread
-the walk through the layers' `scan`.
+There is no cache. The layer takes the queries and keys of the whole sequence, as in training or
+scoring. Carry the walk through your scan over layers.
 """
 
 from functools import partial
@@ -28,15 +28,16 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
     """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
-      batch: Sequences `B`.
-      num_tokens: Tokens `T`.
-      policy: What `sketchwalk_attention` will be called with.
+      batch: Number of sequences `B`.
+      num_tokens: Number of tokens `T`.
+      policy: The policy that `sketchwalk_attention` will be called with, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
 
     Returns:
-      A `WalkState` of zero layers.
+      A `WalkState` with a layer count of zero.
 
     Raises:
-      ValueError: If a size is not positive, or `policy` is no policy.
+      ValueError: If a size is not positive, or `policy` is not a policy.
     """
     policy = SketchWalkConfig.recommended() if policy is None else policy
     check_policy(policy)
@@ -61,32 +62,39 @@ def sketchwalk_attention(
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
     """Causal self-attention over the blocks that the walk selects (Algorithm 1).
 
-    What this layer's queries and keys say makes, together with the walk so far, the next walk; then
-    every head attends exactly over the top blocks of each row. Pure; call it in every sparse layer,
-    the walk in the carry. `policy.dense_layers` does not apply here: call `dense_attention` in the
-    layers that are to stay dense. The recommended policy scores by the half of a head's channels
-    that rotary embedding turns slowest, where channels `d` and `d + H/2` turn together, as in Llama
-    and Qwen. Differentiable in reverse mode: the output is, in queries, keys and values, with the
-    lists as constants. No derivative goes through the selection or the walk.
+    The layer scores key blocks from its queries and keys, and combines these scores with the walk
+    so far into the next walk. Then every head attends exactly to the best blocks of each row (query
+    block). The function is pure. Call it in every sparse layer, with the walk in the carry of your
+    scan.
+
+    `policy.dense_layers` has no effect here: call `dense_attention` in layers that should stay
+    dense. The recommended policy scores with the half of a head's channels that rotary embedding
+    rotates slowest. It expects that channels `d` and `d + H/2` are rotated together, as in Llama
+    and Qwen.
+
+    The output is differentiable in reverse mode with respect to queries, keys and values. The
+    selected blocks are constants: no derivative flows through the selection or the walk.
 
     Args:
       query: Queries after rotary embedding.
       key: Keys after rotary embedding.
       value: Values.
-      walk: From `init_walk` or the previous sparse layer; `None` starts one.
-      policy: A policy, by default `SketchWalkConfig.recommended()`. One that selects in decode only
-        attends to everything here, and the walk stays as it is.
-      lengths: Tokens of each right-padded sequence; all `T` by default.
-      scale: Factor of the attention scores. Default `1 / sqrt(H)`.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      walk: Walk from `init_walk` or from the previous sparse layer. `None` starts a walk.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
+        a policy that selects in decode only, attention is dense here and the walk does not change.
+      lengths: Number of tokens of each right-padded sequence. Default: all `T`.
+      scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
       The output, and the walk for the next sparse layer.
 
     Raises:
-      ValueError: If shapes do not fit together, lengths are not between 1 and `T` where they are
-        known, or the walk was made for another length.
+      ValueError: If shapes do not fit together, known lengths are not between 1 and `T`, or the
+        walk was made for another length.
 
     Example:
       >>> import jax
@@ -192,7 +200,7 @@ def _select(
     walk: WalkState,
     span: Span,
 ) -> tuple[BlockSelection, WalkState]:
-    """What a policy selects in one layer, and the next layer's walk; both are constants.
+    """What a policy selects in one layer, and the walk for the next layer; both are constants.
 
     Selection kernels have no derivative, and nothing here is differentiated.
     """
@@ -216,7 +224,7 @@ def _select_forward(*arguments: Any) -> tuple[Any, None]:
 
 
 def _select_backward(options: Any, kept: None, grads: Any) -> tuple[None, ...]:
-    """No cotangent for queries, keys, walk and span."""
+    """No cotangents for queries, keys, walk and span."""
     del options, kept, grads
     return None, None, None, None
 

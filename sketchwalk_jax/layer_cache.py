@@ -1,7 +1,8 @@
-"""One layer with a cache for other codebases: `(q, k, v, cache, walk) -> (out, cache, walk)`.
+"""One attention layer with a cache: `(q, k, v, cache, walk) -> (out, cache, walk)`.
 
-What `layer.sketchwalk_attention` is for whole sequences, this is for prompts and decoded tokens.
-The same code runs as in `prefill` and `decode_step`, so that summaries and selections are theirs.
+`layer.sketchwalk_attention` is for whole sequences; this layer is for prompts and decoded tokens.
+It runs the code of `prefill` and `decode_step`, so its statistics and selections are the same as
+theirs.
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps of the tokens seen so far; stack those of all layers for a `scan`.
+    """What one layer keeps of the tokens so far. Stack those of all layers for a `scan`.
 
     Attributes:
-      key: Keys, `[B, S, K, H]`; `S` is the capacity in tokens, whole blocks.
+      key: Keys, `[B, S, K, H]`. `S` is the capacity in tokens, a multiple of the block size.
       value: Values, `[B, S, K, H]`.
-      statistics: The policy's statistics of this layer.
-      lengths: Tokens of each sequence, int32 `[B]`.
-      made_for: The policy by name, and what changes the meaning of its statistics.
+      statistics: What the policy keeps of this layer's tokens, to select blocks by.
+      lengths: Number of tokens of each sequence, int32 `[B]`.
+      made_for: Name of the policy, and the fields that change the meaning of its statistics.
     """
 
     key: Float[Array, "B S K H"]
@@ -72,12 +73,15 @@ def init_layer_cache(
     """An empty cache of one layer.
 
     Args:
-      batch: Sequences `B`.
-      max_tokens: Tokens that each must be able to hold; rounded up to whole blocks.
-      num_heads: Query heads `N`.
-      num_kv_heads: Key/value heads `K`.
-      head_dim: Features of a head `H`.
-      policy: What `sketchwalk_cached_attention` will be called with.
+      batch: Number of sequences `B`.
+      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
+        blocks.
+      num_heads: Number of query heads `N`.
+      num_kv_heads: Number of key/value heads `K`.
+      head_dim: Size of a head `H`.
+      policy: The policy that `sketchwalk_cached_attention` will be called with, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default:
+        `SketchWalkConfig.recommended()`.
       dtype: Type of keys and values.
 
     Returns:
@@ -121,37 +125,42 @@ def sketchwalk_cached_attention(
     kernel_config: KernelConfig | None = None,
     return_selection: bool = False,
 ) -> tuple[Any, ...]:
-    """Causal self-attention of new tokens behind a cache, over the blocks that the walk selects.
+    """Causal self-attention of new tokens after a cache, over the blocks that the walk selects.
 
-    One token of each sequence is decoded (Algorithm 2), several are a prompt, or its next piece
-    (Algorithm 1): as in `decode_step` and `prefill`, to whose layer this is equal. Token `t` of a
-    sequence stands at position `cache.lengths + t`, where queries and keys must have been rotated
-    to. The walk crosses the layers of one call and starts afresh with the next tokens. Layers that
-    are to stay dense take `policy=Dense()` and a cache made for it; `policy.dense_layers` does not
-    apply. For training, which needs no cache, there is `sketchwalk_attention`.
+    With one token per sequence, the call decodes (Algorithm 2). With several, it reads a prompt or
+    the next piece of one (Algorithm 1). It computes the same as a layer of `decode_step` or
+    `prefill`. Token `t` of a sequence has position `cache.lengths + t`: apply rotary embedding to
+    queries and keys at that position.
+
+    The walk goes through the layers of one call and starts again with the next tokens. For layers
+    that should stay dense, pass `policy=Dense()` and a cache made for it; `policy.dense_layers` has
+    no effect here. For training, which needs no cache, use `sketchwalk_attention`.
 
     Args:
       query: Queries of the new tokens after rotary embedding.
-      key: Their keys after rotary embedding.
-      value: Their values.
-      cache: From `init_layer_cache`, or what the last call on this layer returned; donated.
-      walk: What this function returned in the previous sparse layer; `None` starts a walk.
-      policy: The policy that the cache was made for, by default `SketchWalkConfig.recommended()`.
-      lengths: New tokens of each right-padded sequence, all `T` by default; in decode 0 for a
-        sequence that has ended, which stays as it is.
-      scale: Factor of the attention scores. Default `1 / sqrt(H)`.
-      implementation: Attention implementation, or `None` to choose.
-      kernel_config: Tile sizes.
+      key: Keys of the new tokens after rotary embedding.
+      value: Values of the new tokens.
+      cache: Cache from `init_layer_cache`, or from the last call on this layer. It is donated.
+      walk: Walk that this function returned in the previous sparse layer. `None` starts a walk.
+      policy: Which key blocks each query attends to, such as
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
+        for. Default: `SketchWalkConfig.recommended()`.
+      lengths: Number of new tokens of each right-padded sequence. Default: all `T`. In decode, 0
+        marks a sequence that has ended; it does not change.
+      scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+        GPUs), or `None` to choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
 
     Returns:
       The output `[B, T, N, H]`, the cache, the walk for the next sparse layer, and with
-      `return_selection` a `BlockSelection` (`None` where the policy is dense). Its rows are blocks,
-      from that of each sequence's first new token on.
+      `return_selection` a `BlockSelection` (`None` if the policy is dense). Its rows are blocks,
+      starting at the block of each sequence's first new token.
 
     Raises:
-      ValueError: If shapes do not fit together, the cache was made for another policy, or, where
-        its lengths are known, has no room.
+      ValueError: If shapes do not fit together, the cache was made for another policy, or a cache
+        whose lengths are known has no room.
 
     Example:
       >>> import jax
@@ -181,7 +190,7 @@ def sketchwalk_cached_attention(
 def _check(
     query: Any, key: Any, value: Any, cache: Any, lengths: Any, policy: Policy
 ) -> Int[Array, "B"]:
-    """Raises for arguments that do not fit; returns the lengths."""
+    """Raises for arguments that do not fit together; returns the lengths."""
     if not isinstance(cache, LayerCache):
         raise ValueError(f"cache must be a LayerCache from init_layer_cache, got {describe(cache)}")
     batch, num_tokens = check_qkv(query, key, value, None)

@@ -1,7 +1,7 @@
 """From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-The settings are arrays, so that new values never compile anew; each is one number for the batch
-or one for every sequence. Order and meaning are those of `generate` in transformers.
+The settings are arrays, so new values do not recompile. Each setting is one number for the batch or
+one for every sequence. Their order and meaning are those of `generate` in transformers.
 """
 
 import dataclasses
@@ -47,20 +47,22 @@ _RULES = {
 class Sampling:
     """How the next token is drawn. The defaults draw from the model's own distribution.
 
-    Every field is one number, or `B` numbers: one for each sequence of the batch. Whatever was
-    passed, the leaf is a float32 or int32 array, so that one compiled function serves all values.
-    (It is NumPy's unless an array of JAX's was passed: making a `Sampling` starts no backend.)
+    Every field is one number, or `B` numbers, one for each sequence of the batch. All fields are
+    stored as float32 or int32 arrays, so that one compiled function serves all values. (They are
+    NumPy arrays unless you pass a JAX array: making a `Sampling` does not initialise a backend.)
 
     Attributes:
-      temperature: Divides the logits, finite and at least 0; 0 takes the best token (greedy) and
-        ignores `top_k`, `top_p` and `min_p`.
-      top_k: Keeps the `top_k` best tokens and whatever ties with the last of them; 0 keeps all.
-      top_p: Keeps the fewest best tokens whose probabilities reach `top_p`, in [0, 1]; 1 keeps
+      temperature: Divides the logits; finite and at least 0. With 0 the best token is chosen
+        (greedy), and `top_k`, `top_p` and `min_p` are ignored.
+      top_k: Keeps the `top_k` best tokens, and all tokens that tie with the last of them. 0 keeps
         all.
-      min_p: Keeps the tokens of at least `min_p` times the best one's probability, in [0, 1]; 0
+      top_p: Keeps the smallest set of best tokens whose probabilities reach `top_p`, in [0, 1]. 1
         keeps all.
-      repetition_penalty: Divides the positive and multiplies the negative logits of tokens seen
-        before, in the prompt too; greater than 0, and 1 changes nothing. Holds for greedy as well.
+      min_p: Keeps the tokens whose probability is at least `min_p` times that of the best one, in
+        [0, 1]. 0 keeps all.
+      repetition_penalty: Divides the positive and multiplies the negative logits of tokens that
+        occurred before, including in the prompt. Greater than 0; 1 changes nothing. It also applies
+        to greedy decoding.
 
     Raises:
       ValueError: If a concrete value is out of range. Values traced by `jax.jit` are not checked.
@@ -85,7 +87,7 @@ class Sampling:
 
     @classmethod
     def greedy(cls, *, repetition_penalty: ArrayLike = 1.0) -> "Sampling":
-        """The best token each time, after the repetition penalty.
+        """Always the best token, after the repetition penalty.
 
         Example:
           >>> float(Sampling.greedy().temperature)

@@ -15,17 +15,18 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockSelection:
-    """The key blocks that each query block attends to.
+    """The key blocks that each query block attends to, as lists.
 
-    The head axis `M` is 1 (one list for all heads), `K` (one per key/value head) or `N` (one per
-    query head). Blocks of one token make lists of tokens, which decoding takes, on XLA.
+    The head axis `M` has size 1 (one list for all heads), `K` (one per key/value head) or `N` (one
+    per query head). In decode on XLA, blocks may have one token, which makes lists of tokens.
 
     Attributes:
-      ids: Key block indices, int32 `[B, M, I, P]`, ascending within a list; entries beyond the
-        count are padding (by convention the number of key blocks) and are never read.
-      counts: Blocks in each list, int32 `[B, M, I]`; a count of 0 gives a zero output row.
+      ids: Key block indices, int32 `[B, M, I, P]`, in ascending order within a list. Entries beyond
+        the count are padding (by convention the number of key blocks) and are never read.
+      counts: Number of blocks in each list, int32 `[B, M, I]`. With a count of 0, the output row is
+        zero.
       block_size: Tokens per block.
-      has_diagonal: Whether every list is known to hold the block of its own row.
+      has_diagonal: Whether every list is known to contain the block of its own row.
     """
 
     ids: Int[Array, "B M I P"]
@@ -36,15 +37,15 @@ class BlockSelection:
     def attended_pairs(
         self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
     ) -> Float[Array, "B"]:
-        """Causal (query, key) pairs that the lists cover, averaged over heads.
+        """Number of causal (query, key) pairs that the lists cover, averaged over heads.
 
         Args:
           first_query: Absolute position of the first query token of each row.
-          num_queries: Query tokens of each row, 0 for padding rows. Row `i`'s queries stand at
-            `first_query[i] + 0 .. num_queries[i] - 1`, all in one block.
+          num_queries: Number of query tokens of each row, 0 for padding rows. The queries of row
+            `i` have positions `first_query[i] + 0 .. num_queries[i] - 1`, all in one block.
 
         Returns:
-          Pairs for each sequence, float32.
+          Number of pairs for each sequence, float32.
         """
         if self.has_diagonal:  # nothing lies behind it
             diagonal = jnp.minimum(self.counts, 1)

@@ -1,57 +1,57 @@
-"""Where a model lies on several devices: `place`, from a mesh and a model to all shardings.
+"""Where a model is placed on several devices: `place` makes all shardings from a mesh and a model.
 
-A mesh has up to three axes, any of which may be missing or 1:
+A mesh has up to three axes. Any of them may be missing or have size 1:
 
-* `data`: sequences of a batch. Nothing travels but a few numbers of each sequence.
-* `tensor`: heads, columns of the mlp, the vocabulary.
-* `sequence`: rows of a prompt, and blocks of the cache.
+* `data`: the sequences of a batch. Ranks exchange only a few numbers per sequence.
+* `tensor`: heads, columns of the mlp, and the vocabulary.
+* `sequence`: rows (query blocks) of a prompt, and blocks of the cache.
 
-What each rank of `tensor` receives in one layer, with `B` sequences of its own and `T` new tokens
-of each of its own (1 in decode), is, beside a few numbers of each sequence,
+**Traffic over `tensor`.** Let a rank have `B` sequences and `T` new tokens of each (1 in decode).
+In one layer, besides a few numbers per sequence, each rank receives
 
-* of the dense algebra twice the sum over ranks of hidden states, `B · T · D` numbers;
-* of policies that see all heads (Sketch-and-Walk but for `recommended`, `released`, and whatever
-  knows nothing of meshes) queries and keys, `B · T · (N + K) · H` numbers;
-* of `recommended`, before lists are made, float32 scores of `I` rows and `J` blocks, by each of `R`
-  representatives on XLA, `4 · B · N · R · I · J` bytes, and added up within key/value heads by
-  kernels, `4 · B · K · I · J` bytes, or twice as much where a head has many queries;
-* of the oracle scores of each head, `4 · B · N · I · J` bytes, or the largest, `4 · B · I · J`;
-* of policies with lists for each head (Quest, Adamas, MInference, FlexPrefill) nothing.
+* for the dense algebra: twice the sum over ranks of hidden states, `B · T · D` numbers;
+* for policies that need all heads (`SketchWalkConfig`, `released`, and any policy that knows
+  nothing of meshes): queries and keys, `B · T · (N + K) · H` numbers;
+* for `recommended`, before lists are made: float32 scores of `I` rows and `J` blocks. On XLA they
+  are those of each of `R` representatives, `4 · B · N · R · I · J` bytes. With kernels they are
+  summed within key/value heads, `4 · B · K · I · J` bytes, or twice as much if a head has many
+  queries;
+* for the oracle: scores of each head, `4 · B · N · I · J` bytes, or the largest, `4 · B · I · J`;
+* for policies with lists for each head (Quest, Adamas, MInference, FlexPrefill): nothing.
 
-So lists are those of one device, bit for bit, for given queries, keys and values: nothing is added
-up in another order. (Kernels that score for fewer key/value heads than there are ranks divide their
-sums otherwise; ranks agree then too.)
+For given queries, keys and values the lists are bit-equal to those of one device, because nothing
+is summed in another order. (There is one exception: kernels that score for fewer key/value heads
+than there are ranks divide their sums differently. The ranks agree with each other then too.)
 
-Over `sequence`, a rank has rows of a prompt from its beginning and from its end, as `Blocks` deals
-them, so that causal work is even, and with them all that is computed of their tokens, walk and
-lists included. Keys and values go round before it attends: no row waits for another, and they are
-few beside what attention reads. They travel while queries are projected and rows are scored, and so
-all of them do: which blocks its rows list, a rank knows only then (`benchmarks/listed_blocks.py`
-counts them), and statistics are of all keys. With `K` key/value heads of its own, each rank
-receives in one layer
+**Traffic over `sequence`.** A rank has rows from the beginning and from the end of a prompt, as
+`Blocks` distributes them, so that causal work is even. It computes everything that belongs to the
+tokens of its rows, including walk and lists. It gathers keys and values of all ranks before it
+attends. So no row waits for another row, and keys and values are small beside what attention reads.
+They are sent while queries are projected and rows are scored. Therefore all of them are sent: a
+rank does not know yet which blocks its rows will list (`benchmarks/listed_blocks.py` counts them),
+and statistics cover all keys. If a rank has `K` key/value heads, in one layer it receives
 
-* of a prompt of `T` tokens of all ranks keys and values, `2 · B · T · K · H` numbers; and where the
-  prompt is read in pieces, or behind others, those of the whole cache with room for `S` tokens,
-  `2 · B · S · K · H` numbers more for each piece;
-* of Sketch-and-Walk but for `recommended` float32 sketches of `I` rows, `2 · 4 · B · I · C · R`
-  bytes; of the other policies nothing: their statistics are of keys alone;
-* of a decoded token neither keys nor values, but what other ranks found at the blocks that they
-  hold, float32 `B · N · H` with own heads and two numbers of each head; all ranks make the same
-  lists.
+* for a prompt of `T` tokens over all ranks: keys and values, `2 · B · T · K · H` numbers. If the
+  prompt is read in pieces, or after other tokens, it also receives those of the whole cache with
+  room for `S` tokens, `2 · B · S · K · H` numbers more for each piece;
+* for `SketchWalkConfig`: float32 sketches of `I` rows, `2 · 4 · B · I · C · R` bytes. For other
+  policies: nothing, because their statistics are of keys alone;
+* for a decoded token: no keys or values, but what the other ranks computed from the blocks that
+  they hold, float32 `B · N · H` for the rank's own heads, and two numbers per head. All ranks make
+  the same lists.
 
-Statistics, which are little beside keys and values, lie on all ranks of `sequence`, and so do the
-parameters: the dense algebra of a prompt is shared, and nothing of it travels. That of a token is
-not shared.
+Statistics are small beside keys and values, and are replicated over `sequence`; so are the
+parameters. The ranks share the dense algebra of a prompt without any traffic. They do not share
+that of a decoded token.
 
-Beside its layers a call adds up embeddings, over `sequence` hidden states of the tokens whose
-logits are wanted, and gathers the logits that are drawn from: `B · T · D`, `B · D` and `B · V`
-numbers.
+**Traffic outside the layers.** A call sums embeddings, and over `sequence` the hidden states of the
+tokens whose logits are wanted. It gathers the logits from which tokens are drawn. These are
+`B · T · D`, `B · D` and `B · V` numbers.
 
-Dense algebra is left to XLA, which partitions it by the shardings of the parameters; the cache,
-selection and attention of a layer run under `jax.shard_map`, where each rank has heads and
-sequences of its own (`cached_layer.layer_attention`). Functions that take parameters learn of the
-mesh from them (`placement_of`), under a `jit` of the caller's too, so that calls look the same on
-one device and on many:
+XLA partitions the dense algebra by the shardings of the parameters. The cache, selection and
+attention of a layer run under `jax.shard_map`, where each rank has its own heads and sequences
+(`cached_layer.layer_attention`). Functions that take parameters find the mesh from them
+(`placement_of`), also under your own `jit`. So calls look the same on one device and on many:
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     placement = place(mesh, ModelConfig.from_pretrained("Llama-3.1-8B"))
@@ -104,17 +104,17 @@ _INPUTS_SPREAD = {"out", "down"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
-    """Where the arrays of a model lie on a mesh; `place` makes it.
+    """Where the arrays of a model are placed on a mesh; made by `place`.
 
-    It is a function of a parameter's path and shape, as `load(sharding=...)` takes it, and
-    `init_cache(sharding=...)` takes it too. Hashable, so static under `jit`.
+    It is a function of a parameter's path and shape, so `load(sharding=...)` accepts it, and
+    `init_cache(sharding=...)` accepts it too. It is hashable, and so static under `jit`.
 
     Attributes:
-      mesh: The mesh, all of whose axes are `AxisType.Auto`.
-      model_config: The model.
+      mesh: The mesh. All of its axes are `AxisType.Auto`.
+      model_config: Configuration of the model.
 
     Raises:
-      ValueError: If the mesh has other axes, or sizes do not divide.
+      ValueError: If the mesh has other axes, or sizes are not divisible.
     """
 
     mesh: Mesh | AbstractMesh
@@ -144,24 +144,24 @@ class Placement:
             )
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 where the mesh lacks it."""
+        """Number of ranks along an axis; 1 if the mesh does not have the axis."""
         return self.mesh.shape.get(axis, 1)
 
     @property
     def heads(self) -> Heads | None:
-        """How heads are spread over `tensor`; `None` where every rank has all."""
+        """How heads are spread over `tensor`, or `None` if every rank has all heads."""
         ranks, c = self.size("tensor"), self.model_config
         return Heads("tensor", ranks, c.num_heads, c.num_kv_heads) if ranks > 1 else None
 
     @property
     def blocks(self) -> Blocks | None:
-        """How blocks of a sequence are spread over `sequence`; `None` where every rank has all."""
+        """How blocks are spread over `sequence`, or `None` if every rank has all blocks."""
         ranks = self.size("sequence")
         return Blocks("sequence", ranks) if ranks > 1 else None
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads that caches have: those of the model, or one for each rank if more."""
+        """Number of key/value heads in caches: that of the model, but at least one per rank."""
         return max(self.model_config.num_kv_heads, self.size("tensor"))
 
     # Shardings.
@@ -170,7 +170,7 @@ class Placement:
         """The sharding of a parameter, as `load` asks for it.
 
         Args:
-          path: Such as `("layers", "query", "kernel")`.
+          path: Path of the parameter, such as `("layers", "query", "kernel")`.
           shape: The parameter.
         """
         axis = _SPREAD.get(path[-2:])
@@ -181,19 +181,20 @@ class Placement:
 
     @property
     def params(self) -> Params:
-        """The shardings of all parameters, a tree of their layout."""
+        """The shardings of all parameters, as a tree with their layout."""
         shapes = flatten_params(param_shapes(self.model_config))
         return unflatten_params({path: self(path, shape) for path, shape in shapes.items()})
 
     @property
     def tokens(self) -> NamedSharding:
-        """The sharding of prompts `[B, T]`, of tokens and lengths `[B]`."""
+        """The sharding of prompts `[B, T]`, and of tokens and lengths `[B]`."""
         return self.sharding("data")
 
     def statistics(self, policy: Policy) -> PyTree:
-        """The shardings of a policy's statistics, stacked as a cache has them.
+        """The shardings of a policy's statistics, stacked as in a cache.
 
-        Sequences are spread over `data`, heads over `tensor` where ranks select by their own.
+        Sequences are spread over `data`. Heads are spread over `tensor` if ranks select by their
+        own heads.
         """
 
         def make(batch: int, shape: LayerShape) -> PyTree:
@@ -220,8 +221,8 @@ class Placement:
     def cache(self, policy: Policy) -> dict[str, PyTree]:
         """The shardings of a cache's arrays by field.
 
-        Lengths and measured density, a few numbers of each sequence, lie everywhere, so that every
-        host can read them.
+        Lengths and measured density are a few numbers per sequence. They are replicated, so that
+        every host can read them.
         """
         keys = self.sharding(None, "data", "sequence", "tensor")
         return {
@@ -233,9 +234,9 @@ class Placement:
         }
 
     def walk(self, policy: Policy, *, is_token: bool) -> PyTree:
-        """The shardings of the state that crosses layers.
+        """The shardings of the state that goes from layer to layer.
 
-        Sequences are spread over `data`, rows of a prompt over `sequence`.
+        Sequences are spread over `data`, and rows of a prompt over `sequence`.
         """
         make = functools.partial(policy.init_walk, num_rows=1, num_blocks=1)
         by_sequence = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
@@ -251,15 +252,15 @@ class Placement:
         return jax.tree.map(sharding, by_sequence, self.rows_of_walk(policy))
 
     def rows_of_walk(self, policy: Policy) -> PyTree:
-        """The axis of rows of every array of the state that crosses layers; -1 without one."""
+        """The axis of rows in every array of the walk's state; -1 without one."""
         make = functools.partial(policy.init_walk, batch=1, num_blocks=1)
         return _growing_axes(lambda: make(num_rows=1), lambda: make(num_rows=2))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array by the name of a mesh axis for each of its own.
+        """The sharding of an array, given the name of a mesh axis for each of its axes.
 
         Args:
-          *axes: Names, of which those that the mesh lacks, or has at 1, spread nothing.
+          *axes: Names. An axis that the mesh does not have, or that has size 1, spreads nothing.
         """
         names = [name if name and self.size(name) > 1 else None for name in axes]
         while names and names[-1] is None:
@@ -275,11 +276,11 @@ class Placement:
         return LayerShape(c.num_heads, kv_heads, c.head_dim, dtype)
 
     def num_blocks(self, wanted: int) -> int:
-        """Blocks of a cache with room for so many: ranks of `sequence` have as many each."""
+        """Number of blocks of a cache, a multiple of the ranks of `sequence`."""
         return wanted + -wanted % self.size("sequence")
 
     def check_policy(self, policy: Policy) -> None:
-        """Raises for a policy that cannot select where the blocks of a sequence are spread."""
+        """Raises if a policy cannot select while the blocks of a sequence are spread over ranks."""
         if self.size("sequence") > 1 and policy.blocks_on_mesh == "none":
             raise NotImplementedError(
                 f"the mesh's sequence axis must be 1 for {type(policy).__name__}, which selects "
@@ -289,7 +290,7 @@ class Placement:
             )
 
     def check_batch(self, batch: int) -> None:
-        """Raises unless `data` divides a number of sequences."""
+        """Raises unless the size of `data` divides the number of sequences."""
         ranks = self.size("data")
         if batch % ranks:
             raise ValueError(
@@ -300,7 +301,7 @@ class Placement:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What this placement costs that a smaller `tensor` axis would not."""
+        """What this placement costs that a smaller `tensor` axis would not cost."""
         ranks, c = self.size("tensor"), self.model_config
         found = []
         if ranks > c.num_kv_heads:
@@ -324,26 +325,30 @@ class Placement:
 
 
 def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
-    """Where parameters, cache, statistics and tokens of a model lie on a mesh.
+    """Decides where parameters, cache, statistics and tokens of a model are placed on a mesh.
 
-    Over `tensor`, each rank has `N / tensor` query heads with their key/value heads, a share of
-    the mlp's columns and of the vocabulary. Key/value heads fewer than ranks are replicated: each
-    then lies on `tensor / K` ranks, whose caches hold one head each, so that beyond `K` ranks more
-    of them make attention faster and caches no smaller (`Placement.notes` says so). A vocabulary
-    that does not divide is replicated as well. Over `data`, each rank has a share of the sequences;
-    over `sequence`, of the tokens of each, in prefill and in the cache: calls pad a prompt to `2 ·
-    sequence` times as many blocks, and a cache to `sequence` times as many, so any number divides.
+    Over `tensor`, each rank has `N / tensor` query heads with their key/value heads, and a part of
+    the mlp's columns and of the vocabulary. If there are fewer key/value heads than ranks, each one
+    is replicated on `tensor / K` ranks, whose caches hold one head each. So with more than `K`
+    ranks, attention gets faster but caches do not get smaller (`Placement.notes` says so). A
+    vocabulary that is not divisible is replicated as well.
+
+    Over `data`, each rank has a part of the sequences. Over `sequence`, each rank has a part of the
+    tokens of each sequence, in prefill and in the cache. Calls pad a prompt to a multiple of
+    `2 · sequence` blocks and a cache to a multiple of `sequence` blocks, so any number of tokens
+    works.
 
     Args:
-      mesh: Axes among `data`, `sequence` and `tensor`, any of which may be missing, of type Auto
-        (`jax.make_mesh` makes Explicit ones unless it is told).
-      model_config: The model.
+      mesh: A mesh with axes among `data`, `sequence` and `tensor`, any of which may be missing. Its
+        axes must be of type Auto (`jax.make_mesh` makes Explicit ones by default).
+      model_config: Configuration of the model.
 
     Returns:
       A `Placement`, for `load(sharding=...)` and `init_cache(sharding=...)`.
 
     Raises:
-      ValueError: If the mesh has other axes, or sizes do not divide; says what would.
+      ValueError: If the mesh has other axes, or sizes are not divisible. The message says which
+        sizes would work.
 
     Example:
       >>> from sketchwalk_jax.models import ModelConfig
@@ -380,15 +385,15 @@ def _placement(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placemen
 
 
 def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
-    """The placement that parameters have been loaded with; `None` on one device.
+    """The placement that parameters were loaded with, or `None` on one device.
 
-    An array says on which mesh it lies, under `jit` too; where everything lies on it follows from
-    the mesh and the model. Parameters on a mesh with other axes have none: XLA partitions all that
-    is computed from them, selection and attention included, as it sees fit.
+    An array knows its mesh, also under `jit`. The mesh and the model determine where everything
+    else is placed. Parameters on a mesh with other axes have no placement. XLA then partitions
+    everything that is computed from them as it sees fit, including selection and attention.
 
     Args:
       params: Parameter tree.
-      model_config: The model.
+      model_config: Configuration of the model.
 
     Raises:
       ValueError: If the mesh does not fit the model.
@@ -404,9 +409,9 @@ def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
 
 
 def lies_on_one_device(params: PyTree) -> bool:
-    """Whether parameters are known to lie on one device, whatever others this process has.
+    """Whether parameters are known to be on one device, even if this process has others.
 
-    Under a `jit` of the caller's that is unknown, unless there is only one.
+    Under your own `jit` this is unknown, unless there is only one device.
 
     Args:
       params: Parameter tree.
@@ -419,7 +424,7 @@ def lies_on_one_device(params: PyTree) -> bool:
 
 
 def devices_of(params: PyTree) -> set[jax.Device]:
-    """The devices that arrays lie on; NumPy's lie on none.
+    """The devices that arrays are on. NumPy arrays are on none.
 
     Args:
       params: Parameter tree.
@@ -429,12 +434,12 @@ def devices_of(params: PyTree) -> set[jax.Device]:
 
 
 def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTree:
-    """Arrays that are spread by the names of mesh axes; as they are where there is no mesh.
+    """Spreads arrays over the given mesh axes; returns them unchanged if there is no mesh.
 
     Args:
-      x: Arrays, each with at least as many axes.
+      x: Arrays, each with at least as many axes as there are names.
       placement: The placement, if there is one.
-      *axes: As for `Placement.sharding`.
+      *axes: Names of mesh axes, as for `Placement.sharding`.
     """
     if placement is None:
         return x
@@ -444,14 +449,14 @@ def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTr
 def embed_tokens(
     params: PyTree, tokens: Int[Array, "B T"], placement: Placement | None
 ) -> Float[Array, "B T D"]:
-    """`embed`; on a mesh each rank looks up the tokens whose embeddings it has.
+    """`embed`; on a mesh, each rank looks up the tokens whose embeddings it has.
 
-    Left to itself, XLA would gather the whole table for a batch of one token. Sequences and tokens
-    are spread over the axes that divide them.
+    Without this function, XLA would gather the whole table for a batch of one token. Sequences and
+    tokens are spread over the axes that divide them.
 
     Args:
       params: Parameter tree.
-      tokens: Token ids, those of a prompt as `Blocks.deal` lays them out; those outside the
+      tokens: Token ids. Those of a prompt are in the order of `Blocks.deal`. Ids outside the
         vocabulary are clamped.
       placement: The placement, if there is one.
     """
@@ -485,14 +490,14 @@ def embed_tokens(
 def take_dealt_columns(
     hidden: Float[Array, "B T D"], columns: Int[Array, "B U"], placement: Placement
 ) -> Float[Array, "B U D"]:
-    """Hidden states of some tokens, whose ranks add them to the zeros of the others.
+    """Hidden states of some tokens. The ranks that have them add them to the zeros of the others.
 
-    Left to itself, XLA would gather those of all tokens.
+    Without this function, XLA would gather the hidden states of all tokens.
 
     Args:
-      hidden: Of all tokens, as `Blocks.deal` lays them out.
-      columns: The columns that are wanted, of such a layout.
-      placement: The placement, whose `sequence` is more than 1.
+      hidden: Hidden states of all tokens, in the order of `Blocks.deal`.
+      columns: The wanted columns, in that order.
+      placement: The placement. Its `sequence` axis is larger than 1.
     """
     by_sequence = placement.sharding("data").spec
 
@@ -523,19 +528,19 @@ def linear_on_ranks(
     kernels: KernelConfig,
     is_transposed: bool = False,
 ) -> list[Float[Array, "B T _"]] | None:
-    """`linear_of_rows` with what each rank has of the weights.
+    """`linear_of_rows`, where each rank uses its own part of the weights.
 
-    A rank has some of the columns, and so of the results; or, of weights whose inputs are spread,
-    those of its own inputs, and ranks add up what these give. The kernel reads a rank's weights
-    where they lie, as on one device.
+    If the columns are spread, a rank computes its part of the results. If the inputs are spread, it
+    multiplies its own inputs, and ranks sum the products. The kernel reads a rank's weights in
+    place, as on one device.
 
     Args:
       x: The input.
-      weights: Of all layers, by name, heads and their features as one axis.
-      layer: The layer.
-      scale: Of the norm that the input goes through first, of all layers, if there is one.
-      eps: Of the norm.
-      placement: Where the weights lie.
+      weights: Weights of all layers by name, with heads and their features as one axis.
+      layer: Index of the layer.
+      scale: Scale of the norm that is applied to the input first, of all layers, if there is one.
+      eps: Epsilon of the norm.
+      placement: Where the weights are placed.
       kernels: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
     """
@@ -586,10 +591,10 @@ def linear_on_ranks(
 def constrain_logits(
     logits: Float[Array, "B *T V"], placement: Placement | None
 ) -> Float[Array, "B *T V"]:
-    """Logits of all tokens spread over `tensor` too; those of one token whole, to be drawn from.
+    """Spreads logits of all tokens over `tensor` too; keeps those of one token whole, for sampling.
 
     Args:
-      logits: From `unembed`.
+      logits: Logits from `unembed`.
       placement: The placement, if there is one.
     """
     if placement is None:
@@ -604,14 +609,15 @@ def constrain_logits(
 def on_every_rank(
     function: Callable[..., PyTree], placement: Placement | None
 ) -> Callable[..., PyTree]:
-    """A function of arrays that every rank calls with all of them, for what ranks do not share.
+    """A function that every rank calls with whole arrays, for work that ranks do not share.
 
-    Left to itself, XLA would partition it, which it cannot where the function launches kernels.
+    Without this function, XLA would try to partition it, which is impossible if it launches
+    kernels.
 
     Args:
-      function: Takes arrays in any trees, and closes over none; what it finds is the same on every
-        rank.
-      placement: The placement, if there is one; without, the function is returned as it is.
+      function: A function of arrays in any trees. It must not close over arrays. Its result is the
+        same on every rank.
+      placement: The placement, if there is one. Without one, the function is returned unchanged.
     """
     if placement is None:
         return function
@@ -631,7 +637,7 @@ def specs(shardings: PyTree) -> PyTree:
 
 
 def _growing_axes(small: Callable[[], PyTree], large: Callable[[], PyTree]) -> PyTree:
-    """For every array, the axis in which two of its shapes differ; -1 where none does."""
+    """For every array, the axis in which two of its shapes differ; -1 if none differs."""
 
     def axis(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> int:
         differ = [a != b for a, b in zip(one.shape, other.shape, strict=True)]
@@ -641,7 +647,7 @@ def _growing_axes(small: Callable[[], PyTree], large: Callable[[], PyTree]) -> P
 
 
 def _fits(ranks: int, model_config: ModelConfig) -> bool:
-    """Whether so many ranks divide heads and columns of the mlp."""
+    """Whether the number of ranks divides heads and columns of the mlp."""
     c = model_config
     by_kv = c.num_kv_heads % ranks == 0 or ranks % c.num_kv_heads == 0
     return by_kv and c.num_heads % ranks == 0 and c.intermediate_size % ranks == 0

@@ -41,11 +41,13 @@ _PARTS = 4  # of a smaller product's sum
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WalkState:
-    """The state that the walk carries from layer to layer.
+    """The state that the walk carries from layer to layer: the block scores combined so far.
 
     Attributes:
-      scores: Rows of `R_k`, float32 `[B, I, J]`; `I = 1` in decode.
-      layers: Sparse layers walked so far, int32 scalar. 0 means that the next layer starts it.
+      scores: Rows of `R_k`, float32 `[B, I, J]`: a score of every key block for every query block.
+        `I = 1` in decode.
+      layers: Number of sparse layers so far, int32 scalar. 0 means that the next layer starts the
+        walk.
     """
 
     scores: Float[Array, "B I J"]
@@ -56,12 +58,12 @@ class WalkState:
         """The walk before the first sparse layer.
 
         Args:
-          batch: Sequences `B`.
-          num_rows: Query blocks `I` walked together; 1 in decode.
-          num_blocks: Key blocks `J`.
+          batch: Number of sequences `B`.
+          num_rows: Number of query blocks `I`; 1 in decode.
+          num_blocks: Number of key blocks `J`.
 
         Returns:
-          A `WalkState` of zero layers.
+          A `WalkState` with a layer count of zero.
         """
         scores = jnp.zeros((batch, num_rows, num_blocks), jnp.float32)
         return cls(scores, jnp.zeros((), jnp.int32))

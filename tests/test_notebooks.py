@@ -1,10 +1,13 @@
 """The notebooks run from top to bottom, and both files of each say the same."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 
@@ -29,7 +32,34 @@ def sources(cells: list[dict]) -> list[tuple[str, str]]:
 
 
 def figures(cells: list[dict]) -> list[int]:
-    return [len(cell.get("outputs", [])) for cell in cells]
+    """How many pictures each cell has."""
+    return [
+        sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+        for cell in cells
+    ]
+
+
+def texts(cells: list[dict]) -> list[str]:
+    """What each cell printed, or gave as its result."""
+    found = []
+    for cell in cells:
+        outputs = cell.get("outputs", [])
+        parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs]
+        found.append("".join("".join(part) for part in parts))
+    return found
+
+
+def printing(cells: list[dict]) -> list[bool]:
+    """Which cells print something."""
+    return [cell["cell_type"] == "code" and "print(" in "".join(cell["source"]) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build", NOTEBOOKS / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def install_cell(name: str) -> str:
@@ -62,14 +92,64 @@ def test_runs_top_to_bottom_and_both_files_agree(repository, program_environment
     assert sum(figures(built)) == FIGURES[name]
     if FIGURES[name]:  # each is kept in the cell that draws it
         assert figures(built) == figures(committed(name))
+    assert [bool(text) for text in texts(built)] == printing(built)
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
-def test_only_figures_are_kept(name):
+def test_what_cells_print_and_draw_is_saved(build, name):
+    cells = committed(name)
+    assert sum(figures(cells)) == FIGURES[name]
+    assert [bool(text) for text in texts(cells)] == printing(cells)
+    assert not [text for text in texts(cells) if build.trace_of_machine(text)]
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_nothing_else_is_saved(name):
     cells = committed(name)
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    assert [list(output["data"]) for output in outputs] == [["image/png"]] * len(outputs)
+    kinds = {(o["output_type"], o.get("name"), *o.get("data", {})) for o in outputs}
+    assert kinds <= {("stream", "stdout"), ("display_data", None, "image/png")}
     assert all(cell["execution_count"] is None for cell in cells if "outputs" in cell)
+
+
+def notebook_of(*outputs: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    cell = nbformat.v4.new_code_cell("...", outputs=list(outputs), execution_count=3)
+    return nbformat.v4.new_notebook(cells=[cell])
+
+
+def test_a_build_keeps_text_and_pictures_and_drops_what_the_run_leaves(build):
+    new = nbformat.v4.new_output
+    figure = {"image/png": "iVBO", "text/plain": "<Figure size 560x340 with 1 Axes>"}
+    result = {"text/plain": "0.2", "text/html": "<b>0.2</b>"}
+    notebook = notebook_of(
+        new("stream", name="stdout", text="one\n"),
+        new("stream", name="stderr", text="100%|####| 3/3"),
+        new("stream", name="stdout", text="two\n"),
+        new("display_data", figure),
+        new("execute_result", result, execution_count=3),
+    )
+    build.keep_outputs(notebook)
+    nbformat.validate(notebook)
+    (cell,) = notebook.cells
+    assert [o.output_type for o in cell.outputs] == ["stream", "display_data", "execute_result"]
+    assert cell.outputs[0].text == "one\ntwo\n"
+    assert cell.outputs[1].data == {"image/png": "iVBO"}
+    assert cell.outputs[2].data == {"text/plain": "0.2"}
+    assert cell.execution_count is None and cell.outputs[2].execution_count is None
+
+
+@pytest.mark.parametrize("where", ["folder", "home", "memory"])
+def test_a_build_refuses_texts_that_hold_on_this_machine_alone(build, tmp_path, monkeypatch, where):
+    monkeypatch.setenv("HOME", "/nobodys-home")
+    names = {"folder": f"{tmp_path}/a.gguf", "home": "/nobodys-home", "memory": repr(object())}
+    printed = nbformat.v4.new_output("stream", name="stdout", text=f"wrote {names[where]}\n")
+    with pytest.raises(ValueError, match="outputs must not name"):
+        build.keep_outputs(notebook_of(printed))
+
+
+def test_a_build_takes_addresses_in_the_web_and_fractions(build):
+    text = "https://github.com/tmp/home 3/4 a/b/c ../tmp/x 0x1F"
+    build.keep_outputs(notebook_of(nbformat.v4.new_output("stream", name="stdout", text=text)))
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))

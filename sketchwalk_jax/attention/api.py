@@ -1,14 +1,15 @@
-"""Exact attention over block lists and over everything: the public entry points.
+"""Exact attention over lists of blocks and over everything: the public entry points.
 
-Argument order, meaning and shapes follow `jax.nn.dot_product_attention` (BTNH queries, BSKH keys).
-A stacked cache `[L, B, S, K, H]` with a layer index is taken as it is, without slicing a copy.
+The order, meaning and shapes of the arguments are those of `jax.nn.dot_product_attention` (queries
+`[B, T, N, H]`, keys and values `[B, S, K, H]`). A stacked cache `[L, B, S, K, H]` can be passed
+with a layer index; no layer is sliced out as a copy.
 
-Each checks its arguments and chooses the implementation; what follows is jitted, so that a call
-outside of `jit` compiles once for each shape and choice of options.
+Each function checks its arguments and chooses the implementation. What follows is jitted, so a call
+outside of `jit` compiles once for each combination of shapes and options.
 
-All are differentiable in queries, keys and values, in reverse mode: whatever implementation ran
-forward, tiles of plain JAX go back (`gradients`), and cuDNN has a backward pass of its own. Lists,
-lengths and positions are constants.
+All functions are differentiable in reverse mode, with respect to queries, keys and values. Whatever
+implementation runs forward, the backward pass is plain JAX in tiles (`gradients`); cuDNN has its
+own backward pass. Lists, lengths and positions are constants.
 """
 
 from functools import partial
@@ -115,32 +116,34 @@ def block_sparse_attention(
 ) -> Float[Array, "B T N H"] | Any:
     """Exact causal attention over the selected key blocks (Algorithm 1 step 8).
 
-    For the query at position `p` of block `i`: `softmax(scale · q kᵀ) v` over the keys at
-    positions `<= p` of the blocks in list `i`. Grouped-query attention is native: keys and values
-    are not repeated. Rows whose list is empty give 0 (and a log-sum-exp of -inf). A query, key or
-    value that is not finite reaches the queries that see it and no others; where these have no
-    cotangents, it reaches no derivative either.
+    A query at position `p` of block `i` gives `softmax(scale · q kᵀ) v` over the keys at positions
+    `<= p` in the blocks of list `i`. Grouped-query attention does not repeat keys and values. A row
+    with an empty list gives 0 (and a log-sum-exp of -inf). A query, key or
+    value that is not finite affects only the queries that see it. If these have no cotangents, it
+    affects no gradient either.
 
     Args:
-      query: Queries; row `i` of the selection covers the positions of block
+      query: Queries. Row `i` of the selection covers the positions of block
         `query_offset // block_size + i`.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
-      value: Values, shaped like `key`.
+      value: Values, with the shape of `key`.
       selection: Lists of key blocks, with `num_query_blocks(T, ...)` rows.
       layer: Layer of the stacked cache.
-      query_offset: Position of each sequence's first query token, any integer. Default 0.
-      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
-      scale: Factor of the scores. Default `1 / sqrt(H)`.
-      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      implementation: `"xla"`, `"mosaic_gpu"`, or `None` to choose by device and shape.
-      kernel_config: Tile sizes; the result does not depend on them beyond rounding.
+      query_offset: Position of each sequence's first query token, any integer. Default: 0.
+      kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
+      scale: Factor of the scores. Default: `1 / sqrt(H)`.
+      return_lse: Whether to also return the log-sum-exp of the scaled scores.
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), or `None` to choose by
+        device and shape.
+      kernel_config: Tile sizes. The result does not depend on them beyond rounding.
 
     Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
+      The output in the dtype of the queries, and with `return_lse` the float32 log-sum-exp
+      `[B, T, N]`.
 
     Raises:
       ValueError: If shapes or dtypes do not fit together. Values (list entries, lengths) are not
-        checked: they are unknown under `jit`.
+        checked, because they are unknown under `jit`.
       NotImplementedError: If `implementation` cannot run here.
     """
     batch, num_tokens = check_qkv(query, key, value, layer)
@@ -259,20 +262,22 @@ def block_sparse_decode(
     """Exact attention of one token per sequence over its selected blocks (Algorithm 2 step 7).
 
     Args:
-      query: The current token's queries.
-      key: Keys, the current token's included, or a stacked cache with `layer`.
-      value: Values, shaped like `key`.
+      query: Queries of the current token.
+      key: Keys, including that of the current token, or a stacked cache with `layer`.
+      value: Values, with the shape of `key`.
       selection: One list per sequence (`I = 1`).
-      kv_lengths: Keys present in each sequence, the current token included: the query stands at
-        position `kv_lengths - 1`.
+      kv_lengths: Number of keys in each sequence, including that of the current token. The query
+        has position `kv_lengths - 1`.
       layer: Layer of the stacked cache.
-      scale: Factor of the scores. Default `1 / sqrt(H)`.
-      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      implementation: `"xla"`, `"mosaic_gpu"`, or `None` to choose by device and shape.
-      kernel_config: Tile sizes.
+      scale: Factor of the scores. Default: `1 / sqrt(H)`.
+      return_lse: Whether to also return the log-sum-exp of the scaled scores.
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), or `None` to choose by
+        device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`.
+      The output in the dtype of the queries, and with `return_lse` the float32 log-sum-exp
+      `[B, 1, N]`.
 
     Raises:
       ValueError: If shapes or dtypes do not fit together.
@@ -312,31 +317,38 @@ def dense_attention(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T N H"] | Any:
-    """Exact causal attention over all keys, in tiles: no tokens × tokens array is formed.
+    """Exact causal attention over all keys, in tiles: no array of tokens × tokens is formed.
 
-    The reference for accuracy and the denominator of every speed figure. On an NVIDIA GPU, queries
-    in bfloat16 or float16 that start at position 0 go through cuDNN's flash attention where it
-    takes their head_dim (at most 128, a multiple of 8) and no log-sum-exp is asked for. Where they
-    start elsewhere, decoding included, Hopper's kernels attend over lists of all blocks: they read
-    a cache as it lies. All else runs on XLA. There, and with those kernels,
-    a key or value that is not finite makes NaN of the queries that see it and of no others; cuDNN
-    may make NaN of earlier queries nearby as well.
+    This is the reference for accuracy, and what every speedup is measured against. Which
+    implementation runs depends on the call:
+
+    * On an NVIDIA GPU, queries in bfloat16 or float16 that start at position 0 use cuDNN's flash
+      attention, if it supports their head_dim (at most 128, a multiple of 8) and no log-sum-exp is
+      asked for.
+    * Queries that start elsewhere, decoding included, use the kernels for Hopper GPUs, where these
+      support the call, with lists of all blocks. These kernels read a cache in place.
+    * Everything else runs on XLA.
+
+    On XLA and with the Hopper kernels, a key or value that is not finite gives NaN for the queries
+    that see it, and for no others. cuDNN may also give NaN for earlier queries nearby.
 
     Args:
       query: Queries at positions `query_offset + 0 .. T - 1`.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
-      value: Values, shaped like `key`.
+      value: Values, with the shape of `key`.
       layer: Layer of the stacked cache.
-      query_offset: Position of each sequence's first query token. Default 0, which cuDNN needs.
-      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`. The
-        outputs of queries at later positions, which are padding, mean nothing.
-      scale: Factor of the scores. Default `1 / sqrt(H)`.
-      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      implementation: `"xla"`, `"mosaic_gpu"`, `"cudnn"`, or `None` to choose by device and shape.
-      kernel_config: Tile sizes.
+      query_offset: Position of each sequence's first query token. Default: 0, which cuDNN requires.
+      kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
+        Queries at later positions are padding, and their outputs are meaningless.
+      scale: Factor of the scores. Default: `1 / sqrt(H)`.
+      return_lse: Whether to also return the log-sum-exp of the scaled scores.
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), `"cudnn"`, or `None` to
+        choose by device and shape.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, T, N]`.
+      The output in the dtype of the queries, and with `return_lse` the float32 log-sum-exp
+      `[B, T, N]`.
 
     Raises:
       ValueError: If shapes or dtypes do not fit together.

@@ -1,4 +1,4 @@
-"""Dense attention as a policy: the reference for accuracy, behind the same interface."""
+"""Dense attention as a policy: the reference for accuracy, with the same interface."""
 
 import dataclasses
 from typing import Any
@@ -14,18 +14,18 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Policy):
-    """Attends to everything. Inference takes the dense path and keeps no statistics.
+    """The policy that attends to everything. It keeps no statistics, and runs dense attention.
 
     Attributes:
-      block_size: Granularity of the block lists, in tokens.
-      dense_layers: Of no effect: every layer is dense.
+      block_size: Tokens per block, if dense attention is asked for as lists of blocks.
+      dense_layers: Has no effect: every layer is dense.
     """
 
     blocks_on_mesh = "keys"
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """It selects in neither phase."""
+        """Empty: it selects in neither phase."""
         return ()
 
     def select(
@@ -39,6 +39,6 @@ class Dense(Policy):
         span: Span,
         kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """Every causal block of every row, for whoever wants dense attention as lists."""
+        """Every causal block of every row: dense attention as lists."""
         size = self.block_size
         return full_selection(span.rows(size), key.shape[2] // size, block_size=size), walk

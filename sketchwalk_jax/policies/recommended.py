@@ -1,17 +1,17 @@
-"""Sketch-and-Walk that loses almost nothing: sharp scores of single keys, remembered across layers.
+"""The recommended form of Sketch-and-Walk: sharp scores of single keys, remembered across layers.
 
-The framework is the paper's: summarise, score blocks, combine across layers, attend exactly over
-one list that all heads share. Its parts are replaced by what real models need:
+The framework is that of the paper: summarise, score blocks, combine across layers, and attend
+exactly over one list that all heads share. The parts are replaced by what real models need:
 
 * A row of queries is summarised by its mean and by the queries farthest from it and from each
-  other, not by the mean alone: one token of 64 may be the one that asks.
-* A block of keys is seen key by key, in the rotary channels that turn slowly, at four bits beside
-  the block's centre (`block_codes`). These channels tell tokens apart by what they are and not by
-  where they stand; a mean over a page hides a single key.
-* Scores are sharpened before they are put together: a softmax over blocks for each head and query,
-  then a norm with the paper's idea of an exponent. A retrieval is one head of one query, which a
-  sum would outvote; a maximum forgets what many heads look at a little.
-* The walk is memory of evidence: a block that a layer looked at stays likely in the next ones.
+  other, not by the mean alone. One token of 64 may be the one that asks.
+* A block of keys is seen key by key, in the rotary channels that rotate slowly, in four bits
+  relative to the block's centre (`block_codes`). These channels tell tokens apart by their content
+  and not by their position. A mean over a block would hide a single key.
+* Scores are sharpened before they are combined: first by a softmax over blocks for each head and
+  query, then by a norm, with an exponent as in the paper. A retrieval is one head of one query. A
+  sum would outvote it, and a maximum would ignore what many heads look at a little.
+* The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
 """
 
 import dataclasses
@@ -48,37 +48,40 @@ _AS_GOOD_AS_DENSE = 0.9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecommendedConfig(BudgetPolicy):
-    r"""Sketch-and-Walk with token-level evidence (`SketchWalkConfig.recommended`).
+    r"""The recommended policy: Sketch-and-Walk with token-level evidence.
 
-    With representative queries `q_{r, h}` of row `i` (`representative_queries`; in decode the
-    token's own), the score of block `j` and the walk of layer `k` are
+    `SketchWalkConfig.recommended(**fields)` makes one too. Let `q_{r, h}` be the representative
+    queries of row `i` (`representative_queries`; in decode, the token's own query). The score of
+    block `j` and the walk of layer `k` are
 
         P_{r, h}[i, j] = softmax_j( max_{s in block j} q_{r, h} · k_s / sqrt(H) )
         S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
-    where the products run over `slow_channels`, with the keys as `BlockCodes` has them. Row `i`
-    keeps the best blocks of `R_k[i]`, the forced ones among them, as many as `budget` says: the
-    floor of early rows is made up for later, so that prompts of more than a few thousand tokens
-    measure the density that was asked for.
+    The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
+    block of queries) keeps the best blocks of `R_k[i]`, including those that every row keeps.
+    `budget` says how many. Early rows keep at least `min_blocks` blocks, and later rows keep fewer
+    to compensate. So prompts of more than a few thousand tokens measure the requested density.
 
     Attributes:
       block_size: Tokens per block (a power of two, at least 16).
-      density: Share of all causal blocks to keep, over all layers, dense ones included, in (0, 1].
-      sink_blocks: First blocks that every row keeps, inside its budget.
-      local_blocks: Last blocks up to the diagonal that every row of a prompt keeps, inside its
-        budget; a decoded token keeps its own.
-      min_blocks: Blocks that every row keeps, where there are as many.
-      representatives: Queries that stand for a row, its mean among them: as a mean over the
-        layers where a plan gives some more and others fewer.
-      exponent: Order of the norm over heads and queries, at most 8: 1 adds up their shares, a
-        large one takes the largest.
-      decay: What remains of a block's evidence from one layer to the next, in [0, 1); 0 for none.
-      dense_layers: Layers that attend to everything; the others get so much less.
-      plan: How the layers of the model share density and representatives; without one they share
-        both equally.
-      num_layers: Layers of the model, which `for_layer` sets; dense layers are not accounted for
-        without.
+      density: Fraction of all causal blocks to keep, over all layers, dense ones included, in (0,
+        1].
+      sink_blocks: Number of first blocks that every row keeps. They count towards its budget.
+      local_blocks: Number of last blocks, up to its own, that every row of a prompt keeps. They
+        count towards its budget. A decoded token keeps its own block.
+      min_blocks: Minimum number of blocks that a row keeps, if there are as many.
+      representatives: Number of queries that represent a row, including its mean. If a plan gives
+        some layers more and others fewer, this is the mean over the layers.
+      exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
+        large value approaches their maximum.
+      decay: Factor of a block's evidence from one layer to the next, in [0, 1). 0 keeps none.
+      dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
+        The other layers keep correspondingly less.
+      plan: How the layers of the model share density and representatives. Without a plan, all
+        layers have the same.
+      num_layers: Number of layers of the model, set by `for_layer`. Without it, dense layers are
+        not counted in the density.
 
     Raises:
       ValueError: If a field is outside its range, dense layers alone exceed the density, or the
@@ -128,20 +131,20 @@ class RecommendedConfig(BudgetPolicy):
             _ = self.layer_densities  # which checks them
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
-        """The policy that knows how many layers there are."""
+        """The same policy with the number of layers filled in."""
         return dataclasses.replace(self, num_layers=num_layers)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer attends to everything, by `dense_layers` or because the plan says so."""
+        """Whether a layer attends to everything, by `dense_layers` or by the plan."""
         return super().is_dense(layer) or (
             self.plan is not None and self.layer_densities[layer] >= _AS_GOOD_AS_DENSE
         )
 
     @property
     def layer_densities(self) -> tuple[float, ...]:
-        """The density of every layer, with the nominal one as their mean.
+        """The density of every layer. Their mean is `density`.
 
-        Of one layer alone where the number of layers is not known.
+        If the number of layers is not known, this is the density of one layer.
         """
         if self.num_layers is None:
             return (self.density,)
@@ -150,7 +153,7 @@ class RecommendedConfig(BudgetPolicy):
 
     @property
     def sparse_representatives(self) -> tuple[int, ...]:
-        """The representatives of a row in every sparse layer; of one where nothing tells layers."""
+        """Number of representatives of a row in every sparse layer; one entry without a plan."""
         if self.plan is None or self.num_layers is None:
             return (self.representatives,)
         sparse = [i for i in range(self.num_layers) if not self.is_dense(i)]
@@ -160,15 +163,15 @@ class RecommendedConfig(BudgetPolicy):
         return tuple(min(one, self.block_size) for one in found)
 
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
-        """Blocks that each of `num_units` rows keeps, in the layer that keeps most."""
+        """Number of blocks that each of `num_units` rows keeps, in the layer that keeps most."""
         return self.budgets(num_units).max(axis=0)
 
     def budgets(self, num_units: int, *, is_token: bool = False) -> Int[np.ndarray, "Ls J"]:
-        """Blocks that each row keeps in every sparse layer, int32 on the host.
+        """Number of blocks that each row keeps in every sparse layer, int32 on the host.
 
         Args:
-          num_units: Rows.
-          is_token: Whether a row is a decoded token, which owes nothing for the rows before it.
+          num_units: Number of rows.
+          is_token: Whether a row is a decoded token. It does not compensate for the rows before it.
         """
         least = max(self.min_blocks, self.sink_blocks + self.local_blocks)
         densities = self.layer_densities
@@ -178,7 +181,7 @@ class RecommendedConfig(BudgetPolicy):
         return np.stack([make(density=one) for one in densities])
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
-        """No evidence yet."""
+        """A walk without evidence."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> BlockCodes:
@@ -201,7 +204,7 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernels: KernelConfig | None = None,
     ) -> PyTree:
-        """Codes of the span's keys too."""
+        """Adds the codes of the span's keys."""
         if kernels is not None and isinstance(statistics, BlockCodes):
             only = statistics.as_layer()
             where: dict[str, Any] = {"layer": only.layer, "span": span, "kernels": kernels}
@@ -220,7 +223,7 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernels: KernelConfig | None = None,
     ) -> PyTree | None:
-        """Codes of all layers, with those of the span's keys in one."""
+        """Adds the codes of the span's keys in one layer, and returns the codes of all layers."""
         kernels = self._of_slow(kernels, key.shape[-1])
         if kernels is None or not isinstance(statistics, BlockCodes):
             return None
@@ -236,24 +239,24 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernels: KernelConfig,
     ) -> tuple[PyTree, Array, Array] | None:
-        """Codes of all layers, with that of the token's keys in one, and the caches."""
+        """Adds the code of the token's keys in one layer, and writes the caches."""
         found = self._of_slow(kernels, key.shape[-1])
         if found is None or not isinstance(statistics, BlockCodes):
             return None
         return statistics.append_to_layer(layer, key, write, span, kernels=found)
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """Codes are left where they lie."""
+        """The codes of one layer, left in place in the codes of all layers."""
         if isinstance(statistics, BlockCodes):
             return LayerCodes(statistics, layer)
         return super().of_layer(statistics, layer)
 
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
-        """The channels that count."""
+        """The channels that the scores use."""
         return slow_channels(head_dim)
 
     def _of_slow(self, kernels: KernelConfig | None, head_dim: int) -> KernelConfig | None:
-        """What kernels run with, where the channels that count are those that kernels know."""
+        """What kernels run with, or `None` if the kernels do not support these channels."""
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
         return kernels if is_slow else None
 
@@ -270,7 +273,7 @@ class RecommendedConfig(BudgetPolicy):
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token.
 
-        `statistics` may be `LayerCodes`, which kernels read where they lie.
+        `statistics` may be `LayerCodes`, which kernels read in place.
         """
         if span.is_token:
             found = self._select_token(query, statistics, walk, span=span, kernels=kernels)
@@ -304,7 +307,7 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
-        """All of `select` for a token, by kernels; None where these cannot."""
+        """All of `select` for a token, by kernels; None if they cannot take the call."""
         kernels = self._of_slow(kernels, query.shape[-1])
         if isinstance(statistics, BlockCodes):
             statistics = statistics.as_layer()
@@ -343,7 +346,7 @@ class RecommendedConfig(BudgetPolicy):
         heads: Heads | None = None,
         kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
-        """`S[i, j]` of the class, from the queries that stand for each row."""
+        """`S[i, j]` of the class, from the queries that represent each row."""
         return block_scores(
             queries,
             codes,
@@ -362,7 +365,7 @@ class RecommendedConfig(BudgetPolicy):
         count: int,
         kernels: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
-        """`count` queries that stand for each row, in the channels that count."""
+        """`count` queries that represent each row, in the channels that the scores use."""
         head_dim = query.shape[-1]
         sizes, found = {"count": count, "block_size": self.block_size}, None
         kernels = self._of_slow(kernels, head_dim)
@@ -379,7 +382,7 @@ class RecommendedConfig(BudgetPolicy):
         represent: Callable[[int], Float[Array, "B I R N C"]],
         score: Callable[[Float[Array, "B I R N C"]], Float[Array, "B I J"]],
     ) -> Float[Array, "B I J"]:
-        """The scores of rows by as many representatives as a sparse layer has."""
+        """The scores of rows, with the number of representatives of a sparse layer."""
         counts = self.sparse_representatives
         kinds = sorted(set(counts))
         ways = [functools.partial(lambda count: score(represent(count)), count) for count in kinds]
@@ -397,7 +400,7 @@ class RecommendedConfig(BudgetPolicy):
         is_token: bool,
         kernels: KernelConfig | None = None,
     ) -> BlockSelection:
-        """The blocks with the most evidence, as many as the budget of a sparse layer says."""
+        """The blocks with the most evidence, up to the budget of a sparse layer."""
         num_blocks = evidence.shape[-1]
         budgets = self.budgets(num_blocks, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
@@ -421,7 +424,7 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
 
     Args:
       plan: The plan.
-      density: Mean over the layers.
+      density: Mean density over the layers.
 
     Example:
       >>> plan = Plan(densities=((0.1, 0.5), (0.1, 0.5)), errors=((0.5, 0.1), (0.02, 0.01)),
@@ -438,9 +441,9 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
 
 
 def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
-    """The half of a head's channels that the rotary embedding turns slowest.
+    """The half of a head's channels that the rotary embedding rotates slowest.
 
-    Channels `d` and `d + H/2` turn together, with a frequency that falls with `d`.
+    Channels `d` and `d + H/2` are rotated together, with a frequency that decreases with `d`.
 
     Example:
       >>> slow_channels(8).tolist()
@@ -454,20 +457,20 @@ def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
 def representative_queries(
     query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], *, block_size: int, count: int
 ) -> Float[Array, "B I R N H"]:
-    """Queries that stand for those of each row, for every head: its mean, and the farthest ones.
+    """Queries that represent each row, for every head: its mean, and the farthest queries.
 
-    Farthest-point traversal (Gonzalez 1985): after the mean, the query whose distance to the
-    nearest one taken is largest, `count - 1` times. Queries that are not valid or not finite are
-    never taken; where there are no more, the mean is taken again.
+    This is farthest-point traversal (Gonzalez 1985). It starts with the mean, and `count - 1` times
+    adds the query that is farthest from the nearest query taken so far. Queries that are not valid
+    or not finite are never taken. If there are no more queries, the mean is taken again.
 
     Args:
-      query: Queries; column 0 begins a row.
-      valid: Which of them are the sequence's.
-      block_size: Queries of a row.
-      count: Representatives `R`.
+      query: Queries. Column 0 begins a row.
+      valid: Which of them are tokens of the sequence.
+      block_size: Number of queries in a row.
+      count: Number of representatives `R`.
 
     Returns:
-      The representatives, in the type of the queries; zeros for rows without a query.
+      The representatives, in the dtype of the queries; zeros for rows without a query.
     """
     batch, tokens, heads, head_dim = query.shape
     rows = query.reshape(batch, tokens // block_size, block_size, heads, head_dim)
@@ -493,7 +496,7 @@ def representative_queries(
 def _share_density(
     density: float, is_dense: tuple[bool, ...], plan: Plan | None
 ) -> tuple[float, ...]:
-    """Densities of the layers, with the given mean; those that are to be dense have 1."""
+    """Densities of the layers, with the given mean. Dense layers have density 1."""
     count = len(is_dense) - sum(is_dense)
     left = density * len(is_dense) - sum(is_dense)
     if not count:
@@ -516,17 +519,17 @@ def even_budget(
 ) -> Int[np.ndarray, "J"]:
     """How many blocks each row keeps, so that all rows together keep the density.
 
-    Half of a row's own block lies in the future: of `c` blocks in row `i`, `c - 1/2` count, and the
-    causal ones are `i + 1/2`. So a row keeps `density · (i + 1/2) + 1/2` blocks, rounded, and
-    `least` at least, where there are as many. What earlier rows of a prompt kept beyond the density
-    is given back by later ones, each a fifth of its own at most. A row's budget depends on its
-    place alone, never on the length of the prompt.
+    Half of a row's own block is in the future. So `c` blocks in row `i` count as `c - 1/2`, and the
+    causal blocks as `i + 1/2`. A row therefore keeps `density · (i + 1/2) + 1/2` blocks, rounded,
+    and at least `least` if there are as many. Later rows compensate for what earlier rows of a
+    prompt kept beyond the density; each gives up at most a fifth of its own. The budget of a row
+    depends on its position only, never on the length of the prompt.
 
     Args:
-      num_blocks: Rows.
-      density: Share of all causal blocks.
-      least: Fewest blocks of a row.
-      repays: Whether rows give back what earlier ones took.
+      num_blocks: Number of rows.
+      density: Fraction of all causal blocks.
+      least: Minimum number of blocks of a row.
+      repays: Whether later rows compensate for earlier ones.
 
     Returns:
       int32 `[num_blocks]` on the host, read-only.

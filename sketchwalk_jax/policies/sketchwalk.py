@@ -1,9 +1,9 @@
-"""Sketch-and-Walk: Algorithms 1 and 2 (arXiv:2602.07397) up to the attention itself.
+"""Sketch-and-Walk: Algorithms 1 and 2 (arXiv:2602.07397), except the attention itself.
 
-`SketchWalkConfig` says what is computed, in one frozen value with named presets, and computes it:
-`observe` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), `select` steps 5-7 (3 to 6). Each
-step is a function of its own (`sketch`, `walk`, `selection`), chosen by a field. How fast it runs
-is the business of `KernelConfig`, which never changes a result beyond rounding.
+`SketchWalkConfig` says what is computed, as one frozen value with named presets, and computes it.
+`observe` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), and `select` is steps 5-7 (3 to 6).
+Each step is a function of its own (`sketch`, `walk`, `selection`), chosen by a field.
+`KernelConfig` decides how fast this runs, and never changes a result beyond rounding.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class SketchSums:
 
     Attributes:
       query: Sums over the tokens of each block, float32 `[B, J, C, R]`.
-      key: Likewise for keys. `C` is 1 for `head_combination="mean"` and `K` for `"sum"`.
+      key: The same for keys. `C` is 1 for `head_combination="mean"` and `K` for `"sum"`.
     """
 
     query: Float[Array, "B J C R"]
@@ -57,34 +57,39 @@ class SketchSums:
 class SketchWalkConfig(Policy):
     r"""Sketch-and-Walk block selection (arXiv:2602.07397, sections 2.2, 2.3 and Algorithms 1, 2).
 
-    With block means `q̄[i]`, `k̄[j]` and sketch `Ω`, the block scores are
-    `A[i, j] = (q̄[i] Ω)(k̄[j] Ω)ᵀ / sqrt(H)` for `j <= i`; a transition turns them into `W`
-    (element-wise power) or `P` (causal row softmax); and the walk state of layer `k` is
-    `R_k = R_{k-1} W_k` (equation 1), or with damping `X ← (1 - β) P + β X P`.
-    Row `i` keeps the `count[i]` best key blocks of `R_k[i]`,
-    `count[i] = min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))`.
+    Queries and keys are averaged over heads (by default) and over the tokens of a block. With these
+    means `q̄[i]` and `k̄[j]` and the sketch `Ω` (a random projection), the block scores are
+    `A[i, j] = (q̄[i] Ω)(k̄[j] Ω)ᵀ / sqrt(H)` for `j <= i`. A transition turns the scores into `W`
+    (element-wise power) or `P` (causal row softmax). The walk carries the scores from layer to
+    layer: its state in layer `k` is `R_k = R_{k-1} W_k` (equation 1), or with damping
+    `X ← (1 - β) P + β X P`.
 
-    Instances are hashable and are passed to `jax.jit` as static arguments.
+    Row `i` (a block of queries) keeps the `count[i]` best key blocks of `R_k[i]`, with `count[i] =
+    min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))`.
+
+    Instances are hashable. Pass them to `jax.jit` as static arguments.
 
     Attributes:
       block_size: Tokens per block (a power of two, at least 16).
-      sketch_dim: Columns of the subsampled randomised Hadamard transform. `None`, or a value not
-        below the padded head dimension, makes no projection.
-      seed: Seed of the one draw of the transform.
-      head_combination: `"mean"` averages heads before scoring (the paper); `"sum"` adds up the
-        scores of the heads.
-      transition: `"power"` is `A ** exponent`, `"relu_power"` is `max(A, 0) ** exponent`,
+      sketch_dim: Number of columns of the sketch, a subsampled randomised Hadamard transform. With
+        `None`, or a value not below the padded head dimension, there is no projection.
+      seed: Seed of the random transform.
+      head_combination: `"mean"` averages heads before scoring (the paper). `"sum"` adds the scores
+        of the heads.
+      transition: `"power"` is `A ** exponent`, `"relu_power"` is `max(A, 0) ** exponent`, and
         `"softmax"` is the causal row softmax of `A`.
       exponent: The power `s` of the two power transitions, at most 32.
-      walk_degree: Walk steps per layer.
-      beta: Damping. `None` is the plain product; 0 keeps no memory at all (one hop); values in
-        (0, 1) need the softmax transition, whose rows sum to one.
-      density: Share of the causal blocks of each row that is kept, in (0, 1].
-      top_blocks: When set, a fixed number of blocks per row instead of `density`.
-      sink_blocks: First blocks that every row keeps, inside its budget.
-      local_blocks: Last blocks up to the diagonal that every row keeps, inside its budget.
-      dense_tail: Last tokens of a prompt whose rows keep every block.
-      dense_layers: Leading layers that stay dense; they neither read nor write the walk.
+      walk_degree: Number of walk steps per layer.
+      beta: Damping. `None` is the plain product. 0 keeps no memory of earlier layers (one hop).
+        Values in (0, 1) need the softmax transition, whose rows sum to one.
+      density: Fraction of the causal blocks of each row that is kept, in (0, 1].
+      top_blocks: A fixed number of blocks per row, which replaces `density` if it is set.
+      sink_blocks: Number of first blocks that every row keeps. They count towards its budget.
+      local_blocks: Number of last blocks, up to the row's own, that every row keeps. They count
+        towards its budget.
+      dense_tail: Number of last tokens of a prompt whose rows keep every block.
+      dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
+        They neither read nor write the walk.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -139,34 +144,56 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def paper(cls, **overrides: Any) -> "SketchWalkConfig":
-        """The method as printed: `R_k = R_{k-1} W_k` with `W = A ** 8`, head-mean scores."""
+        """The method as printed: `R_k = R_{k-1} W_k` with `W = A ** 8`, scores of head means.
+
+        Args:
+          **overrides: Fields to change, such as `density=0.1`.
+        """
         return cls(**overrides)
 
     @classmethod
     def damped(cls, **overrides: Any) -> "SketchWalkConfig":
-        """Softmax transitions with damping: `X ← (1 - β) P + β X P`, β = 0.25."""
+        """Softmax transitions with damping: `X ← (1 - β) P + β X P`, with β = 0.25.
+
+        Args:
+          **overrides: Fields to change, such as `density=0.1`.
+        """
         return cls(**{"transition": "softmax", "beta": 0.25, **overrides})
 
     @classmethod
     def one_hop(cls, **overrides: Any) -> "SketchWalkConfig":
-        """The ablation without a walk: `R_k = P`, each layer selects by its own scores."""
+        """The ablation without a walk: `R_k = P`, so each layer selects by its own scores.
+
+        Args:
+          **overrides: Fields to change, such as `density=0.1`.
+        """
         return cls(**{"transition": "softmax", "beta": 0.0, **overrides})
 
     @classmethod
     def released(cls, **overrides: Any) -> ReleasedConfig:
-        """The rule of the authors' published code, a policy of its own: see `ReleasedConfig`."""
+        """The rule of the authors' published code, which is another class, `ReleasedConfig`.
+
+        Args:
+          **overrides: Fields of `ReleasedConfig` to change.
+        """
         return ReleasedConfig(**overrides)
 
     @classmethod
     def recommended(cls, **overrides: Any) -> RecommendedConfig:
-        """Sketch-and-Walk that loses almost nothing, a policy of its own: `RecommendedConfig`."""
+        """The recommended policy, which is another class, `RecommendedConfig`.
+
+        It loses far fewer answers than the method as printed.
+
+        Args:
+          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
+        """
         return RecommendedConfig(**overrides)
 
     # The state.
 
     @property
     def statistics_key(self) -> tuple[tuple[str, Any], ...]:
-        """Which sketch, and of what."""
+        """The fields that define the sketch and what it is taken of."""
         return (
             ("sketch_dim", self.sketch_dim),
             ("seed", self.seed),
@@ -184,7 +211,7 @@ class SketchWalkConfig(Policy):
         return WalkState.zeros(batch, num_rows, num_blocks)
 
     def budget(self, num_blocks: int) -> Int[np.ndarray, "J"]:
-        """Blocks that each of `num_blocks` rows keeps, non-decreasing."""
+        """Number of blocks that each of `num_blocks` rows keeps, non-decreasing."""
         return block_budget(
             num_blocks,
             density=self.density,
@@ -244,7 +271,7 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernels: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Scores, walk and top-τ: blocks for every query block, or for the token being decoded."""
+        """Scores, walk and top-τ: the blocks for every query block, or for the decoded token."""
         del key, layer
         select = self._select_token if span.is_token else self._select_prompt
         return select(query, statistics, walk, span=span, kernels=kernels)
@@ -258,7 +285,7 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1: every query block stands for its mean query."""
+        """Algorithm 1: the mean query represents each query block."""
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
@@ -288,7 +315,7 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 2: the token's own head-combined query stands for the row of its block."""
+        """Algorithm 2: the token's own head-combined query represents the row of its block."""
         omega, groups = self._omega(query), sums.query.shape[2]
         if kernels is not None:
             selected = kernel_selection.select_token(
@@ -323,7 +350,7 @@ class SketchWalkConfig(Policy):
         tail_start: Int[Array, "B"] | None,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1 steps 6-7; rows with a token from `tail_start` on keep every block."""
+        """Algorithm 1 steps 6-7. Rows with a token at or after `tail_start` keep every block."""
         num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
         precision = kernel_selection.walk_precision(kernels)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
@@ -343,13 +370,13 @@ class SketchWalkConfig(Policy):
 
     @property
     def _walk_rule(self) -> dict[str, Any]:
-        """The fields that `walk_step` and the kernels in its place take."""
+        """The fields that `walk_step` takes, or the kernels that replace it."""
         names = ("transition", "exponent", "walk_degree", "beta")
         return {name: getattr(self, name) for name in names}
 
     @property
     def _list_rule(self) -> dict[str, Any]:
-        """The fields that `select_blocks` and the kernels in its place take."""
+        """The fields that `select_blocks` takes, or the kernels that replace it."""
         names = ("sink_blocks", "local_blocks", "block_size")
         return {name: getattr(self, name) for name in names}
 
@@ -363,7 +390,7 @@ class SketchWalkConfig(Policy):
 def _add_blocks(
     total: Float[Array, "B J C R"], new: Float[Array, "B I C R"], first_block: Int[Array, "B"]
 ) -> Float[Array, "B J C R"]:
-    """Adds blocks to those from `first_block` on; what lies beyond the last one is dropped."""
+    """Adds blocks to those from `first_block` on. What lies beyond the last one is dropped."""
     num_rows = new.shape[1]
     sequence = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]
     if num_rows == 1:
