@@ -177,8 +177,19 @@ def gains_table(data: Results) -> str:
         return ""
     what = {"prefill": "first token", "decode": "each further token"}
     header = [f"{what[phase]}, {_with_density(*one)}".capitalize() for phase, *one in columns]
+    most = max(len(cells) for _, cells in body)  # lengths with fewer get a sentence
     lines = [
-        [f"{tokens:,}", *(cells.get(one, NOTHING) for one in columns)] for tokens, cells in body
+        [f"{tokens:,}", *(cells.get(one, NOTHING) for one in columns)]
+        for tokens, cells in body
+        if len(cells) == most
+    ]
+    others = [
+        f"{what[phase].capitalize()} of {tokens:,} tokens: {cells[phase, 'dense', None]} dense, "
+        f"{cells[phase, *one]} with {_with_density(*one)}."
+        for tokens, cells in body
+        if len(cells) < most
+        for phase, *one in columns
+        if one[0] != "dense" and (phase, *one) in cells
     ]
     text = (
         f"A model in the shape of {_MAIN}, random weights, one sequence. Dense is the library's "
@@ -186,7 +197,7 @@ def gains_table(data: Results) -> str:
         "both sides"
     )
     table = markdown_table(["Tokens", *header], lines)
-    return " ".join([f"{table}\n\n{text}.", *_gains_of_batches(data)])
+    return " ".join([f"{table}\n\n{text}.", *others, *_gains_of_batches(data)])
 
 
 def _gains_of_batches(data: Results) -> list[str]:
