@@ -123,7 +123,7 @@ def test_the_former_name_may_be_static_or_given_beforehand():
         out, _ = attend(X, X, X, config=POLICY)
     expected, _ = jax.jit(sw.sketchwalk_attention, static_argnames="policy")(X, X, X, policy=POLICY)
     np.testing.assert_array_equal(out, expected)
-    before = functools.partial(sw.sketchwalk_attention, policy=POLICY)
+    before = functools.partial(sw.sketchwalk_attention, config=POLICY)
     with pytest.warns(DeprecationWarning):
         out, _ = jax.jit(before)(X, X, X)
     np.testing.assert_array_equal(out, expected)
@@ -131,7 +131,7 @@ def test_the_former_name_may_be_static_or_given_beforehand():
 
 def test_a_policy_by_position_and_by_its_former_name_is_refused():
     with pytest.raises(TypeError, match="got both"):
-        sw.make_generate(tiny.MODEL, POLICY, max_new_tokens=2, policy=POLICY)
+        sw.make_generate(tiny.MODEL, POLICY, max_new_tokens=2, config=POLICY)
 
 
 def test_attributes_keep_their_former_names():
