@@ -118,9 +118,8 @@ def block_sparse_attention(
 
     A query at position `p` of block `i` gives `softmax(scale · q kᵀ) v` over the keys at positions
     `<= p` in the blocks of list `i`. Grouped-query attention does not repeat keys and values. A row
-    with an empty list gives 0 (and a log-sum-exp of -inf). A query, key or
-    value that is not finite affects only the queries that see it. If these have no cotangents, it
-    affects no gradient either.
+    with an empty list gives 0 (and a log-sum-exp of -inf). A query, key or value that is not finite
+    affects only the queries that see it. If these have no cotangents, it affects no gradient.
 
     Args:
       query: Queries. Row `i` of the selection covers the positions of block
