@@ -275,8 +275,8 @@ query = jax.random.normal(jax.random.key(0), (2, 64, 4, 16))
 key = query[:, :, :1] * 0.7
 
 def function(query, key):
-    out, walk = sketchwalk_attention(query, key, key, config=config)
-    out, _ = sketchwalk_attention(out + query, key, key, walk, config=config)
+    out, walk = sketchwalk_attention(query, key, key, policy=config)
+    out, _ = sketchwalk_attention(out + query, key, key, walk, policy=config)
     return jnp.sum(jnp.sin(out))
 
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))

@@ -297,7 +297,7 @@ def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
     skip_unless_it_runs("prefill")
     rng, config = np.random.default_rng(3), getattr(SketchWalkConfig, name)(density=0.6)
     arrays = [rng.standard_normal((2, 250, heads, 64), np.float32) for heads in (2, 1, 1)]
-    options = {"config": config, "implementation": "mosaic_gpu", "kernel_config": CONFIG}
+    options = {"policy": config, "implementation": "mosaic_gpu", "kernel_config": CONFIG}
 
     @jax.jit
     def call(*arrays):

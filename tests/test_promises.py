@@ -143,7 +143,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tiny import MODEL, POLICIES, params, prompts
 from sketchwalk_jax import forward
 tokens, lengths = prompts(100, 37)
-options = dict(model_config=MODEL, config=POLICIES["paper"])
+options = dict(model_config=MODEL, policy=POLICIES["paper"])
 plain = forward(params(), tokens, lengths=lengths, **options)
 mesh = Mesh(np.array(jax.devices()), ("batch",))
 place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
