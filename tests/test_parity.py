@@ -82,7 +82,7 @@ def reference_run(
     directory = tmp_path_factory.mktemp("parity")
     job: dict[str, Any] = {
         "cases": [draw_case(name, parity_seed) for name in NAMES],
-        "rope": [{"name": name, "policy": config} for name, config in ROPE_CASES.items()],
+        "rope": [{"name": name, "config": config} for name, config in ROPE_CASES.items()],
     }
     path = directory / "job.json"
     path.write_text(json.dumps(job))
