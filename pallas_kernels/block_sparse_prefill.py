@@ -359,25 +359,22 @@ class _Loader:
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
 
-        @pl.when(num_steps > 1)
-        def _() -> None:
-            self._load_keys(later, jax.lax.rem(done + 1, plan.stages))  # while values are coming
+        def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
+            @pl.when(index < num_steps)
+            def _() -> None:
+                self._load_keys(pieces, jax.lax.rem(done + index, plan.stages))
 
+        load_keys(1, later)  # while the values are on their way
         self._check_first_values(pieces, value_slot, extent)
 
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             pieces, later = carry
             following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
             self._load_values(pieces, jax.lax.rem(done + index, plan.value_stages))
-            self._load_keys(later, jax.lax.rem(done + index + 1, plan.stages))
+            load_keys(index + 1, later)
             return later, following
 
-        start = (later, self.tile.pieces(refs, count, 2))
-        last, _ = jax.lax.fori_loop(1, num_steps - 1, step, start)
-
-        @pl.when(num_steps > 1)
-        def _() -> None:
-            self._load_values(last, jax.lax.rem(done + num_steps - 1, plan.value_stages))
+        jax.lax.fori_loop(1, num_steps, step, (later, self.tile.pieces(refs, count, 2)))
 
     def _load_queries(self) -> None:
         """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
