@@ -4,6 +4,7 @@ What an instruction does is in `registers` and `memory`, which add to `OPERATION
 """
 
 import dataclasses
+import functools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -218,7 +219,7 @@ class Warp:
     @property
     def has_ended(self) -> bool:
         """Whether no thread goes on."""
-        return not self.alive.any()
+        return self.alive is not _ALL and not self.alive.any()
 
     def can_go_on(self) -> bool:
         """Whether it waits for nothing."""
@@ -241,19 +242,19 @@ class Warp:
         ):
             self.paths.pop()
         path = self.paths[-1]
-        at, active = path.next, path.threads & self.alive
+        at, active = path.next, _both(path.threads, self.alive)
         one = program.instructions[at]
         if one.guard is None:
             running = active
         else:
-            running = active & (self.get(one.guard[0], "pred") != one.guard[1])
+            running = _both(active, self.get(one.guard[0], "pred") != one.guard[1])
         if one.name[0] in ("ret", "exit"):
             self.alive = self.alive & ~running
             if self.has_ended and (self.open or self.groups):
                 raise Fault("threads end before their products have")
         elif one.name[0] == "bra":
             target = program.labels[one.operands[0]]
-            if (running == active).all():
+            if running is active or (running == active).all():
                 path.next = target
                 return True
             if running.any():
@@ -261,7 +262,7 @@ class Warp:
                 self.paths.append(_Path(active & ~running, at + 1, meeting))
                 self.paths.append(_Path(running, target, meeting))
                 return True
-        elif running.any():
+        elif running is _ALL or running.any():
             self.active = running
             execute = OPERATIONS.get(one.name[0])
             if execute is None:
@@ -284,7 +285,7 @@ class Warp:
 
     def together(self) -> None:
         """All threads take part."""
-        if not self.active.all():
+        if self.active is not _ALL:
             raise Fault("some threads of the warp are elsewhere")
 
     # Registers
@@ -292,19 +293,19 @@ class Warp:
     def get(self, operand: str, kind: str) -> np.ndarray:
         """What an operand is, as a type; one entry if it is the same for all."""
         dtype = TYPES[kind]
-        if operand[0] == "-" or operand[0].isdigit():
-            return constant(operand, dtype)
-        if operand in self.block.program.registers:
-            if operand in self.flying:
-                raise Fault(f"a product in flight has {operand}")
-            if operand not in self.values:
-                raise Fault(f"nothing has been written to {operand}")
-            value = self.values[operand]
+        if operand in self.flying:
+            raise Fault(f"a product in flight has {operand}")
+        value = self.values.get(operand)
+        if value is not None:
             if value.dtype.itemsize > dtype.itemsize:
                 return value.astype(f"u{dtype.itemsize}").view(dtype)
             if value.dtype.itemsize < dtype.itemsize:
                 raise ValueError(f"{operand} is too narrow")
             return value.view(dtype)
+        if operand[0] == "-" or operand[0].isdigit():
+            return constant(operand, dtype)
+        if operand in self.block.program.registers:
+            raise Fault(f"nothing has been written to {operand}")
         special = operand.partition(".")
         if special[0] in ("%tid", "%ctaid", "%ntid", "%nctaid"):
             axis = "xyz".index(special[2])
@@ -325,7 +326,7 @@ class Warp:
 
     def lanes(self, operand: str, kind: str) -> np.ndarray:
         """What an operand is, as a type, with an entry for each thread."""
-        return np.ascontiguousarray(np.broadcast_to(self.get(operand, kind), (LANES,)))
+        return _spread(self.get(operand, kind))
 
     def number(self, operand: str) -> int:
         """The number that an operand is for all threads."""
@@ -342,14 +343,14 @@ class Warp:
         if kind != "pred":
             stored = TYPES[f"b{kind[1:]}"]
             if value.dtype.itemsize == stored.itemsize:
-                value = np.broadcast_to(value, (LANES,)).copy().view(stored)
-            elif np.issubdtype(value.dtype, np.integer):
-                value = np.broadcast_to(value, (LANES,)).astype(stored)
+                value = _spread(value).view(stored)
+            elif value.dtype.kind in "iu":
+                value = _spread(value).astype(stored)
             else:
                 raise ValueError(f"{register} has another size")
         else:
-            value = np.broadcast_to(value, (LANES,)).astype(bool)
-        if self.active.all():
+            value = _spread(value).astype(bool)
+        if self.active is _ALL:
             self.values[register] = value
         else:
             before = self.values.get(register, np.zeros(LANES, value.dtype))
@@ -364,9 +365,27 @@ class Warp:
         else:
             width = self.block.program.registers.get(base, "b64")
             found = self.get(base, f"u{width[1:]}").astype(np.int64)
-        return np.broadcast_to(found + (int(offset, 0) if sign else 0), (LANES,))
+        return _spread(found + (int(offset, 0) if sign else 0))
 
 
+def _both(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The threads that are among both; those of a whole warp are `_ALL` itself."""
+    if some is _ALL and others is _ALL:
+        return _ALL
+    found = some & others
+    return _ALL if found.all() else found
+
+
+def _spread(value: np.ndarray) -> np.ndarray:
+    """An entry for each thread. Nobody writes into it: a register may be the same array."""
+    if value.shape == (LANES,):
+        return np.ascontiguousarray(value)
+    found = np.empty(LANES, value.dtype)
+    found[...] = value
+    return found
+
+
+@functools.cache
 def constant(text: str, dtype: np.dtype[Any]) -> np.ndarray:
     if text[:2] in ("0f", "0F", "0d", "0D"):
         width = 4 if text[1] in "fF" else 8
@@ -392,9 +411,10 @@ def operation(*names: str) -> Callable[..., Any]:
     return add
 
 
-def kind_of(one: Instruction) -> str:
+@functools.cache
+def kind_of(name: tuple[str, ...]) -> str:
     """The last type in an instruction's name."""
-    return next(part for part in reversed(one.name) if part in TYPES or part in PAIRS)
+    return next(part for part in reversed(name) if part in TYPES or part in PAIRS)
 
 
 def run(

@@ -1,5 +1,6 @@
 """Instructions on memory: loads and stores, barriers, the copy engine and the tensor cores."""
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -543,6 +544,7 @@ def _from_registers(held: list[np.ndarray], dtype: np.dtype[Any], depth: int) ->
     return found
 
 
+@functools.cache
 def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and first column of what register pair `index` holds: two columns."""
     return LANE // 4 + 8 * (index % 2), 8 * (index // 2) + 2 * (LANE % 4)

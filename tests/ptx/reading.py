@@ -314,6 +314,7 @@ _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+([\w$]+)(?:
 _TOKEN = re.compile(r"%?[A-Za-z_$][\w$]*")
 
 
+@functools.lru_cache(64)
 def parse(text: str) -> Program:
     """A kernel's PTX."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)

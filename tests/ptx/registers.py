@@ -16,7 +16,7 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Warp, Instruction], 
     """A function of numbers, of pairs of them too."""
 
     def execute(warp: Warp, one: Instruction) -> None:
-        kind, (target, *sources) = kind_of(one), one.operands
+        kind, (target, *sources) = kind_of(one.name), one.operands
         if kind in PAIRS:
             half = TYPES[PAIRS[kind]]
             given = [warp.lanes(x, "b32").view(half) for x in sources]
@@ -135,13 +135,13 @@ for _name, _function in {
 @operation("shl", "shr")
 def _do_shift(warp: Warp, one: Instruction) -> None:
     target, source, count = one.operands
-    warp.put(target, _shift(one, warp.get(source, kind_of(one)), warp.get(count, "u32")))
+    warp.put(target, _shift(one, warp.get(source, kind_of(one.name)), warp.get(count, "u32")))
 
 
 @operation("mad")
 def _do_mad(warp: Warp, one: Instruction) -> None:
     target, x, y, z = one.operands
-    kind = kind_of(one)
+    kind = kind_of(one.name)
     product = _multiply(one, warp.get(x, kind), warp.get(y, kind))
     wide = f"{kind[0]}{2 * int(kind[1:])}" if "wide" in one.name else kind
     warp.put(target, product + warp.get(z, wide))
@@ -194,7 +194,7 @@ _COMPARISONS = {
 @operation("setp")
 def _do_compare(warp: Warp, one: Instruction) -> None:
     target, x, y, *more = one.operands
-    kind, name = kind_of(one), one.name[1]
+    kind, name = kind_of(one.name), one.name[1]
     first, second = warp.get(x, kind), warp.get(y, kind)
     if name == "nan":
         found = np.isnan(first) | np.isnan(second)
@@ -245,7 +245,7 @@ def _do_permute(warp: Warp, one: Instruction) -> None:
 @operation("bfe")
 def _do_extract(warp: Warp, one: Instruction) -> None:
     target, x, start, length = one.operands
-    kind = kind_of(one)
+    kind = kind_of(one.name)
     value = warp.get(x, kind)
     bits = 8 * value.dtype.itemsize
     first = warp.number(start) & 255
@@ -261,7 +261,7 @@ def _do_extract(warp: Warp, one: Instruction) -> None:
 @operation("bfi")
 def _do_insert(warp: Warp, one: Instruction) -> None:
     target, x, y, start, length = one.operands
-    kind = kind_of(one)
+    kind = kind_of(one.name)
     inserted, into = warp.get(x, kind), warp.get(y, kind)
     first = warp.get(start, "u32").astype(inserted.dtype)
     mask = np.array((1 << int(constant(length, np.dtype(np.uint32)))) - 1, inserted.dtype)
@@ -271,7 +271,7 @@ def _do_insert(warp: Warp, one: Instruction) -> None:
 @operation("clz", "brev", "bfind")
 def _do_bits(warp: Warp, one: Instruction) -> None:
     target, x = one.operands
-    value = np.broadcast_to(warp.get(x, kind_of(one)), (LANES,))
+    value = np.broadcast_to(warp.get(x, kind_of(one.name)), (LANES,))
     bits = 8 * value.dtype.itemsize
     texts = [format(int(v) & (1 << bits) - 1, f"0{bits}b") for v in value]
     if one.name[0] == "clz":
