@@ -32,8 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops
-from sketchwalk_jax.pallas_kernels.attention import without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, without_derivative
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _ROWS = 64  # of a matrix instruction
@@ -48,24 +47,24 @@ _LOG2_E = math.log2(math.e)
 # Planning
 
 
-def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConfig) -> int:
+def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: KernelConfig) -> int:
     """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
 
     Args:
       units: Lists times key/value heads to attend with, in all sequences.
       list_blocks: Capacity of a list.
       block_size: Tokens per block.
-      config: Tile sizes.
+      kernel_config: Tile sizes.
 
     Returns:
       A number from 1 to 64.
     """
-    steps = -(-list_blocks * block_size // max(config.decode_keys, block_size))
-    if config.decode_splits is not None:
-        return min(config.decode_splits, steps, _MAX_SPLITS)
+    steps = -(-list_blocks * block_size // max(kernel_config.decode_keys, block_size))
+    if kernel_config.decode_splits is not None:
+        return min(kernel_config.decode_splits, steps, _MAX_SPLITS)
 
     def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
-        waves = -(-units * splits // config.decode_programs)
+        waves = -(-units * splits // kernel_config.decode_programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
@@ -121,7 +120,7 @@ class _Tiling:
         scale: float,
         block_size: int,
         return_lse: bool,
-        config: KernelConfig,
+        kernel_config: KernelConfig,
     ) -> "_Tiling":
         """That of a call with these arrays."""
         batch, _, num_heads, head_dim = query.shape
@@ -131,16 +130,16 @@ class _Tiling:
         group = num_heads // max(num_lists, kv_heads)
         group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
         units = num_heads // group
-        step_keys = max(config.decode_keys, block_size)
-        splits = num_splits(batch * units, list_blocks, block_size, config)
+        step_keys = max(kernel_config.decode_keys, block_size)
+        splits = num_splits(batch * units, list_blocks, block_size, kernel_config)
         # beside keys and values: queries, twice, and weights, whose heads are padded to 8
         other_bytes = (group + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
         is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
-        buffer_kib = config.decode_buffer_kib or (96 if is_brief else 192)
+        buffer_kib = kernel_config.decode_buffer_kib or (96 if is_brief else 192)
         buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
         stage_bytes = step_keys * 2 * head_dim * query.dtype.itemsize
         steps = -(-list_blocks * block_size // (step_keys * splits))
-        overlap = is_brief if config.decode_overlap is None else config.decode_overlap
+        overlap = is_brief if kernel_config.decode_overlap is None else kernel_config.decode_overlap
         return cls(
             batch=batch,
             units=units,
@@ -155,9 +154,9 @@ class _Tiling:
             splits=splits,
             dtype=query.dtype,
             scale=scale,
-            overlap=overlap and splits > 1 and not config.interpret,
+            overlap=overlap and splits > 1 and not kernel_config.interpret,
             return_lse=return_lse,
-            interpret=config.interpret,
+            interpret=kernel_config.interpret,
         )
 
     @property
@@ -584,7 +583,7 @@ def block_sparse_decode_kernel(
     scale: float,
     block_size: int = 64,
     return_lse: bool = False,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
     """Exact attention of one token per sequence over its listed blocks.
 
@@ -599,7 +598,7 @@ def block_sparse_decode_kernel(
       scale: Factor of the scores.
       block_size: Tokens per block, a multiple of 8.
       return_lse: Whether to return the log-sum-exp of the scaled scores.
-      config: Tile sizes.
+      kernel_config: Tile sizes.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
@@ -615,7 +614,7 @@ def block_sparse_decode_kernel(
         scale=scale,
         block_size=block_size,
         return_lse=return_lse,
-        config=config or KernelConfig(),
+        kernel_config=kernel_config or KernelConfig(),
     )
     batch, _, num_heads, head_dim = query.shape
     if padding := tiling.head_dim - head_dim:  # for completeness: copies whole caches

@@ -48,8 +48,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    why_not_shape,
+    without_derivative,
+)
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = 64  # of a tile
@@ -720,7 +724,7 @@ def block_sparse_prefill(
     scale: float,
     block_size: int = 64,
     return_lse: bool = False,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """Causal attention of each query block over its list of key blocks.
 
@@ -739,7 +743,7 @@ def block_sparse_prefill(
       scale: Factor of the scores, greater than 0.
       block_size: Tokens per block, 64 or 128.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      config: Sizes; the result does not depend on them beyond rounding.
+      kernel_config: Sizes; the result does not depend on them beyond rounding.
 
     Returns:
       The output, and with `return_lse` the float32 log-sum-exp, else `None`.
@@ -748,7 +752,7 @@ def block_sparse_prefill(
       ValueError: If the kernel cannot take these arguments.
       NotImplementedError: If a derivative is taken.
     """
-    config = default_kernel_config() if config is None else config
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     _check(query, key, scale, block_size)
     head_dim = query.shape[-1]
     index = jnp.asarray(layer, jnp.int32)
@@ -764,11 +768,11 @@ def block_sparse_prefill(
         head_dim=padded,
         lists=ids.shape[1],
         subblocks=block_size // _PIECE,
-        stages=config.prefill_stages or stages,
-        value_stages=config.prefill_value_stages or stages,
-        most_programs=config.prefill_programs,
+        stages=kernel_config.prefill_stages or stages,
+        value_stages=kernel_config.prefill_value_stages or stages,
+        most_programs=kernel_config.prefill_programs,
         exponent=scale * math.log2(math.e),
-        interpret=config.interpret,
+        interpret=kernel_config.interpret,
     )
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
@@ -784,7 +788,7 @@ def block_sparse_prefill(
         thread_name="warpgroup",
         # No reduction here crosses warps; the room goes to another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
-        interpret=ops.interpreter(config.interpret),
+        interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="block_sparse_prefill",
     )
     outputs = without_derivative(kernel)(
