@@ -46,7 +46,7 @@ _ROUNDER = 1.5 * 2.0**23
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Sizes:
     """What is static about a call.
 
     Attributes:
@@ -100,7 +100,7 @@ def _observe(
     step: Any,
     unfinished: Any,
     *cache: Any,
-    plan: _Plan,
+    sizes: _Sizes,
 ) -> None:
     """One program: one block of one key/value head.
 
@@ -108,7 +108,7 @@ def _observe(
     """
     batch, row, head = (jax.lax.axis_index(name) for name in ("batch", "row", "head"))
     which, length = layer[0], end[batch]
-    if plan.is_token:
+    if sizes.is_token:
         block = jax.lax.div(length - 1, _KEYS)
         is_new = valid[batch, 0]
     else:
@@ -118,51 +118,51 @@ def _observe(
         begin = row * _KEYS
         is_new = (row == 0) | valid[batch, begin] | valid[batch, begin + _KEYS - 1]
         is_new = is_new & (length > block * _KEYS)
-    is_new = is_new & (block < plan.blocks)
+    is_new = is_new & (block < sizes.blocks)
     left = length - block * _KEYS  # keys of this block that there are
-    place = plgpu.broadcasted_iota(jnp.int32, (_KEYS, plan.quarter), 0, layout=plan.layout)
+    place = plgpu.broadcasted_iota(jnp.int32, (_KEYS, sizes.quarter), 0, layout=sizes.layout)
 
     def load(row: Any) -> list[Array]:
         """The keys of a row of the call."""
         rows = pl.ds(row * _KEYS, _KEYS)
-        keys = (key.at[batch, rows, head, plan.slow(half)] for half in range(2))
-        return [ops.read(one, plan.layout) for one in keys]
+        keys = (key.at[batch, rows, head, sizes.slow(half)] for half in range(2))
+        return [ops.read(one, sizes.layout) for one in keys]
 
     def old() -> list[Array]:
         """The keys of the block that the last call ended in."""
-        kept = (unfinished.at[which, batch, :, head, plan.run(half)] for half in range(2))
-        return [ops.read(one, plan.layout) for one in kept]
+        kept = (unfinished.at[which, batch, :, head, sizes.run(half)] for half in range(2))
+        return [ops.read(one, sizes.layout) for one in kept]
 
     def keep(halves: list[Array]) -> None:
         for half in range(2):
-            target = unfinished.at[which, batch, :, head, plan.run(half)]
+            target = unfinished.at[which, batch, :, head, sizes.run(half)]
             ops.write(target, halves[half])
 
     def write(halves: list[Array]) -> None:
-        packed, centres, steps = _encode(halves, place < left, plan=plan)
+        packed, centres, steps = _encode(halves, place < left, sizes=sizes)
         ops.write(code.at[which, batch, block, :, head], packed)
         for half in range(2):
-            where = (which, batch, block, head, plan.run(half))
+            where = (which, batch, block, head, sizes.run(half))
             ops.write(centre.at[where], centres[half])
             ops.write(step.at[where], steps[half])
 
-    if plan.is_token:
+    if sizes.is_token:
 
         @pl.when(is_new)
         def _() -> None:
-            own = plan.layout.reduce(0)
-            new = [ops.read(key.at[batch, 0, head, plan.slow(half)], own) for half in range(2)]
+            own = sizes.layout.reduce(0)
+            new = [ops.read(key.at[batch, 0, head, sizes.slow(half)], own) for half in range(2)]
             is_old = place != left - 1
             halves = zip(new, old(), strict=True)
-            write([jnp.where(is_old, y, plan.spread(x)) for x, y in halves])
+            write([jnp.where(is_old, y, sizes.spread(x)) for x, y in halves])
             for half in range(2):
-                target = unfinished.at[which, batch, left - 1, head, plan.run(half)]
+                target = unfinished.at[which, batch, left - 1, head, sizes.run(half)]
                 ops.write(target, new[half])
             if cache:
                 *targets, own_layer = cache
                 for index, one in enumerate(targets):
                     target = one.at[own_layer[0], batch, length - 1, head]
-                    plan.write_token(key.at[batch, index, head], target)
+                    sizes.write_token(key.at[batch, index, head], target)
 
         return
 
@@ -172,7 +172,7 @@ def _observe(
             places = [part * _FLAGS + c for c in range(_FLAGS)]
             before = [(c < left) & jnp.logical_not(valid[batch, c]) for c in places]
             # Else all would be loaded at once, for which there are no registers.
-            warp_ops.barrier(interpret=plan.interpret)
+            warp_ops.barrier(interpret=sizes.interpret)
             return functools.reduce(jnp.add, [one.astype(jnp.int32) for one in before], found)
 
         # Keys that there are and are not new come before those that are.
@@ -183,16 +183,16 @@ def _observe(
             is_old = place < begin
             keep([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
             # Read again after that: both in registers would leave room for fewer programs.
-            warp_ops.barrier(interpret=plan.interpret)
+            warp_ops.barrier(interpret=sizes.interpret)
             write(old())
             # The block that the last key is in, which the next call may go on with.
-            last = jnp.minimum(jax.lax.div(left, _KEYS), plan.rows - 1)
+            last = jnp.minimum(jax.lax.div(left, _KEYS), sizes.rows - 1)
 
             @pl.when(last > 0)
             def _() -> None:
                 keep(load(last))
 
-    if plan.rows > 1:
+    if sizes.rows > 1:
 
         @pl.when((row > 0) & is_new)
         def _() -> None:
@@ -200,12 +200,12 @@ def _observe(
 
 
 def _encode(
-    halves: list[Array], is_present: Array, *, plan: _Plan
+    halves: list[Array], is_present: Array, *, sizes: _Sizes
 ) -> tuple[Array, list[Array], list[Array]]:
     """Codes, two in a byte, and of both runs of channels the centres and steps."""
     halves = [x.astype(jnp.float32) for x in halves]
     is_finite = (jnp.abs(halves[0]) < jnp.inf) & (jnp.abs(halves[1]) < jnp.inf)
-    lost = warp_ops.any_of_key(jnp.logical_not(is_finite), interpret=plan.interpret)
+    lost = warp_ops.any_of_key(jnp.logical_not(is_finite), interpret=sizes.interpret)
     counts = is_present & jnp.logical_not(lost)
     nibbles, centres, steps = [], [], []
     for x in halves:
@@ -218,7 +218,7 @@ def _encode(
         bits = jax.lax.bitcast_convert_type(farthest, jnp.int32)
         step = jnp.right_shift(bits + _CARRY, 23) - 129  # less 2, which is the exponent of 7
         step = jnp.minimum(jnp.maximum(step, _MIN_STEP), _MAX_STEP)
-        away = jnp.where(counts, x - plan.spread(middle), 0.0) * plan.spread(power_of_two(-step))
+        away = jnp.where(counts, x - sizes.spread(middle), 0.0) * sizes.spread(power_of_two(-step))
         away = jnp.minimum(jnp.maximum(away, -_LARGEST_CODE), _LARGEST_CODE) + _ROUNDER
         nibbles.append(jax.lax.bitcast_convert_type(away, jnp.int32) & 15)
         centres.append(centre)
@@ -261,7 +261,7 @@ def block_codes_kernel(
       Code, centre, step and unfinished, and both caches if there are any.
     """
     batch, tokens, kv_heads, head_dim = key.shape
-    plan = _Plan(
+    sizes = _Sizes(
         blocks=code.shape[2],
         rows=max(1, tokens // _KEYS),
         quarter=head_dim // 4,
@@ -269,8 +269,8 @@ def block_codes_kernel(
         interpret=interpret,
     )
     kernel = plgpu.kernel(
-        functools.partial(_observe, plan=plan),
-        grid=(batch, plan.rows, kv_heads),
+        functools.partial(_observe, sizes=sizes),
+        grid=(batch, sizes.rows, kv_heads),
         grid_names=("batch", "row", "head"),
         # Threads read of what they write their own part alone: of the unfinished block.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),

@@ -45,7 +45,7 @@ _STEP_BIAS = (15, 11)  # what makes the field of an exponent: the step, and a si
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Sizes:
     """What is static about a call.
 
     Attributes:
@@ -77,17 +77,17 @@ class _Plan:
 
 
 def _write_residuals(
-    code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, plan: _Plan
+    code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
 ) -> None:
     """One program: four blocks of a head; heads side by side share lines of memory."""
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
     code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
-    if plan.interpret:
+    if sizes.interpret:
         for warp in range(warp_ops.WARPS):
             unit = program * warp_ops.WARPS + warp
             write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
-            pl.when(unit < plan.units)(functools.partial(write_unit, plan=plan))
+            pl.when(unit < sizes.units)(functools.partial(write_unit, sizes=sizes))
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -95,25 +95,31 @@ def _write_residuals(
     def write(_: Any, code: Any, step: Any, out: Any, program: Any, length: Any) -> None:
         first, length = (words.scalars(x)[0] for x in (program, length))
         unit = arith.addi(arith.muli(first, _int(warp_ops.WARPS)), words.warp())
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(plan.units))
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(sizes.units))
         with mgpu.when(is_there):
-            _write_unit(code, step, out, unit, length, plan=plan)
+            _write_unit(code, step, out, unit, length, sizes=sizes)
 
     write(code, step, out, program, length)
 
 
 def _write_unit(
-    code: ir.Value, step: ir.Value, out: ir.Value, unit: ir.Value, length: ir.Value, *, plan: _Plan
+    code: ir.Value,
+    step: ir.Value,
+    out: ir.Value,
+    unit: ir.Value,
+    length: ir.Value,
+    *,
+    sizes: _Sizes,
 ) -> None:
     """One block of a head; every value here is one thread's."""
-    block, head = (x(unit, _int(plan.kv_heads)) for x in (arith.divsi, arith.remsi))
-    lane, row_bytes = words.lane(), plan.row_bytes
-    start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * plan.words))
+    block, head = (x(unit, _int(sizes.kv_heads)) for x in (arith.divsi, arith.remsi))
+    lane, row_bytes = words.lane(), sizes.row_bytes
+    start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * sizes.words))
     first_key = arith.muli(block, _int(_KEYS))
 
     def row(key: ir.Value, heads: ir.Value, width: int) -> ir.Value:
         """Place of the thread's first entry, where keys or blocks have rows of each head."""
-        place = arith.addi(arith.muli(key, _int(plan.kv_heads)), heads)
+        place = arith.addi(arith.muli(key, _int(sizes.kv_heads)), heads)
         return arith.addi(arith.muli(place, _int(width)), start)
 
     own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
@@ -123,16 +129,16 @@ def _write_unit(
         is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
         present = arith.select(is_key, key, first_key)
         keys.append(key)
-        codes.append(_load(words.address(code, row(present, head, row_bytes)), plan.words))
+        codes.append(_load(words.address(code, row(present, head, row_bytes)), sizes.words))
     pointer = words.address(step, row(block, head, 2 * row_bytes))
-    steps = [_load(pointer, plan.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
+    steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
     factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
     group = arith.divsi(block, _int(eight_bits.GROUP))
-    groups = _int(-(-plan.blocks // eight_bits.GROUP))
+    groups = _int(-(-sizes.blocks // eight_bits.GROUP))
     group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
     for key, held in zip(keys, codes, strict=True):
         place = arith.andi(key, _int(_OF_GROUP - 1))
-        beside, line = (x(place, _int(plan.lines)) for x in (arith.divui, arith.remui))
+        beside, line = (x(place, _int(sizes.lines)) for x in (arith.divui, arith.remui))
         target = arith.addi(arith.muli(line, _int(eight_bits.LINE)), start)
         target = arith.addi(target, arith.muli(beside, _int(2 * row_bytes)))
         target = arith.addi(target, arith.muli(group_start, _int(2 * row_bytes)))
@@ -190,9 +196,9 @@ def _store(pointer: ir.Value, values: list[ir.Value], *, offset: int) -> None:
 
 
 def _write_interpreted(
-    code: Any, step: Any, out: Any, unit: Array, length: Array, *, plan: _Plan
+    code: Any, step: Any, out: Any, unit: Array, length: Array, *, sizes: _Sizes
 ) -> None:
-    block, head = jax.lax.div(unit, plan.kv_heads), jax.lax.rem(unit, plan.kv_heads)
+    block, head = jax.lax.div(unit, sizes.kv_heads), jax.lax.rem(unit, sizes.kv_heads)
     signed = jax.lax.bitcast_convert_type(code[block, :, head], jnp.int8).astype(jnp.int32)
     codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
     key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
@@ -203,8 +209,8 @@ def _write_interpreted(
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
     # A block's keys lie below each other.
     group, place = jax.lax.div(block, eight_bits.GROUP), jax.lax.rem(block, eight_bits.GROUP)
-    beside, line = (x(place * _KEYS, plan.lines) for x in (jax.lax.div, jax.lax.rem))
-    channels = 2 * plan.row_bytes
+    beside, line = (x(place * _KEYS, sizes.lines) for x in (jax.lax.div, jax.lax.rem))
+    channels = 2 * sizes.row_bytes
     out[head, group, pl.ds(line, _KEYS), pl.ds(beside * channels, channels)] = found
 
 
@@ -228,13 +234,13 @@ def block_residuals_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     _, batch, blocks, _, kv_heads, row_bytes = code.shape
-    plan = _Plan(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
+    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
     groups = -(-blocks // eight_bits.GROUP)
-    shape = (batch, kv_heads, groups, plan.lines, eight_bits.LINE)
+    shape = (batch, kv_heads, groups, sizes.lines, eight_bits.LINE)
     found = plgpu.kernel(
-        functools.partial(_write_residuals, plan=plan),
+        functools.partial(_write_residuals, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.int8),
-        grid=(batch, -(-plan.units // warp_ops.WARPS)),
+        grid=(batch, -(-sizes.units // warp_ops.WARPS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),

@@ -75,7 +75,7 @@ def queries_per_row(wanted: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _PeaksPlan:
+class _PeaksTiling:
     """What is static about a call of the first kernel.
 
     Attributes:
@@ -100,7 +100,7 @@ def _peaks(
     out: Any,
     factor: Any,
     *,
-    plan: _PeaksPlan,
+    tiling: _PeaksTiling,
     queries: Any,
     keys: Any,
     found: Any,
@@ -111,10 +111,10 @@ def _peaks(
     """One program: a loader and the warpgroups that compute."""
     warpgroup = jax.lax.axis_index("warpgroup")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = plan.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, plan.per_row)
+    tile = tiling.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, tiling.per_row)
     # Whole groups are written: nobody asks for what is beyond the last row.
-    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, plan.groups)
+    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, tiling.groups)
     share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
 
     @pl.when(warpgroup == _COMPUTING)
@@ -128,7 +128,7 @@ def _peaks(
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            own = key.at[batch, kv_head, jnp.minimum(group, plan.groups - 1)]
+            own = key.at[batch, kv_head, jnp.minimum(group, tiling.groups - 1)]
             plgpu.copy_gmem_to_smem(own, keys.at[slot], filled.at[slot])
             return nothing
 
@@ -147,11 +147,11 @@ def _peaks(
         place = tile * TILE + warpgroup * _QUERIES
         place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=eight_bits.BY_ROW)
         # What fills up a row is left out.
-        factors = jnp.where(jax.lax.rem(place, plan.per_row) < plan.wanted, factors, jnp.nan)
+        factors = jnp.where(jax.lax.rem(place, tiling.per_row) < tiling.wanted, factors, jnp.nan)
         ops.write(factor.at[batch, kv_head, own], factors)
 
         plgpu.barrier_wait(filled.at[0])
-        eight_bits.begin(mine, keys.at[0], interpret=plan.interpret)
+        eight_bits.begin(mine, keys.at[0], interpret=tiling.interpret)
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
@@ -166,14 +166,14 @@ def _peaks(
                     keys.at[after],
                     found.at[warpgroup, buffer, blocks],
                     step=step,
-                    interpret=plan.interpret,
+                    interpret=tiling.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
             target = out.at[batch, kv_head, pl.ds(index * _GROUP, _GROUP), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
-            eight_bits.settle(interpret=plan.interpret)
+            eight_bits.settle(interpret=tiling.interpret)
             return ()
 
         jax.lax.fori_loop(0, groups, group, ())
@@ -206,7 +206,7 @@ def block_peaks_kernel(
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
-    plan = _PeaksPlan(
+    tiling = _PeaksTiling(
         tiles=num_queries // TILE,
         per_row=per_row,
         wanted=wanted,
@@ -216,7 +216,7 @@ def block_peaks_kernel(
     shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP, num_queries)
     row = channels * query.dtype.itemsize
     kernel = plgpu.kernel(
-        functools.partial(_peaks, plan=plan),
+        functools.partial(_peaks, tiling=tiling),
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.float16),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
@@ -229,7 +229,7 @@ def block_peaks_kernel(
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
         },
-        grid=(plan.tiles, kv_heads, batch),
+        grid=(tiling.tiles, kv_heads, batch),
         grid_names=("tile", "kv_head", "batch"),
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
@@ -244,7 +244,7 @@ def block_peaks_kernel(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ScoresPlan:
+class _ScoresTiling:
     """What is static about a call of the second kernel.
 
     Attributes:
@@ -282,7 +282,7 @@ def _scores(
     first_row: Any,
     out: Any,
     *,
-    plan: _ScoresPlan,
+    tiling: _ScoresTiling,
     queries: Any,
     centres: Any,
     tiles: Any,
@@ -293,14 +293,14 @@ def _scores(
 ) -> None:
     """One program: two warpgroups of 32 queries; the first one brings the centres for both."""
     warpgroup = jax.lax.axis_index("warpgroup")
-    program = plan.programs - 1 - jax.lax.axis_index("program")
+    program = tiling.programs - 1 - jax.lax.axis_index("program")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     place = program * _WARPGROUPS + warpgroup
-    first = jax.lax.div(place * _PART, plan.per_row)  # its rows, among those of the call
-    part = jax.lax.rem(place, plan.parts)
+    first = jax.lax.div(place * _PART, tiling.per_row)  # its rows, among those of the call
+    part = jax.lax.rem(place, tiling.parts)
     last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of all warpgroups, which go along
-    last = first_row[batch] + jax.lax.div(last_query, plan.per_row)
-    steps = jax.lax.div(jnp.minimum(last, plan.blocks - 1), _STEP) + 1
+    last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
+    steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
     mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
 
@@ -326,7 +326,7 @@ def _scores(
     plgpu.barrier_wait(ready)
     factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
     # The row of each query, and its last block.
-    row = jax.lax.div(ops.matrix_index(shape, 1), plan.per_row) if plan.rows > 1 else 0
+    row = jax.lax.div(ops.matrix_index(shape, 1), tiling.per_row) if tiling.rows > 1 else 0
     reach = first_row[batch] + first + row
 
     def products(step: Any, *, is_new: Any, following: Any) -> Any:
@@ -349,14 +349,14 @@ def _scores(
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
 
-        found = ops.with_accumulator(product, shape, interpret=plan.interpret)
+        found = ops.with_accumulator(product, shape, interpret=tiling.interpret)
 
         @pl.when((following >= 0) & (following < steps))
         def _() -> None:
             plgpu.barrier_arrive(freed.at[slot])
 
         # The place that is filled next is that of the step before, which all warps have read now.
-        warp_ops.barrier(interpret=plan.interpret)
+        warp_ops.barrier(interpret=tiling.interpret)
         return found
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -365,35 +365,35 @@ def _scores(
         after = step + _STAGES - 1
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
-        away = (values - reference) * plan.factor
+        away = (values - reference) * tiling.factor
 
         def keep() -> tuple[Any, Any, Any]:
             return reference, total, away
 
         def move() -> tuple[Any, Any, Any]:
             # How large a number counts; one that is not a number does not.
-            counts = is_seen & (jnp.abs(values) < LARGEST_LOGIT * math.log2(math.e) / plan.factor)
+            counts = is_seen & (jnp.abs(values) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor)
             higher = jnp.where(counts, jnp.maximum(reference, values), reference)
-            less = total * jnp.exp2((reference - higher) * plan.factor)
-            return higher, less, (values - higher) * plan.factor
+            less = total * jnp.exp2((reference - higher) * tiling.factor)
+            return higher, less, (values - higher) * tiling.factor
 
         is_far = warp_ops.any_of_warp(
-            away > _SLACK, layout=ops.ACCUMULATOR, interpret=plan.interpret
+            away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
         )
         reference, total, away = jax.lax.cond(is_far != 0, move, keep)
         limit = jnp.where(is_seen, _SLACK, -jnp.inf)
         return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
 
-    start = (ops.full(shape, FIRST_MAXIMUM / plan.factor), ops.full(shape, 0.0))
+    start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
     reference, total = jax.lax.fori_loop(0, steps, gather, start)
     over_rows = functools.partial(
-        ops.over_rows, scratch=meeting.at[warpgroup], interpret=plan.interpret
+        ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
     )
     highest = over_rows(reference, "max")
-    below = (reference - ops.spread(highest, shape, 1)) * plan.factor
+    below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
     # Of a query that saw nothing any number will do: nothing that it saw counts.
-    offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / plan.factor), 0.0)
+    offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / tiling.factor), 0.0)
     offset = ops.spread(offset, shape, 1)
 
     def share(index: Any, _: Any) -> Any:
@@ -403,11 +403,11 @@ def _scores(
         before = step + 1 - _STAGES
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
-        away = (values - offset) * (plan.factor * plan.exponent)
+        away = (values - offset) * (tiling.factor * tiling.exponent)
         parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)  # no share is above 1 but by rounding
         blocks = pl.ds(step * _STEP, _STEP)
-        for index in range(plan.rows):
-            some = parts if plan.rows == 1 else jnp.where(row == index, parts, 0.0)
+        for index in range(tiling.rows):
+            some = parts if tiling.rows == 1 else jnp.where(row == index, parts, 0.0)
             ops.write(out.at[batch, kv_head, part, first + index, blocks], jnp.sum(some, axis=1))
         return ()
 
@@ -443,7 +443,7 @@ def block_scores_kernel(
       Float32, to be summed over `K` and `P`; of blocks after a row's own it may be anything.
     """
     batch, kv_heads, num_queries, channels = query.shape
-    plan = _ScoresPlan(
+    tiling = _ScoresTiling(
         programs=num_queries // (_WARPGROUPS * _PART),
         per_row=per_row,
         blocks=peaks.shape[2],
@@ -451,10 +451,10 @@ def block_scores_kernel(
         exponent=exponent,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, plan.parts, num_queries // per_row, plan.blocks)
+    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks)
     swizzle = channels * query.dtype.itemsize
     kernel = plgpu.kernel(
-        functools.partial(_scores, plan=plan),
+        functools.partial(_scores, tiling=tiling),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
@@ -467,7 +467,7 @@ def block_scores_kernel(
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),
         },
-        grid=(plan.programs, kv_heads, batch),
+        grid=(tiling.programs, kv_heads, batch),
         grid_names=("program", "kv_head", "batch"),
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",

@@ -32,8 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops
-from sketchwalk_jax.pallas_kernels.attention import without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, without_derivative
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _ROWS = 64  # of a matrix instruction
@@ -48,31 +47,31 @@ _LOG2_E = math.log2(math.e)
 # Planning
 
 
-def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConfig) -> int:
+def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: KernelConfig) -> int:
     """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
 
     Args:
       units: Lists times key/value heads to attend with, in all sequences.
       list_blocks: Capacity of a list.
       block_size: Tokens per block.
-      config: Tile sizes.
+      kernel_config: Tile sizes.
 
     Returns:
       A number from 1 to 64.
     """
-    steps = -(-list_blocks * block_size // max(config.decode_keys, block_size))
-    if config.decode_splits is not None:
-        return min(config.decode_splits, steps, _MAX_SPLITS)
+    steps = -(-list_blocks * block_size // max(kernel_config.decode_keys, block_size))
+    if kernel_config.decode_splits is not None:
+        return min(kernel_config.decode_splits, steps, _MAX_SPLITS)
 
     def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
-        waves = -(-units * splits // config.decode_programs)
+        waves = -(-units * splits // kernel_config.decode_programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Tiling:
     """Everything static about a call.
 
     Attributes:
@@ -121,8 +120,8 @@ class _Plan:
         scale: float,
         block_size: int,
         return_lse: bool,
-        config: KernelConfig,
-    ) -> "_Plan":
+        kernel_config: KernelConfig,
+    ) -> "_Tiling":
         """That of a call with these arrays."""
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
@@ -131,16 +130,16 @@ class _Plan:
         group = num_heads // max(num_lists, kv_heads)
         group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
         units = num_heads // group
-        step_keys = max(config.decode_keys, block_size)
-        splits = num_splits(batch * units, list_blocks, block_size, config)
+        step_keys = max(kernel_config.decode_keys, block_size)
+        splits = num_splits(batch * units, list_blocks, block_size, kernel_config)
         # beside keys and values: queries, twice, and weights, whose heads are padded to 8
         other_bytes = (group + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
         is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
-        buffer_kib = config.decode_buffer_kib or (96 if is_brief else 192)
+        buffer_kib = kernel_config.decode_buffer_kib or (96 if is_brief else 192)
         buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
         stage_bytes = step_keys * 2 * head_dim * query.dtype.itemsize
         steps = -(-list_blocks * block_size // (step_keys * splits))
-        overlap = is_brief if config.decode_overlap is None else config.decode_overlap
+        overlap = is_brief if kernel_config.decode_overlap is None else kernel_config.decode_overlap
         return cls(
             batch=batch,
             units=units,
@@ -155,9 +154,9 @@ class _Plan:
             splits=splits,
             dtype=query.dtype,
             scale=scale,
-            overlap=overlap and splits > 1 and not config.interpret,
+            overlap=overlap and splits > 1 and not kernel_config.interpret,
             return_lse=return_lse,
-            interpret=config.interpret,
+            interpret=kernel_config.interpret,
         )
 
     @property
@@ -235,17 +234,17 @@ class _Scratch(NamedTuple):
     values_arrived: Any
 
     @classmethod
-    def of(cls, plan: _Plan) -> "_Scratch":
+    def of(cls, tiling: _Tiling) -> "_Scratch":
         """The types."""
-        tiled = functools.partial(ops.tiled, dtype=plan.dtype, swizzle=plan.swizzle)
-        stages = (plan.stages, plan.step_keys, plan.head_dim)
-        blocks_arrived = plgpu.Barrier(num_arrivals=plan.step_blocks, num_barriers=plan.stages)
+        tiled = functools.partial(ops.tiled, dtype=tiling.dtype, swizzle=tiling.swizzle)
+        stages = (tiling.stages, tiling.step_keys, tiling.head_dim)
+        blocks_arrived = plgpu.Barrier(num_arrivals=tiling.step_blocks, num_barriers=tiling.stages)
         return cls(
-            rows=plgpu.SMEM((plan.columns, plan.features), plan.dtype),
-            queries=tiled((plan.columns, plan.features)),
+            rows=plgpu.SMEM((tiling.columns, tiling.features), tiling.dtype),
+            queries=tiled((tiling.columns, tiling.features)),
             keys=tiled(stages),
             values=tiled(stages),
-            weights=tiled((plan.columns, plan.step_keys)),
+            weights=tiled((tiling.columns, tiling.step_keys)),
             rows_arrived=plgpu.Barrier(num_arrivals=1, num_barriers=1),
             keys_arrived=blocks_arrived,
             values_arrived=blocks_arrived,
@@ -266,11 +265,13 @@ class _Sums(NamedTuple):
     o: tuple[Float[Array, "64 n"], ...]
 
     @classmethod
-    def zero(cls, plan: _Plan) -> "_Sums":
+    def zero(cls, tiling: _Tiling) -> "_Sums":
         """Of no keys."""
-        first = ops.full((plan.columns,), FIRST_MAXIMUM, ops.BY_COLUMN)
-        total = ops.full((plan.step_keys, plan.columns), 0.0)
-        return cls(first, total, tuple(ops.full((_ROWS, plan.columns), 0.0) for _ in plan.chunks))
+        first = ops.full((tiling.columns,), FIRST_MAXIMUM, ops.BY_COLUMN)
+        total = ops.full((tiling.step_keys, tiling.columns), 0.0)
+        return cls(
+            first, total, tuple(ops.full((_ROWS, tiling.columns), 0.0) for _ in tiling.chunks)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +279,7 @@ class _List:
     """The list of one unit, as the program reads it.
 
     Attributes:
-      plan: The call's.
+      tiling: The call's.
       ids: All lists `[B, M, P]`.
       batch: Sequence.
       row: Which of its lists.
@@ -286,7 +287,7 @@ class _List:
       length: Keys in the sequence.
     """
 
-    plan: _Plan
+    tiling: _Tiling
     ids: Any
     batch: Any
     row: Any
@@ -296,18 +297,18 @@ class _List:
     @property
     def num_steps(self) -> Any:
         """Steps that it takes."""
-        return (self.count + self.plan.step_blocks - 1) // self.plan.step_blocks
+        return (self.count + self.tiling.step_blocks - 1) // self.tiling.step_blocks
 
     def block(self, step: Any, index: int) -> Any:
         """The key block in a place of a step."""
         last = jnp.maximum(self.count - 1, 0)  # what pads the last step is read, and masked
-        place = jnp.minimum(step * self.plan.step_blocks + index, last)
+        place = jnp.minimum(step * self.tiling.step_blocks + index, last)
         found = self.ids[self.batch, self.row, place]
-        return jnp.clip(found, 0, self.plan.key_tokens // self.plan.block_size - 1)
+        return jnp.clip(found, 0, self.tiling.key_tokens // self.tiling.block_size - 1)
 
     def visible(self, step: Any) -> list[Any]:
         """For each block of a step, its keys that count."""
-        size, blocks = self.plan.block_size, self.plan.step_blocks
+        size, blocks = self.tiling.block_size, self.tiling.step_blocks
         return [
             jnp.where(
                 step * blocks + index < self.count, self.length - self.block(step, index) * size, 0
@@ -326,7 +327,7 @@ def _attend_to_part(
     kv_lengths: Any,
     out: Any,
     *rest: Any,
-    plan: _Plan,
+    tiling: _Tiling,
 ) -> None:
     """One part of one unit's list: the loop over its steps; see the module's docstring.
 
@@ -337,22 +338,22 @@ def _attend_to_part(
     batch = jax.lax.axis_index("batch")
     split = jax.lax.axis_index("split")
     unit = jax.lax.axis_index("unit")
-    place = batch * plan.units + unit
-    head = unit // (plan.units // plan.kv_heads)
-    row = unit // (plan.units // plan.num_lists)
-    heads, own_heads = pl.ds(place * plan.group, plan.group), pl.ds(0, plan.group)
-    if plan.overlap:
+    place = batch * tiling.units + unit
+    head = unit // (tiling.units // tiling.kv_heads)
+    row = unit // (tiling.units // tiling.num_lists)
+    heads, own_heads = pl.ds(place * tiling.group, tiling.group), pl.ds(0, tiling.group)
+    if tiling.overlap:
         plgpu.griddepcontrol_launch_dependents()
     plgpu.copy_gmem_to_smem(query.at[heads], scratch.rows.at[own_heads], scratch.rows_arrived.at[0])
-    blocks = _List(plan, ids, batch, row, counts[batch, row], kv_lengths[batch])
-    first_row = (layer[0] * plan.batch + batch) * plan.key_tokens
-    start = split * blocks.num_steps // plan.splits
-    stop = (split + 1) * blocks.num_steps // plan.splits
+    blocks = _List(tiling, ids, batch, row, counts[batch, row], kv_lengths[batch])
+    first_row = (layer[0] * tiling.batch + batch) * tiling.key_tokens
+    start = split * blocks.num_steps // tiling.splits
+    stop = (split + 1) * blocks.num_steps // tiling.splits
 
     def fetch(step: Any, slot: Any) -> None:
         """Starts the copies of a step's keys and values to a stage."""
-        size = plan.block_size
-        for index in range(plan.step_blocks):
+        size = tiling.block_size
+        for index in range(tiling.step_blocks):
             source = (pl.ds(first_row + blocks.block(step, index) * size, size), head)
             target = (slot, pl.ds(index * size, size))
             plgpu.copy_gmem_to_smem(
@@ -362,29 +363,29 @@ def _attend_to_part(
                 value.at[source], scratch.values.at[target], scratch.values_arrived.at[slot]
             )
 
-    for ahead in range(plan.stages):
+    for ahead in range(tiling.stages):
         pl.when(start + ahead < stop)(functools.partial(fetch, start + ahead, ahead))
 
     plgpu.barrier_wait(scratch.rows_arrived.at[0])
     _store_transposed(scratch.queries, ops.read(scratch.rows.transpose((1, 0))), is_swizzled=True)
     plgpu.commit_smem()
 
-    offset = ops.matrix_index((plan.step_keys, plan.columns), 0)
+    offset = ops.matrix_index((tiling.step_keys, tiling.columns), 0)
 
     def step(index: Any, sums: _Sums) -> _Sums:
-        slot = jax.lax.rem(index - start, plan.stages)
+        slot = jax.lax.rem(index - start, tiling.stages)
 
         def fetch_next() -> None:
             """Copies into the stage of the step before, which everyone has left."""
 
-            @pl.when((index > start) & (index - 1 + plan.stages < stop))
+            @pl.when((index > start) & (index - 1 + tiling.stages < stop))
             def _() -> None:
-                fetch(index - 1 + plan.stages, jax.lax.rem(index - 1 - start, plan.stages))
+                fetch(index - 1 + tiling.stages, jax.lax.rem(index - 1 - start, tiling.stages))
 
-        return _add_step(plan, scratch, slot, offset, blocks.visible(index), sums, fetch_next)
+        return _add_step(tiling, scratch, slot, offset, blocks.visible(index), sums, fetch_next)
 
-    sums = jax.lax.fori_loop(start, stop, step, _Sums.zero(plan))
-    if plan.splits > 1:
+    sums = jax.lax.fori_loop(start, stop, step, _Sums.zero(tiling))
+    if tiling.splits > 1:
         _write_part(out.at[split, place], statistics[0].at[split, place], sums)
         return
     lse = _write_output(scratch.rows, sums)
@@ -414,7 +415,7 @@ def _write_output(rows: Any, sums: _Sums) -> Array:
 
 
 def _add_step(
-    plan: _Plan,
+    tiling: _Tiling,
     scratch: _Scratch,
     slot: Any,
     offset: Array,
@@ -425,7 +426,7 @@ def _add_step(
     """One step of keys and values: scores, weights, and their product with the values.
 
     Args:
-      plan: The call's.
+      tiling: The call's.
       scratch: Shared memory.
       slot: Stage of the step's keys and values.
       offset: Which key of the step each row of the scores is.
@@ -437,8 +438,8 @@ def _add_step(
       The sums with this step's.
     """
     plgpu.barrier_wait(scratch.keys_arrived.at[slot])
-    s = _multiply_keys(plan, scratch, slot)
-    s = _hide(s, offset, visible, plan.block_size, MASK_VALUE)
+    s = _multiply_keys(tiling, scratch, slot)
+    s = _hide(s, offset, visible, tiling.block_size, MASK_VALUE)
     maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=0))
     p = jnp.exp2(s - _along_keys(maximum, s.shape))
     decay = jnp.exp2(sums.maximum - maximum)
@@ -446,47 +447,47 @@ def _add_step(
     _store_transposed(scratch.weights, p, is_swizzled=True)
     plgpu.barrier_wait(scratch.values_arrived.at[slot])
 
-    @pl.when(functools.reduce(jnp.minimum, visible) < plan.block_size)
+    @pl.when(functools.reduce(jnp.minimum, visible) < tiling.block_size)
     def _() -> None:
         # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-        for first in range(0, plan.step_keys, _ROWS):
+        for first in range(0, tiling.step_keys, _ROWS):
             values = scratch.values.at[slot, pl.ds(first, _ROWS)]
-            places = ops.matrix_index((_ROWS, plan.head_dim), 0) + first
+            places = ops.matrix_index((_ROWS, tiling.head_dim), 0) + first
             x = plgpu.load(values, layout=ops.ACCUMULATOR)
-            values[...] = _hide(x, places, visible, plan.block_size, 0.0)
+            values[...] = _hide(x, places, visible, tiling.block_size, 0.0)
 
     plgpu.commit_smem()  # also: everyone has left the previous step
-    updates = _multiply_values(plan, scratch, slot, fetch_next)
+    updates = _multiply_values(tiling, scratch, slot, fetch_next)
     decay = _along_keys(decay, updates[0].shape)
     o = tuple(x * decay + update for x, update in zip(sums.o, updates, strict=True))
     return _Sums(maximum, total, o)
 
 
-def _multiply_keys(plan: _Plan, scratch: _Scratch, slot: Any) -> Array:
+def _multiply_keys(tiling: _Tiling, scratch: _Scratch, slot: Any) -> Array:
     """`Sᵀ = K Qᵀ`, in base 2."""
 
     def multiply(acc: Any) -> Array:
-        queries = scratch.queries.at[:, pl.ds(0, plan.head_dim)].transpose((1, 0))
+        queries = scratch.queries.at[:, pl.ds(0, tiling.head_dim)].transpose((1, 0))
         plgpu.wgmma(acc, scratch.keys.at[slot], queries)
         return acc[...]
 
-    s = pl.run_scoped(multiply, plgpu.ACC((plan.step_keys, plan.columns)))
-    return s * (plan.scale * _LOG2_E)
+    s = pl.run_scoped(multiply, plgpu.ACC((tiling.step_keys, tiling.columns)))
+    return s * (tiling.scale * _LOG2_E)
 
 
 def _multiply_values(
-    plan: _Plan, scratch: _Scratch, slot: Any, meanwhile: Callable[[], None]
+    tiling: _Tiling, scratch: _Scratch, slot: Any, meanwhile: Callable[[], None]
 ) -> tuple[Array, ...]:
     """`Vᵀ P`, in chunks of 64 features; `meanwhile` is called while it is computed."""
 
     def multiply(*accumulators: Any) -> tuple[Array, ...]:
-        for acc, first in zip(accumulators, plan.chunks, strict=True):
+        for acc, first in zip(accumulators, tiling.chunks, strict=True):
             values = scratch.values.at[slot, :, pl.ds(first, _ROWS)].transpose((1, 0))
             plgpu.wgmma(acc, values, scratch.weights.transpose((1, 0)))
         meanwhile()
         return tuple(acc[...] for acc in accumulators)
 
-    accumulators = [plgpu.ACC((_ROWS, plan.columns)) for _ in plan.chunks]
+    accumulators = [plgpu.ACC((_ROWS, tiling.columns)) for _ in tiling.chunks]
     return pl.run_scoped(multiply, *accumulators)
 
 
@@ -525,10 +526,10 @@ def _finish(
 # All parts of a list
 
 
-def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Plan) -> None:
+def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _Tiling) -> None:
     """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
     *lse_out, tile = rest
-    if plan.overlap:
+    if tiling.overlap:
         plgpu.griddepcontrol_wait()
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
     first = jax.lax.axis_index("heads") * _COLUMNS
@@ -537,7 +538,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Pla
     def by_head(split: int, index: int) -> Array:
         return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
 
-    splits = range(plan.splits)
+    splits = range(tiling.splits)
     maxima = [by_head(split, 0) for split in splits]
     maximum = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2(x - maximum) for x in maxima]
@@ -559,10 +560,10 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, plan: _Pla
     plgpu.commit_smem()
 
     def write(heads: int) -> None:
-        target = out.at[pl.ds(place * plan.group + first, heads), rows]
+        target = out.at[pl.ds(place * tiling.group + first, heads), rows]
         plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
 
-    whole, remaining = divmod(plan.group, _COLUMNS)
+    whole, remaining = divmod(tiling.group, _COLUMNS)
     if whole:
         pl.when(first < whole * _COLUMNS)(lambda: write(_COLUMNS))
     if remaining:
@@ -582,7 +583,7 @@ def block_sparse_decode_kernel(
     scale: float,
     block_size: int = 64,
     return_lse: bool = False,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
     """Exact attention of one token per sequence over its listed blocks.
 
@@ -597,7 +598,7 @@ def block_sparse_decode_kernel(
       scale: Factor of the scores.
       block_size: Tokens per block, a multiple of 8.
       return_lse: Whether to return the log-sum-exp of the scaled scores.
-      config: Tile sizes.
+      kernel_config: Tile sizes.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
@@ -606,34 +607,34 @@ def block_sparse_decode_kernel(
     Raises:
       NotImplementedError: If a derivative is taken.
     """
-    plan = _Plan.of(
+    tiling = _Tiling.of(
         query,
         key,
         ids,
         scale=scale,
         block_size=block_size,
         return_lse=return_lse,
-        config=config or KernelConfig(),
+        kernel_config=kernel_config or KernelConfig(),
     )
     batch, _, num_heads, head_dim = query.shape
-    if padding := plan.head_dim - head_dim:  # for completeness: copies whole caches
+    if padding := tiling.head_dim - head_dim:  # for completeness: copies whole caches
         key, value = _pad_features(key, padding), _pad_features(value, padding)
-    cache = (-1, plan.kv_heads, plan.head_dim)
+    cache = (-1, tiling.kv_heads, tiling.head_dim)
     make_kernel = functools.partial(
         plgpu.kernel,
         compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(plan.interpret),
+        interpret=ops.interpreter(tiling.interpret),
     )
     attend = make_kernel(
-        functools.partial(_attend_to_part, plan=plan),
-        out_type=plan.parts if plan.splits > 1 else plan.outputs,
-        grid=(batch, plan.splits, plan.units),
+        functools.partial(_attend_to_part, tiling=tiling),
+        out_type=tiling.parts if tiling.splits > 1 else tiling.outputs,
+        grid=(batch, tiling.splits, tiling.units),
         grid_names=("batch", "split", "unit"),  # the last varies fastest
-        scratch_types=[_Scratch.of(plan)],
+        scratch_types=[_Scratch.of(tiling)],
         kernel_name="block_sparse_decode",
     )
     outputs = without_derivative(attend)(
-        _pad_features(query, plan.features - head_dim).reshape(-1, plan.features),
+        _pad_features(query, tiling.features - head_dim).reshape(-1, tiling.features),
         key.reshape(cache),
         value.reshape(cache),
         ids[:, :, 0],
@@ -641,24 +642,24 @@ def block_sparse_decode_kernel(
         jnp.reshape(layer, (1,)).astype(jnp.int32),
         kv_lengths.astype(jnp.int32),
     )
-    if plan.splits > 1:
+    if tiling.splits > 1:
         combine = make_kernel(
-            functools.partial(_combine_parts, plan=plan),
-            out_type=plan.outputs,
-            grid=(plan.places, plan.columns // _COLUMNS, plan.features // _ROWS),
+            functools.partial(_combine_parts, tiling=tiling),
+            out_type=tiling.outputs,
+            grid=(tiling.places, tiling.columns // _COLUMNS, tiling.features // _ROWS),
             grid_names=("unit", "heads", "chunk"),
-            scratch_types=[plgpu.SMEM((_COLUMNS, _ROWS), plan.dtype)],
+            scratch_types=[plgpu.SMEM((_COLUMNS, _ROWS), tiling.dtype)],
             kernel_name="combine_decode",
         )
         outputs = combine(*outputs)
-    out = outputs[0].reshape(batch, 1, num_heads, plan.features)
-    if plan.features > plan.head_dim:  # the chunks overlap
-        rest = out[..., plan.features - (plan.head_dim - _ROWS) :]
+    out = outputs[0].reshape(batch, 1, num_heads, tiling.features)
+    if tiling.features > tiling.head_dim:  # the chunks overlap
+        rest = out[..., tiling.features - (tiling.head_dim - _ROWS) :]
         out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
     out = out[..., :head_dim]
     if not return_lse:
         return out, None
-    lse = outputs[1].reshape(batch, plan.units, -1)[:, :, : plan.group]
+    lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]
     return out, lse.reshape(batch, 1, num_heads)
 
 

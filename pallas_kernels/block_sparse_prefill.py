@@ -48,8 +48,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    why_not_shape,
+    without_derivative,
+)
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = 64  # of a tile
@@ -64,7 +68,7 @@ _UNUSED_BARRIERS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Tiling:
     """What is static about a call.
 
     Attributes:
@@ -189,17 +193,17 @@ class _Refs:
     single: Any
 
 
-def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
+def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program, named as in `_Refs`."""
-    warpgroups = plan.computing
-    num_barriers = plan.stages + plan.value_stages
+    warpgroups = tiling.computing
+    num_barriers = tiling.stages + tiling.value_stages
     return {
-        "queries": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
-        "outputs": ops.tiled((warpgroups, _QUERIES, plan.head_dim), dtype),
-        "keys": ops.tiled((plan.stages, _KEYS, plan.head_dim), dtype),
-        "values": ops.tiled((plan.value_stages, _KEYS, plan.head_dim), dtype),
+        "queries": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
+        "outputs": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
+        "keys": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
+        "values": ops.tiled((tiling.value_stages, _KEYS, tiling.head_dim), dtype),
         "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
-        "lost": plgpu.SMEM((plan.value_stages + warp_ops.WARPS,), jnp.int32),
+        "lost": plgpu.SMEM((tiling.value_stages + warp_ops.WARPS,), jnp.int32),
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
@@ -211,7 +215,7 @@ def _scratch(plan: _Plan, dtype: Any) -> dict[str, Any]:
 class _Barriers:
     """The barriers of a program, found by what they guard; `which` is `"filled"` or `"freed"`."""
 
-    plan: _Plan
+    tiling: _Tiling
     refs: _Refs
 
     def keys(self, which: str, slot: Any) -> Any:
@@ -220,11 +224,11 @@ class _Barriers:
 
     def values(self, which: str, slot: Any) -> Any:
         """For the values of a slot."""
-        return getattr(self.refs, which).at[self.plan.stages + slot]
+        return getattr(self.refs, which).at[self.tiling.stages + slot]
 
     def queries(self, which: str, warpgroup: Any) -> Any:
         """For the queries of a warpgroup, which reads no others."""
-        first = _UNUSED_BARRIERS + 1 + (0 if which == "filled" else self.plan.computing)
+        first = _UNUSED_BARRIERS + 1 + (0 if which == "filled" else self.tiling.computing)
         return self.refs.single.at[first + warpgroup]
 
     @property
@@ -257,14 +261,14 @@ class _Tile:
     """64 queries of one sequence, in the heads that one program takes.
 
     Attributes:
-      plan: The call's.
+      tiling: The call's.
       row: Tile index within the sequence.
       batch: Sequence.
       kv_head: Key/value head.
       pair: Which heads of the group.
     """
 
-    plan: _Plan
+    tiling: _Tiling
     row: Any
     batch: Any
     kv_head: Any
@@ -277,16 +281,16 @@ class _Tile:
 
     def head(self, warpgroup: Any) -> Any:
         """Query head of a warpgroup; beyond the group's end once more its last one."""
-        member = jnp.minimum(self.pair * self.plan.computing + warpgroup, self.plan.group - 1)
-        return self.kv_head * self.plan.group + member
+        member = jnp.minimum(self.pair * self.tiling.computing + warpgroup, self.tiling.group - 1)
+        return self.kv_head * self.tiling.group + member
 
     def is_spare(self, warpgroup: Any) -> Any:
         """Whether the warpgroup has no head of its own."""
-        return self.pair * self.plan.computing + warpgroup >= self.plan.group
+        return self.pair * self.tiling.computing + warpgroup >= self.tiling.group
 
     def extent(self, refs: _Refs) -> _Extent:
         """What it attends to."""
-        subblocks = self.plan.subblocks
+        subblocks = self.tiling.subblocks
         count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
         start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
         length = refs.kv_lengths[self.batch]
@@ -302,12 +306,12 @@ class _Tile:
         return self._piece(refs, first), self._piece(refs, second)
 
     def _list(self) -> Any:
-        if self.plan.lists == 1:
+        if self.tiling.lists == 1:
             return 0
-        return self.kv_head if self.plan.lists == self.plan.kv_heads else self.head(0)
+        return self.kv_head if self.tiling.lists == self.tiling.kv_heads else self.head(0)
 
     def _piece(self, refs: _Refs, entry: Any) -> Any:
-        subblocks = self.plan.subblocks
+        subblocks = self.tiling.subblocks
         row = jax.lax.div(self.row, subblocks)
         place, rest = _divide(entry, subblocks)
         return refs.ids[self.batch, self._list(), row, place] * subblocks + rest
@@ -316,31 +320,31 @@ class _Tile:
 # The loader
 
 
-def _load_tiles(plan: _Plan, refs: _Refs, program: Any) -> None:
+def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
     """Copies what the program's tiles need into shared memory, as far ahead as there is room."""
     layer = refs.layer[0]
 
     def load(turn: Any, state: tuple[Any, _Extent]) -> tuple[Any, _Extent]:
         done, extent = state  # steps of the tiles before; what this tile attends to
-        following = plan.tile(program, turn + 1).extent(refs)
-        tile = plan.tile(program, turn)
+        following = tiling.tile(program, turn + 1).extent(refs)
+        tile = tiling.tile(program, turn)
         steps = _num_steps(extent.count)
 
         @pl.when(steps > 0)
         def _() -> None:
-            _Loader(plan, refs, tile, layer).load(extent, done)
+            _Loader(tiling, refs, tile, layer).load(extent, done)
 
         return done + steps, following
 
-    start = (jnp.int32(0), plan.tile(program, 0).extent(refs))
-    jax.lax.fori_loop(0, plan.turns(program), load, start)
+    start = (jnp.int32(0), tiling.tile(program, 0).extent(refs))
+    jax.lax.fori_loop(0, tiling.turns(program), load, start)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
     """Copies for one tile."""
 
-    plan: _Plan
+    tiling: _Tiling
     refs: _Refs
     tile: _Tile
     layer: Any
@@ -348,21 +352,21 @@ class _Loader:
     @property
     def barriers(self) -> _Barriers:
         """The program's barriers."""
-        return _Barriers(self.plan, self.refs)
+        return _Barriers(self.tiling, self.refs)
 
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
-        plan, refs, count = self.plan, self.refs, extent.count
+        tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
-        value_slot, num_steps = jax.lax.rem(done, plan.value_stages), _num_steps(count)
-        self._load_keys(pieces, jax.lax.rem(done, plan.stages))
+        value_slot, num_steps = jax.lax.rem(done, tiling.value_stages), _num_steps(count)
+        self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
 
         def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
             @pl.when(index < num_steps)
             def _() -> None:
-                self._load_keys(pieces, jax.lax.rem(done + index, plan.stages))
+                self._load_keys(pieces, jax.lax.rem(done + index, tiling.stages))
 
         load_keys(1, later)  # while the values are on their way
         self._check_first_values(pieces, value_slot, extent)
@@ -370,7 +374,7 @@ class _Loader:
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             pieces, later = carry
             following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
-            self._load_values(pieces, jax.lax.rem(done + index, plan.value_stages))
+            self._load_values(pieces, jax.lax.rem(done + index, tiling.value_stages))
             load_keys(index + 1, later)
             return later, following
 
@@ -379,7 +383,7 @@ class _Loader:
     def _load_queries(self) -> None:
         """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
         refs, barriers = self.refs, self.barriers
-        for warpgroup in range(self.plan.computing):
+        for warpgroup in range(self.tiling.computing):
             plgpu.barrier_wait(barriers.queries("freed", warpgroup))
             plgpu.copy_gmem_to_smem(
                 refs.query.at[self.tile.batch, self.tile.rows, self.tile.head(warpgroup)],
@@ -427,8 +431,12 @@ class _Loader:
         A weight of 0 would not erase NaN, which may be what lies beyond the sequence, or a value
         that only later queries see. Who sees any value from that one on sees that one too.
         """
-        refs, filled, head_dim = self.refs, self.barriers.values("filled", slot), self.plan.head_dim
-        scratch = refs.lost.at[pl.ds(self.plan.value_stages, warp_ops.WARPS)]
+        refs, filled, head_dim = (
+            self.refs,
+            self.barriers.values("filled", slot),
+            self.tiling.head_dim,
+        )
+        scratch = refs.lost.at[pl.ds(self.tiling.value_stages, warp_ops.WARPS)]
 
         def parts(half: Any) -> list[Any]:
             rows = pl.ds(half * _PIECE, _PIECE)
@@ -447,7 +455,7 @@ class _Loader:
 
             plgpu.barrier_wait(self.barriers.unchecked)
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
-            bad = warp_ops.first_not_finite(loaded, scratch, interpret=self.plan.interpret)
+            bad = warp_ops.first_not_finite(loaded, scratch, interpret=self.tiling.interpret)
             present = extent.length - extent.start
 
             @pl.when(jnp.minimum(bad, present) < _PIECE)
@@ -481,21 +489,21 @@ def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
 # The warpgroups that compute
 
 
-def _compute_tiles(plan: _Plan, refs: _Refs, program: Any, warpgroup: Any) -> None:
+def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -> None:
     """The program's tiles, for the head of one warpgroup."""
-    barriers = _Barriers(plan, refs)
-    for slot in range(plan.stages):  # all of shared memory is free
+    barriers = _Barriers(tiling, refs)
+    for slot in range(tiling.stages):  # all of shared memory is free
         plgpu.barrier_arrive(barriers.keys("freed", slot))
-    for slot in range(plan.value_stages):
+    for slot in range(tiling.value_stages):
         plgpu.barrier_arrive(barriers.values("freed", slot))
     plgpu.barrier_arrive(barriers.queries("freed", warpgroup))
 
     def compute(turn: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         done, count = state
-        following = plan.tile(program, turn + 1).extent(refs).count  # in time
-        tile = plan.tile(program, turn)
+        following = tiling.tile(program, turn + 1).extent(refs).count  # in time
+        tile = tiling.tile(program, turn)
         steps = _num_steps(count)
-        head = _Head(plan, refs, tile, warpgroup)
+        head = _Head(tiling, refs, tile, warpgroup)
 
         @pl.when(steps > 0)
         def _() -> None:
@@ -507,8 +515,8 @@ def _compute_tiles(plan: _Plan, refs: _Refs, program: Any, warpgroup: Any) -> No
 
         return done + steps, following
 
-    start = (jnp.int32(0), plan.tile(program, 0).extent(refs).count)
-    jax.lax.fori_loop(0, plan.turns(program), compute, start)
+    start = (jnp.int32(0), tiling.tile(program, 0).extent(refs).count)
+    jax.lax.fori_loop(0, tiling.turns(program), compute, start)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -523,7 +531,7 @@ class _Softmax(NamedTuple):
 class _Head:
     """One query head of one tile."""
 
-    plan: _Plan
+    tiling: _Tiling
     refs: _Refs
     tile: _Tile
     warpgroup: Any
@@ -531,22 +539,22 @@ class _Head:
     @property
     def barriers(self) -> _Barriers:
         """The program's barriers."""
-        return _Barriers(self.plan, self.refs)
+        return _Barriers(self.tiling, self.refs)
 
     def attend(self, count: Any, done: Any) -> None:
         """Computes and writes attention over `count` pieces. `done` steps went before."""
-        shape = (_QUERIES, self.plan.head_dim)
+        shape = (_QUERIES, self.tiling.head_dim)
         ops.with_accumulator(
-            lambda sums: self._attend(sums, count, done), shape, interpret=self.plan.interpret
+            lambda sums: self._attend(sums, count, done), shape, interpret=self.tiling.interpret
         )
 
     def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
         """The first step and its mask, all further steps, the last product and the division."""
-        plan, refs, barriers = self.plan, self.refs, self.barriers
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
         _, start, length = self.tile.extent(refs)
         pieces = self.tile.pieces(refs, count, 0)
         plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
-        slot = jax.lax.rem(done, plan.stages)
+        slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
 
         def first_scores(products: ops.Accumulator) -> Any:
@@ -561,7 +569,7 @@ class _Head:
         first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
         weights, _, (maximum, denominator) = self._soften(scores, state)
-        value_slot = jax.lax.rem(done, plan.value_stages)
+        value_slot = jax.lax.rem(done, tiling.value_stages)
         plgpu.barrier_wait(barriers.values("filled", value_slot))
         query = plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=ops.BY_ROW)
         denominator = jnp.where(query < refs.lost[value_slot], denominator, jnp.nan)
@@ -572,13 +580,13 @@ class _Head:
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
-        last = jax.lax.rem(done + rest, plan.value_stages)
+        last = jax.lax.rem(done + rest, tiling.value_stages)
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", last))
         is_empty = denominator == 0.0
         safe = jnp.where(is_empty, 1.0, denominator)
-        lse = (maximum * plan.exponent + jnp.log2(safe)) * math.log(2.0)
+        lse = (maximum * tiling.exponent + jnp.log2(safe)) * math.log(2.0)
         out = out * ops.spread(1.0 / safe, out.shape, 0)
         self._write(out, jnp.where(is_empty, -jnp.inf, lse))
 
@@ -591,9 +599,9 @@ class _Head:
         are rounded only then. The wait for this step's values stands before that because the
         assembler would move the product's own wait ahead of the computation otherwise.
         """
-        plan, refs, barriers = self.plan, self.refs, self.barriers
-        previous = jax.lax.rem(done, plan.value_stages)
-        slot = jax.lax.rem(done + 1, plan.stages)
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
+        previous = jax.lax.rem(done, tiling.value_stages)
+        slot = jax.lax.rem(done + 1, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
 
         def scores_beside_values(products: ops.Accumulator) -> Any:
@@ -605,7 +613,7 @@ class _Head:
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         self._free_queries(is_last)
         new_weights, decay, state = self._soften(scores, state)
-        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, plan.value_stages)))
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.value_stages)))
         total = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", previous))
         sums.store(total * ops.spread(decay, total.shape, 0))
@@ -613,12 +621,12 @@ class _Head:
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
         """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
-        factor = self.plan.exponent
+        factor = self.tiling.exponent
         maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
         decay = jnp.exp2((state.maximum - maximum) * factor)
         weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
         denominator = state.denominator * decay + jnp.sum(weights, axis=1)
-        if not self.plan.interpret:
+        if not self.tiling.interpret:
             weights = ops.pinned(weights)
         return weights, decay, _Softmax(maximum, denominator)
 
@@ -626,7 +634,7 @@ class _Head:
         return weights.astype(self.refs.values.dtype)
 
     def _with_scores(self, body: Any) -> Any:
-        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.plan.interpret)
+        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.tiling.interpret)
 
     def _free_queries(self, is_last: Any) -> None:
         """Lets the next tile's queries come while the rest of this one is computed."""
@@ -637,7 +645,7 @@ class _Head:
 
     def write_zeros(self) -> None:
         """Writes the output of a tile without keys."""
-        zeros = ops.full((_QUERIES, self.plan.head_dim), 0.0)
+        zeros = ops.full((_QUERIES, self.tiling.head_dim), 0.0)
         self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
 
     def _write(self, out: Any, lse: Any) -> None:
@@ -681,7 +689,7 @@ def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
 # The kernel and its launch
 
 
-def _attend(*arrays: Any, plan: _Plan, **scratch: Any) -> None:
+def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
     """One program: a loader and one or two warpgroups that compute."""
     num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
     no_lse = [None] * (num_arrays - len(arrays))
@@ -689,18 +697,18 @@ def _attend(*arrays: Any, plan: _Plan, **scratch: Any) -> None:
     warpgroup = jax.lax.axis_index("warpgroup")
     program = jax.lax.axis_index("program")
     share_registers = functools.partial(
-        ops.share_registers, *plan.registers, num_computing=plan.computing
+        ops.share_registers, *tiling.registers, num_computing=tiling.computing
     )
 
-    @pl.when(warpgroup == plan.computing)
+    @pl.when(warpgroup == tiling.computing)
     def _() -> None:
         share_registers(is_loader=True)
-        _load_tiles(plan, refs, program)
+        _load_tiles(tiling, refs, program)
 
-    @pl.when(warpgroup < plan.computing)
+    @pl.when(warpgroup < tiling.computing)
     def _() -> None:
         share_registers(is_loader=False)
-        _compute_tiles(plan, refs, program, warpgroup)
+        _compute_tiles(tiling, refs, program, warpgroup)
 
 
 def block_sparse_prefill(
@@ -716,7 +724,7 @@ def block_sparse_prefill(
     scale: float,
     block_size: int = 64,
     return_lse: bool = False,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """Causal attention of each query block over its list of key blocks.
 
@@ -735,7 +743,7 @@ def block_sparse_prefill(
       scale: Factor of the scores, greater than 0.
       block_size: Tokens per block, 64 or 128.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      config: Sizes; the result does not depend on them beyond rounding.
+      kernel_config: Sizes; the result does not depend on them beyond rounding.
 
     Returns:
       The output, and with `return_lse` the float32 log-sum-exp, else `None`.
@@ -744,7 +752,7 @@ def block_sparse_prefill(
       ValueError: If the kernel cannot take these arguments.
       NotImplementedError: If a derivative is taken.
     """
-    config = default_kernel_config() if config is None else config
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     _check(query, key, scale, block_size)
     head_dim = query.shape[-1]
     index = jnp.asarray(layer, jnp.int32)
@@ -752,7 +760,7 @@ def block_sparse_prefill(
     if padded != head_dim:
         query, key, value, index = _pad_heads(query, key, value, index, padded)
     stages = 4 if padded == 64 else 2
-    plan = _Plan(
+    tiling = _Tiling(
         batch=query.shape[0],
         tiles=query.shape[1] // _QUERIES,
         heads=query.shape[2],
@@ -760,27 +768,27 @@ def block_sparse_prefill(
         head_dim=padded,
         lists=ids.shape[1],
         subblocks=block_size // _PIECE,
-        stages=config.prefill_stages or stages,
-        value_stages=config.prefill_value_stages or stages,
-        most_programs=config.prefill_programs,
+        stages=kernel_config.prefill_stages or stages,
+        value_stages=kernel_config.prefill_value_stages or stages,
+        most_programs=kernel_config.prefill_programs,
         exponent=scale * math.log2(math.e),
-        interpret=config.interpret,
+        interpret=kernel_config.interpret,
     )
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
         shape = (query.shape[0], query.shape[2], query.shape[1])
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     kernel = plgpu.kernel(
-        functools.partial(_attend, plan=plan),
+        functools.partial(_attend, tiling=tiling),
         out_type=out_type,
-        scratch_types=_scratch(plan, query.dtype),
-        grid=(plan.programs,),
+        scratch_types=_scratch(tiling, query.dtype),
+        grid=(tiling.programs,),
         grid_names=("program",),
-        num_threads=plan.computing + 1,
+        num_threads=tiling.computing + 1,
         thread_name="warpgroup",
         # No reduction here crosses warps; the room goes to another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
-        interpret=ops.interpreter(config.interpret),
+        interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="block_sparse_prefill",
     )
     outputs = without_derivative(kernel)(

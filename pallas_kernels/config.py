@@ -1,14 +1,23 @@
-"""How attention and selection run: sizes of tiles, and what the selection's kernels can take.
+"""How attention and selection run: sizes of tiles, and what the kernels can take.
 
-None of the sizes changes a result beyond rounding.
+None of the sizes changes a result beyond rounding. The kernels themselves import Pallas, which
+takes long, so that whoever calls them imports them late; this file imports little.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 
-# Limits of the kernels, each of which has a row of blocks in its registers.
+# Limits of the attention kernels.
+PREFILL_BLOCK_SIZES = (64, 128)
+DECODE_BLOCK_SIZES = (16, 64, 128)
+MAX_HEAD_DIM = 128
+# The decode kernel would pad smaller heads, and copy the whole cache for each token.
+LEAST_DECODE_HEAD = 64
+
+# Limits of the selection kernels, each of which has a row of blocks in its registers.
 MAX_BLOCKS = 16384
 MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
 MAX_POWER = 32
@@ -124,3 +133,43 @@ def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
     wide = max(head_dim, WIDE)
     sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
     return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
+
+
+def why_not_shape(query: Any, *, block_size: int) -> str | None:
+    """Why the kernels cannot take queries of this shape and type, or `None` if they can.
+
+    Args:
+      query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
+      block_size: Tokens per block.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    num_tokens, head_dim = query.shape[1], query.shape[3]
+    sizes = DECODE_BLOCK_SIZES if num_tokens == 1 else PREFILL_BLOCK_SIZES
+    if query.dtype.name not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {query.dtype.name}"
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
+    if block_size not in sizes:
+        phase = "decode" if num_tokens == 1 else "prefill"
+        return f"it takes a block_size of {' or '.join(map(str, sizes))} in {phase}"
+    return None
+
+
+_NO_DERIVATIVE = (
+    "the Mosaic GPU kernels have no derivative of their own; call sketchwalk_jax's "
+    "block_sparse_attention, block_sparse_decode or dense_attention, which run them and are "
+    "differentiable"
+)
+
+
+def without_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arrays; taking its derivative raises an error that says what to do."""
+    wrapped = jax.custom_vjp(function)
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    wrapped.defvjp(refuse, refuse)
+    return wrapped

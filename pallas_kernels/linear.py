@@ -45,7 +45,7 @@ MOST_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Tiling:
     """What is static about a call.
 
     Attributes:
@@ -99,7 +99,7 @@ def _multiply(
     x: Any,
     layer: Any,
     *arrays: Any,
-    plan: _Plan,
+    tiling: _Tiling,
     inputs: Any,
     weights: Any,
     sums: Any,
@@ -108,18 +108,18 @@ def _multiply(
     scales: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
-    arrived = arrived if plan.is_padded else inputs
+    arrived = arrived if tiling.is_padded else inputs
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
-    every: tuple[Any, ...] = arrays if plan.has_norm else (None, *arrays, None)
+    every: tuple[Any, ...] = arrays if tiling.has_norm else (None, *arrays, None)
     scale, *others, squares = every
     sources, targets = others[: len(others) // 2], others[len(others) // 2 :]
-    first = part * plan.own_steps
-    count = jnp.minimum(plan.own_steps, plan.steps - first)
+    first = part * tiling.own_steps
+    count = jnp.minimum(tiling.own_steps, tiling.steps - first)
     own_layer = layer[0]
 
     def of_array(body: Any) -> None:
         """Runs `body(index, columns)` for the array that the program's tile belongs to."""
-        for index, (start, end) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
+        for index, (start, end) in enumerate(zip(tiling.starts, tiling.starts[1:], strict=False)):
 
             @pl.when((tile >= start) & (tile < end))
             def _(index: int = index, start: int = start) -> None:
@@ -128,29 +128,29 @@ def _multiply(
     def load(step: Any) -> None:
         @pl.when(step < count)
         def _() -> None:
-            slot = jax.lax.rem(step, plan.stages)
+            slot = jax.lax.rem(step, tiling.stages)
             own = pl.ds((first + step) * _TILE, _TILE)
             target = arrived.at[slot]
-            target = target.at[pl.ds(0, plan.num_rows)] if plan.is_padded else target
+            target = target.at[pl.ds(0, tiling.num_rows)] if tiling.is_padded else target
             plgpu.copy_gmem_to_smem(x.at[:, own], target, filled.at[slot])
-            if plan.has_norm:
+            if tiling.has_norm:
                 plgpu.copy_gmem_to_smem(scale.at[own_layer, own], scales.at[slot], filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
-                axes = (columns, own) if plan.is_transposed else (own, columns)
+                axes = (columns, own) if tiling.is_transposed else (own, columns)
                 source = sources[index].at[own_layer, *axes]
                 plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
 
             of_array(copy)
 
-    for step in range(plan.stages - 1):
+    for step in range(tiling.stages - 1):
         load(jnp.int32(step))
 
     def prepare(slot: Any, found: Any) -> Any:
         """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
         source = arrived.at[slot].transpose((1, 0))
-        own = plgpu.load(source, layout=_TURNED, optimized=not plan.is_padded)
-        if plan.has_norm:
+        own = plgpu.load(source, layout=_TURNED, optimized=not tiling.is_padded)
+        if tiling.has_norm:
             wide = own.astype(jnp.float32)
             found = found + wide * wide
             factor = ops.read(scales.at[slot], _TURNED.reduce(1)).astype(jnp.float32)
@@ -161,39 +161,39 @@ def _multiply(
 
     def add_up(total: ops.Accumulator) -> Any:
         def step(index: Any, found: Any) -> Any:
-            slot = jax.lax.rem(index, plan.stages)
+            slot = jax.lax.rem(index, tiling.stages)
             plgpu.barrier_wait(filled.at[slot])
-            if plan.has_norm or plan.is_padded:
+            if tiling.has_norm or tiling.is_padded:
                 found = prepare(slot, found)
             # All warps have multiplied what lies in the slot that is filled next.
             total.wait(in_flight=0)
-            if plan.has_norm or plan.is_padded:
+            if tiling.has_norm or tiling.is_padded:
                 plgpu.commit_smem()
             else:
-                warp_ops.barrier(interpret=plan.interpret)
-            load(index + plan.stages - 1)
+                warp_ops.barrier(interpret=tiling.interpret)
+            load(index + tiling.stages - 1)
             left = weights.at[slot]
-            left = left if plan.is_transposed else left.transpose((1, 0))
+            left = left if tiling.is_transposed else left.transpose((1, 0))
             total.add_product(left, inputs.at[slot].transpose((1, 0)))
             return found
 
-        none = ops.full((_TILE, plan.rows), 0.0, _TURNED) if plan.has_norm else ()
+        none = ops.full((_TILE, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
         found = total.loop(count, step, none)
         return total.load(), found
 
-    shape = (_TILE, plan.rows)
-    products, found = ops.with_accumulator(add_up, shape, interpret=plan.interpret)
+    shape = (_TILE, tiling.rows)
+    products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
     # By rows, so that whoever adds up the parts reads those that there are, one after the other.
     ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()
-    if plan.has_norm:
+    if tiling.has_norm:
 
         @pl.when(tile == 0)
         def _() -> None:
             ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
-        own = pl.ds(0, plan.num_rows)
+        own = pl.ds(0, tiling.num_rows)
         plgpu.copy_smem_to_gmem(sums.at[own], targets[index].at[part, own, columns])
 
     of_array(put)
@@ -258,7 +258,7 @@ def linear_kernel(
     is_padded = num_rows < _LEAST_ROWS
     stage_bytes = 2 * _TILE * (_TILE + (2 if is_padded else 1) * rows + 1)
     other_bytes = 4 * _TILE * rows + (0 if scale is None else _REDUCTION_BYTES)
-    plan = _Plan(
+    tiling = _Tiling(
         rows=rows,
         num_rows=num_rows if is_padded else rows,
         starts=tuple(starts),
@@ -269,13 +269,13 @@ def linear_kernel(
         is_transposed=is_transposed,
         interpret=interpret,
     )
-    parts = -(-steps // plan.own_steps)
-    shapes: list[tuple[int, ...]] = [(parts, plan.num_rows, width) for width in widths]
+    parts = -(-steps // tiling.own_steps)
+    shapes: list[tuple[int, ...]] = [(parts, tiling.num_rows, width) for width in widths]
     shapes += [] if scale is None else [(parts, rows)]
     kernel = plgpu.kernel(
-        functools.partial(_multiply, plan=plan),
+        functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        scratch_types=plan.scratch,
+        scratch_types=tiling.scratch,
         grid=(starts[-1], parts),
         grid_names=("tile", "part"),
         # Where warps meet is said above; they would also meet at every copy.

@@ -50,7 +50,7 @@ _CHUNK = 8  # adjacent channels, in 16 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Sizes:
     """What is static about a call.
 
     Attributes:
@@ -85,7 +85,7 @@ def _represent(
     valid: Any,
     out: Any,
     *,
-    plan: _Plan,
+    sizes: _Sizes,
     queries: Any,
     norms: Any,
     means: Any,
@@ -93,9 +93,9 @@ def _represent(
 ) -> None:
     """One program: four rows of a head, those of the last one again where there are fewer."""
     program, batch = jax.lax.axis_index("program"), jax.lax.axis_index("batch")
-    quarter, last = plan.head_dim // 4, plan.rows * plan.heads - 1
+    quarter, last = sizes.head_dim // 4, sizes.rows * sizes.heads - 1
     pairs = [jnp.minimum(program * _HEADS + index, last) for index in range(_HEADS)]
-    wheres = [(jax.lax.div(pair, plan.heads), jax.lax.rem(pair, plan.heads)) for pair in pairs]
+    wheres = [(jax.lax.div(pair, sizes.heads), jax.lax.rem(pair, sizes.heads)) for pair in pairs]
     for index, (row, head) in enumerate(wheres):
         rows = pl.ds(row * _QUERIES, _QUERIES)
         for half in range(2):  # channels `d` and `d + H/2` turn together, slower the larger `d` is
@@ -103,12 +103,12 @@ def _represent(
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
             plgpu.copy_gmem_to_smem(source, target, filled)
     plgpu.barrier_wait(filled)
-    if plan.interpret:
+    if sizes.interpret:
         for index, (row, head) in enumerate(wheres):
             is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
-            out[batch, row, :, head] = _interpreted(queries[index], is_own, plan.count)
+            out[batch, row, :, head] = _interpreted(queries[index], is_own, sizes.count)
         return
-    shared = plgpu.RefType(ops.transforms(queries.dtype, plan.width))
+    shared = plgpu.RefType(ops.transforms(queries.dtype, sizes.width))
     scalar, plain = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, plain, plain, plain))
@@ -116,7 +116,7 @@ def _represent(
         _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any
     ) -> None:
         (first,) = words.scalars(first)
-        _Traversal(plan, first, valid, queries, norms, means, out).emit()
+        _Traversal(sizes, first, valid, queries, norms, means, out).emit()
 
     traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch])
 
@@ -156,7 +156,7 @@ class _Traversal:
 
     def __init__(
         self,
-        plan: _Plan,
+        sizes: _Sizes,
         first: ir.Value,
         valid: ir.Value,
         queries: ir.Value,
@@ -167,7 +167,7 @@ class _Traversal:
         """Finds out what the warp has.
 
         Args:
-          plan: What is static.
+          sizes: What is static.
           first: The first warp's head, counted through all rows.
           valid: Which queries count, `[T]` in global memory.
           queries: `[4, 2, 64, H/4]` in shared memory, tiled.
@@ -176,19 +176,19 @@ class _Traversal:
           out: Pairs `[I, R, N, H/4]` in global memory.
         """
         constant = words.constant
-        self._plan, self._valid, self._out = plan, valid, out
+        self._sizes, self._valid, self._out = sizes, valid, out
         lane, self._warp = words.lane(), words.warp()
-        pair = arith.minsi(arith.addi(first, self._warp), constant(plan.rows * plan.heads - 1))
-        self._row = arith.divui(pair, constant(plan.heads))
-        self._head = arith.remui(pair, constant(plan.heads))
+        pair = arith.minsi(arith.addi(first, self._warp), constant(sizes.rows * sizes.heads - 1))
+        self._row = arith.divui(pair, constant(sizes.heads))
+        self._head = arith.remui(pair, constant(sizes.heads))
         self._lane, self._place = lane, arith.shrui(lane, constant(2))
         self._pair = arith.andi(lane, constant(3))
         own = arith.addi(arith.muli(self._pair, constant(_TILE)), self._place)
         self._own = [own, arith.addi(own, constant(_TILE // 2))]
-        self._queries = self._of_warp(queries, 2 * _QUERIES * plan.width)
+        self._queries = self._of_warp(queries, 2 * _QUERIES * sizes.width)
         self._norms = self._of_warp(norms, 4 * _QUERIES)
-        self._means = self._of_warp(means, (_PARTS + 1) * plan.head_dim)
-        self._kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(plan.kind).name]
+        self._means = self._of_warp(means, (_PARTS + 1) * sizes.head_dim)
+        self._kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(sizes.kind).name]
 
     def _of_warp(self, ref: ir.Value, size: int) -> ir.Value:
         """The address of the warp's own piece of shared memory, of so many bytes."""
@@ -216,27 +216,27 @@ class _Traversal:
 
     def _address(self, lane_row: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Of a chunk, beside the start of its piece; and the bits that the swizzle flips."""
-        plan = self._plan
-        offset = arith.muli(lane_row, words.constant(plan.width))
-        mask = words.constant(plan.width - 16)
+        sizes = self._sizes
+        offset = arith.muli(lane_row, words.constant(sizes.width))
+        mask = words.constant(sizes.width - 16)
         turn = arith.andi(arith.shrui(offset, words.constant(3)), mask)
         place = arith.addi(offset, arith.shli(chunk, words.constant(4)))
         return place, turn
 
     def _matrices(self, tile: int, step: int, *, transposed: bool) -> list[ir.Value]:
         """A tile's two chunks of one step: both halves of its rows of one, then of the other."""
-        plan, constant = self._plan, words.constant
+        sizes, constant = self._sizes, words.constant
         lane_row = arith.andi(self._lane, constant(_TILE - 1))
         place, turn = self._address(lane_row, arith.shrui(self._lane, constant(4)))
-        half, chunk = divmod(2 * step, plan.chunks // 2)
+        half, chunk = divmod(2 * step, sizes.chunks // 2)
         turn = arith.xori(turn, constant(16 * chunk))
         place = arith.addi(self._queries, arith.xori(place, turn))
-        offset = (half * _QUERIES + tile * _TILE) * plan.width
+        offset = (half * _QUERIES + tile * _TILE) * sizes.width
         return _load_matrices(place, offset, transposed=transposed)
 
     def _tile(self, index: int) -> list[list[ir.Value]]:
         """16 queries: by step four words, as tensor cores take a left operand."""
-        steps = range(self._plan.chunks // 2)
+        steps = range(self._sizes.chunks // 2)
         return [self._matrices(index, step, transposed=False) for step in steps]
 
     def _find_norms(self) -> list[ir.Value]:
@@ -317,14 +317,14 @@ class _Traversal:
 
     def _over_words(self, place: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
         """A loop over the words of a query, in whatever order they lie."""
-        plan, constant = self._plan, words.constant
-        row = arith.addi(self._queries, arith.muli(place, constant(plan.width)))
-        bounds = [words.index(constant(x)) for x in (0, plan.width, 4)]
+        sizes, constant = self._sizes, words.constant
+        row = arith.addi(self._queries, arith.muli(place, constant(sizes.width)))
+        bounds = [words.index(constant(x)) for x in (0, sizes.width, 4)]
         loop = scf.ForOp(*bounds, start)
         with ir.InsertionPoint(loop.body):
             where = arith.addi(row, arith.index_cast(words.i32(), loop.induction_variable))
             found = body(where, list(loop.inner_iter_args))
-            found = body(arith.addi(where, constant(_QUERIES * plan.width)), found)
+            found = body(arith.addi(where, constant(_QUERIES * sizes.width)), found)
             scf.yield_(found)
         return list(loop.results)
 
@@ -354,7 +354,7 @@ class _Traversal:
             lefts.append([ones[0], ones[0], ones[1], ones[1]])
         square = arith.constant(number, 0.0)
         pair_start = arith.addi(self._means, arith.shli(self._pair, constant(2)))
-        for step in range(self._plan.chunks // 2):
+        for step in range(self._sizes.chunks // 2):
             sums = [_zeros(), _zeros()]
             for tile, left in enumerate(lefts):
                 right = self._matrices(tile, step, transposed=True)
@@ -372,7 +372,7 @@ class _Traversal:
                     rest = [arith.subf(x, y) for x, y in zip(rest, taken, strict=True)]
                 column = (2 * step + place) * 2 * _CHUNK
                 for index, word in enumerate([*parts, constant(0)]):
-                    where = arith.addi(pair_start, constant(index * self._plan.head_dim + column))
+                    where = arith.addi(pair_start, constant(index * self._sizes.head_dim + column))
                     _store(where, word)  # eight lanes the same word
         for distance in (1, 2):
             square = arith.addf(square, mgpu.utils.shfl_bfly(square, distance))
@@ -381,13 +381,13 @@ class _Traversal:
 
     def _with_mean(self, tiles: list[list[list[ir.Value]]]) -> list[ir.Value]:
         """Products of the own queries and the mean, whose parts are even and odd columns."""
-        constant, row = words.constant, self._plan.head_dim
+        constant, row = words.constant, self._sizes.head_dim
         matrix = arith.shrui(self._lane, constant(3))
         start = arith.addi(self._means, arith.muli(_bit(self._lane, 1), constant(row)))
         start = arith.addi(start, arith.muli(matrix, constant(2 * _CHUNK)))
         columns = []
         for first in (0, 2):
-            some = range(0, self._plan.chunks, 4)  # a matrix for each eight lanes
+            some = range(0, self._sizes.chunks, 4)  # a matrix for each eight lanes
             loads = [first * row + 2 * _CHUNK * chunk for chunk in some]
             found = [_load_matrices(start, offset, transposed=False) for offset in loads]
             columns.append([word for four in found for word in four])
@@ -402,7 +402,7 @@ class _Traversal:
         """Sums of products of all tiles with words of each chunk."""
         sums = [_zeros() for _ in tiles]
         for right in columns:
-            for step in range(self._plan.chunks // 2):
+            for step in range(self._sizes.chunks // 2):
                 for index, tile in enumerate(tiles):
                     pair = right[2 * step : 2 * step + 2]
                     sums[index] = words.multiply(self._kind, tile[step], pair, sums[index])
@@ -425,8 +425,8 @@ class _Traversal:
         mean: ir.Value,
     ) -> None:
         """Takes queries one by one, as `_interpreted` does, and writes them."""
-        plan, constant, number = self._plan, words.constant, ir.F32Type.get()
-        bounds = [words.index(constant(x)) for x in (1, plan.count, 1)]
+        sizes, constant, number = self._sizes, words.constant, ir.F32Type.get()
+        bounds = [words.index(constant(x)) for x in (1, sizes.count, 1)]
         loop = scf.ForOp(*bounds, distances)
         with ir.InsertionPoint(loop.body):
             index = arith.index_cast(words.i32(), loop.induction_variable)
@@ -463,7 +463,7 @@ class _Traversal:
 
     def _columns(self, query: ir.Value) -> list[ir.Value]:
         """A query as a right operand of equal columns: a word for each chunk."""
-        chunks, constant = self._plan.chunks, words.constant
+        chunks, constant = self._sizes.chunks, words.constant
         found = []
         for start in range(0, chunks, 4):  # a matrix for each eight lanes
             chunk = arith.addi(arith.shrui(self._lane, constant(3)), constant(start))
@@ -472,15 +472,15 @@ class _Traversal:
 
     def _chunk(self, query: ir.Value, chunk: ir.Value) -> ir.Value:
         """The address of a chunk of a query."""
-        per_piece = words.constant(self._plan.chunks // 2)
+        per_piece = words.constant(self._sizes.chunks // 2)
         half, chunk = arith.divui(chunk, per_piece), arith.remui(chunk, per_piece)
-        start = arith.muli(half, words.constant(_QUERIES * self._plan.width))
+        start = arith.muli(half, words.constant(_QUERIES * self._sizes.width))
         place, turn = self._address(query, chunk)
         return arith.addi(arith.addi(self._queries, start), arith.xori(place, turn))
 
     def _word_of_lane(self) -> ir.Value:
         """The pair that a lane writes; of a small head half of the lanes have none of their own."""
-        return arith.andi(self._lane, words.constant(self._plan.head_dim // 4 - 1))
+        return arith.andi(self._lane, words.constant(self._sizes.head_dim // 4 - 1))
 
     def _word(self, query: ir.Value) -> ir.Value:
         """The lane's pair of a query."""
@@ -490,10 +490,10 @@ class _Traversal:
 
     def _write(self, index: ir.Value, word: ir.Value) -> None:
         """Writes a word of a representative for each lane."""
-        plan, constant = self._plan, words.constant
-        pairs = plan.head_dim // 4
-        row = arith.addi(arith.muli(self._row, constant(plan.count)), index)
-        place = arith.addi(arith.muli(row, constant(plan.heads)), self._head)
+        sizes, constant = self._sizes, words.constant
+        pairs = sizes.head_dim // 4
+        row = arith.addi(arith.muli(self._row, constant(sizes.count)), index)
+        place = arith.addi(arith.muli(row, constant(sizes.heads)), self._head)
         place = arith.addi(arith.muli(place, constant(pairs)), self._lane)
         pointer = mgpu.utils.memref_ptr(self._out)
         pointer = mgpu.utils.getelementptr(pointer, [place], words.i32())
@@ -584,7 +584,7 @@ def representatives_kernel(
     """
     batch, tokens, heads, head_dim = query.shape
     rows, quarter = tokens // _QUERIES, head_dim // 4
-    plan = _Plan(
+    sizes = _Sizes(
         rows=rows,
         heads=heads,
         head_dim=head_dim,
@@ -595,10 +595,10 @@ def representatives_kernel(
     shape = (batch, rows, count, heads, 2, quarter)
     size = (_HEADS, 2, _QUERIES, quarter)
     kernel = plgpu.kernel(
-        functools.partial(_represent, plan=plan),
+        functools.partial(_represent, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, query.dtype),
         scratch_types={
-            "queries": ops.tiled(size, query.dtype, swizzle=plan.width),
+            "queries": ops.tiled(size, query.dtype, swizzle=sizes.width),
             "norms": plgpu.SMEM((_HEADS, _QUERIES), jnp.float32),
             "means": plgpu.SMEM((_HEADS, _PARTS + 1, quarter), jnp.int32),
             "filled": plgpu.Barrier(num_arrivals=2 * _HEADS),

@@ -24,7 +24,7 @@ from sketchwalk_jax.pallas_kernels.walk_row import (
     LARGEST_EXPONENT,
     TILE,
     HeadQueries,
-    WalkPlan,
+    WalkTiling,
     walk_row_kernel,
 )
 from sketchwalk_jax.scaled import (
@@ -66,23 +66,23 @@ def _select_token(
     walked_ref: Any,
     scratch: Any,
     *,
-    plan: WalkPlan,
+    tiling: WalkTiling,
     warpgroups: int,
-    **sizes: Any,
+    **lists: Any,
 ) -> None:
     """Adds up one sequence's row, rescales it as the walk does, and selects from it.
 
     A row without a positive entry is selected by the token's scores, `direct_ref`.
     """
-    if plan.overlaps:
+    if tiling.overlaps:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = part_ref.shape[2] // warpgroups  # tiles of this warpgroup
     layout = warp_ops.tiles_layout(own, TILE)
-    where: dict[str, Any] = dict(layout=layout, interpret=plan.interpret)
+    where: dict[str, Any] = dict(layout=layout, interpret=tiling.interpret)
     direct = ops.read(direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
-    row = position_ref[sequence] // plan.block_size
+    row = position_ref[sequence] // tiling.block_size
     layers = layers_ref[0]
     is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
     count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
@@ -90,9 +90,9 @@ def _select_token(
         part_ref.at[sequence],
         exponent_ref.at[sequence],
         height=own,
-        num_tiles=plan.num_key_tiles,
-        is_triangle=plan.has_few_tiles,
-        interpret=plan.interpret,
+        num_tiles=tiling.num_key_tiles,
+        is_triangle=tiling.has_few_tiles,
+        interpret=tiling.interpret,
     )
     # The largest magnitude comes to be in `[1, 2) · 2^STATE_EXPONENT`.
     exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
@@ -123,7 +123,7 @@ def _select_token(
         scratch,
         guesses=_GUESSES,
         **where,
-        **sizes,
+        **lists,
     )
 
 
@@ -182,7 +182,7 @@ def select_token_kernel(
             f"sketches must be a multiple of {LEAST_CHUNK} long, power at most {MAX_POWER} and "
             f"blocks at most {MAX_BLOCKS}, got {size}, {power} and {num_blocks}"
         )
-    plan = WalkPlan(
+    tiling = WalkTiling(
         num_blocks=num_blocks,
         size=size,
         scale=1.0 / math.sqrt(head_dim),
@@ -194,15 +194,15 @@ def select_token_kernel(
         overlaps=overlaps and not interpret,
         interpret=interpret,
     )
-    height, warpgroups = room_of(plan.num_key_tiles, interpret=interpret)
+    height, warpgroups = room_of(tiling.num_key_tiles, interpret=interpret)
     parts = walk_row_kernel(
-        token, query_sums, key_sums, state, layers[None], positions, plan=plan, height=height
+        token, query_sums, key_sums, state, layers[None], positions, tiling=tiling, height=height
     )
     budget = jnp.asarray(counts, jnp.int32)
     ids, new_row, kept, walked = plgpu.kernel(
         functools.partial(
             _select_token,
-            plan=plan,
+            tiling=tiling,
             warpgroups=warpgroups,
             is_padded=height * TILE != num_blocks,
             num_blocks=num_blocks,

@@ -42,7 +42,7 @@ _GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Sizes:
     """What is static about a call.
 
     Attributes:
@@ -75,34 +75,34 @@ def _list_blocks(
     ids_ref: Any,
     count_ref: Any,
     *,
-    plan: _Plan,
+    sizes: _Sizes,
     factors: Any,
     scratch: Any,
-    **sizes: Any,
+    **lists: Any,
 ) -> None:
     """One sequence's list, and its evidence in the place of that of the layer before."""
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
-    own = powers_ref.shape[2] // (TILE * plan.warpgroups)  # tiles of this warpgroup
+    own = powers_ref.shape[2] // (TILE * sizes.warpgroups)  # tiles of this warpgroup
     layout = warp_ops.tiles_layout(own, TILE)
-    where: dict[str, Any] = dict(layout=layout, interpret=plan.interpret)
+    where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     there = jax.lax.div(length_ref[sequence] + _KEYS - 1, _KEYS)
     row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
-    place = jnp.where(there > 0, jnp.minimum(row, plan.num_blocks - 1), plan.num_blocks - 1)
+    place = jnp.where(there > 0, jnp.minimum(row, sizes.num_blocks - 1), sizes.num_blocks - 1)
     count = budget_ref[layer, place]
     powers = powers_ref.at[sequence]
-    tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=plan.interpret)
+    tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
     read = warp_ops.read_powers(powers, there, **tiles)
     previous = warp_ops.read_row(columns, evidence_ref.at[sequence], **where)
     _write_factors(
-        top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, plan=plan
+        top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, sizes=sizes
     )
-    warp_ops.program_barrier(interpret=plan.interpret)
-    sums = warp_ops.add_powers(read, powers, factors, there, part=plan.count, **tiles)
+    warp_ops.program_barrier(interpret=sizes.interpret)
+    sums = warp_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
     sums = jnp.where(columns < there, sums, 0.0)
-    evidence = jnp.maximum(_root(sums, plan.exponent), plan.decay * previous)
+    evidence = jnp.maximum(_root(sums, sizes.exponent), sizes.decay * previous)
     warp_ops.write_row(evidence, columns, evidence_ref.at[sequence], **where)
 
     @pl.when(warpgroup == 0)
@@ -116,18 +116,18 @@ def _list_blocks(
         count,
         ids_ref.at[sequence],
         scratch,
-        num_blocks=plan.num_blocks,
+        num_blocks=sizes.num_blocks,
         guesses=_GUESSES,
         **where,
-        **sizes,
+        **lists,
     )
 
 
 def _write_factors(
-    top_ref: Any, total_ref: Any, factors: Any, warpgroup: Array, there: Array, *, plan: _Plan
+    top_ref: Any, total_ref: Any, factors: Any, warpgroup: Array, there: Array, *, sizes: _Sizes
 ) -> None:
     """Writes what makes powers of shares of each head's parts, to shared memory."""
-    heads, parts = factors.shape[0] // plan.warpgroups, factors.shape[1]
+    heads, parts = factors.shape[0] // sizes.warpgroups, factors.shape[1]
     layout = warp_ops.tiles_layout(heads, _PARTS)
     shape = (heads, _PARTS)
     rows = pl.ds(warpgroup * heads, heads)
@@ -135,7 +135,7 @@ def _write_factors(
     tops, totals = [], []
     for index, chunk in enumerate(chunks):
         first = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        is_part = (first + index * _PARTS) * plan.count < there
+        is_part = (first + index * _PARTS) * sizes.count < there
         tops.append(jnp.where(is_part, ops.read(top_ref.at[rows, chunk], layout), MASK_VALUE))
         totals.append(jnp.where(is_part, ops.read(total_ref.at[rows, chunk], layout), 0.0))
 
@@ -148,7 +148,7 @@ def _write_factors(
     total = of_rows(functools.reduce(jnp.add, sums))
     for chunk, weight in zip(chunks, weights, strict=True):
         share = jnp.where(total > 0.0, weight / total, 0.0)  # 0 where nothing finite was seen
-        ops.write(factors.at[rows, chunk], integer_power(share, plan.exponent))
+        ops.write(factors.at[rows, chunk], integer_power(share, sizes.exponent))
 
 
 def _root(x: Array, exponent: int) -> Array:
@@ -236,7 +236,7 @@ def select_token_by_evidence_kernel(
     if ranks is not None:
         powers, *sums = (ranks.gather(x, axis=1) for x in parts)
         parts = [powers, *(jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in sums)]
-    plan = _Plan(
+    sizes = _Sizes(
         num_heads=num_heads,
         num_blocks=num_blocks,
         count=count,
@@ -250,7 +250,7 @@ def select_token_by_evidence_kernel(
     ids, kept = plgpu.kernel(
         functools.partial(
             _list_blocks,
-            plan=plan,
+            sizes=sizes,
             is_padded=height * TILE != num_blocks,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,

@@ -61,7 +61,7 @@ class TokenParts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Sizes:
     """What is static about a call.
 
     Attributes:
@@ -101,15 +101,15 @@ def _score(
     top_ref: Any,
     total_ref: Any,
     *,
-    plan: _Plan,
+    sizes: _Sizes,
     peaks: Any,
     shared: Any,
 ) -> None:
     """One program: some blocks of one key/value head."""
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
-    first = part * plan.count
+    first = part * sizes.count
     length, own = lengths[batch], layer[0]
-    there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, plan.count)
+    there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, sizes.count)
 
     @pl.when(there > 0)
     def _() -> None:
@@ -121,16 +121,16 @@ def _score(
             peaks,
             shared,
             kv_head=kv_head,
-            group=plan.group,
+            group=sizes.group,
             first=first,
-            count=plan.count,
+            count=sizes.count,
             there=there,
             length=length,
-            interpret=plan.interpret,
+            interpret=sizes.interpret,
         )
-        warp_ops.barrier(interpret=plan.interpret)
+        warp_ops.barrier(interpret=sizes.interpret)
         # As powers of two.
-        logits = (ops.read(peaks) + ops.read(shared)) * (plan.scale * math.log2(math.e))
+        logits = (ops.read(peaks) + ops.read(shared)) * (sizes.scale * math.log2(math.e))
         counts = jnp.abs(logits) < LARGEST_LOGIT * math.log2(math.e)
         is_seen = (ops.matrix_index(_SHAPE, 0) < there) & counts
         logits = jnp.where(is_seen, logits, MASK_VALUE)
@@ -139,14 +139,14 @@ def _score(
         shares = jnp.where(is_seen, shares, 0.0)
         total = jnp.sum(shares, axis=0)
         _write(
-            integer_power(shares, plan.exponent),
+            integer_power(shares, sizes.exponent),
             (top, total),
             powers_ref.at[batch],
             (top_ref.at[batch], total_ref.at[batch]),
-            head=kv_head * plan.group,
+            head=kv_head * sizes.group,
             part=part,
             there=there,
-            plan=plan,
+            sizes=sizes,
         )
 
 
@@ -159,25 +159,25 @@ def _write(
     head: Array,
     part: Array,
     there: Array,
-    plan: _Plan,
+    sizes: _Sizes,
 ) -> None:
     """Writes what is of heads and blocks that there are."""
-    if plan.interpret:
-        heads = pl.ds(head, plan.group)
-        powers_ref[heads, pl.ds(part * plan.count, plan.count)] = powers[
-            : plan.count, : plan.group
+    if sizes.interpret:
+        heads = pl.ds(head, sizes.group)
+        powers_ref[heads, pl.ds(part * sizes.count, sizes.count)] = powers[
+            : sizes.count, : sizes.group
         ].T
         for ref, one in zip(sum_refs, sums, strict=True):
-            ref[heads, pl.ds(part, 1)] = one[: plan.group, None]
+            ref[heads, pl.ds(part, 1)] = one[: sizes.group, None]
         return
     row, column = (ops.matrix_index(_SHAPE, axis) for axis in range(2))
     own = plgpu.layout_cast(jnp.max(column, axis=0), ops.BY_COLUMN)
     width = powers_ref.shape[1]
-    place = (head + column) * width + part * plan.count + row
-    place = jnp.where((row < there) & (column < plan.group), place, place * 0 - 1)
+    place = (head + column) * width + part * sizes.count + row
+    place = jnp.where((row < there) & (column < sizes.group), place, place * 0 - 1)
     warp_ops.write_places(powers, place, powers_ref, layout=ops.ACCUMULATOR)
     place = (head + own) * sum_refs[0].shape[1] + part
-    place = jnp.where(own < plan.group, place, place * 0 - 1)
+    place = jnp.where(own < sizes.group, place, place * 0 - 1)
     for ref, one in zip(sum_refs, sums, strict=True):
         warp_ops.write_places(one, place, ref, layout=ops.BY_COLUMN)
 
@@ -217,7 +217,7 @@ def token_scores_kernel(
     num_blocks, kv_heads = code.shape[2], code.shape[4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
-    plan = _Plan(
+    sizes = _Sizes(
         group=num_heads // kv_heads,
         count=count,
         scale=scale,
@@ -226,7 +226,7 @@ def token_scores_kernel(
     )
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
     found = plgpu.kernel(
-        functools.partial(_score, plan=plan),
+        functools.partial(_score, sizes=sizes),
         out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.float32), sums, sums],
         scratch_types={
             "peaks": plgpu.SMEM(_SHAPE, jnp.float32),

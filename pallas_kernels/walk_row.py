@@ -81,7 +81,7 @@ _Total = tuple[Float[Array, "64"], Int[Array, "64"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WalkPlan:
+class WalkTiling:
     """What is static about a call.
 
     Attributes:
@@ -225,16 +225,16 @@ class _Memory:
     combined: Any = None
 
 
-def _scratch(plan: WalkPlan) -> dict[str, Any]:
+def _scratch(tiling: WalkTiling) -> dict[str, Any]:
     """Shared memory and barriers, named as in `_Memory`."""
-    floats = {"token": (plan.size,), "factors": (TILE,), "weights": (_HALVES, TILE)}
-    if not plan.is_sketched:
+    floats = {"token": (tiling.size,), "factors": (TILE,), "weights": (_HALVES, TILE)}
+    if not tiling.is_sketched:
         floats["combined"] = (WIDE,)
     slots = 2 * _HALVES
     return {
         "operands": plgpu.RefUnion(
-            _operand((slots, TILE, plan.chunk), jnp.float32),
-            _operand((slots, 2, TILE, plan.chunk), jnp.float16),
+            _operand((slots, TILE, tiling.chunk), jnp.float32),
+            _operand((slots, 2, TILE, tiling.chunk), jnp.float16),
         ),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "are_parts": plgpu.Barrier(num_arrivals=1, num_barriers=_HALVES),
@@ -373,7 +373,7 @@ class _Tiles:
     """The tiles of one warpgroup: 64 key blocks, and 64 query blocks at a time.
 
     Attributes:
-      plan: The call's.
+      tiling: The call's.
       refs: Arrays of all sequences.
       memory: Shared memory.
       token: Of the program's sequence.
@@ -385,7 +385,7 @@ class _Tiles:
       query_slot: Where its queries are.
     """
 
-    plan: WalkPlan
+    tiling: WalkTiling
     refs: _Refs
     memory: _Memory
     token: _Token
@@ -405,11 +405,11 @@ class _Tiles:
     def start_queries(self, query_tile: Array, part: int) -> None:
         """Starts the copies of the queries, and of the keys where these are needed anew."""
         self._start_copy(self.refs.query, query_tile, part, self.query_slot)
-        if not self.plan.shares_keys:
+        if not self.tiling.shares_keys:
             self.start_keys(part)
 
     def _start_copy(self, source: Any, tile: Array, part: int, slot: Array) -> None:
-        rows, entries = pl.ds(tile * TILE, TILE), pl.ds(part * self.plan.chunk, self.plan.chunk)
+        rows, entries = pl.ds(tile * TILE, TILE), pl.ds(part * self.tiling.chunk, self.tiling.chunk)
         source = source.at[self.token.sequence].at[rows, entries]
         target = self.memory.operands[0].at[slot]
         plgpu.copy_gmem_to_smem(source, target, self.memory.arrived.at[slot])
@@ -424,7 +424,7 @@ class _Tiles:
 
     def await_warps(self) -> None:
         """Waits for the other warps of the warpgroup."""
-        warp_ops.barrier(interpret=self.plan.interpret)
+        warp_ops.barrier(interpret=self.tiling.interpret)
 
     # Operands
 
@@ -437,7 +437,7 @@ class _Tiles:
         """Divides the keys into parts, for the whole program."""
         self.await_copy(self.key_slot)
         keys = self._load_keys()
-        shift = _shifts_by(_peaks_of(keys), self.plan.top)
+        shift = _shifts_by(_peaks_of(keys), self.tiling.top)
         self.memory.key_shifts[self.key_slot] = shift
         _write_parts(keys, shift, self.memory.operands[1].at[self.key_slot])
         plgpu.commit_smem()
@@ -446,10 +446,10 @@ class _Tiles:
     def _load_keys(self) -> Array:
         """Sums of keys, those of the token's block as if it were full; 0 beyond."""
         ref = self.memory.operands[0].at[self.key_slot]
-        size, row = self.plan.block_size, self.token.row
+        size, row = self.tiling.block_size, self.token.row
 
         def masked() -> Array:
-            block = _blocks(self.tile, 0, self.plan.chunk)
+            block = _blocks(self.tile, 0, self.tiling.chunk)
             last_count = (self.token.position + 1 - row * size).astype(jnp.float32)
             share = jnp.where(block == row, size / last_count, 1.0)
             return jnp.where(block <= row, ops.read(ref) * share, 0.0)
@@ -461,9 +461,9 @@ class _Tiles:
         ref, row = self.memory.operands[0].at[self.query_slot], self.token.row
 
         def masked() -> Array:
-            token = self.memory.token.at[pl.ds(part * self.plan.chunk, self.plan.chunk)]
-            token = ops.read(token, _BY_QUERY) * float(self.plan.block_size)
-            block = _blocks(query_tile, 0, self.plan.chunk)
+            token = self.memory.token.at[pl.ds(part * self.tiling.chunk, self.tiling.chunk)]
+            token = ops.read(token, _BY_QUERY) * float(self.tiling.block_size)
+            block = _blocks(query_tile, 0, self.tiling.chunk)
             query = jnp.where(block < row, ops.read(ref), 0.0)
             return jnp.where(block == row, ops.spread(token, query.shape, 1), query)
 
@@ -472,7 +472,7 @@ class _Tiles:
     def _write_token(self) -> None:
         """Leaves the sketch of the token's query in shared memory."""
         source, memory = self.refs.token.at[self.token.sequence], self.memory
-        if self.plan.is_sketched:
+        if self.tiling.is_sketched:
             memory.token[...] = ops.read(source, _BY_QUERY)
             self.await_warps()
             return
@@ -491,7 +491,7 @@ class _Tiles:
         Returns:
           The power of two that all weights lack.
         """
-        row, power = self.token.row, self.plan.power
+        row, power = self.token.row, self.tiling.power
         blocks = query_tile * TILE
         blocks = blocks + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_BY_KEY)
         own = jnp.where(blocks == row, plgpu.layout_cast(jnp.ones_like(state), _BY_KEY), 0.0)
@@ -499,7 +499,7 @@ class _Tiles:
         exponent = exponent_of(weight)
         exponent = replace(exponent - power * shift, exponent == NO_EXPONENT, NO_EXPONENT)
         largest = self._maximum(exponent)
-        largest = jnp.maximum(largest, NO_EXPONENT // 2) - self.plan.weight_exponent
+        largest = jnp.maximum(largest, NO_EXPONENT // 2) - self.tiling.weight_exponent
         self.memory.weights[self.half] = mantissa_of(weight) * power_of_two(exponent - largest)
 
         @pl.when(query_tile == self.token.last)
@@ -510,7 +510,7 @@ class _Tiles:
         return largest
 
     def _maximum(self, x: Array) -> Array:
-        interpret = self.plan.interpret
+        interpret = self.tiling.interpret
         return warp_ops.maximum(x, self.memory.maxima, layout=_BY_KEY, interpret=interpret)
 
     # Scores
@@ -530,14 +530,14 @@ class _Tiles:
         if is_first:
             pl.when(query_tile == self.token.last)(self._write_token)
         self.await_copy(self.query_slot)
-        if not self.plan.shares_keys:
+        if not self.tiling.shares_keys:
             self.await_copy(self.key_slot)
 
     def _score(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Scores of a tile, and beside the product what they will be multiplied with."""
-        if self.plan.interpret:
+        if self.tiling.interpret:
             return self._score_interpreted(query_tile, state, is_only=is_only)
-        if self.plan.num_chunks == 1:
+        if self.tiling.num_chunks == 1:
             return self._score_chunk(query_tile, state, is_only=is_only)
         return self._score_chunks(query_tile, state, is_only=is_only)
 
@@ -547,7 +547,7 @@ class _Tiles:
         # Before there is an accumulator, which takes registers.
         self._fetch(query_tile, 0, is_first=True, is_started=is_only)
         query = self._load_queries(query_tile, 0)
-        shift = _shifts_by(_peaks_of(query), self.plan.top)
+        shift = _shifts_by(_peaks_of(query), self.tiling.top)
         _write_parts(query, shift, queries)
         plgpu.commit_smem()
         if is_only:
@@ -566,13 +566,13 @@ class _Tiles:
         """Of sketches of several chunks, which come twice: for their peaks, and for the product."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
         peaks = []
-        for part in range(self.plan.num_chunks):
+        for part in range(self.tiling.num_chunks):
             is_first = part == 0
             self._fetch(query_tile, part, is_first=is_first, is_started=is_first and is_only)
             both = self._load_keys(), self._load_queries(query_tile, part)
             peaks.append([_peaks_of(x) for x in both])
         key_shift, shift = (
-            _shifts_by(functools.reduce(jnp.maximum, x), self.plan.top)
+            _shifts_by(functools.reduce(jnp.maximum, x), self.tiling.top)
             for x in zip(*peaks, strict=True)
         )
 
@@ -586,7 +586,7 @@ class _Tiles:
 
         def multiply(accumulator: Any) -> tuple[Array, Array]:
             _multiply(accumulator, keys, queries)
-            for part in range(1, self.plan.num_chunks):
+            for part in range(1, self.tiling.num_chunks):
                 plgpu.wgmma_wait(0)
                 write(part)
                 _multiply(accumulator, keys, queries)
@@ -599,12 +599,12 @@ class _Tiles:
     def _score_interpreted(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Of sketches of any size, as one product."""
         chunks = []
-        for part in range(self.plan.num_chunks):
+        for part in range(self.tiling.num_chunks):
             is_first = part == 0
             self._fetch(query_tile, part, is_first=is_first, is_started=is_first and is_only)
             chunks.append((self._load_keys(), self._load_queries(query_tile, part)))
         keys, queries = (jnp.concatenate(x, axis=1) for x in zip(*chunks, strict=True))
-        key_shift, shift = (_shifts_by(_peaks_of(x), self.plan.top) for x in (keys, queries))
+        key_shift, shift = (_shifts_by(_peaks_of(x), self.tiling.top) for x in (keys, queries))
         scores = _multiply_interpreted(keys, queries, key_shift, shift)
         return _Scores(scores, key_shift, self._write_weights(query_tile, state, shift))
 
@@ -625,7 +625,7 @@ class _Tiles:
         Returns:
           The total of both.
         """
-        plan = self.plan
+        tiling = self.tiling
         scores, key_shift, exponent = self._score(query_tile, state, is_only=is_only)
 
         def without_later_keys() -> Array:
@@ -633,7 +633,7 @@ class _Tiles:
             return jnp.where(exist, scores, 0.0)
 
         scores = jax.lax.cond(query_tile == self.tile, without_later_keys, lambda: scores)
-        factor = plan.scale / plan.block_size**2
+        factor = tiling.scale / tiling.block_size**2
 
         @pl.when(query_tile == self.token.last)
         def _() -> None:
@@ -642,20 +642,20 @@ class _Tiles:
             direct = direct * power_of_two(-key_shift) * factor
             self.refs.direct[self.token.sequence, self.tile] = direct
 
-        if plan.rectify:
+        if tiling.rectify:
             scores = jnp.maximum(scores, 0.0)
         shift = key_shift
-        if not plan.is_low:
-            top = _POWER_EXPONENT // plan.power - 1
+        if not tiling.is_low:
+            top = _POWER_EXPONENT // tiling.power - 1
             own_shift = _shifts_by(_peaks_of(scores), top)
             scores = scores * ops.spread(power_of_two(own_shift), _SHAPE, 0)
             shift = shift + own_shift
-        powers = integer_power(scores, plan.power)
+        powers = integer_power(scores, tiling.power)
         weights = ops.read(self.memory.weights.at[self.half], _BY_QUERY)
         sums = jnp.sum(powers * ops.spread(weights, _SHAPE, 1), axis=1)
         mantissa, lacks = math.frexp(factor)
-        exponent = exponent - plan.power * (shift - lacks)
-        return add_scaled(total, (sums * mantissa**plan.power, exponent))
+        exponent = exponent - tiling.power * (shift - lacks)
+        return add_scaled(total, (sums * mantissa**tiling.power, exponent))
 
     def is_live(self, query_tile: Array) -> Array:
         """Whether a tile of query blocks brings anything for the key blocks."""
@@ -708,36 +708,36 @@ def _sum(values: list[Array]) -> Array:
 # The two kernels
 
 
-def _begin(refs: _Refs, plan: WalkPlan) -> tuple[Array, Array, _Token]:
+def _begin(refs: _Refs, tiling: WalkTiling) -> tuple[Array, Array, _Token]:
     """The program's place in its line, the line, and the token of its sequence."""
-    if plan.overlaps:
+    if tiling.overlaps:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
     index, line, sequence = (jax.lax.axis_index(x) for x in ("index", "line", "sequence"))
     position = refs.position[sequence]
-    row = position // plan.block_size
+    row = position // tiling.block_size
     last, last_split = row // TILE, row // _QUERY_TILE
-    is_first = refs.layers[0] * int(plan.use_walk) == 0
+    is_first = refs.layers[0] * int(tiling.use_walk) == 0
     return index, line, _Token(sequence, position, row, last, last_split, is_first)
 
 
-def _walk_few_tiles(*arrays: Any, plan: WalkPlan, **scratch: Any) -> None:
+def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     """A tile of key blocks, and one tile of query blocks for each warpgroup."""
     refs, memory = _Refs(*arrays), _Memory(**scratch)
-    index, line, token = _begin(refs, plan)
-    for half in plan.halves():
+    index, line, token = _begin(refs, tiling)
+    for half in tiling.halves():
         # The line has the tiles below the diagonal of `line`, then those of the last but `line`.
-        is_corner = index == plan.num_key_tiles
+        is_corner = index == tiling.num_key_tiles
         is_straight = jnp.logical_not(is_corner)
         of_first = (is_corner & (half == 0)) | (is_straight & (index <= 2 * line))
-        split = jnp.where(of_first, line, plan.num_tiles - 1 - line)
+        split = jnp.where(of_first, line, tiling.num_tiles - 1 - line)
         tile = jnp.where(of_first, index, index - (2 * line + 1))
         tile = jnp.where(is_corner, 2 * split + 1, tile)
         is_new = of_first | (split != line)  # else the line has been here: it is its own partner
         # Else each warpgroup brings its own.
-        has_keys = is_corner | (half == 0) if plan.shares_keys else index >= 0
+        has_keys = is_corner | (half == 0) if tiling.shares_keys else index >= 0
         tiles = _Tiles(
-            plan=plan,
+            tiling=tiling,
             refs=refs,
             memory=memory,
             token=token,
@@ -757,9 +757,9 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
 
     In a corner each warpgroup has a part for itself; else both have a part together.
     """
-    plan, token = tiles.plan, tiles.token
+    tiling, token = tiles.tiling, tiles.token
     # Before it is known whether there is anything to do.
-    if plan.shares_keys:
+    if tiling.shares_keys:
         pl.when(tiles.has_keys)(lambda: tiles.start_keys(0))
     tiles.start_queries(query_tile, 0)
     state = tiles.load_state(query_tile)
@@ -782,13 +782,13 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
 
     @pl.when(has_work)
     def _() -> None:
-        if plan.shares_keys:
+        if tiling.shares_keys:
             pl.when(tiles.has_keys)(tiles.write_keys)
 
         @pl.when(jnp.logical_not(is_live))
         def _() -> None:
             tiles.await_copy(tiles.query_slot)
-            if not plan.shares_keys:
+            if not tiling.shares_keys:
                 tiles.await_copy(tiles.key_slot)
 
         total = jax.lax.cond(is_live, add, _nothing)
@@ -801,14 +801,14 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
             tiles.write(alone)
 
 
-def _walk_many_tiles(*arrays: Any, plan: WalkPlan, **scratch: Any) -> None:
+def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     """A tile of key blocks, and every 16th pair of tiles of query blocks."""
     refs, memory = _Refs(*arrays), _Memory(**scratch)
-    index, line, token = _begin(refs, plan)
-    for half in plan.halves():
-        has_keys = half == 0 if plan.shares_keys else index >= 0  # else each brings its own
+    index, line, token = _begin(refs, tiling)
+    for half in tiling.halves():
+        has_keys = half == 0 if tiling.shares_keys else index >= 0  # else each brings its own
         tiles = _Tiles(
-            plan=plan,
+            tiling=tiling,
             refs=refs,
             memory=memory,
             token=token,
@@ -824,8 +824,8 @@ def _walk_many_tiles(*arrays: Any, plan: WalkPlan, **scratch: Any) -> None:
 
 def _walk_line(tiles: _Tiles) -> None:
     """What one warpgroup does with its half of every pair of tiles of query blocks."""
-    plan, token = tiles.plan, tiles.token
-    if plan.shares_keys:
+    tiling, token = tiles.tiling, tiles.token
+    if tiling.shares_keys:
 
         @pl.when(tiles.has_keys)
         def _() -> None:
@@ -836,7 +836,7 @@ def _walk_line(tiles: _Tiles) -> None:
     # The first pair of this split at or below the diagonal, or in the first layer the last one.
     first = jnp.where(token.is_first, token.last_split, 0)
     first = jnp.maximum(first, tiles.tile // _HALVES)
-    splits = plan.num_splits
+    splits = tiling.num_splits
     first = first + (tiles.split + splits - first % splits) % splits
     steps = jnp.maximum(token.last_split - first + splits, 0) // splits
 
@@ -912,7 +912,7 @@ def walk_row_kernel(
     layers: Int[Array, "1"],
     positions: Int[Array, "B"],
     *,
-    plan: WalkPlan,
+    tiling: WalkTiling,
     height: int,
 ) -> RowParts:
     """Scores of one token per sequence, and its next row of the walk in parts.
@@ -924,37 +924,37 @@ def walk_row_kernel(
       state: The token's row of the walk so far.
       layers: Layers walked so far; 0 means that this one starts the walk.
       positions: Positions of the tokens.
-      plan: What is static.
+      tiling: What is static.
       height: Tiles of key blocks that the results have room for.
 
     Returns:
       The parts.
     """
     batch = query_sums.shape[0]
-    padding = plan.num_tiles * _QUERY_TILE - plan.num_blocks
+    padding = tiling.num_tiles * _QUERY_TILE - tiling.num_blocks
 
     def flat(sums: Array) -> Array:
-        sums = sums.reshape(batch, plan.num_blocks, plan.size)
+        sums = sums.reshape(batch, tiling.num_blocks, tiling.size)
         return jnp.pad(sums, ((0, 0), (0, padding), (0, 0))) if padding else sums
 
     if isinstance(token, HeadQueries):
         rows, projection = token.rows, token.projection
     else:
-        rows, projection = token.reshape(batch, plan.size), jnp.zeros((1, 1), jnp.float32)
-    walk: Callable[..., None] = _walk_few_tiles if plan.has_few_tiles else _walk_many_tiles
+        rows, projection = token.reshape(batch, tiling.size), jnp.zeros((1, 1), jnp.float32)
+    walk: Callable[..., None] = _walk_few_tiles if tiling.has_few_tiles else _walk_many_tiles
     parts = plgpu.kernel(
-        functools.partial(walk, plan=plan),
+        functools.partial(walk, tiling=tiling),
         out_type=[
-            jax.ShapeDtypeStruct((batch, plan.num_splits, height, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((batch, tiling.num_splits, height, TILE), jnp.float32),
             jax.ShapeDtypeStruct((batch, height, MAX_SPLITS), jnp.int32),
             jax.ShapeDtypeStruct((batch, height, TILE), jnp.float32),
         ],
-        grid=(*plan.grid, batch),
+        grid=(*tiling.grid, batch),
         grid_names=("index", "line", "sequence"),
-        **plan.threads(),
-        scratch_types=_scratch(plan),
+        **tiling.threads(),
+        scratch_types=_scratch(tiling),
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(plan.interpret, detect_races=False),
+        interpret=ops.interpreter(tiling.interpret, detect_races=False),
         kernel_name="sketchwalk_walk_row",
     )(
         rows,

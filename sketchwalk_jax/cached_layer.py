@@ -27,7 +27,7 @@ from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kern
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.pallas_kernels.selection import write_token
+from sketchwalk_jax.pallas_kernels.kernel_selection import write_token
 from sketchwalk_jax.policies.base import (
     Blocks,
     Heads,
@@ -267,7 +267,7 @@ def write_and_observe(
         place, key, value = _own_span(span, key, value, blocks, size, cache.capacity)
         start = None if start is None else place.start(size)
         write = write._replace(value=value)
-    written = None if kernels is None else write_token(key, write, place, kernels=kernels)
+    written = None if kernels is None else write_token(key, write, place, kernel_config=kernels)
     if written is None:
         keys, values = (
             write_layer(buffer, new, layer=layer, start=start, span=place)

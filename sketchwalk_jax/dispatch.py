@@ -9,8 +9,12 @@ from typing import Any
 
 import jax
 
-from sketchwalk_jax.pallas_kernels.attention import LEAST_DECODE_HEAD, why_not_shape
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import (
+    LEAST_DECODE_HEAD,
+    KernelConfig,
+    default_kernel_config,
+    why_not_shape,
+)
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
@@ -49,7 +53,7 @@ def choose_implementation(
     query: Any,
     *,
     block_size: int,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> str:
     """The implementation of attention over lists that will run.
 
@@ -57,7 +61,8 @@ def choose_implementation(
       implementation: `None` to choose; it always finds one. A name to insist.
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per block.
-      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
+        unasked.
 
     Returns:
       `"mosaic_gpu"` or `"xla"`.
@@ -66,7 +71,7 @@ def choose_implementation(
       ValueError: If the name is unknown.
       NotImplementedError: If the named implementation cannot take this call.
     """
-    interpret = config is not None and config.interpret
+    interpret = kernel_config is not None and kernel_config.interpret
     is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
     if implementation is None and (interpret or is_small):
         return "xla"
@@ -75,7 +80,7 @@ def choose_implementation(
 
 
 def selection_kernels(
-    implementation: str | None, config: KernelConfig | None = None
+    implementation: str | None, kernel_config: KernelConfig | None = None
 ) -> KernelConfig | None:
     """How policies may run their selection kernels, or `None` where they select on XLA.
 
@@ -83,19 +88,20 @@ def selection_kernels(
 
     Args:
       implementation: As asked for attention.
-      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
+        unasked.
 
     Returns:
       The configuration for the kernels, or `None`.
     """
-    config = default_kernel_config() if config is None else config
-    if config.interpret:
-        return config if implementation == "mosaic_gpu" else None
-    return config if implementation in (None, "mosaic_gpu") and is_hopper() else None
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    if kernel_config.interpret:
+        return kernel_config if implementation == "mosaic_gpu" else None
+    return kernel_config if implementation in (None, "mosaic_gpu") and is_hopper() else None
 
 
 def row_kernels(
-    implementation: str | None, config: KernelConfig | None = None, *, on_one_device: bool
+    implementation: str | None, kernel_config: KernelConfig | None = None, *, on_one_device: bool
 ) -> KernelConfig | None:
     """How few rows may be multiplied with stacked weights, or `None` where XLA does it.
 
@@ -103,10 +109,11 @@ def row_kernels(
 
     Args:
       implementation: As asked for attention.
-      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
+        unasked.
       on_one_device: Whether the weights are known to lie on one device.
     """
-    found = selection_kernels(implementation, config)
+    found = selection_kernels(implementation, kernel_config)
     return found if found is None or found.interpret or on_one_device else None
 
 
@@ -170,7 +177,7 @@ def choose_dense_implementation(
     num_keys: int,
     has_offset: bool,
     return_lse: bool = False,
-    config: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> str:
     """The implementation of dense attention that will run: cuDNN's wherever it can.
 
@@ -183,7 +190,8 @@ def choose_dense_implementation(
       num_keys: Keys `S` that the key array holds.
       has_offset: Whether queries may start elsewhere than at position 0.
       return_lse: Whether the log-sum-exp is wanted.
-      config: Tile sizes, and whether kernels run in the interpreter, which nobody gets unasked.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
+        unasked.
 
     Returns:
       `"cudnn"`, `"mosaic_gpu"` or `"xla"`.
@@ -192,7 +200,7 @@ def choose_dense_implementation(
       ValueError: If the name is unknown.
       NotImplementedError: If the named implementation cannot take this call.
     """
-    interpret = config is not None and config.interpret
+    interpret = kernel_config is not None and kernel_config.interpret
     where: dict[str, Any] = {"num_keys": num_keys, "has_offset": has_offset}
     lists = why_not_full_lists(query, **where, interpret=interpret)
     if implementation is None and (interpret or not has_offset):

@@ -136,7 +136,9 @@ def sketchwalk_attention(
         )
         return out, walk
     rows = jax.ShapeDtypeStruct((batch, num_blocks * size, num_heads, head_dim), query.dtype)
-    chosen = choose_implementation(implementation, rows, block_size=size, config=kernel_config)
+    chosen = choose_implementation(
+        implementation, rows, block_size=size, kernel_config=kernel_config
+    )
     return _one_layer(
         query,
         key,

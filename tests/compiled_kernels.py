@@ -30,11 +30,13 @@ def install() -> None:
     """Runs every kernel that is made from now on as it is compiled."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     from sketchwalk_jax import dispatch
-    from sketchwalk_jax.pallas_kernels import selection
+    from sketchwalk_jax.pallas_kernels import kernel_selection
 
     plgpu.kernel = _kernel
     dispatch.is_hopper = lambda: True
-    selection.walk_precision = lambda kernels: jax.lax.Precision.HIGHEST  # XLA's, on a CPU
+    kernel_selection.walk_precision = lambda kernel_config: (
+        jax.lax.Precision.HIGHEST
+    )  # XLA's, on a CPU
 
 
 def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:

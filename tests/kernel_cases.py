@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax import KernelConfig, reference
-from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -29,7 +29,7 @@ Program = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 class Case(Protocol):
     """A shape at which a kernel must compile; `str(case)` names it."""
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
 
 
@@ -91,7 +91,7 @@ class AttentionKernelCase:
         parts += [f"room{self.room}"] if self.room else []
         return "-".join(parts if self.return_lse else [*parts, "nolse"])
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
         from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
         from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
@@ -110,7 +110,7 @@ class AttentionKernelCase:
             "scale": self.head_dim**-0.5,
             "block_size": self.block_size,
             "return_lse": self.return_lse,
-            "config": config,
+            "kernel_config": kernel_config,
         }
 
         def attend(query, key, value, ids, counts, layer, kv_lengths, first_block):
@@ -156,7 +156,7 @@ class SelectionKernelCase:
             f"-{sinks}+{local}-{self.kind}"
         )
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
         from sketchwalk_jax.pallas_kernels.select import select_blocks_kernel
 
@@ -167,7 +167,7 @@ class SelectionKernelCase:
             local_blocks=local,
             max_count=int(self.budget[-1]),
             block_size=64,
-            interpret=config is not None and config.interpret,
+            interpret=kernel_config is not None and kernel_config.interpret,
         )
         shape = (len(self.rows), self.num_rows)
         scores = jax.ShapeDtypeStruct((*shape, self.num_blocks), jnp.float32)
@@ -407,10 +407,10 @@ class EvidenceKernelCase:
         what = "a token" if self.count is None else f"{self.count} queries"
         return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Representatives, keys, peaks and scores; of a token scores, evidence and list."""
         policy = RecommendedConfig()
-        kernels, blocks = config or KernelConfig(), self.blocks
+        kernels, blocks = kernel_config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
         codes = jax.eval_shape(make)
@@ -469,9 +469,9 @@ class CodesKernelCase:
         what = f"{self.rows} rows" if self.rows else "a token"
         return f"codes {self.kv_heads} of {self.head_dim}, {what}, {self.batch}, {self.dtype}"
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Statistics of all layers, with the keys added to one of them."""
-        policy, kernels = RecommendedConfig(), config or KernelConfig()
+        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
         shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
 
         def empty() -> Any:
@@ -548,7 +548,7 @@ class LinearKernelCase:
         kind += " with a norm" if self.has_norm else ""
         return f"linear {self.rows}x{self.inputs} to {columns}{kind}"
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The products."""
         from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
@@ -591,9 +591,9 @@ class WriteKernelCase:
         what = "coded and written" if self.has_codes else "written"
         return f"token {what}, {self.kv_heads} of {self.head_dim}, {self.batch}, {self.dtype}"
 
-    def program(self, *, config: KernelConfig | None = None) -> Program:
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Caches of all layers, and codes, with the token in one."""
-        policy, kernels = RecommendedConfig(), config or KernelConfig()
+        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
         shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
 
         def empty() -> Any:
@@ -603,11 +603,12 @@ class WriteKernelCase:
         def write(key: Any, value: Any, keys: Any, values: Any, codes: Any, end: Any) -> Any:
             layer, span = jnp.asarray(LAYER, jnp.int32), Span.of_tokens(end - 1, 64)
             new = TokenWrite(value, keys, values, layer)
-            where = {"span": span, "kernels": kernels}
             if self.has_codes:
-                found = policy.append_in_place(key, codes, new, layer=layer, **where)
+                found = policy.append_in_place(
+                    key, codes, new, layer=layer, span=span, kernels=kernels
+                )
             else:
-                found = kernel_selection.write_token(key, new, **where)
+                found = kernel_selection.write_token(key, new, span=span, kernel_config=kernels)
             assert found is not None
             return found
 
@@ -658,6 +659,6 @@ def _promised() -> tuple[Case, ...]:
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}
 
 
-def program(case: Case, *, config: KernelConfig | None = None) -> Program:
+def program(case: Case, *, kernel_config: KernelConfig | None = None) -> Program:
     """The kernel of a case as a function of arrays alone, and the shapes of these."""
-    return case.program() if config is None else case.program(config=config)
+    return case.program() if kernel_config is None else case.program(kernel_config=kernel_config)

@@ -70,7 +70,7 @@ def test_dense_attention_behind_a_cache_takes_full_lists(monkeypatch):
 def test_the_interpreter_needs_no_gpu_and_comes_only_when_asked_for(monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float16)
-    options = {"block_size": 64, "config": KernelConfig(interpret=True)}
+    options = {"block_size": 64, "kernel_config": KernelConfig(interpret=True)}
     assert choose_implementation("mosaic_gpu", query, **options) == "mosaic_gpu"
     assert choose_implementation(None, query, **options) == "xla"
 

@@ -22,6 +22,7 @@ PAGES = (
     "models/README.md",
     "pallas_kernels/README.md",
     "sketchwalk_jax/policies/README.md",
+    "tests/ptx/README.md",
 )
 NUMBERS = "benchmarks/KERNELS.md"
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"

@@ -152,8 +152,9 @@ def test_selection_follows_what_is_asked_of_attention(
     is_hopper, interpret, asked, expected, monkeypatch
 ):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    config = KernelConfig(interpret=interpret)
-    assert dispatch.selection_kernels(asked, config) == (config if expected else None)
+    kernel_config = KernelConfig(interpret=interpret)
+    found = dispatch.selection_kernels(asked, kernel_config)
+    assert found == (kernel_config if expected else None)
 
 
 class Asked(SketchWalkConfig):

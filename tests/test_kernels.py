@@ -68,7 +68,7 @@ def skip_unless_it_runs(op):
 
 @functools.cache
 def compiled(case):
-    function, shapes = kernel_cases.program(case, config=CONFIG)
+    function, shapes = kernel_cases.program(case, kernel_config=CONFIG)
     return jax.jit(function), shapes
 
 
@@ -232,8 +232,8 @@ def test_sizes_change_nothing_beyond_rounding(op, changes, capfd):
     case = kernel_cases.AttentionKernelCase(
         op=op, heads=(4, 2), lengths=(330, 70), head_dim=head_dim
     )
-    config = dataclasses.replace(CONFIG or KernelConfig(), **changes)
-    function, _ = kernel_cases.program(case, config=config)
+    kernel_config = dataclasses.replace(CONFIG or KernelConfig(), **changes)
+    function, _ = kernel_cases.program(case, kernel_config=kernel_config)
     arguments, mask = kernel_draws.draw_attention(case, 0)
     kernel_draws.poison(jax.eval_shape(function, *arguments))
     assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
@@ -319,7 +319,7 @@ def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
     case = kernel_cases.AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = kernel_cases.program(case, config=KernelConfig(interpret=True))
+    function, _ = kernel_cases.program(case, kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

@@ -1,5 +1,8 @@
 """What runs PTX on a CPU: that it computes, and that it sees each fault that it promises to see."""
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import ptx
@@ -8,6 +11,7 @@ import pytest
 HEAD = """
 .version 9.0
 .target sm_90a
+.extern .shared .align 1024 .b8 __dynamic_shmem__0[];
 .visible .entry one(.param .u64 .ptr .align 256 one_0, .param .u64 .ptr .align 256 one_1,
   .param .align 64 .b8 one_2[256])
 .maxntid {threads}, 1, 1
@@ -30,7 +34,6 @@ def run(body, source, target, *, threads=32, maps=(), seed=0):
     """Runs instructions behind `HEAD`: `%rd5` and `%rd6` are a thread's words of both arrays."""
     memory = ptx.Memory()
     addresses = [memory.place(x) for x in (source, target)]
-    program = ptx.parse(f"{HEAD.format(threads=threads)} {body} ret; }}")
     arguments = (0, 8, 1 << 20)
     found = {
         arguments[2] + 128 * index: ptx.TensorMap(addresses[which], *rest)
@@ -38,7 +41,7 @@ def run(body, source, target, *, threads=32, maps=(), seed=0):
     }
     held = dict(zip(arguments, addresses, strict=False))
     launch = ptx.Launch((1, 1, 1), threads, 32768, arguments, held, found)
-    ptx.Block(program, launch, memory, (0, 0, 0), seed).run()
+    ptx.execute(f"{HEAD.format(threads=threads)} {body} ret; }}", launch, memory, seed=seed)
     return target
 
 
@@ -317,3 +320,8 @@ def test_a_box_that_reaches_beyond_an_array_says_which_bytes_there_are():
     assert places.reshape(2, 4, 2)[0, 1].tolist() == [1032, 1033]
     wanted = [[False, True, True, True], [False] * 4]
     np.testing.assert_array_equal(is_there.reshape(2, 4, 2)[..., 0], wanted)
+
+
+def test_the_example_of_the_page_runs():
+    page = (Path(ptx.__file__).parent / "README.md").read_text(encoding="utf-8")
+    exec(re.search(r"<!-- example -->\n```python\n(.*?)```", page, re.DOTALL)[1], {})

@@ -151,9 +151,11 @@ def block_sparse_attention(
     _check_selection(selection, query, key, num_rows)
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    config = kernel_config or default_kernel_config()
+    kernel_config = kernel_config or default_kernel_config()
     rows = jax.ShapeDtypeStruct((batch, num_rows * size, *query.shape[2:]), query.dtype)
-    chosen = choose_implementation(implementation, rows, block_size=size, config=config)
+    chosen = choose_implementation(
+        implementation, rows, block_size=size, kernel_config=kernel_config
+    )
     return _attend_blocks(
         query,
         key,
@@ -165,7 +167,7 @@ def block_sparse_attention(
         scale=check_scale(scale),
         return_lse=return_lse,
         implementation=chosen,
-        kernel_config=config,
+        kernel_config=kernel_config,
     )
 
 
@@ -229,8 +231,10 @@ def attend_rows(
     what inference calls. Returns the output and its log-sum-exp, if that is wanted.
     """
     batch, size = query.shape[0], selection.block_size
-    config = kernel_config or default_kernel_config()
-    chosen = choose_implementation(implementation, query, block_size=size, config=config)
+    kernel_config = kernel_config or default_kernel_config()
+    chosen = choose_implementation(
+        implementation, query, block_size=size, kernel_config=kernel_config
+    )
     arrays = differentiable.alike(
         query,
         key,
@@ -241,7 +245,7 @@ def attend_rows(
         per_sequence(kv_lengths, key.shape[-3], batch),
     )
     scale = default_scale(query.shape[-1]) if scale is None else scale
-    options = differentiable.Options(scale, return_lse, chosen, config)
+    options = differentiable.Options(scale, return_lse, chosen, kernel_config)
     return differentiable.attend_lists(options, *arrays)
 
 
@@ -287,13 +291,13 @@ def block_sparse_decode(
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     _check_selection(selection, query, key, 1)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    config = kernel_config or default_kernel_config()
+    kernel_config = kernel_config or default_kernel_config()
     chosen = choose_implementation(
-        implementation, query, block_size=selection.block_size, config=config
+        implementation, query, block_size=selection.block_size, kernel_config=kernel_config
     )
     scale = check_scale(scale)
     scale = default_scale(query.shape[-1]) if scale is None else scale
-    options = differentiable.Options(scale, return_lse, chosen, config)
+    options = differentiable.Options(scale, return_lse, chosen, kernel_config)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
     out, lse = _attend_token(options, *arrays)
@@ -362,7 +366,7 @@ def dense_attention(
         num_keys=key.shape[-3],
         has_offset=query_offset is not None,
         return_lse=return_lse,
-        config=kernel_config,
+        kernel_config=kernel_config,
     )
     return _attend_all(
         query,

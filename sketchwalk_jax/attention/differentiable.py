@@ -26,13 +26,13 @@ class Options:
       scale: Factor of the scores.
       return_lse: Whether the log-sum-exp is wanted.
       implementation: `"xla"` or `"mosaic_gpu"`.
-      config: Tile sizes.
+      kernel_config: Tile sizes.
     """
 
     scale: float
     return_lse: bool
     implementation: str
-    config: KernelConfig
+    kernel_config: KernelConfig
 
 
 def stack(x: Array, layer: Any) -> Float[Array, "L B S K H"]:
@@ -86,7 +86,7 @@ def attend_lists(
             "scale": options.scale,
             "block_size": selection.block_size,
             "return_lse": options.return_lse,
-            "config": options.config,
+            "kernel_config": options.kernel_config,
         }
         # Pallas takes long to import, and few callers need it.
         if first_block is None:
@@ -133,12 +133,12 @@ def _steps(
     options: Options, selection: BlockSelection, first_block: Int[Array, "B"] | None
 ) -> dict[str, int]:
     """Sizes of the loops over lists."""
-    config = options.config
+    kernel_config = options.kernel_config
     if first_block is not None:
-        return {"row_tile": config.row_tile, "block_step": config.block_step}
+        return {"row_tile": kernel_config.row_tile, "block_step": kernel_config.block_step}
     # A step over lists of tokens takes as many keys as one over pages of 16.
     pages = max(1, 16 // selection.block_size)
-    return {"row_tile": 1, "block_step": config.decode_block_step * pages}
+    return {"row_tile": 1, "block_step": kernel_config.decode_block_step * pages}
 
 
 def _lists_forward(

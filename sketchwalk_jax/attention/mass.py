@@ -86,7 +86,7 @@ def block_mass(
         valid = (positions < lengths[:, None]) & (column < num_tokens)
     else:
         valid = jnp.pad(valid, ((0, 0), (0, padding)))
-    config = kernel_config or default_kernel_config()
+    kernel_config = kernel_config or default_kernel_config()
     rows = (batch, (num_tokens + padding) // block_size, block_size)
     return _mass(
         query.reshape(*rows, *query.shape[2:]),
@@ -99,8 +99,8 @@ def block_mass(
         scale=scale,
         sum_heads=sum_heads,
         aggregate=aggregate,
-        row_tile=max(1, config.dense_rows // block_size),
-        keys_per_step=config.dense_keys,
+        row_tile=max(1, kernel_config.dense_rows // block_size),
+        keys_per_step=kernel_config.dense_keys,
     )
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
-from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Heads, Span, TokenWrite, take_layer
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE, matmul_precision
@@ -169,7 +169,7 @@ class BlockCodes:
           The codes of all layers, or `None` if no kernel can take the call.
         """
         codes = self.code, self.centre, self.step, self.unfinished
-        found = kernel_selection.block_codes(codes, key, span, layer=layer, kernels=kernels)
+        found = kernel_selection.block_codes(codes, key, span, layer=layer, kernel_config=kernels)
         return None if found is None else type(self)(*found)
 
     def as_layer(self) -> "LayerCodes":
@@ -198,7 +198,7 @@ class BlockCodes:
           The codes of all layers and both caches, or `None` if no kernel can take the call.
         """
         own = self.code, self.centre, self.step, self.unfinished
-        where: dict[str, Any] = {"layer": layer, "kernels": kernels}
+        where: dict[str, Any] = {"layer": layer, "kernel_config": kernels}
         found = kernel_selection.block_codes(own, key, span, **where, write=write)
         if found is None:
             return None

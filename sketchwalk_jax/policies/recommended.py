@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span, TokenWrite
@@ -332,7 +332,7 @@ class RecommendedConfig(BudgetPolicy):
             sink_blocks=self.sink_blocks,
             local_blocks=_LOCAL_OF_TOKEN,
             ranks=span.heads,
-            kernels=kernels,
+            kernel_config=kernels,
         )
 
     def evidence(
@@ -370,7 +370,9 @@ class RecommendedConfig(BudgetPolicy):
         sizes, found = {"count": count, "block_size": self.block_size}, None
         kernels = self._of_slow(kernels, head_dim)
         if kernels is not None:
-            found = kernel_selection.representatives(query, span.valid, **sizes, kernels=kernels)
+            found = kernel_selection.representatives(
+                query, span.valid, **sizes, kernel_config=kernels
+            )
         if found is None:
             query = query[..., self.channels(head_dim)]
             found = representative_queries(query, span.valid, **sizes)
@@ -413,7 +415,9 @@ class RecommendedConfig(BudgetPolicy):
         )
         lists = None
         if kernels is not None:
-            lists = kernel_selection.select_blocks(evidence, rows, counts, **rule, kernels=kernels)
+            lists = kernel_selection.select_blocks(
+                evidence, rows, counts, **rule, kernel_config=kernels
+            )
         return lists or select_blocks(evidence, rows, counts, **rule)
 
 

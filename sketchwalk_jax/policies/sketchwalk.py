@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import selection as kernel_selection
+from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -245,7 +245,7 @@ class SketchWalkConfig(Policy):
                 combine=self.head_combination,
                 omega=omega,
                 block_size=size,
-                kernels=kernels,
+                kernel_config=kernels,
             )
         if new is None:
             combined = (group_heads(x, groups, combine=self.head_combination) for x in (query, key))
@@ -299,7 +299,7 @@ class SketchWalkConfig(Policy):
                 budget=self.budget(scores.shape[-1]),
                 **self._walk_rule,
                 **self._list_rule,
-                kernels=kernels,
+                kernel_config=kernels,
             )
             if selected is not None:
                 return selected
@@ -329,7 +329,7 @@ class SketchWalkConfig(Policy):
                 combine=self.head_combination,
                 **self._walk_rule,
                 **self._list_rule,
-                kernels=kernels,
+                kernel_config=kernels,
             )
             if selected is not None:
                 return selected
@@ -364,7 +364,7 @@ class SketchWalkConfig(Policy):
         selection = None
         if kernels is not None:
             selection = kernel_selection.select_blocks(
-                selecting, rows, counts, **lists, kernels=kernels
+                selecting, rows, counts, **lists, kernel_config=kernels
             )
         return selection or select_blocks(selecting, rows, counts, **lists), walk
 

@@ -37,9 +37,9 @@ from sketchwalk_jax.walk import (
 )
 
 
-def walk_precision(kernels: KernelConfig | None) -> Precision:
+def walk_precision(kernel_config: KernelConfig | None) -> Precision:
     """Precision of the walk's products: as accurate as float32, on tensor cores where there are."""
-    if kernels is None or kernels.interpret:
+    if kernel_config is None or kernel_config.interpret:
         return HIGHEST
     from jax.lax import DotAlgorithmPreset
 
@@ -55,7 +55,7 @@ def sketch_sums(
     combine: str,
     omega: Float[np.ndarray, "H R"] | None,
     block_size: int,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]] | None:
     """Sums of sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
     if block_size < LEAST_BLOCK or not fills_rows(query, key, num_groups):
@@ -70,7 +70,7 @@ def sketch_sums(
         is_mean=combine == "mean",
         omega=omega,
         block_size=block_size,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
 
 
@@ -83,7 +83,7 @@ def select_blocks(
     local_blocks: int,
     max_count: int,
     block_size: int,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> BlockSelection | None:
     """`selection.select_blocks` with exactly the same lists (Algorithm 1 step 7)."""
     if scores.shape[-1] > MAX_BLOCKS:
@@ -98,7 +98,7 @@ def select_blocks(
         local_blocks=local_blocks,
         max_count=max_count,
         block_size=block_size,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
 
 
@@ -116,7 +116,7 @@ def select_prompt(
     sink_blocks: int,
     local_blocks: int,
     block_size: int,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Walk and lists of consecutive rows, from all scores (Algorithm 1 steps 6-7)."""
     num_blocks = scores.shape[-1]
@@ -135,9 +135,9 @@ def select_prompt(
             walk.scores,
             power=exponent,
             rectify=rectify,
-            interpret=kernels.interpret,
+            interpret=kernel_config.interpret,
         )
-        product = product_parts(left, weights, precision=walk_precision(kernels))
+        product = product_parts(left, weights, precision=walk_precision(kernel_config))
     else:
         causal = causal_mask(num_blocks)
         weights, _ = power_transition(scores, causal, exponent=exponent, rectify=rectify)
@@ -154,7 +154,7 @@ def select_prompt(
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
         block_size=block_size,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
     return selection, WalkState(state, layers)
 
@@ -176,7 +176,7 @@ def select_token(
     sink_blocks: int,
     local_blocks: int,
     block_size: int,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, walk row and list of one token per sequence (Algorithm 2 steps 4-6)."""
     num_blocks, num_groups, size = query_sums.shape[1:]
@@ -208,7 +208,7 @@ def select_token(
         local_blocks=local_blocks,
         max_count=int(budget[-1]),
         block_size=block_size,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
     return selection, WalkState(state, layers)
 
@@ -219,7 +219,7 @@ def representatives(
     *,
     count: int,
     block_size: int,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> Float[Array, "B I R N C"] | None:
     """Queries that stand for each row of the recommended policy, in the slow half of the channels.
 
@@ -230,7 +230,7 @@ def representatives(
         return None
     from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
 
-    return representatives_kernel(query, valid, count=count, interpret=kernels.interpret)
+    return representatives_kernel(query, valid, count=count, interpret=kernel_config.interpret)
 
 
 def block_codes(
@@ -240,7 +240,7 @@ def block_codes(
     *,
     layer: Int[Array, ""],
     write: Any = None,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> tuple[Array, ...] | None:
     """The arrays of `BlockCodes` of all layers with those of a span's keys in one, bit for bit.
 
@@ -264,12 +264,12 @@ def block_codes(
         end=span.end,
         layer=layer,
         write=write,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
 
 
 def write_token(
-    key: Float[Array, "B 1 K H"], write: Any, span: Any, *, kernels: KernelConfig
+    key: Float[Array, "B 1 K H"], write: Any, span: Any, *, kernel_config: KernelConfig
 ) -> tuple[Array, Array] | None:
     """The caches of a `TokenWrite` with the token in them, in place under `jit`."""
     is_right = key.dtype == write.value.dtype == write.keys.dtype == write.values.dtype
@@ -278,7 +278,7 @@ def write_token(
     from sketchwalk_jax.pallas_kernels.token_writes import write_token_kernel
 
     value, keys, values, layer = write
-    where: dict[str, Any] = {"end": span.end, "interpret": kernels.interpret}
+    where: dict[str, Any] = {"end": span.end, "interpret": kernel_config.interpret}
     return write_token_kernel(key, value, keys, values, layer, span.valid, **where)
 
 
@@ -305,7 +305,7 @@ def select_token_by_evidence(
     sink_blocks: int,
     local_blocks: int,
     ranks: Any = None,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
@@ -338,6 +338,6 @@ def select_token_by_evidence(
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
         ranks=ranks,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
     return selection, WalkState(evidence[:, None], walk.layers + 1)

@@ -1,0 +1,577 @@
+"""Instructions on memory: loads and stores, barriers, the copy engine and the tensor cores."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ptx.machine import (
+    GARBAGE,
+    GLOBAL,
+    LANE,
+    LANES,
+    PARAMETERS,
+    TYPES,
+    Barrier,
+    Block,
+    Copy,
+    Fault,
+    Product,
+    Waiting,
+    Warp,
+    operation,
+)
+from ptx.reading import Instruction, split
+
+# Memory
+
+
+def _bytes_of(places: np.ndarray, width: int) -> np.ndarray:
+    return (places[:, None] + np.arange(width)).reshape(-1)
+
+
+def _space(one: Instruction, places: np.ndarray) -> str:
+    named = {"shared", "shared::cta", "global", "param", "param::entry", "shared::cluster"}
+    for part in one.name:
+        if part in named:
+            return part.split("::")[0]
+    lowest = int(places.min())
+    return "global" if lowest >= GLOBAL else "param" if lowest >= PARAMETERS else "shared"
+
+
+def _vector(one: Instruction) -> int:
+    return next((int(x[1:]) for x in one.name if x in ("v2", "v4", "v8")), 1)
+
+
+@operation("ld", "ldu")
+def _do_load(warp: Warp, one: Instruction) -> None:
+    target, source = one.operands
+    dtype, count = TYPES[one.name[-1]], _vector(one)
+    targets = split(target.strip("{}")) if target.startswith("{") else [target]
+    if len(targets) != count:
+        raise ValueError("as many registers as entries")
+    block, lanes = warp.block, warp.active
+    places = warp.address(source)
+    space = _space(one, places[lanes])
+    if space == "param":
+        found = np.array([block.values[int(place)] for place in places], np.uint64)
+        warp.put(targets[0], found)
+        return
+    width = dtype.itemsize * count
+    if (places[lanes] % width).any():
+        raise Fault(f"addresses are no multiples of {width}")
+    wanted = _bytes_of(places[lanes], width)
+    if space == "shared":
+        found = block.shared[block.check(wanted)]
+    else:
+        found = block.memory.read(wanted)
+    entries = np.zeros((LANES, count), dtype)
+    entries[lanes] = np.ascontiguousarray(found).view(dtype).reshape(-1, count)
+    for index, name in enumerate(targets):
+        warp.put(name, entries[:, index])
+
+
+@operation("st")
+def _do_store(warp: Warp, one: Instruction) -> None:
+    target, source = one.operands
+    kind, count = one.name[-1], _vector(one)
+    sources = split(source.strip("{}")) if source.startswith("{") else [source]
+    if len(sources) != count:
+        raise ValueError("as many registers as entries")
+    lanes = warp.active
+    places, width = warp.address(target)[lanes], TYPES[kind].itemsize * count
+    if (places % width).any():
+        raise Fault(f"addresses are no multiples of {width}")
+    entries = [warp.lanes(x, kind)[lanes] for x in sources]
+    values = np.ascontiguousarray(np.stack(entries, axis=-1)).view(np.uint8).reshape(-1)
+    _write(warp, _space(one, places), _bytes_of(places, width), values)
+
+
+def _write(warp: Warp, space: str, places: np.ndarray, values: np.ndarray) -> None:
+    """What threads write to memory."""
+    block = warp.block
+    if space == "shared":
+        block.check(places)
+        block.shared[places] = values
+        block.unfenced[places] = warp.index + 1
+    else:
+        block.memory.write(places, values)
+
+
+@operation("atom", "red")
+def _do_atomic(warp: Warp, one: Instruction) -> None:
+    *target, place, source = one.operands
+    kind = one.name[-1]
+    dtype, block = TYPES[kind], warp.block
+    places = warp.address(place)
+    values = warp.lanes(source, kind)
+    space = _space(one, places[warp.active])
+    combine = {
+        "add": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "or": np.bitwise_or,
+        "and": np.bitwise_and,
+        "exch": lambda _, y: y,
+    }[next(x for x in one.name if x in ("add", "max", "min", "or", "and", "exch"))]
+    before = np.zeros(LANES, dtype)
+    for lane in np.flatnonzero(warp.active):
+        where = places[lane] + np.arange(dtype.itemsize)
+        held = block.shared[block.check(where)] if space == "shared" else block.memory.read(where)
+        before[lane] = np.ascontiguousarray(held).view(dtype)[0]
+        after = np.array([combine(before[lane], values[lane])], dtype).view(np.uint8)
+        _write(warp, space, where, after)
+    if target:
+        warp.put(target[0], before)
+
+
+@operation("ldmatrix", "stmatrix")
+def _do_matrices(warp: Warp, one: Instruction) -> None:
+    """Matrices of 8 by 8 entries of 16 bits: row `r` of matrix `m` is where thread `8 m + r` says.
+
+    Thread `t` holds entries `2 (t % 4)` and the next one of row `t / 4`.
+    """
+    warp.together()
+    is_load = one.name[0] == "ldmatrix"
+    registers, place = one.operands if is_load else one.operands[::-1]
+    names = split(registers.strip("{}"))
+    places, block = warp.address(place), warp.block
+    for index, name in enumerate(names):
+        rows = places[8 * index : 8 * index + 8]
+        if (rows % 16).any():
+            raise Fault("rows of matrices are not aligned")
+        where = block.check(_bytes_of(rows, 16))
+        row, column = LANE // 4, 2 * (LANE % 4)
+        if is_load:
+            matrix = np.ascontiguousarray(block.shared[where]).view(np.uint16).reshape(8, 8)
+            matrix = matrix.T if "trans" in one.name else matrix
+            pair = np.stack([matrix[row, column], matrix[row, column + 1]], axis=-1)
+            warp.put(name, np.ascontiguousarray(pair).view(np.uint32).reshape(LANES))
+        else:
+            pair = warp.lanes(name, "b32").view(np.uint16).reshape(LANES, 2)
+            matrix = np.zeros((8, 8), np.uint16)
+            matrix[row, column], matrix[row, column + 1] = pair[:, 0], pair[:, 1]
+            matrix = matrix.T if "trans" in one.name else matrix
+            _write(warp, "shared", where, np.ascontiguousarray(matrix).view(np.uint8).reshape(-1))
+
+
+# Barriers
+
+
+@operation("bar", "barrier")
+def _do_barrier(warp: Warp, one: Instruction) -> None:
+    warp.together()
+    if "cluster" in one.name or "warp" in one.name:
+        return
+    if "red" in one.name:
+        raise NotImplementedError(one.text)
+    block = warp.block
+    number, *counts = one.operands
+    number = warp.number(number)
+    count = warp.number(counts[0]) if counts else None
+    waiting = block.named.setdefault(number, [])
+    if warp in waiting:
+        raise Fault("a warp comes to a barrier twice")
+    waiting.append(warp)
+    needed = count // LANES if count else sum(not other.has_ended for other in block.warps)
+    if len(waiting) > needed:
+        raise Fault(f"{len(waiting)} warps at a barrier of {needed}")
+    if len(waiting) == needed:
+        block.named[number] = []
+        return
+    if "arrive" not in one.name:
+        warp.wait(lambda: block.named.get(number) is waiting)
+
+
+def _place(warp: Warp, operand: str) -> int:
+    """The one address that all active threads have."""
+    found = set(warp.address(operand)[warp.active].tolist())
+    if len(found) != 1:
+        raise Fault("threads have different addresses")
+    return found.pop()
+
+
+@operation("mbarrier")
+def _do_mbarrier(warp: Warp, one: Instruction) -> None:
+    block, action = warp.block, one.name[1]
+    threads = int(warp.active.sum())
+    if action == "init":
+        place, count = one.operands
+        number = warp.number(count)
+        at = _place(warp, place)
+        if threads != 1 or at in block.barriers:
+            raise Fault("a barrier is made more than once")
+        block.check(np.array([at, at + 7]))
+        block.barriers[at] = Barrier(number, number)
+    elif action == "arrive":
+        state, place, *more = one.operands if one.operands[0][0] != "[" else ("_", *one.operands)
+        barrier = block.barriers[_place(warp, place)]
+        if "expect_tx" in one.name:
+            # The count of bytes that are to come may fall below zero before.
+            barrier.bytes_missing += threads * warp.number(more[0])
+            arrivals = threads
+        else:
+            arrivals = threads * (warp.number(more[0]) if more else 1)
+        barrier.missing -= arrivals
+        barrier.settle()
+        if state != "_":
+            warp.put(state, np.array(barrier.phase, np.uint64))
+    elif action == "expect_tx":
+        barrier = block.barriers[_place(warp, one.operands[0])]
+        barrier.bytes_missing += threads * warp.number(one.operands[1])
+    elif action in ("try_wait", "test_wait"):
+        done, place, parity, *_ = one.operands
+        if "parity" not in one.name:
+            raise NotImplementedError(one.text)
+        barrier = block.barriers[_place(warp, place)]
+        wanted = set(warp.lanes(parity, "u32")[warp.active].tolist())
+        if len(wanted) != 1:
+            raise Fault("threads wait for different phases")
+        own = wanted.pop()
+        if barrier.phase & 1 == own:
+            warp.is_blocked = lambda: barrier.phase & 1 == own
+            raise Waiting
+        warp.put(done, np.array(True))
+    elif action == "inval":
+        del block.barriers[_place(warp, one.operands[0])]
+    else:
+        raise NotImplementedError(one.text)
+
+
+@operation("fence")
+def _do_fence(warp: Warp, one: Instruction) -> None:
+    if "proxy" in one.name:
+        mine = warp.block.unfenced == warp.index + 1
+        warp.block.unfenced[mine] = 0
+
+
+@operation("setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol")
+def _do_nothing(warp: Warp, one: Instruction) -> None:
+    """What changes no number."""
+
+
+@operation("trap")
+def _do_trap(warp: Warp, one: Instruction) -> None:
+    raise Fault("trap")
+
+
+# Copies
+
+
+def swizzled(places: np.ndarray, line: int) -> np.ndarray:
+    """Where bytes lie whose 16-byte parts are exchanged within lines of so many bytes."""
+    mask = {16: 0, 32: 1, 64: 3, 128: 7}[line]
+    return places ^ ((places >> 7 & mask) << 4)
+
+
+@operation("cp")
+def _do_copy(warp: Warp, one: Instruction) -> None:
+    name = one.name
+    if name[1:3] != ("async", "bulk"):
+        raise NotImplementedError(one.text)
+    if "commit_group" in name:
+        for lane in np.flatnonzero(warp.active):
+            warp.bulk[lane].append(warp.bulk_open[lane])
+            warp.bulk_open[lane] = []
+    elif "wait_group" in name:
+        _await_copies(warp, int(one.operands[0]), only_read="read" in name)
+    elif "prefetch" not in name:
+        if int(warp.active.sum()) != 1:
+            raise Fault("more than one thread copies")
+        copy = _copy_tensor if name[3] == "tensor" else _copy_bulk
+        copy(warp, one, int(np.flatnonzero(warp.active)[0]))
+
+
+def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
+    for lane in np.flatnonzero(warp.active):
+        groups = warp.bulk[lane]
+        for group in groups[: max(0, len(groups) - left)]:
+            for copy in group:
+                if copy not in warp.block.copies:
+                    continue
+                if only_read:
+                    if copy.read is not None:
+                        copy.read()
+                        copy.read = None
+                else:
+                    warp.block.finish(copy)
+        if not only_read:
+            del groups[: max(0, len(groups) - left)]
+
+
+def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
+    """A box of an array."""
+    block = warp.block
+    is_load = one.name[5].startswith("shared")  # to where
+    source, target = (one.operands[1], one.operands[0]) if is_load else one.operands[::-1]
+    tensor = source if is_load else target
+    shared = target if is_load else source
+    pointer, coordinates = split(tensor.strip("[]"))
+    where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
+    corner = [int(warp.lanes(x, "s32")[lane]) for x in split(coordinates.strip("{}"))][::-1]
+    places, is_there = where.places(corner)
+    start = int(warp.address(shared)[lane])
+    if start % 128:
+        raise Fault("a copy's place in shared memory is not aligned")
+    own = swizzled(start + np.arange(places.size), where.swizzle)
+    block.check(own)
+    if is_load:
+        barrier = block.barriers[int(warp.address(one.operands[2])[lane])]
+        _start_load(block, barrier, own, places, is_there)
+    else:
+        _start_store(warp, one, lane, own, places, is_there)
+
+
+def _copy_bulk(warp: Warp, one: Instruction, lane: int) -> None:
+    """Adjacent bytes."""
+    block = warp.block
+    is_load = one.name[3].startswith("shared")
+    target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
+    size = int(warp.lanes(one.operands[2], "u32")[lane])
+    if size % 16 or target % 16 or source % 16:
+        raise Fault("a copy is of multiples of 16 bytes")
+    inside = np.arange(size)
+    if is_load:
+        barrier = block.barriers[int(warp.address(one.operands[3])[lane])]
+        _start_load(block, barrier, block.check(target + inside), source + inside)
+    else:
+        _start_store(warp, one, lane, block.check(source + inside), target + inside)
+
+
+def _start_load(
+    block: Block,
+    barrier: Barrier,
+    own: np.ndarray,
+    places: np.ndarray,
+    is_there: np.ndarray | bool = True,
+) -> None:
+    """Starts to copy from global to shared memory; what is not there becomes zero."""
+    is_there = np.broadcast_to(is_there, places.shape)
+    block.shared[own] = GARBAGE
+    block.unfenced[own] = 0
+
+    def finish() -> None:
+        values = np.zeros(places.size, np.uint8)
+        values[is_there] = block.memory.read(places[is_there])
+        block.shared[own] = values
+        barrier.bytes_missing -= places.size
+        barrier.settle()
+
+    block.copies.append(Copy(finish))
+
+
+def _start_store(
+    warp: Warp,
+    one: Instruction,
+    lane: int,
+    own: np.ndarray,
+    places: np.ndarray,
+    is_there: np.ndarray | bool = True,
+) -> None:
+    """Starts to copy from shared to global memory."""
+    block, is_there = warp.block, np.broadcast_to(is_there, places.shape)
+    values = block.read_shared(own).copy()
+
+    def read() -> None:
+        if (block.shared[own] != values).any():
+            raise Fault(f"what a copy reads has been overwritten ({one.text})")
+
+    def write() -> None:
+        block.memory.write(places[is_there], values[is_there])
+
+    copy = Copy(write, read)
+    block.copies.append(copy)
+    warp.bulk_open[lane].append(copy)
+
+
+# Products
+
+
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+
+
+@operation("wgmma")
+def _do_wgmma(warp: Warp, one: Instruction) -> None:
+    warp.together()
+    if one.name[1] == "fence":
+        return
+    if one.name[1] == "commit_group":
+        warp.groups.append(warp.open)
+        warp.open = []
+        return
+    if one.name[1] == "wait_group":
+        left = int(one.operands[0])
+        while len(warp.groups) > left:
+            for product in warp.groups.pop(0):
+                for name in product.registers:
+                    warp.flying[name] -= 1
+                    if not warp.flying[name]:
+                        del warp.flying[name]
+                product.finish()
+        return
+    _start_product(warp, one)
+
+
+def _start_product(warp: Warp, one: Instruction) -> None:
+    columns, depth = map(int, _SHAPE.search(one.text).groups())
+    to, left_kind, right_kind = one.name[-3:]
+    target, left, right, keeps, *scales = one.operands
+    names = tuple(split(target.strip("{}")))
+    block, rows = warp.block, 16 * (warp.index % 4) + np.arange(16)
+    itemsize = TYPES[left_kind].itemsize
+    signs = [int(x) for x in scales[:2]]
+    from_registers = left.startswith("{")
+    # Operands in registers cannot be turned, and have no word for it.
+    turned = [False, False, *(bool(int(x)) for x in scales[2:])][-2:]
+    goes_on = warp.lanes(keeps, "pred")
+    if goes_on.any() != goes_on.all():
+        raise Fault("threads differ in whether sums go on")
+    right_places = _operand(warp, right, np.arange(columns), depth, itemsize, turned[1])
+    read = [(right_places, block.read_shared(right_places))]
+    if from_registers:
+        left_names = split(left.strip("{}"))
+        held = [warp.lanes(x, "b32").copy() for x in left_names]
+    else:
+        left_places = _operand(warp, left, rows, depth, itemsize, turned[0])
+        read.append((left_places, block.read_shared(left_places)))
+
+    def as_matrix(raw: np.ndarray, kind: str) -> np.ndarray:
+        dtype = TYPES[kind]
+        return np.ascontiguousarray(raw).view(dtype).reshape(-1, depth).astype(np.float32)
+
+    for name in names:
+        if name not in warp.flying and goes_on.all() and name not in warp.values:
+            raise Fault(f"nothing has been written to {name}")
+
+    def finish() -> None:
+        if any((block.shared[places] != early).any() for places, early in read):
+            raise Fault(f"what a product reads has been overwritten ({one.text})")
+        second = as_matrix(read[0][1], right_kind)
+        if from_registers:
+            for name, value in zip(left_names, held, strict=True):
+                if name in warp.values and (warp.values[name] != value).any():
+                    raise Fault(f"{name}, which a product reads, has been overwritten")
+            first = _from_registers(held, TYPES[left_kind], depth)
+        else:
+            first = as_matrix(read[1][1], left_kind)
+        found = signs[0] * signs[1] * (first @ second.T)
+        if goes_on.all():
+            found = found + _sums(warp, names, to, columns)
+        _put_sums(warp, names, to, found.astype(np.float32))
+
+    for name in names:
+        warp.flying[name] = warp.flying.get(name, 0) + 1
+    warp.open.append(Product(finish, names))
+
+
+@operation("mma")
+def _do_mma(warp: Warp, one: Instruction) -> None:
+    """A product of a warp's own: 16 rows with eight columns, both in registers."""
+    warp.together()
+    depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
+    to, left_kind, right_kind, _ = one.name[-4:]
+    target, left, right, start = (split(x.strip("{}")) for x in one.operands)
+    held = [[warp.lanes(x, "b32") for x in y] for y in (left, right)]
+    first = _from_registers(held[0], TYPES[left_kind], depth)
+    per = 4 // TYPES[right_kind].itemsize
+    second = np.zeros((8, depth), np.float32)
+    for index, register in enumerate(held[1]):
+        entries = np.ascontiguousarray(register).view(TYPES[right_kind]).reshape(LANES, per)
+        for part in range(per):
+            column = per * (LANE % 4) + 4 * per * index + part
+            second[LANE // 4, column] = entries[:, part].astype(np.float32)
+    if to != "f32":
+        raise NotImplementedError(one.text)
+    sums = [warp.lanes(x, "f32") for x in start]
+    product = first @ second.T
+    for index in range(2):
+        row, column = _sum_places(index)
+        for part in range(2):
+            found = product[row, column + part] + sums[2 * index + part]
+            warp.put(target[2 * index + part], found.astype(np.float32))
+
+
+def _operand(
+    warp: Warp, operand: str, rows: np.ndarray, depth: int, itemsize: int, is_turned: bool
+) -> np.ndarray:
+    """Addresses of the bytes of rows of a matrix in shared memory, from its descriptor."""
+    values = warp.lanes(operand, "u64")
+    if (values != values[0]).any():
+        raise Fault("threads have different descriptors")
+    bits = int(values[0])
+    start, leading, stride = (
+        (bits & 0x3FFF) << 4,
+        (bits >> 16 & 0x3FFF) << 4,
+        (bits >> 32 & 0x3FFF) << 4,
+    )
+    if bits >> 49 & 7:
+        raise NotImplementedError("a matrix that does not begin where its swizzling does")
+    line = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62]
+    column = np.arange(depth)
+    if not is_turned:
+        row = rows[:, None]
+        if line == 16:  # eight rows of 16 bytes
+            inside = column * itemsize
+            place = row // 8 * stride + row % 8 * 16 + inside // 16 * leading + inside % 16
+        else:
+            place = row // 8 * stride + row % 8 * line + column * itemsize
+    else:
+        # Lines hold rows' entries of one column; eight columns follow each other.
+        per_line = line // itemsize
+        row = rows[:, None]
+        place = (
+            row // per_line * leading
+            + row % per_line * itemsize
+            + column // 8 * stride
+            + column % 8 * line
+        )
+    place = swizzled(start + place, line)
+    return (place[..., None] + np.arange(itemsize)).reshape(-1)
+
+
+def _from_registers(held: list[np.ndarray], dtype: np.dtype[Any], depth: int) -> np.ndarray:
+    """The 16 rows of a warp whose entries are in registers."""
+    per = 4 // dtype.itemsize
+    found = np.zeros((16, depth), np.float32)
+    for index, register in enumerate(held):
+        entries = np.ascontiguousarray(register).view(dtype).reshape(LANES, per).astype(np.float32)
+        row = LANE // 4 + 8 * (index % 2)
+        first = per * (LANE % 4) + 4 * per * (index // 2)
+        for part in range(per):
+            found[row, first + part] = entries[:, part]
+    return found
+
+
+@functools.cache
+def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and first column of what register pair `index` holds: two columns."""
+    return LANE // 4 + 8 * (index % 2), 8 * (index // 2) + 2 * (LANE % 4)
+
+
+def _sums(warp: Warp, names: Sequence[str], kind: str, columns: int) -> np.ndarray:
+    found = np.zeros((16, columns), np.float32)
+    for index in range(columns // 4):
+        row, column = _sum_places(index)
+        if kind == "f32":
+            pair = [warp.values[x].view(np.float32) for x in names[2 * index : 2 * index + 2]]
+        else:
+            both = np.ascontiguousarray(warp.values[names[index]]).view(np.float16)
+            pair = list(both.reshape(LANES, 2).T)
+        found[row, column], found[row, column + 1] = pair
+    return found
+
+
+def _put_sums(warp: Warp, names: Sequence[str], kind: str, found: np.ndarray) -> None:
+    for index in range(found.shape[1] // 4):
+        row, column = _sum_places(index)
+        pair = found[row, column], found[row, column + 1]
+        if kind == "f32":
+            for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
+                warp.values[name] = np.ascontiguousarray(value).view(np.uint32)
+        elif kind == "f16":
+            both = np.stack(pair, axis=-1).astype(np.float16)
+            warp.values[names[index]] = np.ascontiguousarray(both).view(np.uint32).reshape(LANES)
+        else:
+            raise NotImplementedError(kind)
