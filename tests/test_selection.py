@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import policy_runs
 import pytest
+import reference
 from hypothesis import given
 from tolerances import tolerance
 
-from sketchwalk_jax import reference
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.selection import BlockSelection, block_budget, full_selection, select_blocks
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from hypothesis import given
 from tolerances import tolerance
 
-from sketchwalk_jax import reference, sketch
+from sketchwalk_jax import sketch
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
