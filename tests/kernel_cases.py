@@ -16,8 +16,9 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 
-from sketchwalk_jax import KernelConfig, reference
+from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig

@@ -9,6 +9,7 @@ import kernel_draws
 import numpy as np
 import policy_runs
 import pytest
+import reference
 import tiny
 from kernel_cases import AttentionKernelCase
 from variants import slow_unless
@@ -19,7 +20,6 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     forward,
     generate,
-    reference,
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (

@@ -9,10 +9,11 @@ import numpy as np
 import oracle
 import policy_runs
 import pytest
+import reference
 from hypothesis import assume, given, settings
 from variants import slow_unless
 
-from sketchwalk_jax import SketchWalkConfig, reference
+from sketchwalk_jax import SketchWalkConfig
 
 SIZE, CAPACITY, NUM_LAYERS = 16, 320, 4
 OPTIONS = {"block_size": SIZE, "dense_layers": 0, "sketch_dim": 16, "density": 0.3}
