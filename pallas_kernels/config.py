@@ -112,15 +112,14 @@ def default_kernel_config(platform: str | None = None) -> KernelConfig:
     return KernelConfig() if platform == "cpu" else _ON_ACCELERATORS
 
 
-def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
-    """Whether the heads of each group fill whole rows of `WIDE` entries, or of a wider head's.
+def fills_rows(query: Any, key: Any) -> bool:
+    """Whether the heads of a token fill whole rows of `WIDE` entries, or of a wider head's.
 
     Args:
       query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
       key: Keys `[B, T, K, H]`.
-      num_groups: Groups into which the heads of both are divided.
     """
     head_dim = query.shape[3]
     wide = max(head_dim, WIDE)
-    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
+    sizes = [x.shape[2] * head_dim for x in (query, key)]
     return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)

@@ -119,8 +119,7 @@ def block_scores(
 ) -> np.ndarray:
     """Scores every causal pair of blocks: `A[i, j] = (q̄[i] Ω)(k̄[j] Ω)ᵀ / sqrt(H)`, `j <= i`.
 
-    `head_combination="mean"` averages the heads before scoring (Algorithm 1, step 1), `"sum"`
-    adds up the scores that each query head has with its key head.
+    Heads are averaged before (Algorithm 1, step 1).
 
     Args:
       query: All queries of one sequence up to now, after RoPE.
@@ -137,18 +136,14 @@ def block_scores(
       >>> block_scores(ones, ones, SketchWalkConfig.paper()).tolist()
       [[2.0]]
     """
-    num_heads, head_dim = query.shape[1:]
+    head_dim = query.shape[-1]
     query_means = block_means(query, config.block_size)
     key_means = block_means(key, config.block_size)
     if is_decode:
         query_means[-1] = np.asarray(query[-1], np.float32)
-    if config.head_combination == "mean":
-        query_means = query_means.mean(axis=1, keepdims=True)
-        key_means = key_means.mean(axis=1, keepdims=True)
-    else:
-        key_means = key_means.repeat(num_heads // key.shape[1], axis=1)
     omega = srht_matrix(head_dim, config.sketch_dim, config.seed)
-    scores = np.einsum("inr,jnr->ij", query_means @ omega, key_means @ omega)
+    queries, keys = (means.mean(axis=1) @ omega for means in (query_means, key_means))
+    scores = np.einsum("ir,jr->ij", queries, keys)
     return np.tril(scores / np.float32(np.sqrt(head_dim)))
 
 
@@ -278,7 +273,6 @@ def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
 
     `count[i] = min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))`, where the
     density is the decimal that was written: 0.1 · 30 is 3, although `0.1 * 30` is not.
-    `top_blocks` takes the place of `ceil(density · (i + 1))`.
 
     Args:
       config: What is computed.
@@ -295,10 +289,7 @@ def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
     forced = config.sink_blocks + config.local_blocks
     counts = []
     for row in range(num_blocks):
-        wanted = config.top_blocks
-        if wanted is None:
-            wanted = math.ceil(density * (row + 1))
-        counts.append(min(row + 1, max(forced, wanted)))
+        counts.append(min(row + 1, max(forced, math.ceil(density * (row + 1)))))
     return np.array(counts, np.int32)
 
 
@@ -336,11 +327,7 @@ def select(
 
 
 def select_rows(
-    walk_state: np.ndarray,
-    scores: np.ndarray,
-    config: SketchWalkConfig,
-    *,
-    num_dense_rows: int = 0,
+    walk_state: np.ndarray, scores: np.ndarray, config: SketchWalkConfig
 ) -> list[list[int]]:
     """Selects for every row of a prompt.
 
@@ -348,23 +335,19 @@ def select_rows(
       walk_state: `R_k`, `[J, J]`.
       scores: `A_k`, `[J, J]`.
       config: What is computed.
-      num_dense_rows: Last rows that keep every causal block.
 
     Returns:
       Block ids of each row, ascending.
 
     Example:
       >>> state = np.tril(np.ones((4, 4)))
-      >>> select_rows(state, state, SketchWalkConfig.paper(), num_dense_rows=1)
-      [[0], [0, 1], [0, 2], [0, 1, 2, 3]]
+      >>> select_rows(state, state, SketchWalkConfig.paper())
+      [[0], [0, 1], [0, 2], [0, 3]]
     """
     num_blocks = len(walk_state)
     counts = budget(config, num_blocks)
     rows = []
     for row in range(num_blocks):
-        if row >= num_blocks - num_dense_rows:
-            rows.append(list(range(row + 1)))
-            continue
         upto = slice(row + 1)
         rows.append(select(walk_state[row, upto], scores[row, upto], int(counts[row]), config))
     return rows
@@ -501,8 +484,6 @@ def select_prefill(
 ) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
     """Selects for every query block of a prompt (Algorithm 1, steps 1 to 7).
 
-    The rows of the last `dense_tail` tokens keep every causal block.
-
     Args:
       query: Queries after RoPE.
       key: Keys after RoPE.
@@ -519,11 +500,7 @@ def select_prefill(
     """
     scores = block_scores(query, key, config)
     state = walk_step(previous, scores, config)
-    num_dense = 0
-    if config.dense_tail:
-        first_tail_token = max(0, len(query) - config.dense_tail)
-        num_dense = len(scores) - first_tail_token // config.block_size
-    return select_rows(state, scores, config, num_dense_rows=num_dense), state, scores
+    return select_rows(state, scores, config), state, scores
 
 
 def select_decode(
