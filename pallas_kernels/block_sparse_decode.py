@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops
 from sketchwalk_jax.pallas_kernels.attention import without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, num_multiprocessors
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _ROWS = 64  # of a matrix instruction
@@ -63,9 +63,10 @@ def num_splits(units: int, list_blocks: int, block_size: int, config: KernelConf
     steps = -(-list_blocks * block_size // max(config.decode_keys, block_size))
     if config.decode_splits is not None:
         return min(config.decode_splits, steps, _MAX_SPLITS)
+    programs = config.decode_programs or num_multiprocessors()
 
     def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
-        waves = -(-units * splits // config.decode_programs)
+        waves = -(-units * splits // programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)

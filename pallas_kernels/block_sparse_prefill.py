@@ -49,7 +49,11 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.attention import why_not_shape, without_derivative
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    num_multiprocessors,
+)
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = 64  # of a tile
@@ -762,7 +766,7 @@ def block_sparse_prefill(
         subblocks=block_size // _PIECE,
         stages=config.prefill_stages or stages,
         value_stages=config.prefill_value_stages or stages,
-        most_programs=config.prefill_programs,
+        most_programs=config.prefill_programs or num_multiprocessors(),
         exponent=scale * math.log2(math.e),
         interpret=config.interpret,
     )
