@@ -32,7 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, without_derivative
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    num_multiprocessors,
+    without_derivative,
+)
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _ROWS = 64  # of a matrix instruction
@@ -62,9 +66,10 @@ def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: Ker
     steps = -(-list_blocks * block_size // max(kernel_config.decode_keys, block_size))
     if kernel_config.decode_splits is not None:
         return min(kernel_config.decode_splits, steps, _MAX_SPLITS)
+    programs = kernel_config.decode_programs or num_multiprocessors()
 
     def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
-        waves = -(-units * splits // kernel_config.decode_programs)
+        waves = -(-units * splits // programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)

@@ -51,6 +51,7 @@ from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
     default_kernel_config,
+    num_multiprocessors,
     why_not_shape,
     without_derivative,
 )
@@ -770,7 +771,7 @@ def block_sparse_prefill(
         subblocks=block_size // _PIECE,
         stages=kernel_config.prefill_stages or stages,
         value_stages=kernel_config.prefill_value_stages or stages,
-        most_programs=kernel_config.prefill_programs,
+        most_programs=kernel_config.prefill_programs or num_multiprocessors(),
         exponent=scale * math.log2(math.e),
         interpret=kernel_config.interpret,
     )

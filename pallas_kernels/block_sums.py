@@ -1,13 +1,12 @@
-"""Sums of queries and keys over blocks of tokens and groups of heads, in one pass (steps 1-4).
+"""Sums of queries and keys over blocks of tokens, and means over heads, in one pass (steps 1-4).
 
 The sums from which block means and their sketches come, of Algorithm 1 steps 1 to 4:
 
-    sums[i, c] = f · Σ over the valid tokens t of block i, and the heads n of group c, of x[t, n] Ω
+    sums[i] = 1/N · Σ over the valid tokens t of block i, and the N heads n, of x[t, n] Ω
 
-with `f` one over the heads of a group, or 1. A program takes a block of tokens, or half of one, of
-one sequence. Reading queries and keys once, `(N + K) H` numbers per token, is all that takes time:
-128 threads add up whole rows of heads in float32 registers, fold the heads of each group in shared
-memory at the end, and take them to sketch space.
+A program takes a block of tokens, or half of one, of one sequence. Reading queries and keys once,
+`(N + K) H` numbers per token, is all that takes time: 128 threads add up whole rows of heads in
+float32 registers, fold the heads in shared memory at the end, and take them to sketch space.
 """
 
 import functools
@@ -67,10 +66,9 @@ def _load_token(row_ref: Any) -> list[Array]:
     ]
 
 
-def _fold(memory: Any, group: int, num_groups: int, wide: int) -> Array:
-    """The sum over the heads of a group, `wide` entries side by side."""
-    steps = memory.shape[0] // num_groups // wide
-    places = [pl.ds((group * steps + step) * wide, wide) for step in range(steps)]
+def _fold(memory: Any, wide: int) -> Array:
+    """The sum over heads, `wide` entries side by side."""
+    places = [pl.ds(start, wide) for start in range(0, memory.shape[0], wide)]
     return functools.reduce(jnp.add, [ops.read(memory.at[x], _strided(wide)) for x in places])
 
 
@@ -85,15 +83,14 @@ def _sum_tokens(
     folded: Any,
     *,
     num_tokens: int,
-    num_groups: int,
     factors: tuple[float, ...],
     is_projected: bool,
     interpret: bool,
 ) -> None:
-    """Adds up the tokens of one block, or of one part of it, for all groups.
+    """Adds up the tokens of one block, or of one part of it.
 
-    `query_memory` and `key_memory` are rows of all heads in shared memory, `folded` the sums of
-    groups, those of queries first.
+    `query_memory` and `key_memory` are rows of all heads in shared memory, `folded` the means over
+    heads, that of queries first.
     """
     sequence, index = jax.lax.axis_index("sequence"), jax.lax.axis_index("index")
     rows = query_ref, key_ref
@@ -122,15 +119,14 @@ def _sum_tokens(
         for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
             memory[pl.ds(start, vector * THREADS)] = piece
     warp_ops.barrier(interpret=interpret)
-    for group in range(num_groups):
-        for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
-            total = _fold(memory, group, num_groups, wide)
-            if factor != 1.0:
-                total = total * factor
-            if is_projected:
-                folded[which * num_groups + group] = total
-            else:
-                out_ref[sequence, index, which * num_groups + group] = total
+    for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
+        total = _fold(memory, wide)
+        if factor != 1.0:
+            total = total * factor
+        if is_projected:
+            folded[which] = total
+        else:
+            out_ref[sequence, index, which] = total
     if matrix is not None:
         warp_ops.barrier(interpret=interpret)
         _project(matrix, folded, out_ref.at[sequence, index])
@@ -169,20 +165,16 @@ def block_sums_kernel(
     key: Float[Array, "B T K H"],
     valid: Bool[Array, "B T"],
     *,
-    num_groups: int,
-    is_mean: bool,
     omega: Float[np.ndarray, "H R"] | None = None,
     block_size: int = 64,
     interpret: bool = False,
-) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]]:
-    """Sums over the valid tokens of each block, heads averaged or added up within each group.
+) -> tuple[Float[Array, "B I 1 R"], Float[Array, "B I 1 R"]]:
+    """Sums over the valid tokens of each block, of means over heads.
 
     Args:
       query: Queries, 16- or 32-bit floats.
       key: Keys of the same tokens.
       valid: Which tokens count; the others may hold anything.
-      num_groups: Groups of heads `C`: 1 or the number of key/value heads.
-      is_mean: Whether heads are averaged.
       omega: What takes sums to sketch space, where that is not their own space.
       block_size: Tokens per block; `T` is a multiple of it.
       interpret: Whether to interpret the kernel, which needs no GPU.
@@ -191,16 +183,15 @@ def block_sums_kernel(
       The sums of queries and of keys, float32.
 
     Raises:
-      ValueError: If the heads of a group do not fill whole rows of 128 entries.
+      ValueError: If the heads do not fill whole rows of 128 entries.
     """
     batch, tokens, _, head_dim = query.shape
     # Threads hold 128 columns, so smaller heads are folded two or more at a time.
     wide = max(head_dim, WIDE)
     sizes = [x.shape[2] * head_dim for x in (query, key)]
-    if not fills_rows(query, key, num_groups):
+    if not fills_rows(query, key):
         raise ValueError(
-            f"heads of each of {num_groups} groups must fill rows of {wide}, got shapes "
-            f"{query.shape} and {key.shape}"
+            f"heads must fill rows of {wide}, got shapes {query.shape} and {key.shape}"
         )
     matrix = _projection(omega, head_dim, wide)
     is_projected = matrix is not None and wide == THREADS and matrix.shape[1] <= _COLUMNS
@@ -210,7 +201,7 @@ def block_sums_kernel(
     parts = 2 if is_divided else 1
     size = _COLUMNS if is_projected else wide
     # Both in one array, so that what comes next is one pass for both.
-    shape = (batch, num_blocks * parts, 2 * num_groups, size)
+    shape = (batch, num_blocks * parts, 2, size)
     in_kernel = np.zeros((1, 1), np.float32)
     if matrix is not None and is_projected:
         in_kernel = np.pad(matrix, ((0, 0), (0, _COLUMNS - matrix.shape[1])))
@@ -218,8 +209,7 @@ def block_sums_kernel(
         functools.partial(
             _sum_tokens,
             num_tokens=block_size // parts,
-            num_groups=num_groups,
-            factors=tuple(num_groups / x.shape[2] if is_mean else 1.0 for x in (query, key)),
+            factors=tuple(1 / x.shape[2] for x in (query, key)),
             is_projected=is_projected,
             interpret=interpret,
         ),
@@ -228,7 +218,7 @@ def block_sums_kernel(
         grid_names=("sequence", "index"),
         scratch_types=[
             *(plgpu.SMEM((width,), jnp.float32) for width in sizes),
-            plgpu.SMEM((2 * num_groups, wide), jnp.float32),
+            plgpu.SMEM((2, wide), jnp.float32),
         ],
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret, detect_races=False),
@@ -240,10 +230,10 @@ def block_sums_kernel(
         jnp.asarray(in_kernel),
     )
 
-    sums = sums.reshape(batch, num_blocks, parts, 2 * num_groups, size)
+    sums = sums.reshape(batch, num_blocks, parts, 2, size)
     sums = sums.sum(axis=2) if is_divided else sums[:, :, 0]
     if matrix is not None and not is_projected:
         sums = jnp.matmul(sums, jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
     elif matrix is not None:
         sums = sums[..., : matrix.shape[1]]
-    return sums[:, :, :num_groups], sums[:, :, num_groups:]
+    return sums[:, :, :1], sums[:, :, 1:]

@@ -31,13 +31,15 @@ MAX_TOKEN_HEADS = 64  # of one token, put together by one program
 MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block
 WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
 
+_HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """Tile sizes of the implementations. It is hashable; pass it to `jax.jit` as a static argument.
 
     The defaults of the fields are those of a CPU; `default_kernel_config` knows other devices.
-    Fields that are `None` are chosen by the shape of each call.
+    Fields that are `None` are chosen by the shape of each call, or by the device.
 
     Attributes:
       row_tile: Number of query blocks that the XLA implementation processes together. With more
@@ -50,13 +52,14 @@ class KernelConfig:
       dense_decode_keys: Number of keys in a step of dense decoding.
       decode_keys: Number of keys in a step of the decode kernel, a multiple of 64.
       decode_buffer_kib: Shared memory for keys and values in the decode kernel, in KiB.
-      decode_programs: Number of programs of the decode kernel that a GPU runs at a time.
+      decode_programs: Number of programs of the decode kernel that a GPU runs at a time; by default
+        one for each of its multiprocessors.
       decode_splits: Number of parts into which the decode kernel splits a list.
       decode_overlap: Whether the kernel that combines the parts starts early, and waits for them.
       prefill_stages: Number of steps of keys that the prefill kernel holds in shared memory.
       prefill_value_stages: Number of steps of values, which it needs and frees later than keys.
       prefill_programs: Number of programs of the prefill kernel, each of which processes tile after
-        tile.
+        tile; by default one for each multiprocessor.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device.
         It is slow, and shows what a kernel does.
 
@@ -72,12 +75,12 @@ class KernelConfig:
     dense_decode_keys: int = 1024
     decode_keys: int = 64
     decode_buffer_kib: int | None = None
-    decode_programs: int = 132
+    decode_programs: int | None = None
     decode_splits: int | None = None
     decode_overlap: bool | None = None
     prefill_stages: int | None = None
     prefill_value_stages: int | None = None
-    prefill_programs: int = 132
+    prefill_programs: int | None = None
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -121,17 +124,25 @@ def default_kernel_config(platform: str | None = None) -> KernelConfig:
     return KernelConfig() if platform == "cpu" else _ON_ACCELERATORS
 
 
-def fills_rows(query: Any, key: Any, num_groups: int) -> bool:
-    """Whether the heads of each group fill whole rows of `WIDE` entries, or of a wider head's.
+def num_multiprocessors() -> int:
+    """Multiprocessors of the default device, or of an H100 or H200 (132) where that is no GPU.
+
+    Without a GPU, kernels are interpreted, or compiled for these.
+    """
+    device = jax.local_devices()[0]
+    return device.core_count if device.platform == "gpu" else _HOPPER_MULTIPROCESSORS
+
+
+def fills_rows(query: Any, key: Any) -> bool:
+    """Whether the heads of a token fill whole rows of `WIDE` entries, or of a wider head's.
 
     Args:
       query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
       key: Keys `[B, T, K, H]`.
-      num_groups: Groups into which the heads of both are divided.
     """
     head_dim = query.shape[3]
     wide = max(head_dim, WIDE)
-    sizes = [x.shape[2] * head_dim // num_groups for x in (query, key)]
+    sizes = [x.shape[2] * head_dim for x in (query, key)]
     return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
 
 

@@ -25,7 +25,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     fills_rows,
 )
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sketch import group_heads, project
+from sketchwalk_jax.sketch import head_means, project
 from sketchwalk_jax.walk import (
     HIGHEST,
     Precision,
@@ -51,14 +51,12 @@ def sketch_sums(
     key: Float[Array, "B T K H"],
     valid: Bool[Array, "B T"],
     *,
-    num_groups: int,
-    combine: str,
     omega: Float[np.ndarray, "H R"] | None,
     block_size: int,
     kernel_config: KernelConfig,
-) -> tuple[Float[Array, "B I C R"], Float[Array, "B I C R"]] | None:
+) -> tuple[Float[Array, "B I 1 R"], Float[Array, "B I 1 R"]] | None:
     """Sums of sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
-    if block_size < LEAST_BLOCK or not fills_rows(query, key, num_groups):
+    if block_size < LEAST_BLOCK or not fills_rows(query, key):
         return None
     from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
 
@@ -66,8 +64,6 @@ def sketch_sums(
         query,
         key,
         valid,
-        num_groups=num_groups,
-        is_mean=combine == "mean",
         omega=omega,
         block_size=block_size,
         interpret=kernel_config.interpret,
@@ -107,7 +103,6 @@ def select_prompt(
     walk: WalkState,
     *,
     first_block: Int[Array, "B"],
-    tail_start: Int[Array, "B"] | None,
     budget: Int[np.ndarray, "J"],
     transition: str,
     exponent: int,
@@ -147,7 +142,6 @@ def select_prompt(
         weights,
         scores,
         first_block,
-        tail_start,
         walk.layers,
         budget,
         use_walk=use_walk,
@@ -161,14 +155,13 @@ def select_prompt(
 
 def select_token(
     query: Float[Array, "B 1 N H"],
-    query_sums: Float[Array, "B J C R"],
-    key_sums: Float[Array, "B J C R"],
+    query_sums: Float[Array, "B J 1 R"],
+    key_sums: Float[Array, "B J 1 R"],
     walk: WalkState,
     *,
     positions: Int[Array, "B"],
     budget: Int[np.ndarray, "J"],
     omega: Float[np.ndarray, "H R"] | None,
-    combine: str,
     transition: str,
     exponent: int,
     walk_degree: int,
@@ -179,19 +172,19 @@ def select_token(
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, walk row and list of one token per sequence (Algorithm 2 steps 4-6)."""
-    num_blocks, num_groups, size = query_sums.shape[1:]
+    num_blocks, size = query_sums.shape[1], query_sums.shape[3]
     is_simple = transition != "softmax" and walk_degree == 1
-    if not is_simple or num_blocks > MAX_BLOCKS or num_groups * size % LEAST_CHUNK:
+    if not is_simple or num_blocks > MAX_BLOCKS or size % LEAST_CHUNK:
         return None
     from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
     from sketchwalk_jax.pallas_kernels.walk_row import HeadQueries
 
     num_heads, head_dim = query.shape[2:]
     token: Array | HeadQueries
-    if omega is not None and HeadQueries.fit(num_heads, omega, num_groups):
+    if omega is not None and HeadQueries.fit(num_heads, omega):
         token = HeadQueries(query[:, 0], omega)
     else:
-        token = project(group_heads(query, num_groups, combine=combine), omega)[:, 0]
+        token = project(head_means(query), omega)[:, 0]
     selection, state, layers = select_token_kernel(
         token,
         query_sums,

@@ -139,7 +139,6 @@ def _select(
     weights_ref: Any,
     scores_ref: Any,
     first_ref: Any,
-    tail_ref: Any,
     layers_ref: Any,
     budget_ref: Any,
     ids_ref: Any,
@@ -149,9 +148,7 @@ def _select(
     scratch: Any,
     *,
     num_blocks: int,
-    has_tail: bool,
     use_walk: bool,
-    block_size: int,
     interpret: bool,
     **sizes: Any,
 ) -> None:
@@ -167,9 +164,6 @@ def _select(
     row, layers = first_ref[sequence] + index, layers_ref[0]
     known = jnp.minimum(row, num_blocks - 1)  # there may be padding rows beyond the cache
     count = budget_ref[known]
-    if has_tail:
-        in_tail = (row + 1) * block_size > tail_ref[sequence]
-        count = jnp.where(in_tail, jnp.minimum(row + 1, num_blocks), count)
 
     def own_row() -> Array:
         return ops.read(weights_ref.at[sequence, known], layout)
@@ -253,7 +247,6 @@ def select_prompt_kernel(
     weights: Float[Array, "B J J"],
     scores: Float[Array, "B J J"],
     first_block: Int[Array, "B"],
-    tail_start: Int[Array, "B"] | None,
     layers: Int[Array, ""],
     budget: Int[np.ndarray, "J"],
     *,
@@ -270,7 +263,6 @@ def select_prompt_kernel(
       weights: Rows of this layer's transition, each at any power of two.
       scores: This layer's scores, for rows without a positive entry.
       first_block: Absolute block index of the first row of each sequence.
-      tail_start: Where the queries begin that attend to everything, if there are such.
       layers: Layers walked so far; 0 means that this one starts the walk.
       budget: Blocks to keep in each row.
       use_walk: Whether the product counts; else the state is the transition's rows in every layer.
@@ -288,21 +280,17 @@ def select_prompt_kernel(
     batch, num_rows, num_blocks = product.shape[1:]
     if num_blocks > MAX_PROMPT_BLOCKS:
         raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
-    has_tail = tail_start is not None
-    max_count = num_blocks if has_tail else int(budget[-1])
     ids, counts, state, walked = plgpu.kernel(
         functools.partial(
             _select,
             num_blocks=num_blocks,
-            has_tail=has_tail,
             use_walk=use_walk,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
-            block_size=block_size,
             interpret=interpret,
         ),
         out_type=[
-            jax.ShapeDtypeStruct((batch, num_rows, max_count), jnp.int32),
+            jax.ShapeDtypeStruct((batch, num_rows, int(budget[-1])), jnp.int32),
             jax.ShapeDtypeStruct((batch, num_rows), jnp.int32),
             jax.ShapeDtypeStruct((batch, num_rows, num_blocks), jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -316,7 +304,6 @@ def select_prompt_kernel(
     )(
         *map(pad_columns, (product, weights, scores)),
         first_block,
-        tail_start if tail_start is not None else first_block,
         layers[None],
         jnp.asarray(budget, jnp.int32),
     )

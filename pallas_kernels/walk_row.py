@@ -86,7 +86,7 @@ class WalkTiling:
 
     Attributes:
       num_blocks: Blocks of a sequence `J`.
-      size: Entries of a sketch, of all groups together.
+      size: Entries of a sketch.
       scale: Factor of the scores of means.
       block_size: Tokens per block.
       power: Exponent `s` of the transition.
@@ -870,11 +870,11 @@ class HeadQueries:
     omega: Float[np.ndarray, "H R"]
 
     @staticmethod
-    def fit(num_heads: int, omega: Float[np.ndarray, "H R"], num_groups: int) -> bool:
-        """Whether the kernel can sketch so many heads, combined in so many groups."""
+    def fit(num_heads: int, omega: Float[np.ndarray, "H R"]) -> bool:
+        """Whether the kernel can sketch so many heads."""
         head_dim, size = omega.shape
         fills_lines = WIDE % head_dim == 0 and num_heads * head_dim % WIDE == 0
-        return num_groups == 1 and fills_lines and size % TILE == 0
+        return fills_lines and size % TILE == 0
 
     @property
     def rows(self) -> Float[Array, "B _ 128"]:

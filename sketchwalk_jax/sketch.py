@@ -52,15 +52,9 @@ def srht_matrix(head_dim: int, sketch_dim: int | None, seed: int = 0) -> np.ndar
     return full[:head_dim].astype(np.float32)
 
 
-def group_heads(
-    x: Float[Array, "B T Heads H"], num_groups: int, *, combine: str
-) -> Float[Array, "B T C H"]:
-    """Averages (`"mean"`) or adds up (`"sum"`) the heads of each of `num_groups` groups."""
-    batch, tokens, heads, head_dim = x.shape
-    grouped = x.astype(jnp.float32).reshape(
-        batch, tokens, num_groups, heads // num_groups, head_dim
-    )
-    return jnp.mean(grouped, axis=3) if combine == "mean" else jnp.sum(grouped, axis=3)
+def head_means(x: Float[Array, "B T Heads H"]) -> Float[Array, "B T 1 H"]:
+    """Means over heads (Algorithm 1 step 1), float32."""
+    return jnp.mean(x.astype(jnp.float32), axis=2, keepdims=True)
 
 
 def project(x: Float[Array, "*lead H"], omega: np.ndarray | None) -> Float[Array, "*lead R"]:

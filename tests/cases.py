@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import oracle
-
-from sketchwalk_jax import reference
+import reference
 
 # (query heads, key/value heads): every GQA ratio that released models have, and none at all.
 HEADS = {1: (2, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (8, 1)}

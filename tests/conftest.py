@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if find_spec("sketchwalk_jax") is None:  # a checkout that is not installed
     sys.path.append(str(ROOT))
 
-# Before any test module imports the package: annotations are checked in tests only.
-install_import_hook("sketchwalk_jax", "runtime_checks.check_types")
+# Before any test module imports the packages: annotations are checked in tests only.
+install_import_hook(["sketchwalk_jax", "reference"], "runtime_checks.check_types")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

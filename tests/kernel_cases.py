@@ -16,8 +16,9 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 
-from sketchwalk_jax import KernelConfig, reference
+from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -190,7 +191,6 @@ class BlockSumsCase:
     heads: tuple[int, int]
     head_dim: int
     tokens: int = 16384
-    num_groups: int = 1
     sketch_dim: int = 64
     block_size: int = 64
     dtype: str = "bfloat16"
@@ -199,7 +199,7 @@ class BlockSumsCase:
         """Names the case in test ids."""
         heads = "x".join(map(str, self.heads))
         return (
-            f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}-groups{self.num_groups}"
+            f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}"
             f"-R{self.sketch_dim}-block{self.block_size}-{self.dtype}"
         )
 
@@ -210,8 +210,6 @@ class BlockSumsCase:
 
         function = functools.partial(
             block_sums_kernel,
-            num_groups=self.num_groups,
-            is_mean=self.num_groups == 1,
             omega=srht_matrix(self.head_dim, self.sketch_dim),
             block_size=self.block_size,
         )
@@ -226,16 +224,12 @@ class TokenSelectionCase:
 
     num_blocks: int
     batch: int = 1
-    num_groups: int = 1
     sketch_dim: int = 64
     power: int = 8
 
     def __str__(self) -> str:
         """Names the case in test ids."""
-        return (
-            f"select_token-J{self.num_blocks}-B{self.batch}-groups{self.num_groups}"
-            f"-R{self.sketch_dim}-power{self.power}"
-        )
+        return f"select_token-J{self.num_blocks}-B{self.batch}-R{self.sketch_dim}-power{self.power}"
 
     def program(self) -> Program:
         """The kernels as a function of arrays alone, and the shapes of these."""
@@ -249,7 +243,7 @@ class TokenSelectionCase:
             local_blocks=1,
             max_count=max(2, self.num_blocks // 10),
         )
-        sketch = (self.num_groups, self.sketch_dim)
+        sketch = (1, self.sketch_dim)
         sums = (self.batch, self.num_blocks, *sketch)
         floats = [(self.batch, *sketch), sums, sums, (self.batch, 1, self.num_blocks)]
         integers: list[tuple[int, ...]] = [(), (self.batch,), (self.batch, 1)]
@@ -265,12 +259,10 @@ class PromptSelectionCase:
 
     num_blocks: int
     num_parts: int = 1
-    has_tail: bool = False
 
     def __str__(self) -> str:
         """Names the case in test ids."""
-        tail = "-tail" if self.has_tail else ""
-        return f"select_prompt-J{self.num_blocks}-parts{self.num_parts}{tail}"
+        return f"select_prompt-J{self.num_blocks}-parts{self.num_parts}"
 
     def program(self) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
@@ -280,8 +272,7 @@ class PromptSelectionCase:
         budget = block_budget(self.num_blocks, density=0.1, sink_blocks=1, local_blocks=1)
 
         def select(product: Any, weights: Any, scores: Any, start: Any, layers: Any) -> Any:
-            tail = start + 1 if self.has_tail else None
-            arrays = (product, weights, scores, start, tail, layers, budget)
+            arrays = (product, weights, scores, start, layers, budget)
             return select_prompt_kernel(*arrays, sink_blocks=1, local_blocks=1)
 
         square = (1, self.num_blocks, self.num_blocks)
@@ -374,17 +365,16 @@ SKETCH_CASES: tuple[Case, ...] = (
             ((14, 2), 64, "float16"),
         )
     ),
-    BlockSumsCase(heads=(32, 8), head_dim=128, num_groups=8),
     BlockSumsCase(heads=(32, 8), head_dim=128, block_size=16),
     BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
     BlockSumsCase(heads=(32, 8), head_dim=128, sketch_dim=128),
     *(TokenSelectionCase(num_blocks=blocks) for blocks in (5, 256, 1024, 2048, 8192, 16384)),
     *(PromptSelectionCase(num_blocks=blocks) for blocks in (5, 1500, 2048, 8192)),
-    PromptSelectionCase(num_blocks=256, num_parts=4, has_tail=True),
+    PromptSelectionCase(num_blocks=256, num_parts=4),
     *(WalkOperandsCase(num_blocks=blocks, num_rows=blocks) for blocks in (5, 256, 2048, 8192)),
     WalkOperandsCase(num_blocks=1500, num_rows=64, power=7),
     TokenSelectionCase(num_blocks=512, batch=128, power=4),
-    TokenSelectionCase(num_blocks=1024, num_groups=8, sketch_dim=32, power=1),
+    TokenSelectionCase(num_blocks=1024, sketch_dim=256, power=1),
 )
 
 

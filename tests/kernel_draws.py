@@ -6,9 +6,10 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 from kernel_cases import LAYER, NUM_LAYERS, AttentionKernelCase, SelectionKernelCase
 
-from sketchwalk_jax import SketchWalkConfig, reference
+from sketchwalk_jax import SketchWalkConfig
 
 # What lists may hold beyond their count, besides the number of blocks.
 NONSENSE = (0, -1, 2**30)

@@ -72,7 +72,7 @@ POLICIES: dict[str, Policy] = {
     "dense": sw.Dense(block_size=SIZE),
     "paper": sw.SketchWalkConfig.paper(**_SKETCH),
     "damped": sw.SketchWalkConfig.damped(**_SKETCH),
-    "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH, head_combination="sum"),
+    "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH),
     "released": sw.SketchWalkConfig.released(**_SPARSE),
     "recommended": sw.SketchWalkConfig.recommended(
         block_size=SIZE, density=0.5, min_blocks=2, local_blocks=1

@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 import oracle
-
-from sketchwalk_jax import reference
+import reference
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from cases import AttentionCase
 from hypothesis import given, settings
 from tolerances import tolerance
@@ -18,7 +19,6 @@ from sketchwalk_jax import (
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
-    reference,
 )
 from sketchwalk_jax.attention import num_query_blocks
 from sketchwalk_jax.selection import full_selection

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference.recommended import coded_block, rounded_query
 
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.block_codes import NO_KEY, BlockCodes, encode, round_queries
-from sketchwalk_jax.reference.recommended import coded_block, rounded_query
 
 SIZE, BLOCKS, KV_HEADS, CHANNELS = 16, 6, 2, 8
 LENGTHS = np.array([5 * SIZE + 7, 3 * SIZE])

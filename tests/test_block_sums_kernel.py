@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
-from sketchwalk_jax.sketch import block_sums, group_heads, project, srht_matrix
+from sketchwalk_jax.sketch import block_sums, head_means, project, srht_matrix
 
 pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "num_groups", "sketch_dim"),
+    ("num_heads", "num_kv_heads", "head_dim", "sketch_dim"),
     [
-        (4, 2, 128, 1, 64),
-        (4, 2, 64, 1, 64),
-        (7, 1, 128, 1, None),
-        (4, 2, 128, 2, 32),
-        (12, 4, 128, 4, 64),
-        (4, 2, 256, 1, 128),
+        (4, 2, 128, 64),
+        (4, 2, 64, 64),
+        (7, 1, 128, None),
+        (4, 2, 128, 32),
+        (4, 2, 256, 128),
     ],
 )
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -27,7 +26,6 @@ def test_sums_equal_the_reference(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    num_groups: int,
     sketch_dim: int | None,
     block_size: int,
 ) -> None:
@@ -36,7 +34,6 @@ def test_sums_equal_the_reference(
     num_tokens = 2 * block_size
     valid = rng.random((2, num_tokens)) > 0.3
     valid[1, block_size:] = False
-    combine = "mean" if num_groups == 1 else "sum"
     tokens = []
     for heads in (num_heads, num_kv_heads):
         x = rng.normal(size=(2, num_tokens, heads, head_dim))
@@ -50,14 +47,12 @@ def test_sums_equal_the_reference(
             query,
             key,
             valid,
-            num_groups=num_groups,
-            is_mean=combine == "mean",
             omega=omega,
             block_size=block_size,
             interpret=True,
         )
-        grouped = [group_heads(x, num_groups, combine=combine) for x in (query, key)]
-        return sums, [project(block_sums(x, valid, block_size), omega) for x in grouped]
+        means = head_means(query), head_means(key)
+        return sums, [project(block_sums(x, valid, block_size), omega) for x in means]
 
     got, wanted = run(*tokens)
     for sums, want in zip(got, wanted, strict=True):
@@ -67,4 +62,4 @@ def test_sums_equal_the_reference(
 def test_heads_that_do_not_fill_rows_are_refused() -> None:
     query, key = jnp.zeros((1, 64, 3, 64)), jnp.zeros((1, 64, 1, 64))
     with pytest.raises(ValueError, match="must fill rows of 128"):
-        block_sums_kernel(query, key, jnp.ones((1, 64), bool), num_groups=1, is_mean=True)
+        block_sums_kernel(query, key, jnp.ones((1, 64), bool))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import policy_runs
 import pytest
+import reference
 import slow_decode
 import tiny
 from tolerances import tolerance
@@ -21,7 +22,6 @@ from sketchwalk_jax import (
     generate,
     init_cache,
     init_walk,
-    reference,
     sketchwalk_attention,
 )
 from sketchwalk_jax.policies import by_name

@@ -123,7 +123,7 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
     chex.assert_trees_all_equal(turn.cache.lengths, cache.lengths + NEW)
 
 
-@pytest.mark.parametrize("name", ["paper", pytest.param("sum_of_heads", marks=slow)])
+@pytest.mark.parametrize("name", ["paper", pytest.param("one_hop", marks=slow)])
 def test_chunked_prefill_is_one_shot_prefill(weights, name):
     tokens, lengths = prompts(*LENGTHS)
     options = {"model_config": MODEL, "policy": POLICIES[name], "return_selection": True}

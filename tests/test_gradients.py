@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from jax.sharding import AxisType, PartitionSpec
 from tolerances import tolerance
 from variants import slow_unless
@@ -21,7 +22,6 @@ from sketchwalk_jax import (
     block_sparse_decode,
     dense_attention,
     dispatch,
-    reference,
     sketchwalk_attention,
 )
 from sketchwalk_jax.policies.streaming import StreamingConfig

@@ -33,10 +33,7 @@ CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),
     "damped": SketchWalkConfig.damped(block_size=SIZE, density=0.4),
     "one hop of powers": SketchWalkConfig.paper(block_size=SIZE, density=0.4, beta=0.0),
-    "relu, sum": SketchWalkConfig.paper(
-        block_size=SIZE, transition="relu_power", head_combination="sum", top_blocks=3
-    ),
-    "tail": SketchWalkConfig.paper(block_size=SIZE, density=0.3, dense_tail=20),
+    "relu": SketchWalkConfig.paper(block_size=SIZE, density=0.3, transition="relu_power"),
 }
 
 

@@ -21,7 +21,8 @@ from sketchwalk_jax import (
     init_walk,
     sketchwalk_attention,
 )
-from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies import by_name, lines
+from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.minference import MInferenceConfig
 
 SIZE = 16
@@ -109,12 +110,29 @@ def test_heads_differ_and_leave_most_of_a_long_prompt_out():
     assert sum(map(len, listed[0])) < 0.9 * 20 * 21 / 2
 
 
+def token_mask(config, query, key, *, lengths):
+    """The pairs of the rule before they are rounded out to blocks, `[B, N, T, T]`."""
+    num_tokens, size = query.shape[1], config.block_size
+    position = jnp.arange(num_tokens, dtype=jnp.int32)
+    span = Span(jnp.zeros_like(lengths), position[None, :] < lengths[:, None], lengths, lengths)
+    last = lines.last_queries(query, span, block_size=size, count=64)
+    columns, offsets = config._kept_lines(*last, key, lengths)
+    # Of key `s`, `size · i + size - 1 - s` is the distance from the end of block `i`; the key is in
+    # a range of the block if one of the offsets from this distance down to `size - 1` less is kept.
+    count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, 0))), -1, dtype=jnp.int32)
+    in_reach = count[..., size:] > count[..., :-size]
+    last_of_block = position // size * size + size - 1
+    distance = jnp.clip(last_of_block[:, None] - position[None, :], 0, num_tokens - 1)
+    causal = (position[None, :] <= position[:, None])[None, None] & span.valid[:, None, :, None]
+    return (in_reach[..., distance] | columns[:, :, None, :]) & causal
+
+
 @pytest.mark.parametrize("config", [SPARSE, LEAST])
 def test_token_mask_holds_exactly_the_pairs_of_the_rule(config):
     query, key = head_lists.stack(prompts()[:3], 320)
     lengths = LENGTHS[:3]
     mask = np.asarray(
-        jax.jit(type(config).token_mask, static_argnums=0)(
+        jax.jit(token_mask, static_argnums=0)(
             config, query, key, lengths=jnp.array(lengths, jnp.int32)
         )
     )
@@ -129,7 +147,7 @@ def test_token_mask_holds_exactly_the_pairs_of_the_rule(config):
 def test_blocks_are_the_token_mask_rounded_out():
     query, key = head_lists.stack(prompts()[:1])
     lengths = [LENGTHS[0]]
-    mask = np.asarray(SPARSE.token_mask(query, key, lengths=jnp.array(lengths, jnp.int32)))[0]
+    mask = np.asarray(token_mask(SPARSE, query, key, lengths=jnp.array(lengths, jnp.int32)))[0]
     blocks = mask.reshape(HEADS[0], NUM_BLOCKS, SIZE, NUM_BLOCKS, SIZE).any((2, 4))
     selection = head_lists.select(SPARSE, query, key, lengths)
     (listed,) = head_lists.as_sets(selection)
@@ -216,7 +234,7 @@ def test_one_layer_as_a_function():
     lengths = jnp.array([300, 200], jnp.int32)
     walk = init_walk(2, 300, policy=config)
     out, after = sketchwalk_attention(query, key, key, walk, policy=config, lengths=lengths)
-    mask = config.token_mask(query, key, lengths=lengths)
+    mask = token_mask(config, query, key, lengths=lengths)
     padded = jnp.pad(mask, ((0, 0), (0, 0), (0, 4), (0, 4)))
     blocks = padded.reshape(2, HEADS[0], 19, SIZE, 19, SIZE).any((3, 5))
     mask = blocks.repeat(SIZE, 2).repeat(SIZE, 3)[:, :, :300, :300]
@@ -266,10 +284,3 @@ def test_defaults_are_the_published_ones():
 def test_wrong_fields_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         by_name("minference", **options)
-
-
-@pytest.mark.unchecked
-def test_token_mask_is_of_lines_only():
-    query, key = head_lists.stack([head_lists.draw(20)], 32)
-    with pytest.raises(ValueError, match="pattern must be 'vertical_and_slash', got 'stream'"):
-        MInferenceConfig(pattern="stream").token_mask(query, key)

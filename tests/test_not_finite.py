@@ -9,6 +9,7 @@ import kernel_draws
 import numpy as np
 import policy_runs
 import pytest
+import reference
 import tiny
 from kernel_cases import AttentionKernelCase
 from variants import slow_unless
@@ -19,7 +20,6 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     forward,
     generate,
-    reference,
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (
@@ -39,7 +39,7 @@ BAD_ROW = BAD // SIZE
 SPARSE = {"block_size": SIZE, "dense_layers": 0, "density": 0.4}
 POLICIES = {
     "paper": SketchWalkConfig.paper(**SPARSE),
-    "relu": SketchWalkConfig.paper(transition="relu_power", head_combination="sum", **SPARSE),
+    "relu": SketchWalkConfig.paper(transition="relu_power", **SPARSE),
     "damped": SketchWalkConfig.damped(**SPARSE),
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),

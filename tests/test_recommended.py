@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny
 from hypothesis import given
 from variants import slow_unless
 
-from sketchwalk_jax import SketchWalkConfig, generate, reference
+from sketchwalk_jax import SketchWalkConfig, generate
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import even_budget

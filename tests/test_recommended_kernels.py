@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference.recommended import coded_block, slow_channels
 from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax.cached_layer import observe_layer
@@ -16,7 +17,6 @@ from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import Heads, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.reference.recommended import coded_block, slow_channels
 from sketchwalk_jax.walk import WalkState
 
 token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")

@@ -5,9 +5,10 @@ import hypothesis.strategies as st
 import numpy as np
 import policy_runs
 import pytest
+import reference
 from hypothesis import given, settings
 
-from sketchwalk_jax import SketchWalkConfig, reference
+from sketchwalk_jax import SketchWalkConfig
 
 SIZE, CAPACITY, NUM_LAYERS = 16, 1024, 3
 CONFIG = SketchWalkConfig.released(block_size=SIZE, dense_layers=0)

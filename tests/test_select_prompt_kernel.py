@@ -85,12 +85,11 @@ def budget_of(num_blocks: int) -> np.ndarray:
 
 
 @functools.cache
-def compiled(num_blocks: int, has_tail: bool):
+def compiled(num_blocks: int):
     """The kernel for one number of blocks, for every layer and place."""
 
-    def select(product, weights, scores, first_block, tail_start, layers):
-        tail = tail_start if has_tail else None
-        arrays = (product, weights, scores, first_block, tail, layers, budget_of(num_blocks))
+    def select(product, weights, scores, first_block, layers):
+        arrays = (product, weights, scores, first_block, layers, budget_of(num_blocks))
         return select_prompt_kernel(*arrays, **SIZES, interpret=True)
 
     return jax.jit(select)
@@ -107,14 +106,12 @@ def compiled_reference(max_count: int):
     [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)],
 )
 @pytest.mark.parametrize("layers", [0, 1])
-@pytest.mark.parametrize("tail", [None, 70])
 def test_rows_and_lists_equal_the_reference(
     num_blocks: int,
     num_rows: int,
     first: tuple[int, int],
     parts: int,
     layers: int,
-    tail: int | None,
 ) -> None:
     rng = np.random.default_rng(num_blocks + layers)
     batch, budget = len(first), budget_of(num_blocks)
@@ -135,25 +132,17 @@ def test_rows_and_lists_equal_the_reference(
     # Parts whose sum is exact in any order.
     shares = rng.integers(0, parts, (1, *product.shape))
     split = np.where(np.arange(parts)[:, None, None, None] == shares, product, 0.0)
-    tail_start = (first_block + 3) * SIZE + (tail or 0)
-    arrays = (split.astype(np.float32), weights, scores, first_block, tail_start)
-    selection, state, walked = compiled(num_blocks, tail is not None)(
-        *map(jnp.asarray, arrays), jnp.int32(layers)
-    )
+    arrays = (split.astype(np.float32), weights, scores, first_block)
+    selection, state, walked = compiled(num_blocks)(*map(jnp.asarray, arrays), jnp.int32(layers))
     sequence = np.arange(batch)[:, None]
     wanted = rescaled(product if layers else weights[sequence, known])
     np.testing.assert_array_equal(state, wanted)
     assert walked == layers + 1
-    counts = budget[known]
-    if tail is not None:
-        in_tail = (rows + 1) * SIZE > tail_start[:, None]
-        assert in_tail.any() == (num_blocks > 5)
-        counts = np.where(in_tail, np.minimum(rows + 1, num_blocks), counts)
     is_empty = wanted.max(-1, keepdims=True) <= 0
-    lists = compiled_reference(num_blocks if tail is not None else int(budget[-1]))(
+    lists = compiled_reference(int(budget[-1]))(
         jnp.asarray(np.where(is_empty, scores[sequence, known], wanted)),
         jnp.asarray(rows),
-        jnp.asarray(counts),
+        jnp.asarray(budget[known]),
     )
     np.testing.assert_array_equal(selection.counts, lists.counts)
     np.testing.assert_array_equal(selection.ids, lists.ids)
@@ -178,7 +167,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     select = functools.partial(
         select_prompt_kernel,
         first_block=jnp.zeros((1,), jnp.int32),
-        tail_start=None,
         layers=jnp.int32(0),
         budget=np.ones(num_blocks, np.int32),
         sink_blocks=0,

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from hypothesis import given
 from tolerances import tolerance
 
-from sketchwalk_jax import reference, sketch
+from sketchwalk_jax import sketch
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 
@@ -89,14 +90,12 @@ def test_error_follows_the_sketch_size(sketch_dim):
 
 def fast_scores(query, key, lengths, config):
     """Block scores by the library's own steps, from padded batches `[B, T, heads, H]`."""
-    size, head_dim, kv_heads = config.block_size, query.shape[-1], key.shape[2]
+    size, head_dim = config.block_size, query.shape[-1]
     omega = sketch.srht_matrix(head_dim, config.sketch_dim, config.seed)
-    groups = 1 if config.head_combination == "mean" else kv_heads
     valid = jnp.arange(query.shape[1])[None, :] < lengths[:, None]
 
     def means(x):
-        combined = sketch.group_heads(x, groups, combine=config.head_combination)
-        sums = sketch.project(sketch.block_sums(combined, valid, size), omega)
+        sums = sketch.project(sketch.block_sums(sketch.head_means(x), valid, size), omega)
         return sketch.block_means(sums, lengths, size)
 
     return sketch.block_scores(means(query), means(key), head_dim)
@@ -112,10 +111,9 @@ def assert_scores_equal(actual, expected):
 SCORES = jax.jit(fast_scores, static_argnames="config")
 
 
-@pytest.mark.parametrize("combination", ["mean", "sum"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (4, 128), (7, 96), (8, 256)])
-def test_scores_equal_the_reference(group, head_dim, combination):
-    config = SketchWalkConfig.paper(block_size=16, head_combination=combination)
+def test_scores_equal_the_reference(group, head_dim):
+    config = SketchWalkConfig.paper(block_size=16)
     layers = cases.draw_layers(
         0, num_layers=1, num_tokens=80, heads=cases.HEADS[group], head_dim=head_dim
     )
@@ -141,8 +139,8 @@ def test_ragged_batches_score_as_single_sequences(lengths):
 def test_repeating_key_heads_does_not_change_the_mean():
     layers = cases.draw_layers(2, num_layers=1, num_tokens=64, heads=(8, 2))
     key = jnp.asarray(layers.keys[0])[None]
-    once = sketch.group_heads(key, 1, combine="mean")
-    repeated = sketch.group_heads(jnp.repeat(key, 4, axis=2), 1, combine="mean")
+    once = sketch.head_means(key)
+    repeated = sketch.head_means(jnp.repeat(key, 4, axis=2))
     np.testing.assert_allclose(once, repeated, **tolerance("scores"))
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import reference
 from hypothesis import given
 from tolerances import tolerance
 
-from sketchwalk_jax import reference
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.walk import WalkState, walk_step
 

@@ -34,7 +34,7 @@ POLICIES = {
     "dense": Dense(block_size=16),
     "paper": SketchWalkConfig.paper(**SPARSE),
     "damped": SketchWalkConfig.damped(**SPARSE),
-    "sum_of_heads": SketchWalkConfig.one_hop(**SPARSE, head_combination="sum"),
+    "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=16, dense_layers=1),
 }
 

@@ -37,7 +37,6 @@ class MInferenceConfig(PrefillPolicy):
 
     Attention works on blocks: columns and ranges are rounded out to whole blocks, and the measured
     density counts what is attended to, several times the pairs of the rule where these are few.
-    `token_mask` gives the pairs of the rule itself.
 
     The other patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest
     products of mean query and mean key, `stream` the first `scale · sink_tokens` and the last
@@ -117,54 +116,6 @@ class MInferenceConfig(PrefillPolicy):
         distances = lines.any_in_block(offsets | later, size)
         mask = lines.lines_to_blocks(lines.any_in_block(columns, size), distances, rows)
         return lines.lists_of(mask & causal, size), walk
-
-    def token_mask(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        *,
-        lengths: Int[Array, "B"] | None = None,
-    ) -> Bool[Array, "B N T T"]:
-        """The pairs of `vertical_and_slash` before they are rounded out to blocks.
-
-        For analysis, and as the `mask` of `jax.nn.dot_product_attention`: it takes `T²` entries for
-        every head.
-
-        Args:
-          query: Queries of whole prompts after rotary embedding, from position 0 on.
-          key: Their keys.
-          lengths: Tokens of each prompt; all `T` by default.
-
-        Returns:
-          Whether a query (third axis) attends to a key (last axis); never where it is padding.
-
-        Raises:
-          ValueError: If the pattern is another one.
-        """
-        if self.pattern != "vertical_and_slash":
-            raise ValueError(f"pattern must be 'vertical_and_slash', got {self.pattern!r}")
-        batch, num_tokens = query.shape[:2]
-        size, position = self.block_size, jnp.arange(num_tokens, dtype=jnp.int32)
-        end = jnp.full((batch,), num_tokens, jnp.int32) if lengths is None else lengths
-        span = Span(jnp.zeros_like(end), position[None, :] < end[:, None], end, end)
-        last = lines.last_queries(query, span, block_size=size, count=_LAST_QUERIES)
-        columns, offsets = self._kept_lines(*last, key, end)
-        last_of_block = position // size * size + size - 1
-        distance = jnp.clip(last_of_block[:, None] - position[None, :], 0, num_tokens - 1)
-        in_range = self._ranges(offsets)[..., distance]
-        causal = (position[None, :] <= position[:, None])[None, None]
-        causal = causal & span.valid[:, None, :, None]
-        return (in_range | columns[:, :, None, :]) & causal
-
-    def _ranges(self, offsets: Bool[Array, "B N S"]) -> Bool[Array, "B N S"]:
-        """Whether some offset in `c - (block_size - 1) .. c` is kept.
-
-        With the distance `c = block_size · i + block_size - 1 - s` of key `s` from the end of block
-        `i`: whether the key is in a range of the block.
-        """
-        size = self.block_size
-        count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, 0))), -1, dtype=jnp.int32)
-        return count[..., size:] > count[..., :-size]
 
     def _scaled(self, size: int, least: int = 1) -> Int[Array, ""]:
         scaled = jnp.round(float(size) * jnp.asarray(self.scale, jnp.float32))

@@ -24,7 +24,7 @@ from sketchwalk_jax.sketch import (
     block_means,
     block_scores,
     block_sums,
-    group_heads,
+    head_means,
     project,
     sketch_size,
     srht_matrix,
@@ -32,32 +32,30 @@ from sketchwalk_jax.sketch import (
 from sketchwalk_jax.validation import check_choice, check_integer, check_number
 from sketchwalk_jax.walk import WalkState, walk_step
 
-HeadCombination = Literal["mean", "sum"]
 Transition = Literal["power", "relu_power", "softmax"]
 
-_HEAD_COMBINATIONS = ("mean", "sum")
 _TRANSITIONS = ("power", "relu_power", "softmax")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SketchSums:
-    """Running sums of head-combined queries and keys in sketch space.
+    """Running sums of head means of queries and keys in sketch space.
 
     Attributes:
-      query: Sums over the tokens of each block, float32 `[B, J, C, R]`.
-      key: The same for keys. `C` is 1 for `head_combination="mean"` and `K` for `"sum"`.
+      query: Sums over the tokens of each block, float32 `[B, J, 1, R]`.
+      key: The same for keys.
     """
 
-    query: Float[Array, "B J C R"]
-    key: Float[Array, "B J C R"]
+    query: Float[Array, "B J 1 R"]
+    key: Float[Array, "B J 1 R"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SketchWalkConfig(Policy):
     r"""Sketch-and-Walk block selection (arXiv:2602.07397, sections 2.2, 2.3 and Algorithms 1, 2).
 
-    Queries and keys are averaged over heads (by default) and over the tokens of a block. With these
+    Queries and keys are averaged over heads and over the tokens of a block. With these
     means `q̄[i]` and `k̄[j]` and the sketch `Ω` (a random projection), the block scores are
     `A[i, j] = (q̄[i] Ω)(k̄[j] Ω)ᵀ / sqrt(H)` for `j <= i`. A transition turns the scores into `W`
     (element-wise power) or `P` (causal row softmax). The walk carries the scores from layer to
@@ -74,8 +72,6 @@ class SketchWalkConfig(Policy):
       sketch_dim: Number of columns of the sketch, a subsampled randomised Hadamard transform. With
         `None`, or a value not below the padded head dimension, there is no projection.
       seed: Seed of the random transform.
-      head_combination: `"mean"` averages heads before scoring (the paper). `"sum"` adds the scores
-        of the heads.
       transition: `"power"` is `A ** exponent`, `"relu_power"` is `max(A, 0) ** exponent`, and
         `"softmax"` is the causal row softmax of `A`.
       exponent: The power `s` of the two power transitions, at most 32.
@@ -83,11 +79,9 @@ class SketchWalkConfig(Policy):
       beta: Damping. `None` is the plain product. 0 keeps no memory of earlier layers (one hop).
         Values in (0, 1) need the softmax transition, whose rows sum to one.
       density: Fraction of the causal blocks of each row that is kept, in (0, 1].
-      top_blocks: A fixed number of blocks per row, which replaces `density` if it is set.
       sink_blocks: Number of first blocks that every row keeps. They count towards its budget.
       local_blocks: Number of last blocks, up to the row's own, that every row keeps. They count
         towards its budget.
-      dense_tail: Number of last tokens of a prompt whose rows keep every block.
       dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
         They neither read nor write the walk.
 
@@ -103,23 +97,19 @@ class SketchWalkConfig(Policy):
 
     sketch_dim: int | None = 64
     seed: int = 0
-    head_combination: HeadCombination = "mean"
     transition: Transition = "power"
     exponent: int = 8
     walk_degree: int = 1
     beta: float | None = None
     density: float = 0.2
-    top_blocks: int | None = None
     sink_blocks: int = 1
     local_blocks: int = 1
-    dense_tail: int = 0
     dense_layers: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
         check_integer("sketch_dim", self.sketch_dim, is_optional=True)
-        check_choice("head_combination", self.head_combination, _HEAD_COMBINATIONS)
         check_choice("transition", self.transition, _TRANSITIONS)
         for name, least in (
             ("seed", 0),
@@ -127,7 +117,6 @@ class SketchWalkConfig(Policy):
             ("walk_degree", 1),
             ("sink_blocks", 0),
             ("local_blocks", 1),
-            ("dense_tail", 0),
         ):
             check_integer(name, getattr(self, name), least=least)
         if self.exponent > MAX_POWER:
@@ -140,7 +129,6 @@ class SketchWalkConfig(Policy):
                     f"that sum to one), got beta={self.beta!r} with transition={self.transition!r}"
                 )
         check_number("density", self.density, "(0, 1]")
-        check_integer("top_blocks", self.top_blocks, is_optional=True)
 
     @classmethod
     def paper(cls, **overrides: Any) -> "SketchWalkConfig":
@@ -193,17 +181,12 @@ class SketchWalkConfig(Policy):
 
     @property
     def statistics_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that define the sketch and what it is taken of."""
-        return (
-            ("sketch_dim", self.sketch_dim),
-            ("seed", self.seed),
-            ("head_combination", self.head_combination),
-        )
+        """The fields that define the sketch."""
+        return ("sketch_dim", self.sketch_dim), ("seed", self.seed)
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> SketchSums:
         """Zero sums in sketch space."""
-        groups = self._num_groups(shape.num_kv_heads)
-        size = (batch, num_blocks, groups, sketch_size(shape.head_dim, self.sketch_dim))
+        size = (batch, num_blocks, 1, sketch_size(shape.head_dim, self.sketch_dim))
         return SketchSums(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.float32))
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
@@ -215,7 +198,6 @@ class SketchWalkConfig(Policy):
         return block_budget(
             num_blocks,
             density=self.density,
-            top_blocks=self.top_blocks,
             sink_blocks=self.sink_blocks,
             local_blocks=self.local_blocks,
         )
@@ -232,24 +214,17 @@ class SketchWalkConfig(Policy):
         kernels: KernelConfig | None = None,
     ) -> SketchSums:
         """Adds the span's tokens to the sums."""
-        omega, groups = self._omega(query), statistics.query.shape[2]
+        omega = self._omega(query)
         valid = span.valid if span.blocks is None else span.blocks.own(span.valid, axis=1)
         size = min(self.block_size, valid.shape[1])  # 1 in decode: a token is its own sum
         new = None
         if kernels is not None:
             new = kernel_selection.sketch_sums(
-                query,
-                key,
-                valid,
-                num_groups=groups,
-                combine=self.head_combination,
-                omega=omega,
-                block_size=size,
-                kernel_config=kernels,
+                query, key, valid, omega=omega, block_size=size, kernel_config=kernels
             )
         if new is None:
-            combined = (group_heads(x, groups, combine=self.head_combination) for x in (query, key))
-            one, other = (project(block_sums(x, valid, size), omega) for x in combined)
+            means = head_means(query), head_means(key)
+            one, other = (project(block_sums(x, valid, size), omega) for x in means)
             new = one, other
         if span.blocks is not None:
             new = span.blocks.gather(new[0], axis=1), span.blocks.gather(new[1], axis=1)
@@ -289,13 +264,11 @@ class SketchWalkConfig(Policy):
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
-        tail_start = span.prompt_end - self.dense_tail if self.dense_tail else None
         if kernels is not None:
             selected = kernel_selection.select_prompt(
                 scores,
                 walk,
                 first_block=span.first_block,
-                tail_start=tail_start,
                 budget=self.budget(scores.shape[-1]),
                 **self._walk_rule,
                 **self._list_rule,
@@ -304,7 +277,7 @@ class SketchWalkConfig(Policy):
             if selected is not None:
                 return selected
         rows = span.rows(self.block_size)
-        return self._walk_and_select(scores, walk, rows, tail_start, kernels)
+        return self._walk_and_select(scores, walk, rows, kernels)
 
     def _select_token(
         self,
@@ -315,8 +288,8 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 2: the token's own head-combined query represents the row of its block."""
-        omega, groups = self._omega(query), sums.query.shape[2]
+        """Algorithm 2: the mean over heads of the token's query represents the row of its block."""
+        omega = self._omega(query)
         if kernels is not None:
             selected = kernel_selection.select_token(
                 query,
@@ -326,7 +299,6 @@ class SketchWalkConfig(Policy):
                 positions=span.positions,
                 budget=self.budget(sums.key.shape[1]),
                 omega=omega,
-                combine=self.head_combination,
                 **self._walk_rule,
                 **self._list_rule,
                 kernel_config=kernels,
@@ -334,33 +306,27 @@ class SketchWalkConfig(Policy):
             if selected is not None:
                 return selected
         rows = span.rows(self.block_size)
-        token = project(group_heads(query, groups, combine=self.head_combination), omega)
+        token = project(head_means(query), omega)
         is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
         query_means = block_means(sums.query, span.end, self.block_size)
         query_rows = jnp.where(is_row[:, :, None, None], token, query_means)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_rows, key_means, query.shape[-1])
-        return self._walk_and_select(scores, walk, rows, None, kernels)
+        return self._walk_and_select(scores, walk, rows, kernels)
 
     def _walk_and_select(
         self,
         scores: Float[Array, "B J J"],
         walk: WalkState,
         rows: Int[Array, "B I"],
-        tail_start: Int[Array, "B"] | None,
         kernels: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1 steps 6-7. Rows with a token at or after `tail_start` keep every block."""
+        """Algorithm 1 steps 6-7."""
         num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
         precision = kernel_selection.walk_precision(kernels)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
         counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
-        max_count = int(budget[-1])
-        if tail_start is not None:
-            in_tail = (rows + 1) * self.block_size > tail_start[:, None]
-            counts = jnp.where(in_tail, jnp.minimum(rows + 1, num_blocks), counts)
-            max_count = num_blocks
-        lists = dict(self._list_rule, max_count=max_count)
+        lists = dict(self._list_rule, max_count=int(budget[-1]))
         selection = None
         if kernels is not None:
             selection = kernel_selection.select_blocks(
@@ -380,16 +346,13 @@ class SketchWalkConfig(Policy):
         names = ("sink_blocks", "local_blocks", "block_size")
         return {name: getattr(self, name) for name in names}
 
-    def _num_groups(self, num_kv_heads: int) -> int:
-        return 1 if self.head_combination == "mean" else num_kv_heads
-
     def _omega(self, query: Float[Array, "B T N H"]) -> Float[np.ndarray, "H R"] | None:
         return srht_matrix(query.shape[-1], self.sketch_dim, self.seed)
 
 
 def _add_blocks(
-    total: Float[Array, "B J C R"], new: Float[Array, "B I C R"], first_block: Int[Array, "B"]
-) -> Float[Array, "B J C R"]:
+    total: Float[Array, "B J 1 R"], new: Float[Array, "B I 1 R"], first_block: Int[Array, "B"]
+) -> Float[Array, "B J 1 R"]:
     """Adds blocks to those from `first_block` on. What lies beyond the last one is dropped."""
     num_rows = new.shape[1]
     sequence = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]

@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-from sketchwalk_jax.reference.sketch import AnyArray
-from sketchwalk_jax.reference.walk import softmax_over
+from reference.printed import AnyArray, softmax_over
 
 if TYPE_CHECKING:
     from sketchwalk_jax.policies.recommended import RecommendedConfig
