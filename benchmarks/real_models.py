@@ -33,17 +33,18 @@ from sketchwalk_jax.evaluation.results import (
 )
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.tables import (
     counted,
+    markdown_table,
     measured_phases,
     paired_difference,
     paired_loss_difference,
     pool,
     rows_with,
+    signed,
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import markdown_table, signed
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig

@@ -19,8 +19,7 @@ from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.results import ResultsFile, check_rows
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.evaluation.summaries import counted, pool
-from sketchwalk_jax.evaluation.tables import accuracy_table, summary_table
+from sketchwalk_jax.evaluation.tables import accuracy_table, counted, pool, summary_table
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies import QuestConfig, SketchWalkConfig
 from sketchwalk_jax.tokenizer import load_tokenizer

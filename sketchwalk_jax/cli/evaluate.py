@@ -15,7 +15,7 @@ from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.results import Row, hash_weights
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.tables import (
     PHASES,
     Pooled,
     counted,
