@@ -46,10 +46,10 @@ from sketchwalk_jax.evaluation.tables import (
     values_of,
 )
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
-from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.text import Text
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"

@@ -12,7 +12,7 @@ import tiny
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import EvaluationConfig, long_decode, measure, read_text, runner
-from sketchwalk_jax.evaluation.calibration import fit_density, layers_density
+from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_density
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.programs import Programs

@@ -26,11 +26,11 @@ from sketchwalk_jax.evaluation.tables import (
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.progress import elapsed
+from sketchwalk_jax.text import read_text
 
 _SIZE = "Amount"
 _DEFAULT = EvaluationConfig()

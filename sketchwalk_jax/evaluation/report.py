@@ -48,11 +48,11 @@ from sketchwalk_jax.evaluation.tables import (
     values_of,
 )
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples
-from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
 from sketchwalk_jax.policies import Policy, by_name, with_plan
+from sketchwalk_jax.text import Text, read_text
 from sketchwalk_jax.validation import check_choice
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from sketchwalk_jax.evaluation.calibration import (
+from sketchwalk_jax.evaluation.calibrated_rules import (
     Found,
     OutOfReach,
     RuleCalibration,
@@ -23,7 +23,7 @@ from sketchwalk_jax.evaluation.calibration import (
 )
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
-from sketchwalk_jax.evaluation.programs import Programs, whole_batch
+from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.results import (
     Outcome,
@@ -37,12 +37,12 @@ from sketchwalk_jax.evaluation.results import (
 )
 from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
-from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.progress import progress_bar
-from sketchwalk_jax.sharding import AXES, Placement, placement_of
+from sketchwalk_jax.sharding import AXES, Placement, placement_of, whole_batch
+from sketchwalk_jax.text import Text, read_text
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.validation import check_number
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.calibration import OVER
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
 from sketchwalk_jax.evaluation.wording import WORDINGS
 from sketchwalk_jax.plan import Plan
@@ -86,9 +87,6 @@ class Rule:
 
 
 DENSE = Rule("dense", None, 1.0)
-
-OVER = ("sparse_layers", "all_layers")
-"""Layers that a nominal density may be the mean of."""
 
 LEAST_KEPT = 0.5
 """Share of the prompts wanted that a task must have, answered by dense attention, to count in a
