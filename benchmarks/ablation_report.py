@@ -13,7 +13,7 @@ from typing import Any
 from pages import Tables, if_measured, read_whole, write_own_tables
 
 from sketchwalk_jax.evaluation.report import describe_results, style_of
-from sketchwalk_jax.evaluation.results import Row
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
     PHASE_TITLES,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import common  # noqa: F401  which finds the package in a checkout that is not installed
 
-from sketchwalk_jax.evaluation.results import Row
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,
     PHASES,

@@ -13,7 +13,7 @@ from pathlib import Path
 from pages import Results, Tables, describe_whole, if_measured, read_whole
 
 from sketchwalk_jax.evaluation.report import NOT_MEASURED
-from sketchwalk_jax.evaluation.results import Row
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
     PHASE_TITLES,

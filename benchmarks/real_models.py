@@ -24,13 +24,10 @@ import sketchwalk_jax as sw
 from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
+from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import describe_gaps
-from sketchwalk_jax.evaluation.results import (
-    ResultsFile,
-    Row,
-    hash_weights,
-    read_results,
-)
+from sketchwalk_jax.evaluation.results import ResultsFile, read_results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tables import (

@@ -8,7 +8,8 @@ from pathlib import Path
 # `pages` finds the package in any checkout.
 from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.results import Results, Row
+from sketchwalk_jax.evaluation.results import Results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
     PHASE_TITLES,

@@ -24,7 +24,8 @@ import real_models
 from jaxtyping import Array, DTypeLike, Float, Int
 from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.results import ResultsFile, Row
+from sketchwalk_jax.evaluation.results import ResultsFile
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,

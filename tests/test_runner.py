@@ -18,12 +18,8 @@ from sketchwalk_jax import text
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.evaluation import EvaluationConfig, calibrated_rules, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.results import (
-    check_rows,
-    hash_weights,
-    read_results,
-    write_results,
-)
+from sketchwalk_jax.evaluation.provenance import hash_weights
+from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
 from sketchwalk_jax.evaluation.runner import _Run, check_lengths, choose_batch
 
 DENSITY = 0.6

@@ -7,7 +7,7 @@ import pytest
 from quality_rows import LONGEST, POLICIES, RIVALS, cells, make_rows, right_answers
 from scipy.stats import binomtest, t
 
-from sketchwalk_jax.evaluation.results import wilson_interval
+from sketchwalk_jax.evaluation.rows import wilson_interval
 from sketchwalk_jax.evaluation.tables import (
     accuracy_table,
     difference_table,

@@ -12,7 +12,8 @@ import typer
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.evaluation.results import Row, hash_weights
+from sketchwalk_jax.evaluation.provenance import hash_weights
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
 from sketchwalk_jax.evaluation.tables import (

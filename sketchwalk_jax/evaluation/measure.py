@@ -22,7 +22,7 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
-from sketchwalk_jax.evaluation.results import Outcome, Probed
+from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.models.config import ModelConfig

@@ -19,7 +19,8 @@ import numpy as np
 
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
-from sketchwalk_jax.evaluation.results import Results, Row
+from sketchwalk_jax.evaluation.results import Results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,
     Pooled,

@@ -25,16 +25,9 @@ from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
-from sketchwalk_jax.evaluation.results import (
-    Outcome,
-    Probed,
-    ResultsFile,
-    describe_machine,
-    empty_row,
-    group_key,
-    hash_weights,
-    make_rows,
-)
+from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
+from sketchwalk_jax.evaluation.results import ResultsFile
+from sketchwalk_jax.evaluation.rows import Outcome, Probed, empty_row, group_key, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
 from sketchwalk_jax.models.config import ModelConfig

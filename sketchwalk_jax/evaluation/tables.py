@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sketchwalk_jax.evaluation.results import ROW_KEY, Row, wilson_interval
+from sketchwalk_jax.evaluation.rows import ROW_KEY, Row, wilson_interval
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.validation import check_choice
 
