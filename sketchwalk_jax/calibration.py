@@ -10,7 +10,7 @@ code goes unused. `fit_thresholds` takes the quartiles of the model's own keys.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -282,24 +282,6 @@ def set_density(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FittedThresholds:
-    """What `fit_thresholds` found.
-
-    Attributes:
-      policy: The policy with its thresholds set.
-      before: Fields that were set before, and their values.
-    """
-
-    policy: AdamasConfig
-    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields that were set."""
-        return {**self.before, "thresholds": list(self.policy.thresholds)}
-
-
 def fit_thresholds(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "P T"],
@@ -308,7 +290,7 @@ def fit_thresholds(
     policy: AdamasConfig,
     model_config: ModelConfig,
     program: Callable[..., Array] | None = None,
-) -> FittedThresholds:
+) -> AdamasConfig:
     """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
 
     Args:
@@ -327,14 +309,14 @@ def fit_thresholds(
       ValueError: If the model's head_dim has no Hadamard transform.
 
     Example:
-      >>> found = fit_thresholds(params, tokens, policy=AdamasConfig(),
-      ...                        model_config=model_config)  # doctest: +SKIP
-      >>> found.policy.thresholds  # doctest: +SKIP
+      >>> policy = fit_thresholds(params, tokens, policy=AdamasConfig(),
+      ...                         model_config=model_config)  # doctest: +SKIP
+      >>> policy.thresholds  # doctest: +SKIP
       (-1.1680, 0.0094, 1.1765)
     """
     layers = sparse_layers(model_config, policy)
     if not layers:
-        return FittedThresholds(policy)
+        return policy
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     if program is None:
@@ -344,7 +326,7 @@ def fit_thresholds(
     tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
     quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
     low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
-    return FittedThresholds(dataclasses.replace(policy, thresholds=(low, middle, high)))
+    return dataclasses.replace(policy, thresholds=(low, middle, high))
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "model_config"))

@@ -531,7 +531,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
         options: dict[str, Any] = {"model_config": model}
         policy: Any = POLICIES["adamas"]
         fitted = fit_thresholds(weights, rows, lengths, policy=policy, **options)
-        own = [np.array(fitted.policy.thresholds)]
+        own = [np.array(fitted.thresholds)]
         if has_knob:
             policy = POLICIES["flexprefill"]
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)

@@ -9,7 +9,7 @@ thresholds of the model's own keys.
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jaxtyping import Int
 
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.calibration import (
-    Calibration,
-    FittedThresholds,
     calibrate,
     fit_thresholds,
     prefill_density,
@@ -96,12 +94,6 @@ class FittedDensity:
     policy: Policy
     density: float
     least: float
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The field that was set."""
-        policy: Any = self.policy
-        return {"density": policy.density}
 
 
 def layers_density(
@@ -190,20 +182,20 @@ def fit_density(
 
 
 @dataclasses.dataclass(frozen=True)
-class SetBefore:
-    """What an earlier call found, as its rows say.
+class SetRule:
+    """A rule as it is run.
 
     Attributes:
       policy: The policy with its fields set.
-      settings: These fields.
+      settings: These fields, as rows have them.
     """
 
     policy: Policy
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, rule: Rule, settings: Mapping[str, Any]) -> "SetBefore":
-        """The policy of a rule with fields as a row has them, lists for tuples."""
+    def before(cls, rule: Rule, settings: Mapping[str, Any]) -> Self:
+        """A rule that an earlier call set, as its rows say: with lists for tuples."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in settings.items()
@@ -281,7 +273,7 @@ class RuleCalibration:
         seed: int,
         wording: str = "plain",
         before: Callable[[str], object] = str,
-    ) -> dict[Rule, "Found"]:
+    ) -> dict[Rule, SetRule | OutOfReach]:
         """Calibrates.
 
         Args:
@@ -296,12 +288,9 @@ class RuleCalibration:
         Returns:
           What was found for each rule that needs it.
         """
-        found: dict[Rule, Found] = {}
-        for rule in self._rules:
-            if rule not in self._measured:
-                found[rule] = self._fit(rule)
+        found = {rule: self._fit(rule) for rule in self._rules if rule not in self._measured}
         if self._measured:
-            tokens, lengths = held_out_prompts(
+            prompts = held_out_prompts(
                 text,
                 tokenizer,
                 tasks=tasks,
@@ -309,58 +298,65 @@ class RuleCalibration:
                 seed=seed,
                 wording=wording,
             )
-            for rule in self._measured:
-                found[rule] = self._set(rule, params, tokens, lengths, before)
+        for rule in self._measured:
+            before(f"calibrating {rule}, {self._num_tokens} tokens")
+            set_rule = self._set_thresholds if rule.policy == "adamas" else self._set_knob
+            found[rule] = set_rule(rule, params, *prompts)
         return found
 
-    def _fit(self, rule: Rule) -> FittedDensity | OutOfReach:
+    def _fit(self, rule: Rule) -> SetRule | OutOfReach:
         """Sets the field `density` of a rule by its budget."""
-        policy = rule.make()
         assert rule.density is not None and rule.phases is not None
         found = fit_density(
-            policy,
+            rule.make(),
             self._model_config,
             density=rule.density,
             num_tokens=self._num_tokens,
             phase="decode" if rule.phases == ("decode",) else "prefill",
         )
-        return _if_reached(found, rule.density)
+        policy: Any = found.policy
+        is_reached = found.density <= rule.density * (1 + _TOO_MUCH)
+        settings = {"density": policy.density}
+        return SetRule(policy, settings) if is_reached else OutOfReach(found.least)
 
-    def _set(
+    def _set_thresholds(
         self,
         rule: Rule,
         params: PyTree,
         tokens: Int[np.ndarray, "P T"],
         lengths: Int[np.ndarray, "P"],
-        before: Callable[[str], object],
-    ) -> "Found":
-        before(f"calibrating {rule}, {self._num_tokens} tokens")
+    ) -> SetRule | OutOfReach:
+        """Sets the thresholds of Adamas, and its density first where that is to be set."""
+        found = self._fit(rule) if rule.is_fitted else SetRule(rule.make(), {})
+        if isinstance(found, OutOfReach):
+            return found
+        assert isinstance(found.policy, AdamasConfig)
+        policy = fit_thresholds(
+            params,
+            tokens[: self._batch],
+            lengths[: self._batch],
+            policy=found.policy,
+            model_config=self._model_config,
+            program=self._program(rule.make()).result(),
+        )
+        return SetRule(policy, found.settings | {"thresholds": list(policy.thresholds)})
+
+    def _set_knob(
+        self,
+        rule: Rule,
+        params: PyTree,
+        tokens: Int[np.ndarray, "P T"],
+        lengths: Int[np.ndarray, "P"],
+    ) -> SetRule | OutOfReach:
+        """Sets the knob of a rule to its density."""
         policy = rule.make()
-        program = self._program(policy).result()
-        if isinstance(policy, AdamasConfig):
-            settings: dict[str, Any] = {}
-            if rule.is_fitted:
-                fitted = self._fit(rule)
-                if isinstance(fitted, OutOfReach):
-                    return fitted
-                assert isinstance(fitted.policy, AdamasConfig)
-                policy, settings = fitted.policy, fitted.settings
-            found = fit_thresholds(
-                params,
-                tokens[: self._batch],
-                lengths[: self._batch],
-                policy=policy,
-                model_config=self._model_config,
-                program=program,
-            )
-            return dataclasses.replace(found, before=settings)
         assert isinstance(policy, PrefillPolicy) and rule.density is not None
         is_whole = rule.over == "all_layers"
         num_sparse = len(sparse_layers(self._model_config, policy))
         dense_share = 1 - num_sparse / self._model_config.num_layers
         if is_whole and dense_share >= rule.density:
             return OutOfReach(dense_share)  # no knob can mend that: nothing is tried
-        calibration = calibrate(
+        found = calibrate(
             params,
             tokens,
             lengths,
@@ -369,18 +365,8 @@ class RuleCalibration:
             density=rule.density,
             batch=self._batch,
             over=rule.over,
-            program=program,
+            program=self._program(policy).result(),
         )
-        return _if_reached(calibration, rule.density) if is_whole else calibration
-
-
-Found = Calibration | FittedThresholds | FittedDensity | SetBefore | OutOfReach
-"""What calibration makes of a rule."""
-
-
-def _if_reached[Reached: (Calibration, FittedDensity)](
-    found: Reached, density: float
-) -> Reached | OutOfReach:
-    """What was found, unless it is too far above the density that it was to reach."""
-    is_reached = found.density <= density * (1 + _TOO_MUCH)
-    return found if is_reached else OutOfReach(found.least)
+        if is_whole and found.density > rule.density * (1 + _TOO_MUCH):
+            return OutOfReach(found.least)
+        return SetRule(found.policy, found.settings)

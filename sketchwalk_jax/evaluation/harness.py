@@ -166,14 +166,17 @@ class SketchWalkLM(TemplateLM):
         if isinstance(policy, AdamasConfig):
             size = min(num_tokens, _MAX_TOKENS_OF_KEYS)
             prompts = held_out_prompts(text, self.tokenizer, tasks=["text_loss"], num_tokens=size)
-            found = fit_thresholds(
+            self.policy = fit_thresholds(
                 self.params, *prompts, policy=policy, model_config=self.model_config
             )
-            self.policy = found.policy
         elif isinstance(policy, PrefillPolicy) and density is not None:
             tasks = ("text_loss", "multi_key")
             prompts = held_out_prompts(text, self.tokenizer, tasks=tasks, num_tokens=num_tokens)
-            options = {"policy": policy, "model_config": self.model_config, "density": density}
+            options: dict[str, Any] = {
+                "policy": policy,
+                "model_config": self.model_config,
+                "density": density,
+            }
             calibration = calibrate(self.params, *prompts, batch=1, **options)
             at = calibration.density
             _log.info("%s: density %.3f on held-out prompts", calibration.settings, at)

@@ -238,9 +238,9 @@ def describe_gaps(results: Results) -> list[str]:
             for one in missing
         ]
         titles = {"phase": "sparse in", "task": "in", "tokens": "at tokens"}
-        parts = (
+        parts = [
             f"{title} {_listed([one[name] for one in missing])}" for name, title in titles.items()
-        )
+        ]
         what = "; ".join([f"of {_listed(names)}", *parts])
         found.append(
             f"**Not finished.** {len(missing):,} of {asked:,} groups of rows (a policy, phase, "
@@ -435,17 +435,17 @@ def plot_accuracy(
     counted = layers.replace("_", " ")
     measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
     widest = max((x for x in measured if x is not None), default=1.0)
-    for place, (task, axis) in enumerate(zip(tasks, axes, strict=True)):
+    for index, (task, axis) in enumerate(zip(tasks, axes, strict=True)):
         some = rows_with(chosen, task=task)
         _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task in LOSS_TASKS)
-        for index, label in enumerate(labels):
-            size = _LARGEST + (_SMALLEST - _LARGEST) * index / max(1, len(labels) - 1)
+        for rank, label in enumerate(labels):
+            size = _LARGEST + (_SMALLEST - _LARGEST) * rank / max(1, len(labels) - 1)
             points = _density_points(rows_with(some, label=label), layers)
             colour, marker = style_of(label, labels)
             _draw_points(axis, points, colour, marker, size, is_loss=task in LOSS_TASKS)
         axis.set_title(task_title(task), fontsize=10)
         axis.set_xlim(0.0, 1.15 * widest)
-        if place + _MAX_COLUMNS >= len(tasks):  # no panel stands below
+        if index + _MAX_COLUMNS >= len(tasks):  # no panel stands below
             axis.set_xlabel(f"measured density, {counted}", fontsize=9)
         if task in LOSS_TASKS:
             axis.set_ylabel("nats per token (lower is better)", fontsize=9)
@@ -769,7 +769,7 @@ def model_drawings(
 
     def draw_sample(most_tokens: int) -> Sample:
         size = min(most_tokens, model_config.context_length - 1)
-        options = {"num_tokens": size, "count": 2, "seed": seed}
+        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": seed}
         # The first one has its fact where every selection looks, at the beginning.
         return draw_samples("single_needle", text, tokenizer, **options)[1]
 
@@ -813,9 +813,10 @@ def _plot_needle_map(
         f"(preset {name}, measured density {measured:.2f})",
     )
     place = find_answer(sample)
-    for axis in figure.axes if place is not None else ():
-        at = [place // policy.block_size], [axis.get_ylim()[0]]
-        axis.plot(*at, "^", color=ORANGE, markersize=6, clip_on=False)
+    if place is not None:
+        for axis in figure.axes:
+            at = [place // policy.block_size], [axis.get_ylim()[0]]
+            axis.plot(*at, "^", color=ORANGE, markersize=6, clip_on=False)
     return figure
 
 

@@ -140,8 +140,7 @@ class ResultsFile:
 
         The plan is the rule's own and not among it.
         """
-        wanted = self._common | {"policy": rule.policy, "preset": rule.preset, "tokens": tokens}
-        wanted |= {"variant": rule.variant, "density": rule.density}
+        wanted = self._common | rule.name_fields | {"tokens": tokens}
         for row in self.rows:
             is_same = all(row.get(name) == value for name, value in wanted.items())
             if is_same and row["phase"] in (rule.phases or (row["phase"],)):

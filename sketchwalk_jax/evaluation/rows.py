@@ -199,13 +199,10 @@ def make_rows(
         return [found.get(layer) for layer in range(num_layers)] if found else None
 
     common = {
-        "policy": rule.policy,
-        "preset": rule.preset,
-        "variant": rule.variant,
+        **rule.name_fields,
         "phase": phase,
         "task": samples[0].task,
         "tokens": tokens,
-        "density": rule.density,
         "settings": _with_plan(settings, rule),
         "dense_layers": None
         if rule.policy == "dense"
@@ -260,8 +257,7 @@ def _with_plan(settings: Mapping[str, Any] | None, rule: Rule) -> dict[str, Any]
 def empty_row(rule: Rule, *, task: str, tokens: int, drawn: int) -> dict[str, Any]:
     """The row of dense attention where it answers none of the prompts that were drawn."""
     made: dict[str, Any] = dict.fromkeys(ROW_FIELDS)
-    made |= {"policy": rule.policy, "preset": rule.preset, "phase": "both", "task": task}
-    made |= {"tokens": tokens, "density": rule.density, "prompts": 0}
+    made |= rule.name_fields | {"phase": "both", "task": task, "tokens": tokens, "prompts": 0}
     return made | {"drawn": drawn, "in_mean": False}
 
 

@@ -54,6 +54,12 @@ class Rule:
         return by_name(self.policy, preset=self.preset, **options)
 
     @property
+    def name_fields(self) -> dict[str, Any]:
+        """What tells it from other rules, as fields of a row."""
+        names = ("policy", "preset", "variant", "density")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def is_fitted(self) -> bool:
         """Whether its field `density` is set for the mean over all layers to be the nominal one."""
         if self.over != "all_layers" or self.density is None or self == DENSE:

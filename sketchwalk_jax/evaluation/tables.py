@@ -518,13 +518,17 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
     tasks = tasks_of(rows)
     chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
     chosen = [row for row in chosen if row["task"] in tasks]
+
+    def say(task: str | None, some: list[Row]) -> str:
+        return share(pool(_of_task(task, some)))
+
+    def say_density(some: list[Row]) -> str:
+        return measured(pool(counted(some)) or pool(some))
+
     columns: dict[str, Callable[[list[Row]], str]] = {
-        title: lambda some, task=task: share(pool(_of_task(task, some)))
-        for title, task in _task_columns(tasks)
+        title: partial(say, task) for title, task in _task_columns(tasks)
     }
-    columns["Density: sparse / all layers"] = lambda some: measured(
-        pool(counted(some)) or pool(some)
-    )
+    columns["Density: sparse / all layers"] = say_density
     return _policy_table(policy_labels(rows), chosen, columns)
 
 
