@@ -12,27 +12,24 @@ from typing import Any
 
 from pages import Tables, if_measured, read_whole, write_own_tables
 
-from sketchwalk_jax.evaluation.plots import style_of
-from sketchwalk_jax.evaluation.report import describe_results
-from sketchwalk_jax.evaluation.results import Row
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.report import describe_results, style_of
+from sketchwalk_jax.evaluation.rows import Row
+from sketchwalk_jax.evaluation.tables import (
+    NOTHING,
     PHASE_TITLES,
     PHASES,
     densities,
-    paired_loss_difference,
-    pool,
-    rows_with,
-    tasks_of,
-)
-from sketchwalk_jax.evaluation.tables import (
-    NOTHING,
     difference,
     loss_difference,
     markdown_table,
     measured,
     name_of,
+    paired_loss_difference,
+    pool,
+    rows_with,
     share,
     task_title,
+    tasks_of,
 )
 from sketchwalk_jax.plots import import_pyplot
 from sketchwalk_jax.policies import by_name

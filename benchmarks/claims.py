@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import common  # noqa: F401  which finds the package in a checkout that is not installed
 
-from sketchwalk_jax.evaluation.results import Row
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.rows import Row
+from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,
     PHASES,
     Difference,
@@ -21,9 +21,9 @@ from sketchwalk_jax.evaluation.summaries import (
     paired_loss_difference,
     pool,
     rows_with,
+    signed,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import signed
 
 HELD, FAILED, OPEN, UNTESTED = "held", "did not hold", "undecided", "not tested"
 

@@ -29,9 +29,9 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
       command: The command's words; by default those of this process.
       **details: What the benchmark says besides.
     """
-    from sketchwalk_jax.evaluation import results
+    from sketchwalk_jax.evaluation import provenance
 
-    return results.describe_machine(command or ["python", *sys.argv], root=ROOT, **details)
+    return provenance.describe_machine(command or ["python", *sys.argv], root=ROOT, **details)
 
 
 class Compiling:

@@ -13,27 +13,25 @@ from pathlib import Path
 from pages import Results, Tables, describe_whole, if_measured, read_whole
 
 from sketchwalk_jax.evaluation.report import NOT_MEASURED
-from sketchwalk_jax.evaluation.results import Row
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.rows import Row
+from sketchwalk_jax.evaluation.tables import (
+    NOTHING,
     PHASE_TITLES,
     densities,
+    density_title,
     is_dense,
+    longest,
+    markdown_table,
     mean_of,
+    measured,
     measured_phases,
+    name_of,
     policy_labels,
     pool,
     rows_with,
+    share,
     values_of,
     without_parts,
-)
-from sketchwalk_jax.evaluation.tables import (
-    NOTHING,
-    density_title,
-    longest,
-    markdown_table,
-    measured,
-    name_of,
-    share,
 )
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS
 

@@ -24,31 +24,29 @@ import sketchwalk_jax as sw
 from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
+from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import describe_gaps
-from sketchwalk_jax.evaluation.results import (
-    ResultsFile,
-    Row,
-    hash_weights,
-    read_results,
-)
+from sketchwalk_jax.evaluation.results import ResultsFile, read_results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.tables import (
     counted,
+    markdown_table,
     measured_phases,
     paired_difference,
     paired_loss_difference,
     pool,
     rows_with,
+    signed,
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.tables import markdown_table, signed
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
-from sketchwalk_jax.evaluation.text import Text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.text import Text
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"

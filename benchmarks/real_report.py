@@ -8,32 +8,31 @@ from pathlib import Path
 # `pages` finds the package in any checkout.
 from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.results import Results, Row
-from sketchwalk_jax.evaluation.summaries import (
-    PHASE_TITLES,
-    TASK_TITLES,
-    counted,
-    densities,
-    mean_of,
-    measured_phases,
-    policy_labels,
-    pool,
-    rows_with,
-    tasks_of,
-    values_of,
-)
+from sketchwalk_jax.evaluation.results import Results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     NOTHING,
+    PHASE_TITLES,
+    TASK_TITLES,
     accuracy_table,
+    counted,
+    densities,
     density_title,
     difference_table,
     longest,
     loss_difference,
     loss_table,
     markdown_table,
+    mean_of,
+    measured_phases,
     name_of,
+    policy_labels,
+    pool,
+    rows_with,
     share,
     task_title,
+    tasks_of,
+    values_of,
 )
 
 _COMMAND = "`python benchmarks/real_models.py --model FILE.gguf`"

@@ -24,23 +24,22 @@ import real_models
 from jaxtyping import Array, DTypeLike, Float, Int
 from pages import Tables, describe_whole, if_measured, read_whole
 
-from sketchwalk_jax.evaluation.results import ResultsFile, Row
+from sketchwalk_jax.evaluation.results import ResultsFile
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,
     counted,
     densities,
-    policy_labels,
-    rows_with,
-    values_of,
-)
-from sketchwalk_jax.evaluation.tables import (
     density_title,
     difference,
     loss_difference,
     markdown_table,
     name_of,
+    policy_labels,
+    rows_with,
     task_title,
+    values_of,
 )
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig

@@ -40,8 +40,7 @@ from pages import (
 )
 
 from sketchwalk_jax.evaluation.report import SUMMARY_NOTE, TITLES, describe_run, sections
-from sketchwalk_jax.evaluation.summaries import densities
-from sketchwalk_jax.evaluation.tables import longest, markdown_table, summary_table
+from sketchwalk_jax.evaluation.tables import densities, longest, markdown_table, summary_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,8 +39,9 @@ from sketchwalk_jax.evaluation.planning import (
     samples_in_turn,
     whole_prompt,
 )
+from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import describe_run
-from sketchwalk_jax.evaluation.results import hash_weights, write_results
+from sketchwalk_jax.evaluation.results import write_results
 from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models.config import ModelConfig

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pages import Results, Tables, captioned, duration, if_measured, write_own_tables
 
-from sketchwalk_jax.evaluation.summaries import PHASE_TITLES
-from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table, name_of
+from sketchwalk_jax.evaluation.tables import NOTHING, PHASE_TITLES, markdown_table, name_of
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 if TYPE_CHECKING:

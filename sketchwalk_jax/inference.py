@@ -210,6 +210,43 @@ def read_prompt(
     return taken, cache, _empty_others(selection, is_row, num_blocks=cache.capacity // size)
 
 
+def read_into_new_cache(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"] | None = None,
+    *,
+    settings: Settings,
+) -> tuple[Float[Array, "B C D"], Cache]:
+    """Reads prompts into a new cache of `T` tokens, without checks.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      columns: Columns whose output is wanted; the first one by default.
+      settings: Model and policy.
+
+    Returns:
+      The last layer's output at those columns, and the cache.
+    """
+    batch, num_tokens = tokens.shape
+    cache = init_cache(
+        settings.model_config,
+        settings.policy,
+        batch=batch,
+        max_tokens=num_tokens,
+        dtype=params["embed"]["embedding"].dtype,
+        sharding=settings.placement,
+    )
+    if columns is None:
+        columns = jnp.zeros((batch, 1), jnp.int32)
+    hidden, cache, _ = read_prompt(
+        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
+    )
+    return hidden, spread_cache(cache, settings.placement, settings.policy)
+
+
 def _empty_others(
     selection: BlockSelection | None, is_row: Bool[Array, "B I"], *, num_blocks: int
 ) -> BlockSelection | None:

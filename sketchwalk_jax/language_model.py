@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Key, Shaped
 
 from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cache import Cache, Density, recommended_policy
+from sketchwalk_jax.calibration import set_density
 from sketchwalk_jax.calls import cache_bytes
 from sketchwalk_jax.generation import (
     Stream,
@@ -207,8 +208,6 @@ class LanguageModel:
             assert isinstance(made, Policy)
             return dataclasses.replace(self, policy=dataclasses.replace(policy, sparse=made))
         if isinstance(policy, PrefillPolicy) and density is not None:
-            from sketchwalk_jax.evaluation.calibration import set_density
-
             policy = set_density(
                 policy,
                 self.params,

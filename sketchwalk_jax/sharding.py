@@ -651,3 +651,8 @@ def _fits(ranks: int, model_config: ModelConfig) -> bool:
     c = model_config
     by_kv = c.num_kv_heads % ranks == 0 or ranks % c.num_kv_heads == 0
     return by_kv and c.num_heads % ranks == 0 and c.intermediate_size % ranks == 0
+
+
+def whole_batch(batch: int, placement: Placement | None) -> int:
+    """The least number of sequences, of at least so many, of which ranks have as many each."""
+    return batch if placement is None else batch + -batch % placement.size("data")

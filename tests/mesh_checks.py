@@ -24,12 +24,12 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import KernelConfig, generation, inference, sharding
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
+from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, long_decode, measure
-from sketchwalk_jax.evaluation.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.planning import make_plan
-from sketchwalk_jax.evaluation.programs import Programs, whole_batch
+from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
@@ -44,7 +44,7 @@ from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.sharding import Placement, lies_on_one_device, place
+from sketchwalk_jax.sharding import Placement, lies_on_one_device, place, whole_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -531,7 +531,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
         options: dict[str, Any] = {"model_config": model}
         policy: Any = POLICIES["adamas"]
         fitted = fit_thresholds(weights, rows, lengths, policy=policy, **options)
-        own = [np.array(fitted.policy.thresholds)]
+        own = [np.array(fitted.thresholds)]
         if has_knob:
             policy = POLICIES["flexprefill"]
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from quality_rows import META
 
-from sketchwalk_jax.evaluation.results import ROW_FIELDS, exact_match, read_results
+from sketchwalk_jax.evaluation.results import read_results
+from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))

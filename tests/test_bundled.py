@@ -12,8 +12,8 @@ from sketchwalk_jax import Dense, generate, init_cache, load, prefill
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.cli.demo_reader import hide_facts
 from sketchwalk_jax.evaluation.tasks import draw_samples, score
-from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models import ModelConfig, bundled_model
+from sketchwalk_jax.text import read_text
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
 MAX_BYTES = 16e6

@@ -8,10 +8,10 @@ import pytest
 import tiny
 from tolerances import tolerance
 
-from sketchwalk_jax import Dense, generate, init_cache, prefill
+from sketchwalk_jax import Dense, calibration, generate, init_cache, prefill
 from sketchwalk_jax.cache import Density
-from sketchwalk_jax.evaluation import EvaluationConfig, calibration
-from sketchwalk_jax.evaluation.calibration import calibrate, fit_thresholds
+from sketchwalk_jax.calibration import calibrate, fit_thresholds
+from sketchwalk_jax.evaluation import EvaluationConfig
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
@@ -156,13 +156,12 @@ def test_thresholds_are_the_quartiles_of_the_keys_of_sparse_layers():
     keys = np.asarray(hadamard_transform(cache.key[1:, :, :100]))
     found = fit(tokens)
     wanted = np.quantile(keys, [0.25, 0.5, 0.75])
-    np.testing.assert_allclose(found.policy.thresholds, wanted, atol=1e-4)
-    assert found.settings == {"thresholds": list(found.policy.thresholds)}
-    assert (found.policy.density, found.policy.dense_layers) == (0.3, 1)
+    np.testing.assert_allclose(found.thresholds, wanted, atol=1e-4)
+    assert found == dataclasses.replace(ADAMAS, thresholds=found.thresholds)
     padded = np.pad(tokens, ((0, 0), (0, 28)), constant_values=7)
-    assert fit(padded, lengths).settings == found.settings
+    assert fit(padded, lengths) == found
 
 
 def test_a_model_without_sparse_layers_keeps_what_it_has():
     config = AdamasConfig(dense_layers=tiny.MODEL.num_layers)
-    assert fit(jnp.zeros((1, 4), jnp.int32), config=config).policy is config
+    assert fit(jnp.zeros((1, 4), jnp.int32), config=config) is config

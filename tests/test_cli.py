@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import Dense, SketchWalkConfig, language_model, make_generate
+from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
 from sketchwalk_jax.cli import main, options
-from sketchwalk_jax.evaluation import calibration
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.policies.minference import MInferenceConfig

@@ -9,7 +9,7 @@ from quality_rows import DENSE, make_rows
 
 from sketchwalk_jax import cli
 from sketchwalk_jax.cli import evaluate
-from sketchwalk_jax.evaluation.summaries import pool, rows_with
+from sketchwalk_jax.evaluation.tables import pool, rows_with
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from quality_rows import POLICIES, RIVALS, cells, make_rows
 
-from sketchwalk_jax.evaluation.summaries import pool, rows_with
+from sketchwalk_jax.evaluation.tables import pool, rows_with
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -28,9 +28,9 @@ from sketchwalk_jax.cli.demo_reader import (
     prose,
 )
 from sketchwalk_jax.cli.stopwatch import Stopwatch
-from sketchwalk_jax.evaluation.text import is_held_out
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.text import is_held_out
 from sketchwalk_jax.tokenizer import decode, load_tokenizer
 
 TOKENS, FACTS = 512, 2  # all of the context

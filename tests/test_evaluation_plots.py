@@ -12,14 +12,13 @@ from figures import panels, shown
 from matplotlib import pyplot
 from quality_rows import LONGEST, POLICIES, RIVALS, TASKS, make_rows, right_answers
 
-from sketchwalk_jax.evaluation.plots import (
+from sketchwalk_jax.evaluation.report import (
     plot_accuracy,
     plot_mass_recall,
     plot_needle_depth,
     plot_output_error,
 )
-from sketchwalk_jax.evaluation.summaries import policy_labels, rows_with
-from sketchwalk_jax.evaluation.tables import task_title
+from sketchwalk_jax.evaluation.tables import policy_labels, rows_with, task_title
 
 ROWS = make_rows()
 

@@ -9,19 +9,15 @@ import quality_rows
 from evaluation_samples import samples
 
 from sketchwalk_jax.cache import Density
+from sketchwalk_jax.evaluation.provenance import hash_sources
 from sketchwalk_jax.evaluation.results import (
-    ROW_FIELDS,
-    Outcome,
-    Probed,
     Results,
     ResultsFile,
     check_rows,
-    group_key_of,
-    hash_sources,
-    make_rows,
     read_results,
     write_results,
 )
+from sketchwalk_jax.evaluation.rows import ROW_FIELDS, Outcome, Probed, group_key_of, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 
 LAYERS = 4
@@ -173,19 +169,19 @@ def test_results_of_other_code_are_refused_or_marked(tmp_path, was):
 
 
 def test_the_code_is_hashed(tmp_path, monkeypatch):
-    from sketchwalk_jax.evaluation import results
+    from sketchwalk_jax.evaluation import provenance
 
     first = hash_sources()
-    assert len(first) == 16 and results.describe_machine(["x"])["sources"] == first
+    assert len(first) == 16 and provenance.describe_machine(["x"])["sources"] == first
     files = {}
     for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "evaluation").mkdir(parents=True)
         (folder / "evaluation" / "results.py").write_text("one")
-        monkeypatch.setattr(results, "__file__", str(folder / "evaluation" / "results.py"))
-        files[folder] = results.hash_sources.__wrapped__()
+        monkeypatch.setattr(provenance, "__file__", str(folder / "evaluation" / "results.py"))
+        files[folder] = provenance.hash_sources.__wrapped__()
     assert len({*files.values()}) == 1 and first not in files.values()
     (tmp_path / "b" / "walk.py").write_text("two")
-    assert results.hash_sources.__wrapped__() != files[tmp_path / "b"]
+    assert provenance.hash_sources.__wrapped__() != files[tmp_path / "b"]
 
 
 RULES = [

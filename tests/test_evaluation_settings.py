@@ -3,7 +3,7 @@
 import pytest
 
 from sketchwalk_jax import Dense, SketchWalkConfig
-from sketchwalk_jax.evaluation.results import group_key, group_key_of
+from sketchwalk_jax.evaluation.rows import group_key, group_key_of
 from sketchwalk_jax.evaluation.settings import DENSE, EvaluationConfig, Rule
 from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig

@@ -12,15 +12,14 @@ import tiny
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import EvaluationConfig, long_decode, measure, read_text, runner
-from sketchwalk_jax.evaluation.calibration import fit_density, layers_density
+from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_density
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.results import ResultsFile, check_rows
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.evaluation.summaries import counted, pool
-from sketchwalk_jax.evaluation.tables import accuracy_table, summary_table
+from sketchwalk_jax.evaluation.tables import accuracy_table, counted, pool, summary_table
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies import QuestConfig, SketchWalkConfig
 from sketchwalk_jax.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from sketchwalk_jax import Dense, forward, generate, load, save
 from sketchwalk_jax.cli import app
 from sketchwalk_jax.cli.errors import UsageError
-from sketchwalk_jax.evaluation.results import hash_weights
+from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.models import ModelConfig, rope_frequencies
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.tokenizer import load_tokenizer

@@ -104,13 +104,13 @@ def direct(checkpoint, text, count, config, **options):
 def test_text_is_what_generate_writes_one_by_one(harness, checkpoint, policy, phase):
     options = {"policy": policy, "phase": phase, **BLOCKS}
     lm = harness.SketchWalkLM(checkpoint, batch_size=2, **options)
-    assert lm.config == by_name(policy, **BLOCKS)
+    assert lm.policy == by_name(policy, **BLOCKS)
     counts = (9, 5 if policy == "dense" else 9, 9)
     asked = [(text, {"max_gen_toks": n}) for text, n in zip(TEXTS, counts, strict=True)]
     found = lm.generate_until(requests(*asked), disable_tqdm=True)
     attended, causal = 0.0, 0.0
     for text, count, answer in zip(TEXTS, counts, found, strict=True):
-        wanted, out = direct(checkpoint, text, count, lm.config, phase=phase)
+        wanted, out = direct(checkpoint, text, count, lm.policy, phase=phase)
         assert answer == wanted.decode(errors="replace")
         pairs = out.measured_density.prefill_pairs + out.measured_density.decode_pairs
         attended += np.asarray(pairs, np.float64).mean(0).sum()
@@ -161,7 +161,7 @@ def test_log_likelihoods_are_those_of_the_logits(harness, checkpoint, policy):
 
     def logits_of(text):
         tokens, lengths = padded(text)
-        options = {"lengths": lengths, "model_config": model_config, "policy": lm.config}
+        options = {"lengths": lengths, "model_config": model_config, "policy": lm.policy}
         return np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
 
     for (context, continuation), (logprob, is_best) in zip(pairs, found, strict=True):
@@ -200,20 +200,20 @@ def test_every_policy_has_its_name_and_what_it_needs_of_the_model(harness, check
         density = {} if has_knob(by_name(policy)) else {"density": 0.4}
         lm = harness.SketchWalkLM(checkpoint, policy=policy, max_length=256, **density)
         info = json.loads(json.dumps(lm.get_model_info()))
-        assert type(lm.config) is type(by_name(policy)) and info["phase"] == "both"
+        assert type(lm.policy) is type(by_name(policy)) and info["phase"] == "both"
         assert info["policy_fields"].get("density") == (
             None if policy == "dense" else density.get("density")
         )
         assert ("thresholds" in info["policy_fields"]) == (policy == "adamas")
     given = {"policy": "adamas", "thresholds": [-1.0, 0.0, 1.0]}
-    assert harness.SketchWalkLM(checkpoint, **given).config.thresholds == (-1.0, 0.0, 1.0)
+    assert harness.SketchWalkLM(checkpoint, **given).policy.thresholds == (-1.0, 0.0, 1.0)
 
 
 def test_a_density_calibrates_a_knob(harness, tmp_path):
     checkpoints.write_checkpoint(tmp_path, tokenizer=True, max_position_embeddings=2048)
     options = {"policy": "minference", "density": 0.9, "block_size": SIZE}
     lm = harness.SketchWalkLM(str(tmp_path), **options)
-    assert lm.config.scale != by_name("minference").scale
+    assert lm.policy.scale != by_name("minference").scale
 
 
 @pytest.mark.unchecked

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from sketchwalk_jax import SketchWalkConfig, generate
-from sketchwalk_jax.evaluation.calibration import fit_density, layers_density
+from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_density
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.recommended import RecommendedConfig

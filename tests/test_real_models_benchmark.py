@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from quality_rows import META
 
-from sketchwalk_jax.evaluation.results import (
-    ROW_FIELDS,
-    check_rows,
-    exact_match,
-    read_results,
-    write_results,
-)
+from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
+from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.settings import Rule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))

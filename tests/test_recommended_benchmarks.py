@@ -12,7 +12,8 @@ import pytest
 import tiny
 from quality_rows import META
 
-from sketchwalk_jax.evaluation.results import ROW_FIELDS, exact_match, write_results
+from sketchwalk_jax.evaluation.results import write_results
+from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import round_queries

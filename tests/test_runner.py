@@ -14,15 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import MODEL
 
+from sketchwalk_jax import text
 from sketchwalk_jax.cli import main
-from sketchwalk_jax.evaluation import EvaluationConfig, calibration, evaluate, read_text
+from sketchwalk_jax.evaluation import EvaluationConfig, calibrated_rules, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.results import (
-    check_rows,
-    hash_weights,
-    read_results,
-    write_results,
-)
+from sketchwalk_jax.evaluation.provenance import hash_weights
+from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
 from sketchwalk_jax.evaluation.runner import _Run, check_lengths, choose_batch
 
 DENSITY = 0.6
@@ -75,7 +72,7 @@ def finished(model, tmp_path_factory) -> Evaluation:
     """From the command line, in this process."""
     file = tmp_path_factory.mktemp("out") / "quality.json"
     found = Evaluation(file, "", "", [], [])
-    draw_held_out, draw = calibration.held_out_prompts, _Run._draw
+    draw_held_out, draw = calibrated_rules.held_out_prompts, _Run._draw
 
     def noted_held_out(*arguments, **options):
         assert options["seed"] == CONFIG.seed
@@ -90,7 +87,7 @@ def finished(model, tmp_path_factory) -> Evaluation:
 
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "held_out_prompts", noted_held_out)
+        patch.setattr(calibrated_rules, "held_out_prompts", noted_held_out)
         patch.setattr(_Run, "_draw", noted_draw)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             assert main([*COMMAND, "--model", str(model), "--out", str(file)]) == 0
@@ -163,7 +160,7 @@ def test_knobs_are_set_on_prompts_that_are_not_scored(finished):
     for row in rows:
         assert row["measured_density_sparse_layers"] == pytest.approx(DENSITY, rel=0.15)
     assert {row["settings"] for row in finished.rows if row["policy"] != "minference"} == {None}
-    assert calibration.HELD_OUT > 2**31
+    assert text.HELD_OUT > 2**31
 
 
 @pytest.mark.slow
@@ -171,7 +168,7 @@ def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monke
     out = tmp_path / "quality.json"
     out.write_bytes(finished.file.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "held_out_prompts", None)  # nor is anything calibrated
+        patch.setattr(calibrated_rules, "held_out_prompts", None)  # nor is anything calibrated
         evaluate(model, config=CONFIG, out=out)
     assert asked == [] and rows_of(out) == finished.rows
 

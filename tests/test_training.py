@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax import forward, load
-from sketchwalk_jax.evaluation.text import is_held_out
+from sketchwalk_jax.text import is_held_out
 from sketchwalk_jax.tokenizer import encode, load_tokenizer
 
 TRAINING = Path(__file__).resolve().parents[1] / "training"

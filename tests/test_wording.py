@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizers import TOKENIZERS
 
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS, LOSS_TASKS, TASKS, draw_samples, score
-from sketchwalk_jax.evaluation.text import Text, read_code, read_text
+from sketchwalk_jax.text import Text, read_code, read_text
 from sketchwalk_jax.tokenizer import decode, encode
 
 TEXT = read_text()

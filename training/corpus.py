@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from sketchwalk_jax.evaluation import wording
-from sketchwalk_jax.evaluation.text import is_held_out, read_text
+from sketchwalk_jax.text import is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1
@@ -164,15 +164,16 @@ def find_words(text: str, *, held_out: bool) -> list[str]:
 def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
     """Encodes everything that sentences consist of."""
     # Each place is written as a letter that no sentence has, with the space before it.
+    plain = wording.wording_of("plain")
     marked = {
         "code": wording.code_statement("\x01", "\x01"),
         "code?": wording.code_question("\x01"),
-        "each?": wording.each_code_question(["\x01"]),
-        "all?": wording.all_codes_question("\x01"),
-        "value": wording.value_statement("\x01", "\x01"),
-        "value?": wording.value_question("\x01"),
-        "vote": wording.vote_statement("\x01"),
-        "vote?": wording.vote_question(),
+        "each?": plain.ask_each_code(["\x01"], []).question,
+        "all?": plain.ask_all_codes("\x01", []).question,
+        "value": plain.value("\x01", "\x01"),
+        "value?": plain.ask_value("\x01", []).question,
+        "vote": plain.vote("\x01"),
+        "vote?": plain.ask_votes("\x01").question,
         "answer": wording.answer_text(["\x01"]),
     }
     size = tokenizer.get_vocab_size()

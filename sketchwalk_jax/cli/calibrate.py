@@ -14,14 +14,14 @@ from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
-from sketchwalk_jax.evaluation.results import describe_machine
-from sketchwalk_jax.evaluation.text import read_text
+from sketchwalk_jax.evaluation.provenance import describe_machine
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
 from sketchwalk_jax.progress import elapsed, progress_bar
+from sketchwalk_jax.text import read_text
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)

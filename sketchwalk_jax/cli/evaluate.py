@@ -12,10 +12,11 @@ import typer
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.evaluation.results import Row, hash_weights
+from sketchwalk_jax.evaluation.provenance import hash_weights
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
-from sketchwalk_jax.evaluation.summaries import (
+from sketchwalk_jax.evaluation.tables import (
     PHASES,
     Pooled,
     counted,
@@ -26,11 +27,11 @@ from sketchwalk_jax.evaluation.summaries import (
     tasks_of,
     values_of,
 )
-from sketchwalk_jax.evaluation.text import read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.progress import elapsed
+from sketchwalk_jax.text import read_text
 
 _SIZE = "Amount"
 _DEFAULT = EvaluationConfig()

@@ -503,7 +503,7 @@ def set_density(
     """
     if density is None or not isinstance(config, PrefillPolicy):
         return config
-    from sketchwalk_jax.evaluation import calibration
+    from sketchwalk_jax import calibration
 
     with elapsed(f"calibrating to density {density:g}"):
         found = calibration.set_density(

@@ -8,8 +8,9 @@ import typer
 
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import describe_gaps, model_drawings, write_report
-from sketchwalk_jax.evaluation.results import hash_weights, read_results
+from sketchwalk_jax.evaluation.results import read_results
 from sketchwalk_jax.plots import import_pyplot
 from sketchwalk_jax.progress import elapsed
 

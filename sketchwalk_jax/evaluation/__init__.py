@@ -7,20 +7,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sketchwalk_jax.evaluation.calibration import Calibration as Calibration
-    from sketchwalk_jax.evaluation.calibration import calibrate as calibrate
+    from sketchwalk_jax.calibration import Calibration as Calibration
+    from sketchwalk_jax.calibration import calibrate as calibrate
     from sketchwalk_jax.evaluation.runner import evaluate as evaluate
     from sketchwalk_jax.evaluation.runner import evaluate_model as evaluate_model
     from sketchwalk_jax.evaluation.settings import EvaluationConfig as EvaluationConfig
-    from sketchwalk_jax.evaluation.text import read_text as read_text
+    from sketchwalk_jax.text import read_text as read_text
 
 _MODULES = {
-    "Calibration": "calibration",
-    "EvaluationConfig": "settings",
-    "calibrate": "calibration",
-    "evaluate": "runner",
-    "evaluate_model": "runner",
-    "read_text": "text",
+    "Calibration": "sketchwalk_jax.calibration",
+    "EvaluationConfig": "sketchwalk_jax.evaluation.settings",
+    "calibrate": "sketchwalk_jax.calibration",
+    "evaluate": "sketchwalk_jax.evaluation.runner",
+    "evaluate_model": "sketchwalk_jax.evaluation.runner",
+    "read_text": "sketchwalk_jax.text",
 }
 
 __all__ = sorted(_MODULES)
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     """Imports an exported name from its module on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -23,13 +23,18 @@ from tqdm import tqdm
 
 from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.calibration import fit_policy
-from sketchwalk_jax.evaluation.programs import read_prompts
+from sketchwalk_jax.calibration import calibrate, fit_thresholds
+from sketchwalk_jax.evaluation.calibrated_rules import held_out_prompts
 from sketchwalk_jax.generation import bucket_length, make_generate, pad_to_bucket
+from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
+from sketchwalk_jax.policies import Policy, by_name, changed_fields, has_knob, with_plan
+from sketchwalk_jax.policies.adamas import AdamasConfig
+from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.renamed import warn_renamed
 from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.text import read_text
 from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
 from sketchwalk_jax.validation import check_choice
 
@@ -47,6 +52,7 @@ except ImportError as error:
 PyTree = Any
 TRUNCATIONS = ("left", "middle")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
 _TARGETS = 256  # tokens of a sequence whose logits exist at a time
 _log = logging.getLogger(__name__)
 
@@ -62,7 +68,7 @@ class SketchWalkLM(TemplateLM):
     Attributes:
       params: Parameter tree.
       model_config: The model.
-      config: The policy that runs, its knob or thresholds set.
+      policy: The policy that runs, its knob or thresholds set.
       tokenizer: The checkpoint's.
       max_length: Most tokens of a prompt together with what is generated.
       max_gen_toks: Most tokens to generate where a task does not say.
@@ -126,13 +132,13 @@ class SketchWalkLM(TemplateLM):
         check_choice("truncation", truncation, TRUNCATIONS)
         fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
         own = None if has_knob(by_name(policy, preset=preset)) else density
-        config = by_name(policy, preset=preset, density=own, **fields)
+        self.policy = by_name(policy, preset=preset, density=own, **fields)
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"  # CPUs compute the narrow types slowly
         self.tokenizer = load_tokenizer(tokenizer or pretrained)
         self.params, self.model_config = load(pretrained, dtype=dtype)
         if "plan" not in fields:
-            config = with_plan(config, self.model_config.plan)
+            self.policy = with_plan(self.policy, self.model_config.plan)
         context = self.model_config.context_length
         self.max_length = max_length or context
         if not 1 < self.max_length <= context:
@@ -141,25 +147,51 @@ class SketchWalkLM(TemplateLM):
                 f"{max_length}; rope scaling in config.json stretches it"
             )
         self.max_gen_toks, self.batch_size = max_gen_toks, int(batch_size)
-        self.config, self._name, self._phase = config, str(pretrained), phase
+        self._name, self._phase = str(pretrained), phase
         self._truncation, self._key = truncation, jax.random.key(seed)
         self._options: dict[str, Any] = {"chunk_size": chunk_size, "implementation": implementation}
         self._settings()  # which checks them
-        self.config = fit_policy(
-            config,
-            self.params,
-            self.model_config,
-            self.tokenizer,
-            density=density,
-            num_tokens=calibration_tokens or self.max_length,
-            is_fitted="thresholds" in fields,
-        )
+        if "thresholds" not in fields:
+            self._set_by_model(density, num_tokens=calibration_tokens or self.max_length)
         self.reset_density()
+
+    def _set_by_model(self, density: float | None, *, num_tokens: int) -> None:
+        """Sets a knob to a density, or the thresholds of Adamas, on prompts that no harness has.
+
+        A knob is set on two of one length, English text and a question about codes hidden in such
+        text: what is kept of one that ends in a question is more. Thresholds take the text alone,
+        of which they need no more than 8,192 tokens.
+        """
+        policy, text = self.policy, read_text()
+        if isinstance(policy, AdamasConfig):
+            size = min(num_tokens, _MAX_TOKENS_OF_KEYS)
+            prompts = held_out_prompts(text, self.tokenizer, tasks=["text_loss"], num_tokens=size)
+            self.policy = fit_thresholds(
+                self.params, *prompts, policy=policy, model_config=self.model_config
+            )
+        elif isinstance(policy, PrefillPolicy) and density is not None:
+            tasks = ("text_loss", "multi_key")
+            prompts = held_out_prompts(text, self.tokenizer, tasks=tasks, num_tokens=num_tokens)
+            options: dict[str, Any] = {
+                "policy": policy,
+                "model_config": self.model_config,
+                "density": density,
+            }
+            calibration = calibrate(self.params, *prompts, batch=1, **options)
+            at = calibration.density
+            _log.info("%s: density %.3f on held-out prompts", calibration.settings, at)
+            self.policy = calibration.policy
 
     def _settings(self) -> Settings:
         return Settings(
-            model_config=self.model_config, policy=self.config, phase=self._phase, **self._options
+            model_config=self.model_config, policy=self.policy, phase=self._phase, **self._options
         )
+
+    @property
+    def config(self) -> Policy:
+        """Former name of `policy`."""
+        warn_renamed("SketchWalkLM.config is now called 'policy'")
+        return self.policy
 
     @property
     def eot_token_id(self) -> int:
@@ -210,7 +242,7 @@ class SketchWalkLM(TemplateLM):
 
     def measured_density(self) -> dict[str, dict[str, float]]:
         """Attended over causal pairs since `reset_density`, by phase, in sparse and all layers."""
-        sparse = list(sparse_layers(self.model_config, self.config))
+        sparse = list(sparse_layers(self.model_config, self.policy))
         found = {}
         for phase, (attended, causal) in self._pairs.items():
             if causal:
@@ -223,8 +255,8 @@ class SketchWalkLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results beside `model_args`."""
         return {
-            "policy": type(self.config).__name__,
-            "policy_fields": changed_fields(self.config),
+            "policy": type(self.policy).__name__,
+            "policy_fields": changed_fields(self.policy),
             "phase": self._phase,
             "measured_density": self.measured_density(),
         }
@@ -251,7 +283,7 @@ class SketchWalkLM(TemplateLM):
         for option in dict.fromkeys(options):
             generate = make_generate(
                 self.model_config,
-                self.config,
+                self.policy,
                 max_new_tokens=option.max_new_tokens,
                 phase=self._phase,
                 **self._options,
@@ -298,11 +330,11 @@ class SketchWalkLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        is_dense = not self.config.phases
-        if not is_dense and ("prefill" not in self.config.phases or self._phase == "decode"):
+        is_dense = not self.policy.phases
+        if not is_dense and ("prefill" not in self.policy.phases or self._phase == "decode"):
             raise NotImplementedError(
                 f"log-likelihoods must be taken with a policy that selects in prefill, or densely: "
-                f"they read all tokens at once, where {type(self.config).__name__} in phase "
+                f"they read all tokens at once, where {type(self.policy).__name__} in phase "
                 f"{self._phase!r} is dense; use policy=dense, or tasks that generate"
             )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -313,7 +345,7 @@ class SketchWalkLM(TemplateLM):
             given = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in rows]
             wanted = [requests[i][2][1 - len(x) :] for i, x in zip(rows, given, strict=True)]
             tokens, lengths = pad([one[:-1] for one in given])
-            padded, _ = pad_to_bucket(tokens, lengths, self.model_config, self.config)
+            padded, _ = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
             sums, is_best, density = score_continuations(
                 self.params, padded, lengths, wanted, settings=self._settings()
             )
@@ -354,7 +386,7 @@ class SketchWalkLM(TemplateLM):
         return sums
 
     def _bar(self, total: int, is_off: bool) -> tqdm:
-        return tqdm(total=total, desc=f"{type(self.config).__name__}", disable=is_off)
+        return tqdm(total=total, desc=f"{type(self.policy).__name__}", disable=is_off)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,7 +509,7 @@ def _score(
     settings: Settings,
 ) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], Density]:
     """Log-probabilities of `targets` after the tokens at `columns`, and whether they are best."""
-    hidden, cache = read_prompts(params, tokens, lengths, columns, settings=settings)
+    hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
     batch, count = columns.shape
     size = min(count, _TARGETS)
 

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.programs import Programs, Together, read_prompts
-from sketchwalk_jax.evaluation.results import Outcome
+from sketchwalk_jax.evaluation.programs import Programs, Together
+from sketchwalk_jax.evaluation.rows import Outcome
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import NUM_DECODED, Sample
-from sketchwalk_jax.inference import decode_token
+from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.dense import Dense
@@ -51,7 +51,7 @@ def read_program(
     params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, settings: Settings
 ) -> Cache:
     """Reads texts into a new cache of `T` tokens."""
-    return read_prompts(params, tokens, lengths, settings=settings)[1]
+    return read_into_new_cache(params, tokens, lengths, settings=settings)[1]
 
 
 def compare_program(

@@ -22,7 +22,7 @@ from sketchwalk_jax.evaluation.prompts import (
     right_in_decode,
     right_in_prefill,
 )
-from sketchwalk_jax.evaluation.results import Outcome, Probed
+from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
 from sketchwalk_jax.models.config import ModelConfig
@@ -51,9 +51,9 @@ def start_programs(
             programs.decode(settings, **shape)
 
 
-def _plain(config: Policy) -> Dense:
+def _plain(policy: Policy) -> Dense:
     """Dense attention to a cache of a policy, whose blocks lie on a mesh by their size."""
-    return Dense(block_size=config.block_size)
+    return Dense(block_size=policy.block_size)
 
 
 class Measurement:
@@ -111,8 +111,8 @@ class Measurement:
     def _start(self, wanted: Wanted) -> None:
         """Compiles in the order in which programs are needed."""
         readers = (together for together, _ in self._watching.values())
-        for config in dict.fromkeys((self._dense, *readers)):
-            self._prefill_program(config)
+        for policy in dict.fromkeys((self._dense, *readers)):
+            self._prefill_program(policy)
         start_programs(self._programs, wanted, self._policies, **self._shape)
         for rules in self._probes:
             self._probe_programs(rules)
@@ -124,11 +124,11 @@ class Measurement:
         sparse = sparse_layers(self._model_config, self._policies[rule])
         return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
-    def _prefill_program(self, config: Policy) -> Future[Any]:
-        return self._programs.prefill(self._programs.settings(config), **self._shape)
+    def _prefill_program(self, policy: Policy) -> Future[Any]:
+        return self._programs.prefill(self._programs.settings(policy), **self._shape)
 
-    def _decode_program(self, config: Policy) -> Future[Any]:
-        return self._programs.decode(self._programs.settings(config), **self._shape)
+    def _decode_program(self, policy: Policy) -> Future[Any]:
+        return self._programs.decode(self._programs.settings(policy), **self._shape)
 
     def _reader(self, rule: Rule) -> Policy:
         """What reads prompts densely for a rule."""
@@ -154,28 +154,28 @@ class Measurement:
             sparse: dict[tuple[Policy, bool], Prefilled] = {}
             for phase in phases:
                 is_sparse = rule != DENSE and phase != "decode"
-                config = self._policies[rule] if is_sparse else self._reader(rule)
+                policy = self._policies[rule] if is_sparse else self._reader(rule)
                 # Where the answer is not among the tokens, both are the same prompt.
                 reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
                 made = sparse if is_sparse else dense
-                if any(other != config for other, _ in made):
+                if any(other != policy for other, _ in made):
                     made.clear()  # memory is for the caches of one
-                if (config, reads_all) not in made:
-                    made[config, reads_all] = self._prefill(prompts, config, reads_all=reads_all)
+                if (policy, reads_all) not in made:
+                    made[policy, reads_all] = self._prefill(prompts, policy, reads_all=reads_all)
                 if reads_all and prompts.has_answer:
-                    outcome = self._score_prefill(prompts, made[config, reads_all])
+                    outcome = self._score_prefill(prompts, made[policy, reads_all])
                 else:
                     outcome = self._decode(
-                        prompts, made[config, reads_all], config, rule, phase, tokenizer
+                        prompts, made[policy, reads_all], policy, rule, phase, tokenizer
                     )
                 found[rule, phase] = outcome
             if after is not None:
                 after()
         return found
 
-    def _prefill(self, prompts: Prompts, config: Policy, *, reads_all: bool) -> Prefilled:
+    def _prefill(self, prompts: Prompts, policy: Policy, *, reads_all: bool) -> Prefilled:
         lengths = prompts.lengths if reads_all else prompts.prompt_lengths
-        program = self._prefill_program(config).result()
+        program = self._prefill_program(policy).result()
         return program(
             self._params, prompts.tokens, lengths, prompts.columns(lengths), prompts.targets()
         )
@@ -198,8 +198,8 @@ class Measurement:
         tokenizer: Any,
     ) -> Outcome:
         is_sparse = rule != DENSE and phase != "prefill"
-        config = self._policies[rule] if is_sparse else _plain(reader)
-        program = self._decode_program(config).result()
+        policy = self._policies[rule] if is_sparse else _plain(reader)
+        program = self._decode_program(policy).result()
         decoded = program(
             self._params,
             self._cache_for(made.cache, rule, phase),
@@ -281,9 +281,8 @@ class Measurement:
 
     def _dense_bytes(self, prompts: Prompts) -> tuple[float, float, float]:
         """Bytes that one layer which attends to everything reads for a token of the probe's."""
-        config = self._model_config
-        dtype = self._params["embed"]["embedding"].dtype
-        shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+        model, dtype = self._model_config, self._params["embed"]["embedding"].dtype
+        shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
         positions = np.concatenate(
             [
                 start + np.arange(count, dtype=np.int32)

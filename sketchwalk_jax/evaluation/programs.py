@@ -24,12 +24,11 @@ from sketchwalk_jax.cache import (
     init_cache,
     made_for,
     sparse_layers,
-    spread_cache,
 )
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
-from sketchwalk_jax.inference import decode_token, read_prompt
+from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -204,43 +203,6 @@ class Together(Policy):
         return dataclasses.replace(cache, statistics=statistics, made_for=own_key)
 
 
-def read_prompts(
-    params: PyTree,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    columns: Int[Array, "B C"] | None = None,
-    *,
-    settings: Settings,
-) -> tuple[Float[Array, "B C D"], Cache]:
-    """Reads prompts into a new cache of `T` tokens.
-
-    Args:
-      params: Parameter tree.
-      tokens: Prompts, right-padded.
-      lengths: Tokens of each.
-      columns: Columns whose output is wanted; the first one by default.
-      settings: Model and policy.
-
-    Returns:
-      The last layer's output at those columns, and the cache.
-    """
-    batch, num_tokens = tokens.shape
-    cache = init_cache(
-        settings.model_config,
-        settings.policy,
-        batch=batch,
-        max_tokens=num_tokens,
-        dtype=params["embed"]["embedding"].dtype,
-        sharding=settings.placement,
-    )
-    if columns is None:
-        columns = jnp.zeros((batch, 1), jnp.int32)
-    hidden, cache, _ = read_prompt(
-        params, tokens, lengths, columns, cache, is_fresh=True, settings=settings
-    )
-    return hidden, spread_cache(cache, settings.placement, settings.policy)
-
-
 def _next_tokens(
     params: PyTree,
     hidden: Float[Array, "B C D"],
@@ -274,7 +236,7 @@ def prefill_program(
     settings: Settings,
 ) -> Prefilled:
     """Reads prompts into a new cache, and scores the tokens after some columns."""
-    hidden, cache = read_prompts(params, tokens, lengths, columns, settings=settings)
+    hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
     likeliest, losses = _next_tokens(params, hidden, targets, settings=settings)
     first = constrain(likeliest[:, -1], settings.placement)
     return Prefilled(likeliest, losses, first, cache)
@@ -319,11 +281,6 @@ def decode_program(
     carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
     likeliest, losses = constrain(carry[2:], settings.placement)
     return Decoded(likeliest, losses, carry[1].density)
-
-
-def whole_batch(batch: int, placement: Placement | None) -> int:
-    """The least number of sequences, of at least so many, of which ranks have as many each."""
-    return batch if placement is None else batch + -batch % placement.size("data")
 
 
 class Programs:

@@ -1,12 +1,15 @@
-"""A report of one evaluation in markdown: its tables and figures, as `sketchwalk report` writes it.
+"""A report of one evaluation, as `sketchwalk report` writes it: its tables, and its figures.
 
-`sections` makes the tables by name, for a page with prose of its own; `drawings` are the figures of
-the rows, `model_drawings` those of the model as it reads one prompt: the blocks attended to, and
-powers of its attention. `write_report` writes all of it into a folder.
+`write_report` writes all of it into a folder. `sections` makes the tables by name, for a page with
+prose of its own; `drawings` are the figures of the rows, `model_drawings` those of the model as it
+reads one prompt: the blocks attended to, and powers of its attention. Each figure of the rows is
+made by a `plot_...` function, which draws whatever policies, tasks, lengths and densities are
+there. matplotlib is the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,40 +19,42 @@ import numpy as np
 
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
-from sketchwalk_jax.evaluation.plots import (
-    plot_accuracy,
-    plot_mass_recall,
-    plot_needle_depth,
-    plot_output_error,
-)
-from sketchwalk_jax.evaluation.results import Results, Row
-from sketchwalk_jax.evaluation.summaries import (
-    PHASE_TITLES,
-    densities,
-    measured_phases,
-    policy_label,
-    probed_phases,
-    rows_with,
-    values_of,
-)
+from sketchwalk_jax.evaluation.results import Results
+from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
+    PHASE_TITLES,
+    Pooled,
     accuracy_table,
+    check_choices,
+    densities,
     density_title,
     difference_table,
     hops_table,
     lengths_table,
     longest,
     loss_table,
+    mean_by_layer,
+    measured_phases,
+    nominal_density,
+    policy_label,
+    policy_labels,
+    pool,
+    probed_phases,
     recall_table,
+    rows_with,
     settings_table,
     summary_table,
+    task_title,
+    tasks_of,
+    values_of,
 )
-from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
-from sketchwalk_jax.evaluation.text import Text, read_text
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples
 from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.plots import ORANGE, import_pyplot, plot_block_map
-from sketchwalk_jax.policies import by_name, with_plan
+from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
+from sketchwalk_jax.policies import Policy, by_name, with_plan
+from sketchwalk_jax.text import Text, read_text
+from sketchwalk_jax.validation import check_choice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,10 +155,10 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     Example:
       >>> print(sections(read_results("quality.json"))["summary"])  # doctest: +SKIP
     """
-    rows = results.rows
+    rows, tokens = results.rows, longest(results.rows)
     # Where every policy sets its own density, `None` leaves the density open.
-    tokens = longest(rows)
     nominal: list[float | None] = [*densities(rows)[::-1]] or [None]
+    phases = measured_phases(rows)
     images = drawings(rows) if plots is not None else {}
 
     def show(prefix: str) -> list[str]:
@@ -163,28 +168,33 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
             if name.startswith(prefix)
         ]
 
-    has_loss = any(row["text_loss"] is not None for row in rows)
+    def table_if(field: str, make: Callable[..., str]) -> list[str]:
+        is_there = any(row.get(field) is not None for row in rows)
+        return [make(rows, densities=nominal, tokens=tokens)] if is_there else []
+
     has_hops = any(row["hops"] is not None for row in rows)
-    has_layers = any(row.get("mass_recall_by_layer") for row in rows)
     parts = {
         "setup": [*describe_gaps(results), describe_results(results)],
         "summary": [
             *describe_gaps(results),
-            *_by_density(summary_table, rows, nominal, tokens),
+            *_tables(summary_table, rows, nominal, tokens),
             SUMMARY_NOTE,
         ],
-        "accuracy": [*show("accuracy"), *_by_phase(accuracy_table, rows, nominal, tokens)],
-        "differences": _by_phase(difference_table, rows, nominal, tokens),
+        "accuracy": [
+            *show("accuracy"),
+            *_tables(accuracy_table, rows, nominal, tokens, phases),
+        ],
+        "differences": _tables(difference_table, rows, nominal, tokens, phases),
         "lengths": [
             block
             for density in nominal
             for block in (f"**{density_title(density)}**", lengths_table(rows, density=density))
         ],
         "depths": show("needle_depth"),
-        "hops": _by_density(hops_table, rows, nominal, tokens) if has_hops else [],
-        "loss": [loss_table(rows, densities=nominal, tokens=tokens)] if has_loss else [],
+        "hops": _tables(hops_table, rows, nominal, tokens) if has_hops else [],
+        "loss": table_if("text_loss", loss_table),
         "layers": [
-            *([recall_table(rows, densities=nominal, tokens=tokens)] if has_layers else []),
+            *table_if("mass_recall_by_layer", recall_table),
             *show("mass_recall"),
             *show("output_error"),
         ],
@@ -193,26 +203,22 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
     return {name: "\n\n".join(blocks) or NOT_MEASURED for name, blocks in parts.items()}
 
 
-def _by_density(
-    make: Callable[..., str], rows: Sequence[Row], nominal: Sequence[float | None], tokens: int
+def _tables(
+    make: Callable[..., str],
+    rows: Sequence[Row],
+    nominal: Sequence[float | None],
+    tokens: int,
+    phases: Sequence[str | None] = (None,),
 ) -> list[str]:
-    blocks = []
+    """A table and its title for each density, and for each phase where tables are of one."""
+    found = []
     for density in nominal:
-        blocks.append(f"**{density_title(density)}, {tokens:,} tokens**")
-        blocks.append(make(rows, density=density, tokens=tokens))
-    return blocks
-
-
-def _by_phase(
-    make: Callable[..., str], rows: Sequence[Row], nominal: Sequence[float | None], tokens: int
-) -> list[str]:
-    blocks = []
-    for density in nominal:
-        for phase in measured_phases(rows):
-            place = PHASE_TITLES[phase].lower()
-            blocks.append(f"**{density_title(density)}, sparse in {place}, {tokens:,} tokens**")
-            blocks.append(make(rows, phase=phase, density=density, tokens=tokens))
-    return blocks
+        for phase in phases:
+            place = f", sparse in {PHASE_TITLES[phase].lower()}" if phase else ""
+            found.append(f"**{density_title(density)}{place}, {tokens:,} tokens**")
+            options = {"phase": phase} if phase else {}
+            found.append(make(rows, density=density, tokens=tokens, **options))
+    return found
 
 
 def describe_gaps(results: Results) -> list[str]:
@@ -227,16 +233,15 @@ def describe_gaps(results: Results) -> list[str]:
     found = []
     missing, asked = results.missing, results.asked
     if missing:
-        fields = ("policy", "phase", "task", "tokens")
         names = [
             f"{policy_label(one)}{'' if one['density'] in (None, 1) else f' {one["density"]:g}'}"
             for one in missing
         ]
-        parts = [_listed(names), *(_listed([one[name] for one in missing]) for name in fields[1:])]
-        what = "; ".join(
-            f"{title} {part}"
-            for title, part in zip(("of", "sparse in", "in", "at tokens"), parts, strict=True)
-        )
+        titles = {"phase": "sparse in", "task": "in", "tokens": "at tokens"}
+        parts = [
+            f"{title} {_listed([one[name] for one in missing])}" for name, title in titles.items()
+        ]
+        what = "; ".join([f"of {_listed(names)}", *parts])
         found.append(
             f"**Not finished.** {len(missing):,} of {asked:,} groups of rows (a policy, phase, "
             f"task and length) are missing, {what}. Means are over what is there, which differs "
@@ -309,6 +314,31 @@ def describe_run(meta: Mapping[str, Any]) -> str:
     )
 
 
+# Figures of the rows.
+
+# Okabe and Ito's colours, which are told apart with any kind of colour vision, and darker ones for
+# the method's rivals; markers repeat what colours say. A policy has the same ones in every figure.
+_STYLES = {
+    "dense": ("#000000", "_"),
+    "oracle": ("#009E73", "D"),
+    "paper": ("#D55E00", "o"),
+    "damped": ("#0072B2", "s"),
+    "one_hop": ("#56B4E9", "^"),
+    "released": ("#CC79A7", "P"),
+    "minference": ("#5D3A9B", "<"),
+    "flexprefill": ("#7A4419", ">"),
+    "quest": ("#882255", "h"),
+    "adamas": ("#B2A300", "p"),
+    "streaming": ("#E69F00", "v"),
+    "random": ("#8A8A8A", "X"),
+}
+_OTHER_COLOURS = ("#117733", "#AA4499", "#44AA99", "#661100")
+_OTHER_MARKERS = "*dH8"
+_MAX_COLUMNS = 4
+# Sizes of the markers of the first and the last policy, in points.
+_LARGEST, _SMALLEST = 6.5, 3.0
+
+
 def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
     """The figures that some rows give, by name; nothing is drawn yet.
 
@@ -324,25 +354,380 @@ def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
       ['accuracy_prefill', 'accuracy_decode', 'accuracy_both', 'needle_depth_prefill', ...]
     """
     found = {}
+
+    def add(name: str, what: str, plot: Callable[..., "Figure"], phases: Sequence[str]) -> None:
+        for phase in phases:
+            description = f"{what}, {PHASE_TITLES[phase].lower()} sparse"
+            draw = functools.partial(plot, rows, phase=phase)
+            found[f"{name}_{phase}"] = Drawing(description, draw)
+
     phases = measured_phases(rows)
-    for phase in phases:
-        what = f"Right answers against measured density, {PHASE_TITLES[phase].lower()} sparse"
-        found[f"accuracy_{phase}"] = Drawing(
-            what, functools.partial(plot_accuracy, rows, phase=phase)
-        )
-    for phase in phases:
-        if any(row["depth"] is not None for row in rows_with(rows, phase=phase)):
-            what = f"Needles found by depth and length, {PHASE_TITLES[phase].lower()} sparse"
-            draw = functools.partial(plot_needle_depth, rows, phase=phase)
-            found[f"needle_depth_{phase}"] = Drawing(what, draw)
-    for field, name, plot, what in (
-        ("mass_recall_by_layer", "mass_recall", plot_mass_recall, "Attention mass kept"),
-        ("output_error_by_layer", "output_error", plot_output_error, "Error of the output"),
+    add("accuracy", "Right answers against measured density", plot_accuracy, phases)
+    by_depth = [row for row in rows if row["depth"] is not None]
+    with_depth = [phase for phase in phases if rows_with(by_depth, phase=phase)]
+    add("needle_depth", "Needles found by depth and length", plot_needle_depth, with_depth)
+    for field, name, what, plot in (
+        ("mass_recall_by_layer", "mass_recall", "Attention mass kept", plot_mass_recall),
+        ("output_error_by_layer", "output_error", "Error of the output", plot_output_error),
     ):
-        for phase in probed_phases(rows, field):
-            title = f"{what} by layer, {PHASE_TITLES[phase].lower()} sparse"
-            found[f"{name}_{phase}"] = Drawing(title, functools.partial(plot, rows, phase=phase))
+        add(name, f"{what} by layer", plot, probed_phases(rows, field))
     return found
+
+
+def save_drawings(images: Mapping[str, Drawing], folder: Path) -> list[Path]:
+    """Draws figures into PNG files named after them, and returns the files.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      OSError: If a file cannot be written.
+    """
+    if not images:
+        return []
+    pyplot = import_pyplot()
+    paths = []
+    for name, image in images.items():
+        figure = image.draw()
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=_DPI)
+        pyplot.close(figure)
+    return paths
+
+
+def plot_accuracy(
+    rows: Sequence[Row],
+    *,
+    phase: str = "both",
+    tokens: int | None = None,
+    layers: str = "sparse_layers",
+    title: str | None = None,
+) -> "Figure":
+    """Draws right answers against measured density: a panel for each task, a line for each policy.
+
+    Bars are Wilson's 95 % intervals. Dense attention is the dashed line, with its interval as a
+    band. Every marker stands at its measured density; where several stand at one, they lie upon one
+    another, the later ones of the legend smaller. Panels of losses have nats per token on their
+    axis: lower is better.
+
+    Args:
+      rows: Rows of one evaluation.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      tokens: Length; the longest by default.
+      layers: Which layers the density counts: `"sparse_layers"` or `"all_layers"`.
+      title: Title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If there are no rows, or none of this phase or length.
+
+    Example:
+      >>> plot_accuracy(read_results("quality.json").rows, phase="prefill")  # doctest: +SKIP
+    """
+    check_choices(rows, phase=phase, tokens=tokens)
+    check_choice("layers", layers, ("sparse_layers", "all_layers"))
+    tokens = longest(rows) if tokens is None else tokens
+    chosen = rows_with(rows, phase=phase, tokens=tokens)
+    labels = [label for label in policy_labels(chosen) if label != "dense"]
+    tasks = tasks_of(chosen, is_scored=False)
+    figure, axes = _make_panels(len(tasks), size=(2.9, 2.5))
+    counted = layers.replace("_", " ")
+    measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
+    widest = max((x for x in measured if x is not None), default=1.0)
+    for index, (task, axis) in enumerate(zip(tasks, axes, strict=True)):
+        some = rows_with(chosen, task=task)
+        _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task in LOSS_TASKS)
+        for rank, label in enumerate(labels):
+            size = _LARGEST + (_SMALLEST - _LARGEST) * rank / max(1, len(labels) - 1)
+            points = _density_points(rows_with(some, label=label), layers)
+            colour, marker = style_of(label, labels)
+            _draw_points(axis, points, colour, marker, size, is_loss=task in LOSS_TASKS)
+        axis.set_title(task_title(task), fontsize=10)
+        axis.set_xlim(0.0, 1.15 * widest)
+        if index + _MAX_COLUMNS >= len(tasks):  # no panel stands below
+            axis.set_xlabel(f"measured density, {counted}", fontsize=9)
+        if task in LOSS_TASKS:
+            axis.set_ylabel("nats per token (lower is better)", fontsize=9)
+        else:
+            if axis.get_subplotspec().is_first_col():
+                axis.set_ylabel("right answers", fontsize=9)
+            axis.set_ylim(-0.03, 1.03)
+        _tidy(axis)
+    _add_legend(figure, [*(["dense"] if rows_with(chosen, label="dense") else []), *labels], labels)
+    place = "prefill and decode" if phase == "both" else phase
+    figure.suptitle(title or f"{tokens:,} tokens, sparse in {place}", fontsize=11)
+    return figure
+
+
+def _density_points(rows: Sequence[Row], layers: str) -> list[tuple[float, Pooled]]:
+    """Measured density and values of one policy at each nominal density, by measured density."""
+    nominal = values_of(rows, "density") or [None]
+    pooled = [pool(rows_with(rows, density=density)) for density in nominal]
+    points = [(getattr(one, f"density_{layers}"), one) for one in pooled if one is not None]
+    return sorted((x, one) for x, one in points if x is not None)
+
+
+def _draw_dense(axis: Any, dense: Pooled | None, *, is_loss: bool) -> None:
+    value = None if dense is None else dense.text_loss if is_loss else dense.exact
+    if dense is None or value is None:
+        return
+    axis.axhline(value, color="black", linestyle="--", linewidth=1.2, zorder=1)
+    if dense.low is not None and not is_loss:
+        axis.axhspan(dense.low, dense.high, color="black", alpha=0.08, linewidth=0)
+
+
+def _draw_points(
+    axis: Any,
+    points: Sequence[tuple[float, Pooled]],
+    colour: str,
+    marker: str,
+    size: float,
+    *,
+    is_loss: bool,
+) -> None:
+    values: list[tuple[Any, ...]] = [
+        (x, one.text_loss, None, None) if is_loss else (x, one.exact, one.low, one.high)
+        for x, one in points
+    ]
+    kept = [value for value in values if value[1] is not None]
+    if not kept:
+        return
+    places, heights, lows, highs = zip(*kept, strict=True)
+    bars = None if is_loss else np.abs([np.subtract(heights, lows), np.subtract(highs, heights)])
+    axis.errorbar(
+        places,
+        heights,
+        yerr=bars,
+        color=colour,
+        marker=marker,
+        markersize=size,
+        linewidth=1.0,
+        elinewidth=0.9,
+        zorder=2,
+    )
+
+
+def plot_needle_depth(
+    rows: Sequence[Row],
+    *,
+    phase: str = "prefill",
+    density: float | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Draws how often a needle is found, by its depth and the length: a panel for each policy.
+
+    Args:
+      rows: Rows of one evaluation, those of the task `single_needle` with a depth among them.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+      title: Title of the figure.
+
+    Returns:
+      The figure. Cells without a measurement are left white.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If there are no such rows.
+
+    Example:
+      >>> plot_needle_depth(read_results("quality.json").rows, density=0.1)  # doctest: +SKIP
+    """
+    check_choices(rows, phase=phase)
+    needles = [row for row in rows_with(rows, task="single_needle") if row["depth"] is not None]
+    if not needles:
+        raise ValueError("rows must hold needles by depth, got none")
+    density = nominal_density(needles, density)
+    needles = rows_with(needles, phase=phase, density=density)
+    labels, lengths = policy_labels(needles), values_of(needles, "tokens")
+    depths = values_of(needles, "depth")
+    figure, axes = _make_panels(
+        len(labels), size=(max(1.4, 0.75 + 0.42 * len(lengths)), 2.6), sharex=True, sharey=True
+    )
+    edges = np.linspace(0, 1, len(depths) + 1)
+    image = None
+    for label, axis in zip(labels, axes, strict=True):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for row in rows_with(needles, label=label):
+            grid[depths.index(row["depth"]), lengths.index(row["tokens"])] = row["exact"]
+        image = _draw_grid(axis, grid, edges)
+        options: dict[str, Any] = {"phase": phase, "density": density}
+        found = pool(rows_with(rows, label=label, task="single_needle", **options))
+        share = "" if found is None or found.exact is None else f": {found.exact:.0%}"
+        axis.set_title(f"{label}{share}", fontsize=9)
+        axis.set_xticks(range(len(lengths)), [f"{tokens / 1024:g}K" for tokens in lengths])
+        axis.tick_params(labelsize=8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar.set_label("needles found", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    figure.supxlabel("prompt, tokens", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
+    place = PHASE_TITLES[phase].lower()
+    figure.suptitle(title or f"{density_title(density)}, sparse in {place}", fontsize=11)
+    return figure
+
+
+def _draw_grid(axis: Any, grid: np.ndarray, edges: np.ndarray) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import PercentFormatter
+
+    scale = LinearSegmentedColormap.from_list("found", [LIGHT_GREY, "#7FB4D6", BLUE, "#00304D"])
+    columns = np.arange(grid.shape[1] + 1) - 0.5
+    image = axis.pcolormesh(
+        columns,
+        edges,
+        np.ma.masked_invalid(grid),
+        cmap=scale.with_extremes(bad="white"),
+        vmin=0.0,
+        vmax=1.0,
+        edgecolors="white",
+        linewidth=0.6,
+    )
+    axis.set_ylim(1.0, 0.0)  # the beginning of the prompt is at the top
+    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axis.set_yticks([0.0, 0.5, 1.0])
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    return image
+
+
+def plot_mass_recall(rows: Sequence[Row], **options: Any) -> "Figure":
+    """Draws the share of dense attention's mass that the selected blocks hold, layer by layer.
+
+    Args:
+      rows: Rows of one evaluation; values are means over its tasks.
+      **options: `phase`, where selection is sparse, `"prefill"` by default; `density`, nominal, the
+        highest below 1 by default; `tokens`, the longest with such values by default; `title`.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If no row has such values.
+
+    Example:
+      >>> plot_mass_recall(read_results("quality.json").rows)  # doctest: +SKIP
+    """
+    return _plot_by_layer(
+        rows, "mass_recall_by_layer", "attention mass in selected blocks", **options
+    )
+
+
+def plot_output_error(rows: Sequence[Row], **options: Any) -> "Figure":
+    """Draws `‖sparse - dense‖ / ‖dense‖` of the output of attention, layer by layer.
+
+    Arguments, result and errors are those of `plot_mass_recall`.
+
+    Example:
+      >>> plot_output_error(read_results("quality.json").rows)  # doctest: +SKIP
+    """
+    return _plot_by_layer(rows, "output_error_by_layer", "relative error of the output", **options)
+
+
+def _plot_by_layer(
+    rows: Sequence[Row],
+    field: str,
+    axis_label: str,
+    *,
+    phase: str = "prefill",
+    density: float | None = None,
+    tokens: int | None = None,
+    title: str | None = None,
+) -> "Figure":
+    from matplotlib.ticker import MaxNLocator
+
+    check_choices(rows, phase=phase, tokens=tokens)
+    density = nominal_density(rows, density)
+    chosen = [row for row in rows_with(rows, phase=phase, density=density) if row.get(field)]
+    chosen = [row for row in chosen if row["policy"] != "dense"]
+    if not chosen:
+        raise ValueError(f"rows must hold {field} of phase {phase!r}, got none")
+    tokens = longest(chosen) if tokens is None else tokens
+    chosen = rows_with(chosen, tokens=tokens)
+    labels = policy_labels(chosen)
+    pyplot = import_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for label in labels:
+        values = mean_by_layer(rows_with(chosen, label=label), field)
+        colour, marker = style_of(label, labels)
+        heights = [math.nan if value is None else value for value in values]
+        axis.plot(heights, color=colour, marker=marker, markersize=4.5, linewidth=1.2)
+    axis.set_ylim(bottom=0.0)
+    if field == "mass_recall_by_layer":
+        axis.set_ylim(0.0, 1.02)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("layer")
+    axis.set_ylabel(axis_label)
+    _tidy(axis)
+    _add_legend(figure, labels, labels, place="outside right center", columns=1)
+    place = PHASE_TITLES[phase].lower()
+    axis.set_title(
+        title or f"{density_title(density)}, sparse in {place}, {tokens:,} tokens", fontsize=11
+    )
+    return figure
+
+
+def style_of(label: str, labels: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of a policy; `labels` are all policies of the figure."""
+    if label in _STYLES:
+        return _STYLES[label]
+    index = [name for name in labels if name not in _STYLES].index(label)
+    return _OTHER_COLOURS[index % len(_OTHER_COLOURS)], _OTHER_MARKERS[index % len(_OTHER_MARKERS)]
+
+
+def _make_panels(count: int, *, size: tuple[float, float], **shared: bool) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels of a size in inches, the rest of its grid left empty."""
+    pyplot = import_pyplot()
+    columns = min(_MAX_COLUMNS, count)
+    lines = math.ceil(count / columns)
+    figure, axes = pyplot.subplots(
+        lines,
+        columns,
+        figsize=(size[0] * columns + 0.6, size[1] * lines + 0.9),
+        squeeze=False,
+        layout="constrained",
+        **shared,
+    )
+    flat = list(axes.flat)
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return figure, flat[:count]
+
+
+def _tidy(axis: Any) -> None:
+    """Light horizontal lines, small numbers, no frame above and to the right."""
+    axis.grid(axis="y", color=LIGHT_GREY)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _add_legend(
+    figure: Any,
+    shown: Sequence[str],
+    labels: Sequence[str],
+    *,
+    place: str = "outside lower center",
+    columns: int = 8,
+) -> None:
+    """Names policies beside or below the panels, in at most `columns` columns.
+
+    `labels` are all policies of the figure.
+    """
+    from matplotlib.lines import Line2D
+
+    lines = []
+    for label in shown:
+        colour, marker = style_of(label, labels)
+        style = {"linestyle": "--"} if label == "dense" else {"marker": marker, "markersize": 5}
+        lines.append(Line2D([], [], color=colour, linewidth=1.2, label=label, **style))
+    columns = math.ceil(len(lines) / math.ceil(len(lines) / columns))  # rows of equal length
+    figure.legend(handles=lines, loc=place, ncols=columns, fontsize=9, frameon=False)
+
+
+# Figures of the model.
 
 
 def model_drawings(
@@ -384,11 +769,15 @@ def model_drawings(
 
     def draw_sample(most_tokens: int) -> Sample:
         size = min(most_tokens, model_config.context_length - 1)
+        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": seed}
         # The first one has its fact where every selection looks, at the beginning.
-        samples = draw_samples(
-            "single_needle", text, tokenizer, num_tokens=size, count=2, seed=seed
-        )
-        return samples[1]
+        return draw_samples("single_needle", text, tokenizer, **options)[1]
+
+    def draw_map() -> "Figure":
+        sample = draw_sample(_MAP_TOKENS)
+        own = None if preset == "released" else density
+        policy = with_plan(by_name("sketchwalk", preset=preset, density=own), model_config.plan)
+        return _plot_needle_map(params, sample, model_config, policy, preset)
 
     def draw_powers() -> "Figure":
         tokens = draw_sample(_MATRIX_TOKENS).tokens
@@ -396,77 +785,38 @@ def model_drawings(
         title = f"Powers of the attention of layer {layer}, {len(tokens):,} tokens"
         return plot_attention_powers(attention, title=title)
 
-    draw_map = functools.partial(
-        plot_needle_map, params, model_config=model_config, preset=preset, density=density
-    )
+    powers = f"Powers of the attention of layer {layer}: one step, four steps, seven steps"
     return {
         "block_map": Drawing(
-            "Key blocks that each query block attended to, layer by layer",
-            lambda: draw_map(draw_sample(_MAP_TOKENS)),
+            "Key blocks that each query block attended to, layer by layer", draw_map
         ),
-        "attention_powers": Drawing(
-            f"Powers of the attention of layer {layer}: one step, four steps, seven steps",
-            draw_powers,
-        ),
+        "attention_powers": Drawing(powers, draw_powers),
     }
 
 
-def plot_needle_map(
-    params: PyTree,
-    sample: Sample,
-    *,
-    model_config: ModelConfig,
-    preset: str = "recommended",
-    density: float | None = 0.2,
+def _plot_needle_map(
+    params: PyTree, sample: Sample, model_config: ModelConfig, policy: Policy, name: str
 ) -> "Figure":
-    """Draws the blocks that Sketch-and-Walk attends to in a prompt, layer by layer.
+    """Draws the blocks that a policy attends to in a prompt, layer by layer.
 
     An orange mark below each panel stands at the block with the fact that the question asks for.
-
-    Args:
-      params: Parameters of the model.
-      sample: A prompt, such as one of the task `single_needle`.
-      model_config: The model.
-      preset: Preset of Sketch-and-Walk.
-      density: Its nominal density.
-
-    Returns:
-      The figure.
-
-    Raises:
-      ImportError: If matplotlib is missing.
-      ValueError: If the preset or the density is none.
-
-    Example:
-      >>> plot_needle_map(params, sample, model_config=model_config)  # doctest: +SKIP
     """
-    config: Any = by_name(
-        "sketchwalk", preset=preset, density=None if preset == "released" else density
-    )
-    config = with_plan(config, model_config.plan)
-    generate = make_generate(model_config, config, max_new_tokens=1, return_selection=True)
+    generate = make_generate(model_config, policy, max_new_tokens=1, return_selection=True)
     generation = jax.device_get(generate(params, sample.tokens[None]))
-    sparse = list(sparse_layers(model_config, config))
+    sparse = list(sparse_layers(model_config, policy))
     measured = float(np.mean(np.asarray(generation.measured_density.prefill)[sparse]))
     figure = plot_block_map(
         generation.selection,
         num_tokens=len(sample.tokens),
-        dense_layers=config.dense_layers,
+        dense_layers=policy.dense_layers,
         title=f"Blocks attended to in a prompt of {len(sample.tokens):,} tokens "
-        f"(preset {preset}, measured density {measured:.2f})",
+        f"(preset {name}, measured density {measured:.2f})",
     )
     place = find_answer(sample)
     if place is not None:
         for axis in figure.axes:
-            bottom = axis.get_ylim()[0]
-            axis.plot(
-                [place // config.block_size],
-                [bottom],
-                "^",
-                color=ORANGE,
-                markersize=6,
-                clip_on=False,
-            )
+            at = [place // policy.block_size], [axis.get_ylim()[0]]
+            axis.plot(*at, "^", color=ORANGE, markersize=6, clip_on=False)
     return figure
 
 
@@ -482,22 +832,3 @@ def find_answer(sample: Sample) -> int | None:
     windows = np.lib.stride_tricks.sliding_window_view(before, len(answer))
     found = np.flatnonzero(np.all(windows == answer[None], axis=-1))
     return int(found[0]) if found.size else None
-
-
-def save_drawings(images: Mapping[str, Drawing], folder: Path) -> list[Path]:
-    """Draws figures into PNG files named after them, and returns the files.
-
-    Raises:
-      ImportError: If matplotlib is missing.
-      OSError: If a file cannot be written.
-    """
-    if not images:
-        return []
-    pyplot = import_pyplot()
-    paths = []
-    for name, image in images.items():
-        figure = image.draw()
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=_DPI)
-        pyplot.close(figure)
-    return paths

@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from sketchwalk_jax.evaluation.calibration import (
-    Found,
+from sketchwalk_jax.evaluation.calibrated_rules import (
     OutOfReach,
     RuleCalibration,
-    SetBefore,
+    SetRule,
     is_set_by_model,
 )
 from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement, start_programs
-from sketchwalk_jax.evaluation.programs import Programs, whole_batch
+from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
-from sketchwalk_jax.evaluation.results import (
-    Outcome,
-    Probed,
-    ResultsFile,
-    describe_machine,
-    empty_row,
-    group_key,
-    hash_weights,
-    make_rows,
-)
+from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
+from sketchwalk_jax.evaluation.results import ResultsFile
+from sketchwalk_jax.evaluation.rows import Outcome, Probed, empty_row, group_key, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
-from sketchwalk_jax.evaluation.text import Text, read_text
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.progress import progress_bar
-from sketchwalk_jax.sharding import AXES, Placement, placement_of
+from sketchwalk_jax.sharding import AXES, Placement, placement_of, whole_batch
+from sketchwalk_jax.text import Text, read_text
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.validation import check_number
 
@@ -328,7 +320,7 @@ class _Run:
         self._deadline = deadline
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
-        self._calibrations: dict[tuple[Rule, int], Found] = {}
+        self._calibrations: dict[tuple[Rule, int], SetRule | OutOfReach] = {}
         self._rules = [rule.with_plan(model_config.plan) for rule in config.rules()]
         for rule in self._rules:
             file.check_plan(rule)
@@ -336,13 +328,7 @@ class _Run:
     def _note_asked(self, lengths: tuple[int, ...]) -> None:
         """Says in the file what is to be there in the end."""
         rules = [
-            {
-                "policy": rule.policy,
-                "preset": rule.preset,
-                "variant": rule.variant,
-                "density": rule.density,
-                "phases": list(self._config.phases_of_rule(rule)),
-            }
+            rule.name_fields | {"phases": list(self._config.phases_of_rule(rule))}
             for rule in self._rules
         ]
         tasks = list(self._config.tasks)
@@ -350,18 +336,18 @@ class _Run:
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
         """Runs what the file lacks."""
-        plan = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
-        plan = {num_tokens: tasks for num_tokens, tasks in plan.items() if tasks}
-        for num_tokens, tasks in plan.items():
+        missing = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
+        missing = {num_tokens: tasks for num_tokens, tasks in missing.items() if tasks}
+        for num_tokens, tasks in missing.items():
             for task in tasks:
                 self._draw(num_tokens, task, count=1)  # whatever does not fit shows at once
         self._note_asked(lengths)
-        if plan and self._file.rows:
+        if missing and self._file.rows:
             self._file.write()  # an interrupt from now on leaves a file that says what it lacks
         self._check_time()
         total = sum(
             len(wanted) * self._config.num_prompts(task)
-            for tasks in plan.values()
+            for tasks in missing.values()
             for task, wanted in tasks.items()
         )
         programs = Programs(self._params, self._model_config)
@@ -371,20 +357,20 @@ class _Run:
             with showing as bar:
                 samples = {
                     (num_tokens, task): drawing.submit(self._draw, num_tokens, task)
-                    for num_tokens, tasks in plan.items()
+                    for num_tokens, tasks in missing.items()
                     for task in tasks
                 }
                 calibrations = {
                     num_tokens: self._start_early(programs, num_tokens, tasks, is_first=not index)
-                    for index, (num_tokens, tasks) in enumerate(plan.items())
+                    for index, (num_tokens, tasks) in enumerate(missing.items())
                 }
                 measurements = {}
-                for num_tokens, tasks in plan.items():
+                for num_tokens, tasks in missing.items():
                     self._check_time()
                     self._calibrate(calibrations[num_tokens], num_tokens, bar)
                     self._leave_out(num_tokens, tasks)
                     measurements[num_tokens] = self._measurements(programs, num_tokens, tasks)
-                for num_tokens, tasks in plan.items():
+                for num_tokens, tasks in missing.items():
                     short, long = measurements.pop(num_tokens)
                     for task, wanted in tasks.items():
                         future: Future[list[Sample]] = samples.pop((num_tokens, task))
@@ -392,11 +378,10 @@ class _Run:
                         if self._config.is_filtered(task):
                             self._filtered_group(short, future.result(), wanted, num_tokens, bar)
                             continue
+                        measurement = long if task == "long_decode" else short
                         for some in self._portions(wanted):
-                            group = self._long_group if task == "long_decode" else self._group
-                            measurement: Any = long if task == "long_decode" else short
-                            group(measurement, future.result(), some, num_tokens, bar)
-            if plan and self._file.rows:
+                            self._group(measurement, future.result(), some, num_tokens, bar)
+            if missing and self._file.rows:
                 self._file.write()  # with the rules that were left out last
         finally:
             programs.close()
@@ -469,16 +454,18 @@ class _Run:
             start_programs(programs, known, made, **shape)
         return calibration
 
-    def _set_before(self, num_tokens: int, rules: Iterable[Rule]) -> dict[tuple[Rule, int], Found]:
+    def _set_before(
+        self, num_tokens: int, rules: Iterable[Rule]
+    ) -> dict[tuple[Rule, int], SetRule]:
         """What the file says of rules over all layers, so that all calls have the same.
 
         Others are calibrated on the tasks of each call.
         """
-        found: dict[tuple[Rule, int], Found] = {}
+        found = {}
         for rule in rules:
             settings = self._file.settings(rule, num_tokens)
             if rule.over == "all_layers" and settings is not None:
-                found[rule, num_tokens] = SetBefore.of(rule, settings)
+                found[rule, num_tokens] = SetRule.before(rule, settings)
         return found
 
     def _calibrate(self, calibration: RuleCalibration, num_tokens: int, bar: tqdm) -> None:
@@ -509,17 +496,14 @@ class _Run:
         )
 
     def _leave_out(self, num_tokens: int, tasks: dict[str, Wanted]) -> None:
-        """Takes the rules that cannot be as sparse as they should be out of the plan."""
+        """Takes the rules that cannot be as sparse as they should be out of what is to be run."""
         for (rule, length), found in self._calibrations.items():
             if length != num_tokens or not isinstance(found, OutOfReach):
                 continue
             phases = {phase for wanted in tasks.values() for phase in wanted.pop(rule, ())}
             self._file.note(
                 "not_run",
-                policy=rule.policy,
-                preset=rule.preset,
-                variant=rule.variant,
-                density=rule.density,
+                **rule.name_fields,
                 phases=sorted(phases),
                 tokens=num_tokens,
                 least_density_all_layers=round(found.least, 5),
@@ -532,7 +516,7 @@ class _Run:
         policies = {
             rule: found.policy
             for (rule, length), found in self._calibrations.items()
-            if length == num_tokens and not isinstance(found, OutOfReach)
+            if length == num_tokens and isinstance(found, SetRule)
         }
         short = {task: wanted for task, wanted in tasks.items() if task != "long_decode"}
         batch = self._batch(num_tokens)
@@ -621,34 +605,9 @@ class _Run:
         self._add(parts, kept, num_tokens, measurement, probed, more)
         return answered
 
-    def _long_group(
-        self,
-        measurement: LongDecode,
-        samples: list[Sample],
-        wanted: Wanted,
-        num_tokens: int,
-        bar: tqdm,
-    ) -> None:
-        """Measures long_decode at one length, and writes its rows."""
-        parts: dict[tuple[Rule, str], list[Outcome]] = {}
-        for start in range(0, len(samples), measurement.batch):
-            some = samples[start : start + measurement.batch]
-            for key, outcome in measurement.run(some, wanted, after=self._after(bar, some)).items():
-                parts.setdefault(key, []).append(outcome)
-        self._add(parts, samples, num_tokens, measurement, {}, {})
-
-    def _after(self, bar: tqdm, some: Sequence[Sample]) -> Callable[[], None]:
-        """What follows each rule on a batch."""
-
-        def done() -> None:
-            bar.update(len(some))
-            self._check_time()
-
-        return done
-
     def _group(
         self,
-        measurement: Measurement,
+        measurement: Measurement | LongDecode,
         samples: list[Sample],
         wanted: Wanted,
         num_tokens: int,
@@ -658,14 +617,23 @@ class _Run:
     ) -> None:
         """Measures one task at one length, and writes its rows."""
         parts: dict[tuple[Rule, str], list[Outcome]] = {}
-        batch = measurement.batch
-        for start in range(0, len(samples), batch):
-            some = samples[start : start + batch]
-            prompts = make_prompts(some, batch=batch, num_tokens=num_tokens)
-            found = measurement.run(prompts, wanted, self._tokenizer, after=self._after(bar, some))
+        for some in map(list, itertools.batched(samples, measurement.batch)):
+
+            def after(count: int = len(some)) -> None:
+                """Follows each rule on a batch."""
+                bar.update(count)
+                self._check_time()
+
+            if isinstance(measurement, LongDecode):
+                found = measurement.run(some, wanted, after=after)
+            else:
+                prompts = make_prompts(some, batch=measurement.batch, num_tokens=num_tokens)
+                found = measurement.run(prompts, wanted, self._tokenizer, after=after)
             for key, outcome in found.items():
                 parts.setdefault(key, []).append(outcome)
-        probed = self._probe(measurement, samples, num_tokens)
+        probed: Mapping[tuple[Rule, str], Probed] = {}
+        if isinstance(measurement, Measurement):
+            probed = self._probe(measurement, samples, num_tokens)
         self._add(parts, samples, num_tokens, measurement, probed, more or {})
 
     def _add(
@@ -696,7 +664,7 @@ class _Run:
                 tokens=num_tokens,
                 dense_layers=measurement.dense_layers(rule),
                 probe=probed.get((rule, phase), Probed()),
-                settings=_settings_of(calibrated),
+                settings=calibrated.settings if isinstance(calibrated, SetRule) else None,
                 more=more,
             )
         self._file.add(rows)
@@ -712,11 +680,6 @@ class _Run:
         return measurement.probe(
             make_prompts(some, batch=measurement.probe_batch, num_tokens=num_tokens)
         )
-
-
-def _settings_of(found: Found | None) -> dict[str, Any] | None:
-    """What calibration set, if anything."""
-    return None if found is None or isinstance(found, OutOfReach) else found.settings
 
 
 def _joined(tasks: Mapping[str, Wanted]) -> Wanted:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.calibration import OVER
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
 from sketchwalk_jax.evaluation.wording import WORDINGS
 from sketchwalk_jax.plan import Plan
@@ -53,6 +54,12 @@ class Rule:
         return by_name(self.policy, preset=self.preset, **options)
 
     @property
+    def name_fields(self) -> dict[str, Any]:
+        """What tells it from other rules, as fields of a row."""
+        names = ("policy", "preset", "variant", "density")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def is_fitted(self) -> bool:
         """Whether its field `density` is set for the mean over all layers to be the nominal one."""
         if self.over != "all_layers" or self.density is None or self == DENSE:
@@ -86,9 +93,6 @@ class Rule:
 
 
 DENSE = Rule("dense", None, 1.0)
-
-OVER = ("sparse_layers", "all_layers")
-"""Layers that a nominal density may be the mean of."""
 
 LEAST_KEPT = 0.5
 """Share of the prompts wanted that a task must have, answered by dense attention, to count in a

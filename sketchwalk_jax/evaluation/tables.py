@@ -1,30 +1,390 @@
-"""Markdown tables of an evaluation: every number in them comes from its rows."""
+"""What the rows of an evaluation say, and markdown tables of it.
 
-from collections.abc import Iterable, Sequence
+A *row* is one entry of `rows` in `quality.json`: one policy, phase, task, length and density, with
+`is_right` for each prompt. The prompts of a task and length are the same for every policy, in the
+same order, so that two policies compare prompt by prompt. Rows are chosen, pooled and compared in
+pairs; every number in the tables at the end comes from that.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from sketchwalk_jax.evaluation.results import Row
-from sketchwalk_jax.evaluation.summaries import (
-    PHASE_TITLES,
-    PHASES,
-    TASK_TITLES,
-    Pooled,
-    counted,
-    is_dense,
-    mean_by_layer,
-    mean_of,
-    measured_phases,
-    paired_difference,
-    paired_loss_difference,
-    policy_label,
-    policy_labels,
-    pool,
-    probed_phases,
-    rows_with,
-    tasks_of,
-    values_of,
-    without_parts,
-)
+from sketchwalk_jax.evaluation.rows import ROW_KEY, Row, wilson_interval
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
+from sketchwalk_jax.validation import check_choice
+
+TASK_TITLES = {
+    "single_needle": "Single needle",
+    "multi_key": "One of many keys",
+    "multi_query": "Several questions",
+    "multi_value": "Several values",
+    "variable_tracking": "Variable tracking",
+    "mid_prompt": "Question mid-prompt",
+    "aggregation": "Aggregation",
+    "text_loss": "Text loss",
+    "code_loss": "Loss of code",
+    "long_decode": "Long decoding",
+}
+"""What each task is called in tables and figures, in their order."""
+
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
+"""What each phase is called where selection is sparse in it, in their order."""
+
+PHASES = tuple(PHASE_TITLES)
+
+# Policies appear in this order, unknown ones between: what is exact, the method, its rivals, simple
+# rules.
+_METHOD = ("paper", "damped", "one_hop", "released")
+_FIRST = ("dense", "oracle", *_METHOD, "minference", "flexprefill", "quest", "adamas")
+_LAST = ("streaming", "random")
+
+
+def policy_label(row: Row) -> str:
+    """What a row's policy is called: the preset where it has one, else the policy; its variant.
+
+    Example:
+      >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
+      'damped'
+    """
+    name, variant = row["preset"] or row["policy"], row.get("variant")
+    return f"{name}, {variant}" if variant else name
+
+
+def policy_labels(rows: Iterable[Row]) -> list[str]:
+    """The policies of some rows, each once, in the order of tables and figures."""
+    found = list(dict.fromkeys(map(policy_label, rows)))
+    middle = [name for name in found if name not in (*_FIRST, *_LAST)]
+    return [name for name in (*_FIRST, *middle, *_LAST) if name in found]
+
+
+def values_of(rows: Iterable[Row], field: str) -> list[Any]:
+    """The different values of a field, ascending, without null."""
+    return sorted({row[field] for row in rows if row.get(field) is not None})
+
+
+def densities(rows: Iterable[Row]) -> list[float]:
+    """The nominal densities of sparse policies, ascending."""
+    return values_of((row for row in rows if not is_dense(row)), "density")
+
+
+def measured_phases(rows: Iterable[Row]) -> list[str]:
+    """The phases in which some policy was sparse, in their order."""
+    found = {row["phase"] for row in rows if not is_dense(row)}
+    return [phase for phase in PHASES if phase in found]
+
+
+def probed_phases(rows: Iterable[Row], field: str) -> list[str]:
+    """The phases with values by layer; both together only where neither stands alone."""
+    found = measured_phases(row for row in rows if row.get(field))
+    return [phase for phase in found if phase != "both"] or found
+
+
+def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:
+    """The tasks of some rows in their order, the text loss only with `is_scored=False`."""
+    found = {row["task"] for row in rows}
+    order = [*TASK_TITLES, *sorted(found - set(TASK_TITLES))]
+    return [task for task in order if task in found and not (is_scored and task in LOSS_TASKS)]
+
+
+def is_dense(row: Row) -> bool:
+    """Whether this is a row of dense attention, which no phase or density tells apart."""
+    return row["policy"] == "dense"
+
+
+def rows_with(
+    rows: Iterable[Row],
+    *,
+    model: str | None = None,
+    label: str | None = None,
+    phase: str | None = None,
+    task: str | None = None,
+    tokens: int | None = None,
+    density: float | None = None,
+) -> list[Row]:
+    """The rows with these values; `None` leaves a field open.
+
+    Dense rows answer to every phase and density, and rows without a nominal density (a preset that
+    sets its own) to every density.
+
+    Args:
+      rows: Rows of one evaluation.
+      model: A model, in a file of several.
+      label: As `policy_label` gives it.
+      phase: Where selection was sparse.
+      task: A task.
+      tokens: A length.
+      density: A nominal density.
+
+    Returns:
+      The rows, in their order.
+
+    Example:
+      >>> row = {"policy": "dense", "preset": None, "phase": "both", "density": 1.0}
+      >>> len(rows_with([row], phase="decode", density=0.2))
+      1
+    """
+    return [
+        row
+        for row in rows
+        if (model is None or row.get("model") == model)
+        and (task is None or row["task"] == task)
+        and (tokens is None or row["tokens"] == tokens)
+        and (phase is None or row["phase"] == phase or is_dense(row))
+        and (density is None or row["density"] in (None, density) or is_dense(row))
+        and (label is None or label == policy_label(row))
+    ]
+
+
+def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
+    """Raises a `ValueError` unless there are rows and each wanted value is one of theirs."""
+    if not rows:
+        raise ValueError("rows must hold at least one row, got none")
+    for name, value in wanted.items():
+        found = PHASES if name == "phase" else values_of(rows, name)
+        if value is not None:
+            check_choice(name, value, list(found))
+
+
+def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
+    """The density asked for, or the highest one below 1; `None` if every policy sets its own."""
+    found = densities(rows)
+    if density is None:
+        return max((one for one in found if one < 1.0), default=found[-1] if found else None)
+    check_choice("density", density, found)
+    return density
+
+
+def counted(rows: Iterable[Row]) -> list[Row]:
+    """The rows that a mean over tasks is made of.
+
+    Those with answers, without tasks of which dense attention answers too few prompts: these are
+    listed for themselves, and in no policy's mean.
+    """
+    return [
+        row for row in rows if row["task"] not in LOSS_TASKS and row.get("in_mean") is not False
+    ]
+
+
+def without_parts(rows: Iterable[Row]) -> list[Row]:
+    """Leaves out the rows by depth wherever the row over all depths is there as well."""
+    rows = list(rows)
+    fields = [field for field in ROW_KEY if field != "depth"]
+    settings = [(*(row[field] for field in fields), row.get("variant")) for row in rows]
+    pairs = list(zip(rows, settings, strict=True))
+    whole = {setting for row, setting in pairs if row["depth"] is None}
+    return [row for row, setting in pairs if row["depth"] is None or setting not in whole]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """Several rows as one; fields are `None` where no row has them.
+
+    Attributes:
+      prompts: Prompts in all.
+      exact: Share of right answers.
+      low: Lower end of Wilson's 95 % interval of that share.
+      high: Its upper end.
+      text_loss: Mean loss, nats per token.
+      density_sparse_layers: Measured density of the sparse phase, over the sparse layers.
+      density_all_layers: The same over all layers.
+    """
+
+    prompts: int
+    exact: float | None
+    low: float | None
+    high: float | None
+    text_loss: float | None
+    density_sparse_layers: float | None
+    density_all_layers: float | None
+
+
+def pool(rows: Iterable[Row]) -> Pooled | None:
+    """Joins rows: right answers are added up, other values averaged over prompts.
+
+    Args:
+      rows: Rows of one policy; rows by depth are left out where a row over all depths is there.
+
+    Returns:
+      What they say together, or `None` without rows.
+    """
+    rows = without_parts(rows)
+    if not rows:
+        return None
+    scored = [row for row in rows if row["exact"] is not None]
+    count = sum(row["prompts"] for row in scored)
+    right = round(sum(row["exact"] * row["prompts"] for row in scored))
+    low, high = wilson_interval(right, count) if count else (None, None)
+    return Pooled(
+        prompts=sum(row["prompts"] for row in rows),
+        exact=right / count if count else None,
+        low=low,
+        high=high,
+        text_loss=mean_of(rows, "text_loss"),
+        density_sparse_layers=mean_of(rows, "measured_density_sparse_layers"),
+        density_all_layers=mean_of(rows, "measured_density_all_layers"),
+    )
+
+
+def mean_of(rows: Iterable[Row], field: str) -> float | None:
+    """The mean of a field over prompts; `None` where no row has a value."""
+    pairs = [(row[field], row["prompts"]) for row in rows if row.get(field) is not None]
+    total = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / total if total else None
+
+
+def mean_by_layer(rows: Iterable[Row], field: str) -> list[float | None]:
+    """The mean of a list by layer over rows, layer by layer; `None` where no row has a value.
+
+    Args:
+      rows: Rows of one policy.
+      field: `"mass_recall_by_layer"` or `"output_error_by_layer"`.
+
+    Returns:
+      One value per entry of the rows' lists; empty if all of them are null.
+    """
+    lists = [row[field] for row in without_parts(rows) if row.get(field)]
+    columns = zip(*lists, strict=True)
+    kept = [[value for value in column if value is not None] for column in columns]
+    return [sum(values) / len(values) if values else None for values in kept]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How two policies differ on the same prompts.
+
+    Attributes:
+      mean: Of the first policy minus that of the second.
+      low: Lower end of its 95 % interval.
+      high: Its upper end.
+      prompts: Prompts that both have.
+    """
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+
+
+def paired_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
+    """Compares the right answers of two policies prompt by prompt.
+
+    Args:
+      first: Rows of one policy.
+      second: Rows of another; rows are matched by task, length, depth and hops.
+
+    Returns:
+      The difference of their shares of right answers over all prompts that both have, with
+      `paired_interval`; `None` if there are none.
+    """
+    pairs = _pairs(first, second, "is_right")
+    if not pairs:
+        return None
+    counts = [pairs.count(one) for one in ((1, 1), (1, 0), (0, 1), (0, 0))]
+    low, high = paired_interval(*counts)
+    mean = (counts[1] - counts[2]) / len(pairs)
+    return Difference(mean=mean, low=low, high=high, prompts=len(pairs))
+
+
+def paired_loss_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
+    """Compares the text losses of two policies prompt by prompt.
+
+    Args:
+      first: Rows of one policy.
+      second: Rows of another.
+
+    Returns:
+      The mean difference in nats per token, with Student's interval; `None` for fewer than two
+      prompts that both have.
+    """
+    losses = [a - b for a, b in _pairs(first, second, "text_losses")]
+    if len(losses) < 2:
+        return None
+    low, high = mean_interval(losses)
+    return Difference(mean=sum(losses) / len(losses), low=low, high=high, prompts=len(losses))
+
+
+def _pairs(first: Iterable[Row], second: Iterable[Row], field: str) -> list[tuple[Any, Any]]:
+    """The values by prompt of a field, of both policies."""
+    some, others = _by_setting(first, field), _by_setting(second, field)
+    return [
+        pair
+        for setting, values in some.items()
+        if len(values) == len(others.get(setting, ()))
+        for pair in zip(values, others[setting], strict=True)
+    ]
+
+
+def _by_setting(rows: Iterable[Row], field: str) -> dict[tuple[Any, ...], Sequence[Any]]:
+    names = ("task", "tokens", "depth", "hops")
+    rows = [row for row in without_parts(rows) if row.get(field)]
+    return {tuple(row[name] for name in names): row[field] for row in rows}
+
+
+def paired_interval(
+    both: int, only_first: int, only_second: int, neither: int
+) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two shares of the same prompts, 95 %.
+
+    Wilson's intervals of both shares, joined by their correlation (Statistics in Medicine 17
+    (1998), pages 2635-2650, method 10).
+
+    Args:
+      both: Prompts that both got right.
+      only_first: Prompts that only the first got right.
+      only_second: Prompts that only the second got right.
+      neither: Prompts that both got wrong; at least one prompt in all.
+
+    Returns:
+      Both ends of the interval of the first share minus the second.
+
+    Example:
+      >>> [round(end, 4) for end in paired_interval(36, 12, 2, 0)]
+      [0.0569, 0.3404]
+    """
+    count = both + only_first + only_second + neither
+    right = (both + only_first, both + only_second)
+    shares = [one / count for one in right]
+    ends = [wilson_interval(one, count) for one in right]
+    below = [share - low for share, (low, _) in zip(shares, ends, strict=True)]
+    above = [high - share for share, (_, high) in zip(shares, ends, strict=True)]
+    excess: float = both * neither - only_first * only_second
+    if excess > 0:
+        excess = max(excess - count / 2, 0)
+    scale = math.prod(one * (count - one) for one in right)
+    correlation = excess / math.sqrt(scale) if scale else 0.0
+    mean = (only_first - only_second) / count
+
+    def joined(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * correlation * a * b + b * b, 0.0))
+
+    return mean - joined(below[0], above[1]), mean + joined(above[0], below[1])
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's interval of a mean, 95 %.
+
+    Args:
+      values: Independent values, at least two.
+
+    Returns:
+      Both ends.
+
+    Example:
+      >>> [round(end, 2) for end in mean_interval([1.0, 2.0, 3.0])]
+      [-0.48, 4.48]
+    """
+    from scipy.special import stdtrit
+
+    count, mean = len(values), statistics.fmean(values)
+    half = float(stdtrit(count - 1, 0.975)) * statistics.stdev(values, mean) / math.sqrt(count)
+    return mean - half, mean + half
+
+
+# Tables.
 
 NOTHING = "–"
 """Stands where there is no value."""
@@ -81,10 +441,23 @@ def signed(value: float, digits: int = 2) -> str:
 
 def difference(first: Sequence[Row], second: Sequence[Row]) -> str:
     """A paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
-    found = paired_difference(first, second)
+    return _interval(paired_difference(first, second), 2)
+
+
+def loss_difference(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """First minus second text loss on the same prompts, or a dash where there are none."""
+    return _interval(paired_loss_difference(first, second), 3)
+
+
+def _interval(found: Difference | None, digits: int) -> str:
     if found is None:
         return NOTHING
-    return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+    mean, low, high = (signed(one, digits) for one in (found.mean, found.low, found.high))
+    return f"{mean} ({low} to {high})"
+
+
+def _loss(pooled: Pooled | None) -> str:
+    return NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
 
 
 def measured(pooled: Pooled | None) -> str:
@@ -92,6 +465,38 @@ def measured(pooled: Pooled | None) -> str:
     if pooled is None or pooled.density_sparse_layers is None or pooled.density_all_layers is None:
         return NOTHING
     return f"{pooled.density_sparse_layers:.2f} / {pooled.density_all_layers:.2f}"
+
+
+def _policy_table(
+    labels: Iterable[str],
+    rows: Sequence[Row],
+    columns: Mapping[str, Callable[[list[Row]], str]],
+    *,
+    by_phase: bool = False,
+) -> str:
+    """A table with a row for each policy, or each policy and phase, of which there are rows.
+
+    Args:
+      labels: The policies, in their order.
+      rows: What the table is of.
+      columns: By its title, what a column says of some rows.
+      by_phase: Whether phases have rows of their own; dense attention has one.
+    """
+    body = []
+    for label in labels:
+        phases = PHASES if by_phase and label != "dense" else (None,)
+        for phase in phases:
+            some = rows_with(rows, label=label, phase=phase)
+            names = [name_of(label), *([PHASE_TITLES.get(phase or "", "")] if by_phase else [])]
+            if some:
+                body.append([*names, *(say(some) for say in columns.values())])
+    header = ("Policy", *(("Sparse in",) if by_phase else ()), *columns)
+    return markdown_table(header, body, num_names=1 + by_phase)
+
+
+def _of_task(task: str | None, rows: Iterable[Row]) -> list[Row]:
+    """The rows of a task, or those that a mean over tasks is made of."""
+    return counted(rows) if task is None else rows_with(rows, task=task)
 
 
 def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
@@ -111,17 +516,25 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
       >>> print(accuracy_table(rows, phase="prefill", density=0.2, tokens=8192))  # doctest: +SKIP
     """
     tasks = tasks_of(rows)
-    header = ("Policy", *map(task_title, tasks), "All", "Density: sparse / all layers")
-    body = []
-    for label in policy_labels(rows):
-        chosen = rows_with(rows, label=label, phase=phase, density=density, tokens=tokens)
-        chosen = [row for row in chosen if row["task"] in tasks]
-        cells = [share(pool(rows_with(chosen, task=task))) for task in tasks]
-        together = pool(counted(chosen))
-        if chosen:
-            last = [share(together), measured(together or pool(chosen))]
-            body.append([name_of(label), *cells, *last])
-    return markdown_table(header, body)
+    chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
+    chosen = [row for row in chosen if row["task"] in tasks]
+
+    def say(task: str | None, some: list[Row]) -> str:
+        return share(pool(_of_task(task, some)))
+
+    def say_density(some: list[Row]) -> str:
+        return measured(pool(counted(some)) or pool(some))
+
+    columns: dict[str, Callable[[list[Row]], str]] = {
+        title: partial(say, task) for title, task in _task_columns(tasks)
+    }
+    columns["Density: sparse / all layers"] = say_density
+    return _policy_table(policy_labels(rows), chosen, columns)
+
+
+def _task_columns(tasks: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Titles of tasks, and of all together."""
+    return [*((task_title(task), task) for task in tasks), ("All", None)]
 
 
 def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
@@ -129,18 +542,14 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
 
     Arguments as in `accuracy_table`.
     """
-    tasks = tasks_of(rows)
     dense = rows_with(rows, label="dense", tokens=tokens)
-    body = []
-    for label in policy_labels(rows):
-        chosen = rows_with(rows, label=label, phase=phase, density=density, tokens=tokens)
-        if label == "dense" or not chosen:
-            continue
-        cells = [
-            difference(rows_with(chosen, task=task), rows_with(dense, task=task)) for task in tasks
-        ]
-        body.append([name_of(label), *cells, difference(counted(chosen), counted(dense))])
-    return markdown_table(("Policy", *map(task_title, tasks), "All"), body)
+    chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
+    columns = {
+        title: lambda some, task=task: difference(_of_task(task, some), _of_task(task, dense))
+        for title, task in _task_columns(tasks_of(rows))
+    }
+    labels = [label for label in policy_labels(rows) if label != "dense"]
+    return _policy_table(labels, chosen, columns)
 
 
 def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
@@ -154,17 +563,14 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
     for label in policy_labels(rows):
         chosen = rows_with(rows, label=label, density=density, tokens=tokens)
         by_phase = [rows_with(chosen, phase=phase) for phase in phases]
-        pooled = [pool(counted(some)) for some in by_phase]
-        cells = [share(one) for one in pooled]
+        cells = [share(pool(counted(some))) for some in by_phase]
         if label == "dense":
-            cells = [cells[0], *[""] * (len(cells) - 1)]
+            cells[1:] = [""] * (len(cells) - 1)
         own = next((some for some in by_phase if some), [])
-        scored = counted(own)
         loss = pool(rows_with(own, task="text_loss"))
-        body.append([name_of(label), *cells, _loss(loss), measured(pool(scored or own))])
+        body.append([name_of(label), *cells, _loss(loss), measured(pool(counted(own) or own))])
     header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
-    header += ["Text loss", "Density: sparse / all layers"]
-    return markdown_table(header, body)
+    return markdown_table([*header, "Text loss", "Density: sparse / all layers"], body)
 
 
 def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
@@ -173,32 +579,25 @@ def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> st
     Arguments as in `accuracy_table`.
     """
     chosen = rows_with(rows, task="variable_tracking", density=density, tokens=tokens)
-    hops = values_of(chosen, "hops")
-    body = []
-    for label in policy_labels(chosen):
-        for phase in PHASES if label != "dense" else ("both",):
-            some = rows_with(chosen, label=label, phase=phase)
-            cells = [share(pool(row for row in some if row["hops"] == count)) for count in hops]
-            if some:
-                title = "" if label == "dense" else PHASE_TITLES[phase]
-                body.append([name_of(label), title, *cells])
-    header = ("Policy", "Sparse in", *(f"{count} statements" for count in hops))
-    return markdown_table(header, body, num_names=2)
+    columns = {
+        f"{count} statements": lambda some, count=count: share(
+            pool(row for row in some if row["hops"] == count)
+        )
+        for count in values_of(chosen, "hops")
+    }
+    return _policy_table(policy_labels(chosen), chosen, columns, by_phase=True)
 
 
 def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
     """All scored tasks together by phase and length, with Wilson's 95 % intervals."""
-    lengths = values_of(rows, "tokens")
-    body = []
-    for label in policy_labels(rows):
-        for phase in PHASES if label != "dense" else ("both",):
-            chosen = counted(rows_with(rows, label=label, phase=phase, density=density))
-            cells = [share(pool(rows_with(chosen, tokens=tokens))) for tokens in lengths]
-            if chosen:
-                title = "" if label == "dense" else PHASE_TITLES[phase]
-                body.append([name_of(label), title, *cells])
-    header = ("Policy", "Sparse in", *(f"{tokens:,} tokens" for tokens in lengths))
-    return markdown_table(header, body, num_names=2)
+    columns = {
+        f"{tokens:,} tokens": lambda some, tokens=tokens: share(
+            pool(rows_with(some, tokens=tokens))
+        )
+        for tokens in values_of(rows, "tokens")
+    }
+    chosen = counted(rows_with(rows, density=density))
+    return _policy_table(policy_labels(rows), chosen, columns, by_phase=True)
 
 
 def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
@@ -215,61 +614,37 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens
     """
     chosen = rows_with(rows, task="text_loss", tokens=tokens)
     dense = rows_with(chosen, label="dense")
-    body = [["dense", "", *[_loss(pool(dense))] * len(densities)]] if dense else []
-    for label, phase in _label_phases(chosen):
-        cells = [
-            _more_loss(rows_with(chosen, label=label, phase=phase, density=density), dense)
-            for density in densities
-        ]
-        body.append([name_of(label), PHASE_TITLES[phase], *cells])
-    header = ("Policy", "Sparse in", *map(density_title, densities))
-    return markdown_table(header, body, num_names=2)
 
+    def say(some: list[Row], density: float | None) -> str:
+        own = rows_with(some, density=density)
+        is_compared = not is_dense(some[0]) and paired_loss_difference(own, dense) is not None
+        return loss_difference(own, dense) if is_compared else _loss(pool(own))
 
-def _label_phases(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """The policies and phases of some rows, those of dense attention left out."""
-    rows = [row for row in rows if not is_dense(row)]
-    found = {(policy_label(row), row["phase"]) for row in rows}
-    labels = policy_labels(rows)
-    return [(label, phase) for label in labels for phase in PHASES if (label, phase) in found]
-
-
-def _loss(pooled: Pooled | None) -> str:
-    return NOTHING if pooled is None or pooled.text_loss is None else f"{pooled.text_loss:.3f}"
-
-
-def loss_difference(first: Sequence[Row], second: Sequence[Row]) -> str:
-    """First minus second text loss on the same prompts, or a dash where there are none."""
-    found = paired_loss_difference(first, second)
-    if found is None:
-        return NOTHING
-    return f"{signed(found.mean, 3)} ({signed(found.low, 3)} to {signed(found.high, 3)})"
-
-
-def _more_loss(first: Sequence[Row], second: Sequence[Row]) -> str:
-    if paired_loss_difference(first, second) is None:
-        return _loss(pool(first))
-    return loss_difference(first, second)
+    columns = {density_title(one): partial(say, density=one) for one in densities}
+    return _policy_table(policy_labels(chosen), chosen, columns, by_phase=True)
 
 
 def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
     """Mass recall and relative output error, means over tasks and sparse layers."""
     fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
     phases = probed_phases(rows, "mass_recall_by_layer")
-    chosen = [row for row in rows_with(rows, tokens=tokens) if any(row.get(one) for one in fields)]
-    columns = [(density, field) for density in densities for field in fields]
-    body = []
-    for label, phase in _label_phases(row for row in chosen if row["phase"] in phases):
-        own = [rows_with(chosen, label=label, phase=phase, density=one) for one in densities]
-        cells = [_mean_cell(mean_by_layer(some, field)) for some in own for field in fields]
-        body.append([name_of(label), PHASE_TITLES[phase], *cells])
-    titles = (f"{density_title(density)}: {fields[field]}" for density, field in columns)
-    return markdown_table(("Policy", "Sparse in", *titles), body, num_names=2)
+    chosen = [
+        row
+        for row in rows_with(rows, tokens=tokens)
+        if row["phase"] in phases and not is_dense(row) and any(row.get(one) for one in fields)
+    ]
 
+    def say(some: list[Row], density: float | None, field: str) -> str:
+        by_layer = mean_by_layer(rows_with(some, density=density), field)
+        values = [value for value in by_layer if value is not None]
+        return f"{sum(values) / len(values):.2f}" if values else NOTHING
 
-def _mean_cell(by_layer: Sequence[float | None]) -> str:
-    values = [value for value in by_layer if value is not None]
-    return f"{sum(values) / len(values):.2f}" if values else NOTHING
+    columns = {
+        f"{density_title(density)}: {title}": partial(say, density=density, field=field)
+        for density in densities
+        for field, title in fields.items()
+    }
+    return _policy_table(policy_labels(chosen), chosen, columns, by_phase=True)
 
 
 def settings_table(rows: Sequence[Row]) -> str:
@@ -282,44 +657,30 @@ def settings_table(rows: Sequence[Row]) -> str:
       A markdown table with a row for each policy, nominal density and length; empty text if nothing
       was calibrated.
     """
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    order = policy_labels(rows)
+    found: dict[tuple[int, int, float, int], list[Row]] = {}
     for row in without_parts(rows):
         if row.get("settings"):
-            key = (policy_label(row), row["phase"], row["density"], row["tokens"])
-            found.setdefault(key, []).append(row)
-    order = policy_labels(rows)
-
-    def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        label, phase, density, tokens = key
-        return order.index(label), PHASES.index(phase), -(density or 0.0), tokens
-
+            place = order.index(policy_label(row)), PHASES.index(row["phase"])
+            found.setdefault((*place, -(row["density"] or 0.0), row["tokens"]), []).append(row)
     body = []
-    for key in sorted(found, key=place):
-        label, phase, density, tokens = key
-        by_task: dict[str, list[Row]] = {}
-        for row in found[key]:
-            by_task.setdefault(row["task"], []).append(row)
+    for (label, phase, _, tokens), some in sorted(found.items()):
         field = "measured_density_sparse_layers"
-        known = [one for one in (mean_of(some, field) for some in by_task.values()) if one]
-        mean = mean_of(found[key], field)
-        spread = f"{mean:.3f} ({min(known):.3f}–{max(known):.3f})" if mean else NOTHING
-        cells = [name_of(label), PHASE_TITLES[phase].lower(), f"{density:g}", f"{tokens:,}"]
-        body.append([*cells, _settings_text(found[key][0]["settings"]), spread])
-    header = (
-        "Policy",
-        "Sparse in",
-        "Density",
-        "Tokens",
-        "Set to",
-        "Measured (range over tasks)",
-    )
+        known = [
+            mean_of(rows_with(some, task=task), field) for task in tasks_of(some, is_scored=False)
+        ]
+        by_task = [one for one in known if one]
+        mean = mean_of(some, field)
+        spread = f"{mean:.3f} ({min(by_task):.3f}–{max(by_task):.3f})" if mean else NOTHING
+        names = name_of(order[label]), PHASE_TITLES[PHASES[phase]].lower()
+        settings = ", ".join(f"`{name}` {_value(one)}" for name, one in some[0]["settings"].items())
+        body.append([*names, f"{some[0]['density']:g}", f"{tokens:,}", settings, spread])
+    header = "Policy", "Sparse in", "Density", "Tokens", "Set to", "Measured (range over tasks)"
     return markdown_table(header, body, num_names=2) if body else ""
 
 
-def _settings_text(settings: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
-        if isinstance(value, list | tuple):
-            return f"({', '.join(map(text, value))})"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return ", ".join(f"`{name}` {text(value)}" for name, value in settings.items())
+def _value(value: Any) -> str:
+    """A value that calibration set."""
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_value, value))})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

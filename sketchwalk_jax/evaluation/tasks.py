@@ -18,15 +18,22 @@ What is hidden and asked is put into words by a *wording* (`wording.py`).
 
 import dataclasses
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from sketchwalk_jax.evaluation.text import Haystack, Text, WordEncoder, draw_lines, read_code
 from sketchwalk_jax.evaluation.wording import Asked, Frame, Wording, wording_of
+from sketchwalk_jax.text import (
+    Haystack,
+    Text,
+    WordEncoder,
+    draw_lines,
+    draw_passages,
+    prompt_rng,
+    read_code,
+)
 from sketchwalk_jax.validation import check_choice, check_integer
 
 TASKS = (
@@ -280,23 +287,18 @@ def draw_samples(
     _check(task, num_tokens, count, seed, hops, depths, num_keys)
     check_integer("first", first, least=0)
     sources = {
-        index: np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
-        for index in range(first, first + count)
+        index: prompt_rng(task, num_tokens, seed, index) for index in range(first, first + count)
     }
     words_of = wording_of(wording)
-    if task == "code_loss":
-        passages = draw_lines(text, tokenizer, num_tokens=num_tokens, sources=[*sources.values()])
+    if task in LOSS_TASKS:
+        draw = draw_lines if task == "code_loss" else draw_passages
+        passages = draw(text, tokenizer, num_tokens=num_tokens, sources=[*sources.values()])
         return [_loss_sample(task, passage) for passage in passages]
-    opening = None if task in LOSS_TASKS else words_of.opening(task, tokenizer)
-    encoder = WordEncoder(tokenizer, opening=opening)
+    encoder = WordEncoder(tokenizer, opening=words_of.opening(task, tokenizer))
     haystack = Haystack(text, encoder, num_tokens)
     samples = []
     for index, rng in sources.items():
         words = haystack.draw(rng)
-        if task in LOSS_TASKS:
-            hay = haystack.fit(words, num_tokens)
-            samples.append(_loss_sample(task, [token for piece in hay for token in piece]))
-            continue
         present = set(re.findall("[a-z]+", " ".join(words).lower()))
         names = [word for word in text.held_out_words if word not in present]
         chain = hops or HOPS[index % len(HOPS)]

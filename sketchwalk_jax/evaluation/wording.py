@@ -30,36 +30,6 @@ def code_question(word: str) -> str:
     return f" Q: code of {word}? A:"
 
 
-def each_code_question(words: Sequence[str]) -> str:
-    """Asks for the codes of several words, in this order."""
-    return f" Q: code of each of {', '.join(words)}? A:"
-
-
-def all_codes_question(word: str) -> str:
-    """Asks for all the codes that a word has, in the order in which the text gives them."""
-    return f" Q: all codes of {word}? A:"
-
-
-def value_statement(name: str, value: str) -> str:
-    """Gives a variable its value: a number, or the name of another variable."""
-    return f" Let {name} be {value}."
-
-
-def value_question(name: str) -> str:
-    """Asks for the number at the end of a chain of variables."""
-    return f" Q: value of {name}? A:"
-
-
-def vote_statement(word: str) -> str:
-    """One of the votes to count."""
-    return f" One vote for {word}."
-
-
-def vote_question() -> str:
-    """Asks for the word with the most votes."""
-    return " Q: most votes? A:"
-
-
 def answer_text(values: Sequence[str]) -> str:
     """The answer to a question, up to the full stop that ends it."""
     return f" {', '.join(values)}."
@@ -100,27 +70,27 @@ class Wording:
 
     def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
         """Asks for the codes of several words, in this order."""
-        return Asked(each_code_question(words), answer_text(numbers))
+        return Asked(f" Q: code of each of {', '.join(words)}? A:", answer_text(numbers))
 
     def ask_all_codes(self, word: str, numbers: Sequence[str]) -> Asked:
         """Asks for all codes of a word, in the order of the text."""
-        return Asked(all_codes_question(word), answer_text(numbers))
+        return Asked(f" Q: all codes of {word}? A:", answer_text(numbers))
 
     def value(self, name: str, value: str) -> str:
-        """Gives a variable its value."""
-        return value_statement(name, value)
+        """Gives a variable its value: a number, or the name of another variable."""
+        return f" Let {name} be {value}."
 
     def ask_value(self, name: str, values: Sequence[str]) -> Asked:
         """Asks for the variables that lead to its number, and the number."""
-        return Asked(value_question(name), answer_text(values))
+        return Asked(f" Q: value of {name}? A:", answer_text(values))
 
     def vote(self, word: str) -> str:
         """One of the votes to count."""
-        return vote_statement(word)
+        return f" One vote for {word}."
 
     def ask_votes(self, word: str) -> Asked:
         """Asks for the word with the most votes."""
-        return Asked(vote_question(), answer_text([word]))
+        return Asked(" Q: most votes? A:", answer_text([word]))
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
         """What stands before the text; None for what the tokenizer itself begins with."""

@@ -13,7 +13,8 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import numpy as np
 
 from sketchwalk_jax.tokenizer import encode
 from sketchwalk_jax.validation import check_number
+
+HELD_OUT = 2**32
+"""Added to the seed of an evaluation, gives that of its held-out prompts."""
 
 # Beginnings that `Haystack.fit` tries: with bytes, about one in six gives the exact length.
 _NUM_STARTS = 128
@@ -124,6 +128,11 @@ def read_code() -> Text:
         raise ValueError("Python must have the sources of its standard library, found none")
     name = f"standard library of Python {platform.python_version()}, {len(paths)} modules"
     return Text(content, name, hashlib.sha256(content.encode()).hexdigest(), 1.0)
+
+
+def prompt_rng(task: str, num_tokens: int, seed: int, index: int = 0) -> np.random.Generator:
+    """The source of all randomness of one prompt of a task."""
+    return np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
 
 
 def draw_lines(
@@ -334,3 +343,26 @@ class Haystack:
         if unused[start] > num_tokens:
             return []
         return [heads[start], *self.encoder.further(words[start + 1 : stops[start]])]
+
+
+def draw_passages(
+    text: Text, tokenizer: Any, *, num_tokens: int, sources: Iterable[np.random.Generator]
+) -> list[list[int]]:
+    """Draws passages of a text, each from the start of a word on.
+
+    Args:
+      text: The text.
+      tokenizer: A tokenizer of transformers.
+      num_tokens: Tokens of each passage, special tokens before it included; a tokenizer with long
+        words can miss it by a few, never above.
+      sources: A source of randomness for each passage.
+
+    Returns:
+      The tokens of each passage.
+
+    Raises:
+      ValueError: If the text is shorter than a passage.
+    """
+    haystack = Haystack(text, WordEncoder(tokenizer), num_tokens)
+    fitted = (haystack.fit(haystack.draw(rng), num_tokens) for rng in sources)
+    return [[*itertools.chain.from_iterable(words)] for words in fitted]

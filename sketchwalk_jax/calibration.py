@@ -1,0 +1,357 @@
+"""Policies that a model sets: a knob to a density, and the thresholds of Adamas.
+
+MInference and FlexPrefill keep what the model and the prompt make them keep; a field of theirs, the
+*knob*, makes it more or less. `calibrate` finds the knob for a density by bisection on prompts, and
+`set_density` does so on plain English. Adamas's published thresholds are absolute numbers, and keys
+of another model may lie on another scale: where none reaches the outer thresholds, half of every
+code goes unused. `fit_thresholds` takes the quartiles of the model's own keys.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.cache import Density, sparse_layers
+from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.inference import read_into_new_cache
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.policies import changed_fields
+from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
+from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.sharding import constrain, placement_of, whole_batch
+from sketchwalk_jax.text import HELD_OUT, draw_passages, prompt_rng, read_text
+from sketchwalk_jax.validation import check_choice, check_number
+
+PyTree = Any
+
+OVER = ("sparse_layers", "all_layers")
+"""Layers whose mean density can be the one that is asked for."""
+
+_KEYS_OF_A_PROMPT = 1024
+_LEAST_TOKENS = 128  # of a prompt that a density is set on
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found.
+
+    Attributes:
+      policy: The policy with its knob set.
+      density: Measured with it on the calibration prompts, in the layers that were to count.
+      tried: Values of the knob and the densities that they gave, in the order tried.
+    """
+
+    policy: PrefillPolicy
+    density: float
+    tried: tuple[tuple[float, float], ...]
+
+    @property
+    def least(self) -> float:
+        """The least density of those tried."""
+        return min(density for _, density in self.tried)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The knob, and the other fields of the policy that are not at their defaults."""
+        return {self.policy.knob: self.policy.knob_value} | changed_fields(self.policy)
+
+
+def calibrate(
+    params: PyTree,
+    tokens: Int[Array | np.ndarray, "P T"],
+    lengths: Int[Array | np.ndarray, "P"] | None = None,
+    *,
+    policy: PrefillPolicy,
+    model_config: ModelConfig,
+    density: float,
+    tolerance: float = 0.02,
+    max_steps: int = 12,
+    batch: int | None = None,
+    over: str = "sparse_layers",
+    program: Callable[..., Density] | None = None,
+) -> Calibration:
+    """Finds the value of a policy's knob that gives a density.
+
+    The density is the attended over all causal pairs of the prompts, mean over the layers in which
+    the policy selects, as measured while it reads them. Where the least value of the knob keeps
+    too much, the policy's floors are lowered (`relaxed`); where that does not help either, the
+    least density is taken, with a warning. One compiled program serves all values.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded, of about the length that the policy is to be used at: the
+        density of one setting depends on it. They should not be prompts that are scored.
+      lengths: Tokens of each prompt; all `T` by default.
+      policy: The policy, such as `MInferenceConfig()`.
+      model_config: The model.
+      density: The density to reach, in (0, 1].
+      tolerance: How far from it is near enough, as a share of it.
+      max_steps: Most values to try; the best is taken.
+      batch: Prompts at a time; all by default.
+      over: Layers whose mean density counts: `"sparse_layers"` or `"all_layers"`.
+      program: `prefill_density` compiled for `batch` prompts of `T` tokens and `unset(policy)`;
+        compiled here by default.
+
+    Returns:
+      The policy with its knob set, and what it gave.
+
+    Raises:
+      ValueError: If the policy has no knob, or the density is out of range.
+
+    Example:
+      >>> found = calibrate(params, tokens, policy=MInferenceConfig(),
+      ...                   model_config=model_config, density=0.2)  # doctest: +SKIP
+      >>> found.policy.scale, found.density  # doctest: +SKIP
+      (0.2265625, 0.2013)
+    """
+    if not isinstance(policy, PrefillPolicy):
+        raise ValueError(f"policy must have a knob, as MInferenceConfig has, got {policy!r}")
+    check_number("density", density, "(0, 1]")
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if lengths is None:
+        lengths = np.full(tokens.shape[:1], tokens.shape[1])
+    prompts = params, tokens, jnp.asarray(lengths, jnp.int32)
+    size = whole_batch(batch or tokens.shape[0], placement_of(params, model_config))
+    published = unset(policy)
+
+    def measure(value: float, *, policy: PrefillPolicy) -> float:
+        same, run = unset(policy), program
+        if run is None or same != published:
+            run = functools.partial(prefill_density, policy=same, model_config=model_config)
+        return _measure(
+            run,
+            *prompts,
+            value,
+            policy.floor_value,
+            layers=sparse_layers(model_config, policy)
+            if over == "sparse_layers"
+            else range(model_config.num_layers),
+            batch=size,
+        )
+
+    check_choice("over", over, OVER)
+    found = _bisect(measure, policy, density, tolerance, max_steps)
+    while found.least > density * (1 + tolerance):
+        relaxed = found.policy.relaxed()
+        if relaxed is None:
+            warnings.warn(
+                f"{type(policy).__name__} keeps at least {found.least:.3f} of prompts of "
+                f"{int(np.max(lengths))} tokens: density {density:g} is out of its reach",
+                stacklevel=2,
+            )
+            break
+        begin = relaxed.with_knob(policy.knob_value)
+        found = _bisect(measure, begin, density, tolerance, max_steps)
+    return found
+
+
+def _bisect(
+    measure: Any, policy: PrefillPolicy, density: float, tolerance: float, max_steps: int
+) -> Calibration:
+    """The value nearest to the density, from the policy's own one on."""
+    low, high = policy.knob_range
+    value, tried = policy.knob_value, list[tuple[float, float]]()
+    while len(tried) < max_steps:
+        measured = measure(value, policy=policy)
+        tried.append((value, measured))
+        if abs(measured - density) <= tolerance * density:
+            break
+        if measured > density:
+            high = value
+        else:
+            low = value
+        if value == policy.knob_range[0] and measured > density:
+            break
+        # What is above from the start may be so at the least value too.
+        value = low if len(tried) == 1 and measured > density else 0.5 * (low + high)
+    value, measured = min(tried, key=lambda one: abs(one[1] - density))
+    return Calibration(policy.with_knob(value), measured, tuple(tried))
+
+
+def _measure(
+    program: Callable[..., Density],
+    params: PyTree,
+    tokens: Int[Array, "P T"],
+    lengths: Int[Array, "P"],
+    value: float,
+    floor: int,
+    *,
+    layers: Sequence[int],
+    batch: int,
+) -> float:
+    """The measured density at one value of knob and floor, in some layers."""
+    attended, causal, count = 0.0, 0.0, tokens.shape[0]
+    for start in range(0, count, batch):
+        # The last batch repeats the last prompt, which is counted once.
+        rows = np.minimum(np.arange(start, start + batch), count - 1)
+        found = program(
+            params,
+            tokens[rows],
+            lengths[rows],
+            jnp.asarray(value, jnp.float32),
+            jnp.asarray(floor, jnp.int32),
+        )
+        new = slice(min(batch, count - start))
+        pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
+        attended += pairs.sum()
+        causal += np.asarray(found.prefill_causal, np.float64)[new].sum() * len(pairs)
+    return float(attended / causal)
+
+
+def unset(policy: PrefillPolicy) -> PrefillPolicy:
+    """The policy whatever its knob and its floor say: one program serves all of their values."""
+    least = {} if policy.floor is None else {policy.floor: 1}
+    return dataclasses.replace(policy.with_knob(policy.knob_range[0]), **least)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "model_config"))
+def prefill_density(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    value: Float[Array, ""],
+    floor: Int[Array, ""],
+    *,
+    policy: PrefillPolicy,
+    model_config: ModelConfig,
+) -> Density:
+    """Reads prompts with knob and floor at values that are not known when it is compiled.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      value: The knob.
+      floor: The floor; of no effect where the policy has none.
+      policy: The policy, `unset`.
+      model_config: The model.
+
+    Returns:
+      The pairs that were attended to.
+    """
+    settings = Settings(
+        model_config=model_config,
+        policy=policy.with_traced(value, floor),
+        placement=placement_of(params, model_config),
+    )
+    return read_into_new_cache(params, tokens, lengths, settings=settings)[1].density
+
+
+def set_density(
+    policy: PrefillPolicy,
+    params: PyTree,
+    model_config: ModelConfig,
+    tokenizer: Any,
+    *,
+    density: float,
+    num_tokens: int,
+) -> Calibration:
+    """Sets a policy's knob to a density, on plain English of about the length of prompts to come.
+
+    Args:
+      policy: The policy.
+      params: Parameter tree.
+      model_config: The model.
+      tokenizer: A tokenizer of transformers.
+      density: As in `calibrate`.
+      num_tokens: Tokens of a prompt, of which at least 128 and at most the model's context are
+        taken.
+
+    Returns:
+      What `calibrate` found.
+    """
+    num_tokens = min(max(num_tokens, _LEAST_TOKENS), model_config.context_length)
+    rng = prompt_rng("text_loss", num_tokens, HELD_OUT)
+    (passage,) = draw_passages(read_text(), tokenizer, num_tokens=num_tokens, sources=[rng])
+    tokens = np.pad(np.array(passage, np.int32), (0, num_tokens - len(passage)))
+    return calibrate(
+        params,
+        tokens[None],
+        np.array([len(passage)], np.int32),
+        policy=policy,
+        model_config=model_config,
+        density=density,
+    )
+
+
+def fit_thresholds(
+    params: PyTree,
+    tokens: Int[Array | np.ndarray, "P T"],
+    lengths: Int[Array | np.ndarray, "P"] | None = None,
+    *,
+    policy: AdamasConfig,
+    model_config: ModelConfig,
+    program: Callable[..., Array] | None = None,
+) -> AdamasConfig:
+    """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded, read densely and at once. They should not be prompts that are
+        scored.
+      lengths: Tokens of each prompt; all `T` by default.
+      policy: The policy. Keys of its dense layers do not count.
+      model_config: The model.
+      program: `quartiles_of_keys` compiled for these prompts; compiled here by default.
+
+    Returns:
+      The policy with new thresholds; as it is where no layer is sparse.
+
+    Raises:
+      ValueError: If the model's head_dim has no Hadamard transform.
+
+    Example:
+      >>> policy = fit_thresholds(params, tokens, policy=AdamasConfig(),
+      ...                         model_config=model_config)  # doctest: +SKIP
+      >>> policy.thresholds  # doctest: +SKIP
+      (-1.1680, 0.0094, 1.1765)
+    """
+    layers = sparse_layers(model_config, policy)
+    if not layers:
+        return policy
+    if lengths is None:
+        lengths = np.full(tokens.shape[:1], tokens.shape[1])
+    if program is None:
+        program = functools.partial(quartiles_of_keys, layers=layers, model_config=model_config)
+    # Prompts of no tokens, of which ranks have as many each, have no keys.
+    more = whole_batch(len(tokens), placement_of(params, model_config)) - len(tokens)
+    tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
+    quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
+    return dataclasses.replace(policy, thresholds=(low, middle, high))
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "model_config"))
+def quartiles_of_keys(
+    params: PyTree,
+    tokens: Int[Array, "P T"],
+    lengths: Int[Array, "P"],
+    *,
+    layers: tuple[int, ...],
+    model_config: ModelConfig,
+) -> Float[Array, "3"]:
+    """Quartiles over some layers, heads, channels and tokens evenly spread."""
+    where, policy = placement_of(params, model_config), Dense()
+    settings = Settings(model_config=model_config, policy=policy, placement=where)
+    _, cache = read_into_new_cache(params, tokens, lengths, settings=settings)
+    num_tokens = tokens.shape[1]
+    stride = (lengths[:, None] + _KEYS_OF_A_PROMPT - 1) // _KEYS_OF_A_PROMPT
+    count = min(_KEYS_OF_A_PROMPT, num_tokens)
+    places = jnp.arange(count, dtype=jnp.int32)[None, :] * stride
+    is_real = (places < lengths[:, None])[None, :, :, None, None]
+    places = jnp.minimum(places, num_tokens - 1)
+    if where is not None and where.blocks is not None:
+        places = where.blocks.place_in_cache(places, cache.capacity, policy.block_size)
+    places = places[None, :, :, None, None]
+    keys = jnp.take_along_axis(cache.key[np.array(layers, int)], places, axis=2)
+    if where is not None and where.heads is not None:
+        keys = keys[:, :, :, :: where.heads.copies]
+    return constrain(key_quartiles(jnp.where(is_real, keys, jnp.nan)), where)
