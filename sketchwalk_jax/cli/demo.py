@@ -66,14 +66,12 @@ WORDS = tuple(
 def demo(
     model: options.ModelOption = None,
     preset: Annotated[
-        str,
-        option("--preset", "NAME", f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.", METHOD),
+        str, option("--preset NAME", f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.", METHOD)
     ] = PRESETS[0],
     policy: Annotated[
         list[str] | None,
         option(
-            "--policy",
-            "NAME",
+            "--policy NAME",
             f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. May be "
             "given several times.",
             METHOD,
@@ -87,23 +85,20 @@ def demo(
     tokens: Annotated[
         int | None,
         option(
-            "--tokens",
-            "N",
+            "--tokens N",
             "Tokens of text, question and answer together.",
             TEXT,
             f"{TOKENS}, or the model's context if that is shorter",
         ),
     ] = None,
     facts: Annotated[
-        int, option("--facts", "N", "Facts to hide.", TEXT, min=1, max=MAX_FACTS)
+        int, option("--facts N", "Facts to hide.", TEXT, min=1, max=MAX_FACTS)
     ] = FACTS,
     seed: Annotated[
         int,
-        option(
-            "--seed", "N", "Seed of the passage, of the facts and of their places.", TEXT, min=0
-        ),
+        option("--seed N", "Seed of the passage, of the facts and of their places.", TEXT, min=0),
     ] = 0,
-    out: Annotated[Path, option("--out", "FILE", f"The picture; {', '.join(_PICTURES)}.")] = Path(
+    out: Annotated[Path, option("--out FILE", f"The picture; {', '.join(_PICTURES)}.")] = Path(
         "sketchwalk-demo.png"
     ),
     no_plot: Annotated[bool, flag("--no-plot", "Draw no picture.")] = False,
@@ -132,7 +127,8 @@ def demo(
         for one in rivals.values():
             Settings(model_config=model_config, policy=one, phase=phase)
     placement = options.make_placement(mesh, model_config, config, *rivals.values())
-    num_tokens = options.choose_tokens(tokens, usual=TOKENS, context=model_config.context_length)
+    num_tokens = tokens or min(TOKENS, model_config.context_length)
+    options.check_context("--tokens", num_tokens, model_config)
     least = facts * TOKENS_PER_FACT + ROOM
     if num_tokens < least:
         raise UsageError(f"--tokens must be at least {least} for {facts} facts, got {num_tokens}")

@@ -16,10 +16,10 @@ import typer
 from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
-from sketchwalk_jax.models.hub import find_checkpoint
+from sketchwalk_jax.models.hub import bundled_model, find_checkpoint
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
@@ -51,14 +51,10 @@ _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def option(
-    name: str,
-    metavar: str,
-    help: str,
-    panel: str | None = None,
-    default: str | bool = True,
-    **limits: int,
+    spec: str, help: str, panel: str | None = None, default: str | bool = True, **limits: int
 ) -> Any:
-    """An option with a value; `default` is what its help shows as one, True for Python's own."""
+    """An option with a value, such as `--tokens N`; help shows `default`, or else Python's own."""
+    name, _, metavar = spec.partition(" ")
     return typer.Option(
         name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **limits
     )
@@ -72,8 +68,7 @@ def flag(name: str, help: str, panel: str | None = None) -> Any:
 ModelOption = Annotated[
     Path | None,
     option(
-        "--model",
-        "PATH",
+        "--model PATH",
         "Checkpoint: a directory of Hugging Face safetensors or written by sketchwalk_jax.save, a "
         "GGUF file, or ORG/NAME on the Hugging Face hub.",
         default="the small model that ships with the package",
@@ -82,8 +77,7 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str,
     option(
-        "--policy",
-        "NAME",
+        "--policy NAME",
         f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where that "
         "was measured to pay on this device, by the length, and dense elsewhere.",
         METHOD,
@@ -92,8 +86,7 @@ PolicyOption = Annotated[
 PresetOption = Annotated[
     str | None,
     option(
-        "--preset",
-        "NAME",
+        "--preset NAME",
         f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan of the "
         "model that `sketchwalk calibrate` measured, if there is one.",
         METHOD,
@@ -101,12 +94,11 @@ PresetOption = Annotated[
     ),
 ]
 _SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
-DensityOption = Annotated[float | None, option("--density", "FRACTION", _SHARE, METHOD, "0.2")]
+DensityOption = Annotated[float | None, option("--density FRACTION", _SHARE, METHOD, "0.2")]
 CalibratedDensityOption = Annotated[
     float | None,
     option(
-        "--density",
-        "FRACTION",
+        "--density FRACTION",
         f"{_SHARE} Minference and flexprefill are set to it on another text first.",
         METHOD,
         "0.2, or as published",
@@ -115,31 +107,25 @@ CalibratedDensityOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     option(
-        "--set",
-        "FIELD=VALUE",
+        "--set FIELD=VALUE",
         "Another field of the policy, such as block_size=64; may be given several times.",
         METHOD,
         False,
     ),
 ]
 PhaseOption = Annotated[
-    str, option("--phase", "|".join(PHASES), "Where selection is sparse.", METHOD)
+    str, option(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD)
 ]
 TextOption = Annotated[
     Path | None,
     option(
-        "--text",
-        "FILE",
-        "Text to hide facts in: UTF-8, plain or .xz.",
-        TEXT,
-        "Python's help topics",
+        "--text FILE", "Text to hide facts in: UTF-8, plain or .xz.", TEXT, "Python's help topics"
     ),
 ]
 MeshOption = Annotated[
     str | None,
     option(
-        "--mesh",
-        "AXIS=RANKS,...",
+        "--mesh AXIS=RANKS,...",
         "Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor shares "
         "weights and heads, sequence a prompt's tokens and the cache.",
         METHOD,
@@ -149,8 +135,7 @@ MeshOption = Annotated[
 DTypeOption = Annotated[
     str | None,
     option(
-        "--dtype",
-        "|".join(DTYPES),
+        f"--dtype {'|'.join(DTYPES)}",
         "Type of weights and cache.",
         METHOD,
         "float32 on CPU, else the checkpoint's",
@@ -158,41 +143,34 @@ DTypeOption = Annotated[
 ]
 
 NewTokensOption = Annotated[
-    int, option("--max-new-tokens", "N", "Most tokens to generate.", SAMPLING, min=1)
+    int, option("--max-new-tokens N", "Most tokens to generate.", SAMPLING, min=1)
 ]
 TemperatureOption = Annotated[
     float | None,
     option(
-        "--temperature",
-        "X",
+        "--temperature X",
         "Divides the logits; at 0 the best token is taken.",
         SAMPLING,
         "0, or 1 with --top-k, --top-p or --min-p",
     ),
 ]
 TopKOption = Annotated[
-    int | None, option("--top-k", "N", "Draw from the N best tokens; 0 for all.", SAMPLING)
+    int | None, option("--top-k N", "Draw from the N best tokens; 0 for all.", SAMPLING)
 ]
 TopPOption = Annotated[
     float | None,
-    option(
-        "--top-p", "P", "Draw from the fewest tokens that have probability P together.", SAMPLING
-    ),
+    option("--top-p P", "Draw from the fewest tokens that have probability P together.", SAMPLING),
 ]
 MinPOption = Annotated[
     float | None,
     option(
-        "--min-p",
-        "P",
-        "Draw from tokens with at least P times the best one's probability.",
-        SAMPLING,
+        "--min-p P", "Draw from tokens with at least P times the best one's probability.", SAMPLING
     ),
 ]
 RepetitionPenaltyOption = Annotated[
     float | None,
     option(
-        "--repetition-penalty",
-        "X",
+        "--repetition-penalty X",
         "Above 1, tokens that were seen before become less likely.",
         SAMPLING,
     ),
@@ -333,18 +311,13 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype
 
 
-def choose_tokens(tokens: int | None, *, usual: int, context: int) -> int:
-    """The tokens of a prompt: those asked for, or the usual ones within the model's context.
-
-    Raises:
-      UsageError: If the context is shorter.
-    """
-    found = min(usual, context) if tokens is None else tokens
-    if found > context:
+def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
+    """Raises a `UsageError` for more tokens than the model's context has."""
+    longest = model_config.context_length
+    if tokens > longest:
         raise UsageError(
-            f"--tokens must not exceed the model's context of {context} tokens, got {found}"
+            f"{name} must not exceed the model's context of {longest} tokens, got {tokens}"
         )
-    return found
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
