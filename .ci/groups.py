@@ -112,6 +112,7 @@ ONLY_VERSIONS = {"oldest"}  # groups of which nothing but the versions counts
 _FOLDERS = ("sketchwalk_jax", "pallas_kernels", "models", "tests", "benchmarks", "training")
 _SCRIPTS = ("tests", "benchmarks", "training")  # which start programs and read files by name
 _PACKAGE = "sketchwalk_jax"
+_IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))", re.M)
 _MARK = re.compile(r"mark\.slow|slow_unless")
 
 
@@ -236,9 +237,8 @@ def _named(text: str) -> Iterator[Path]:
     elif text == _PACKAGE:  # `python -m`
         yield ROOT / _PACKAGE / "cli" / "__init__.py"
     elif "import " in text and "\n" in text or text.startswith(("import ", "from ")):
-        for found in re.finditer(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))", text, re.M):
-            module, names, plain = found.groups()
-            for name in (names or "").replace(" ", "").split(","):
+        for module, names, plain in _IMPORT.findall(text):
+            for name in names.replace(" ", "").split(","):
                 yield from _resolve(f"{module}.{name}" if name else plain or module)
 
 

@@ -25,7 +25,7 @@ from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.models.bundled import bundled_model
+from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.sketchwalk import SketchSums, SketchWalkConfig

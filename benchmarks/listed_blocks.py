@@ -26,7 +26,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.planning import TASKS, planning_prompts
 from sketchwalk_jax.evaluation.tables import markdown_table
-from sketchwalk_jax.models.bundled import bundled_model
+from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.policies.base import Blocks
 from sketchwalk_jax.tokenizer import load_tokenizer
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import drawings, model_drawings, save_drawings
-from sketchwalk_jax.models.bundled import bundled_model
+from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 

@@ -19,7 +19,7 @@ from common import RESULTS, check_same, describe_machine, note_asked, write_resu
 
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
-from sketchwalk_jax.models.bundled import bundled_model
+from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.policies import POLICIES, by_name
 from sketchwalk_jax.text import read_text
 from sketchwalk_jax.tokenizer import decode, load_tokenizer

@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sketchwalk_jax.models.bundled import bundled_model as bundled_model
     from sketchwalk_jax.models.checkpoint import save as save
     from sketchwalk_jax.models.config import ModelConfig as ModelConfig
+    from sketchwalk_jax.models.hub import bundled_model as bundled_model
     from sketchwalk_jax.models.params import init_params as init_params
     from sketchwalk_jax.models.params import param_shapes as param_shapes
     from sketchwalk_jax.models.plans import fingerprint as fingerprint
@@ -22,7 +22,7 @@ _MODULES = {
     "ModelConfig": "config",
     "RopeConfig": "rope",
     "apply_rope": "rope",
-    "bundled_model": "bundled",
+    "bundled_model": "hub",
     "fingerprint": "plans",
     "init_params": "params",
     "load": "weights",

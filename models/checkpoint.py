@@ -19,12 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.models.config import (
-    PARAMS_FOLDER,
-    SAVED_CONFIG_FILE,
-    ModelConfig,
-    read_json,
-)
+from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.params import (
     Params,
     ParamsSharding,

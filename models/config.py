@@ -1,12 +1,12 @@
 """Model configurations: what a checkpoint's `config.json` says, in one hashable value."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sketchwalk_jax.models.gguf_header import is_gguf, model_fields, read_header
+from sketchwalk_jax.models.family import read_json
+from sketchwalk_jax.models.gguf_header import gguf_config, is_gguf, read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.plan import Plan
@@ -168,7 +168,11 @@ class ModelConfig:
         """
         directory = check_checkpoint(directory)
         if directory.is_file():
-            return cls(**model_fields(read_header(directory)))
+            header = read_header(directory)
+            try:
+                return cls(**translate(gguf_config(header)))
+            except (ValueError, NotImplementedError) as error:
+                raise type(error)(str(error).replace("config.json", str(directory))) from error
         if (directory / SAVED_CONFIG_FILE).exists():
             return cls._from_saved(read_json(directory / SAVED_CONFIG_FILE))
         generation = directory / "generation_config.json"
@@ -253,19 +257,3 @@ def check_checkpoint(path: str | Path) -> Path:
         f"the Hugging Face hub has to be downloaded first: by sketchwalk_jax.load('ORG/NAME'), or "
         f"`hf download ORG/NAME --local-dir DIR`"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads one JSON object, with an error that names the file."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path} does not exist: {str(path.parent)!r} must be a checkpoint directory with "
-            f"{path.name} and its safetensors files"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be a JSON file, got {error}; download it again") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw

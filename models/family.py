@@ -2,10 +2,16 @@
 
 One transformer serves all families. They differ by the names of their weights and by what their
 `config.json` means, and that is all a family says. README.md beside this file has an example.
+
+Attributes of a `config.json` are read with their types: what else stands there is refused by name.
+A file may hold anything. Absent and null mean the default; a number in quotes is no number.
 """
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 RawConfig = Mapping[str, Any]
@@ -13,6 +19,33 @@ RawConfig = Mapping[str, Any]
 
 LAYER = "model.layers.{layer}."
 """What the names of a layer's weights begin with; `{layer}` counts the layers."""
+
+KEYS: dict[tuple[str, ...], str] = {
+    ("embed", "embedding"): "model.embed_tokens.weight",
+    ("layers", "attn_norm", "scale"): LAYER + "input_layernorm.weight",
+    ("layers", "query", "kernel"): LAYER + "self_attn.q_proj.weight",
+    ("layers", "query", "bias"): LAYER + "self_attn.q_proj.bias",
+    ("layers", "key", "kernel"): LAYER + "self_attn.k_proj.weight",
+    ("layers", "key", "bias"): LAYER + "self_attn.k_proj.bias",
+    ("layers", "value", "kernel"): LAYER + "self_attn.v_proj.weight",
+    ("layers", "value", "bias"): LAYER + "self_attn.v_proj.bias",
+    ("layers", "out", "kernel"): LAYER + "self_attn.o_proj.weight",
+    ("layers", "out", "bias"): LAYER + "self_attn.o_proj.bias",
+    ("layers", "mlp_norm", "scale"): LAYER + "post_attention_layernorm.weight",
+    ("layers", "gate", "kernel"): LAYER + "mlp.gate_proj.weight",
+    ("layers", "gate", "bias"): LAYER + "mlp.gate_proj.bias",
+    ("layers", "up", "kernel"): LAYER + "mlp.up_proj.weight",
+    ("layers", "up", "bias"): LAYER + "mlp.up_proj.bias",
+    ("layers", "down", "kernel"): LAYER + "mlp.down_proj.weight",
+    ("layers", "down", "bias"): LAYER + "mlp.down_proj.bias",
+    ("final_norm", "scale"): "model.norm.weight",
+    ("lm_head", "kernel"): "lm_head.weight",
+}
+"""Hugging Face name of each parameter of Llama, and of most families; `{layer}` counts the layers
+that are stacked here."""
+
+MAX_LAYERS = 10_000
+"""Layers that a file may declare: every name of a tensor is made before any is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,3 +69,125 @@ class Family:
     keys: Mapping[tuple[str, ...], str]
     read_fields: Callable[[RawConfig], dict[str, Any]]
     read_window: Callable[[RawConfig], tuple[int | None, int]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object, with an error that names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} does not exist: {str(path.parent)!r} must be a checkpoint directory with "
+            f"{path.name} and its safetensors files"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON file, got {error}; download it again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def read_integer(
+    raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1
+) -> Any:
+    """An integer of at least `least`, such as a size.
+
+    Args:
+      raw: A parsed JSON object.
+      name: Name of the attribute.
+      default: What absent and null mean.
+      least: The smallest value.
+
+    Raises:
+      ValueError: If the attribute is something else.
+
+    Example:
+      >>> read_integer({"num_hidden_layers": 12}, "num_hidden_layers")
+      12
+    """
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} must be {wanted}, got {_short(value)}; correct config.json")
+    return value
+
+
+def read_number(
+    raw: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf
+) -> Any:
+    """A finite number above a limit, as a float.
+
+    Args:
+      raw: A parsed JSON object.
+      name: Name of the attribute.
+      default: What absent and null mean.
+      above: What the number must be larger than.
+
+    Raises:
+      ValueError: If the attribute is something else.
+
+    Example:
+      >>> read_number({"rope_theta": 500000}, "rope_theta", above=1.0)
+      500000.0
+    """
+    value = raw.get(name)
+    if value is None:
+        return default
+    limit = f" larger than {above:g}" if above > -math.inf else ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Integers of any size are JSON; as floats they may be infinite.
+    if not is_number or not -1e300 < value < 1e300 or not value > above:
+        raise ValueError(
+            f"{name} must be a finite number{limit}, got {_short(value)}; correct config.json"
+        )
+    return float(value)
+
+
+def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false.
+
+    Args:
+      raw: A parsed JSON object.
+      name: Name of the attribute.
+      default: What absent and null mean.
+
+    Raises:
+      ValueError: If the attribute is something else.
+
+    Example:
+      >>> read_flag({"attention_bias": True}, "attention_bias")
+      True
+    """
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {_short(value)}; correct config.json")
+    return value
+
+
+def read_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A JSON object; absent, null and what is empty mean one without attributes.
+
+    Args:
+      raw: A parsed JSON object.
+      name: Name of the attribute.
+
+    Raises:
+      ValueError: If the attribute is something else.
+
+    Example:
+      >>> read_object({"rope_scaling": None}, "rope_scaling")
+      {}
+    """
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a JSON object, got {_short(value)}; correct config.json")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge integer"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from sketchwalk_jax.models.hf_config import translate
 from sketchwalk_jax.models.rope import RopeConfig, rope_frequencies
 
 MAGIC = b"GGUF"
@@ -263,8 +262,8 @@ def _damaged(path: Path, found: str, more: str = "") -> ValueError:
     )
 
 
-def model_fields(header: GgufHeader) -> dict[str, Any]:
-    """Translates a header into keyword arguments of `ModelConfig`.
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """Translates a header into the `config.json` of the model.
 
     The head is tied where the file has no `output.weight`, and biases are there where their
     tensors are. End tokens are those of a text, of a turn and of a message.
@@ -278,7 +277,7 @@ def model_fields(header: GgufHeader) -> dict[str, Any]:
       header: The header of a GGUF file.
 
     Returns:
-      One value for each field of `ModelConfig`.
+      What `hf_config.translate` takes.
 
     Raises:
       ValueError: If the architecture is not supported or keys are missing.
@@ -286,7 +285,7 @@ def model_fields(header: GgufHeader) -> dict[str, Any]:
 
     Example:
       >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
-      >>> model_fields(header)["num_layers"]  # doctest: +SKIP
+      >>> gguf_config(header)["num_hidden_layers"]  # doctest: +SKIP
       16
     """
     architecture = header.metadata.get("general.architecture")
@@ -304,10 +303,7 @@ def model_fields(header: GgufHeader) -> dict[str, Any]:
     missing = [prefix + key for key in _REQUIRED if key not in keys]
     if missing:
         raise ValueError(f"{header.path} must have the keys {missing} in its metadata, got none")
-    try:
-        return translate(_hf_config(header, keys))
-    except (ValueError, NotImplementedError) as error:
-        raise type(error)(str(error).replace("config.json", str(header.path))) from error
+    return _hf_config(header, keys)
 
 
 def _same_in_all_layers(key: str, value: Any) -> Any:

@@ -16,9 +16,9 @@ computes from the same file:
 from collections.abc import Mapping
 from typing import Any
 
-from sketchwalk_jax.models.family import Family
-from sketchwalk_jax.models.fields import (
+from sketchwalk_jax.models.family import (
     MAX_LAYERS,
+    Family,
     read_flag,
     read_integer,
     read_number,

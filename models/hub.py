@@ -1,9 +1,9 @@
-"""Checkpoints by their name on the Hugging Face hub, `ORG/NAME`, fetched through huggingface_hub.
+"""Where checkpoints come from: the one of this package, and those of the Hugging Face hub by name.
 
-Only configuration, tokenizer and safetensors files are fetched, never code or pickles. They are
-kept in the hub's own cache, where later calls find them, without a network too. After an
-interruption, only files that are missing are fetched; inside a file, a connection that breaks is
-taken up where it broke.
+A name is `ORG/NAME`, fetched through huggingface_hub. Only configuration, tokenizer and safetensors
+files are fetched, never code or pickles. They are kept in the hub's own cache, where later calls
+find them, without a network too. After an interruption, only files that are missing are fetched;
+inside a file, a connection that breaks is taken up where it broke.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sketchwalk_jax.models.config import ModelConfig, check_checkpoint, read_json
+from sketchwalk_jax.models.config import ModelConfig, check_checkpoint
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.tensor_files import INDEX_FILE, SINGLE_FILE
 from sketchwalk_jax.plan import PLAN_FILE
 from sketchwalk_jax.progress import elapsed, is_shown
@@ -36,8 +37,39 @@ SMALL_FILES = (
 )
 """Configuration and tokenizer: these come first, so that a model that cannot run costs little."""
 
+BUNDLED = "sketchwalk_8m"
+"""The folder of the small trained checkpoint that ships with the package."""
+
+_BUNDLED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS = re.compile(r"[\w.-]+\.safetensors")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def bundled_model() -> Path:
+    """The folder of the checkpoint that ships with the package, in Hugging Face's layout.
+
+    A small Llama, trained to look up facts in long English text; the folder's `README.md` is its
+    model card. It is for demonstrations, tests and comparisons of selections, not for its
+    knowledge.
+
+    Returns:
+      The folder, for `sketchwalk_jax.load` and `sketchwalk_jax.tokenizer.load_tokenizer`.
+
+    Raises:
+      FileNotFoundError: If the installation lacks its files.
+
+    Example:
+      >>> params, model_config = load(bundled_model())  # doctest: +SKIP
+    """
+    folder = Path(__file__).parent / BUNDLED
+    missing = [name for name in _BUNDLED_FILES if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"the bundled model must be installed with the package, got {str(folder)!r} without "
+            f"{', '.join(missing)}; install the package again, or pass the directory of another "
+            "checkpoint"
+        )
+    return folder
 
 
 def is_hub_name(source: str | os.PathLike[str]) -> bool:

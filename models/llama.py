@@ -1,32 +1,8 @@
-"""Llama: what its `config.json` means and how its weights are called."""
+"""Llama: what its `config.json` means. Its names of weights are those that most families have."""
 
 from typing import Any
 
-from sketchwalk_jax.models.family import LAYER, Family, RawConfig
-from sketchwalk_jax.models.fields import read_flag, read_integer
-
-KEYS: dict[tuple[str, ...], str] = {
-    ("embed", "embedding"): "model.embed_tokens.weight",
-    ("layers", "attn_norm", "scale"): LAYER + "input_layernorm.weight",
-    ("layers", "query", "kernel"): LAYER + "self_attn.q_proj.weight",
-    ("layers", "query", "bias"): LAYER + "self_attn.q_proj.bias",
-    ("layers", "key", "kernel"): LAYER + "self_attn.k_proj.weight",
-    ("layers", "key", "bias"): LAYER + "self_attn.k_proj.bias",
-    ("layers", "value", "kernel"): LAYER + "self_attn.v_proj.weight",
-    ("layers", "value", "bias"): LAYER + "self_attn.v_proj.bias",
-    ("layers", "out", "kernel"): LAYER + "self_attn.o_proj.weight",
-    ("layers", "out", "bias"): LAYER + "self_attn.o_proj.bias",
-    ("layers", "mlp_norm", "scale"): LAYER + "post_attention_layernorm.weight",
-    ("layers", "gate", "kernel"): LAYER + "mlp.gate_proj.weight",
-    ("layers", "gate", "bias"): LAYER + "mlp.gate_proj.bias",
-    ("layers", "up", "kernel"): LAYER + "mlp.up_proj.weight",
-    ("layers", "up", "bias"): LAYER + "mlp.up_proj.bias",
-    ("layers", "down", "kernel"): LAYER + "mlp.down_proj.weight",
-    ("layers", "down", "bias"): LAYER + "mlp.down_proj.bias",
-    ("final_norm", "scale"): "model.norm.weight",
-    ("lm_head", "kernel"): "lm_head.weight",
-}
-"""Hugging Face name of each parameter; `{layer}` counts the layers that are stacked here."""
+from sketchwalk_jax.models.family import KEYS, Family, RawConfig, read_flag, read_integer
 
 
 def read_fields(raw: RawConfig) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from sketchwalk_jax.models.config import (
     SAVED_CONFIG_FILE,
     ModelConfig,
     check_checkpoint,
-    read_json,
 )
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.plan import Plan, plan_path

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from sketchwalk_jax.models.family import LAYER, Family, RawConfig
-from sketchwalk_jax.models.fields import read_flag, read_integer
-from sketchwalk_jax.models.llama import KEYS as LLAMA_KEYS
+from sketchwalk_jax.models.family import KEYS as LLAMA_KEYS
+from sketchwalk_jax.models.family import LAYER, Family, RawConfig, read_flag, read_integer
 
 KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
     ("layers", "query_norm", "scale"): LAYER + "self_attn.q_norm.weight",

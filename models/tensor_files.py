@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchwalk_jax.models.config import read_json
+from sketchwalk_jax.models.family import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -24,14 +24,11 @@ from jax.typing import DTypeLike
 
 from sketchwalk_jax.models.checkpoint import load_saved
 from sketchwalk_jax.models.checkpoint import save as save
-from sketchwalk_jax.models.config import (
-    SAVED_CONFIG_FILE,
-    ModelConfig,
-    read_json,
-)
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_files import IGNORED, GgufFiles
 from sketchwalk_jax.models.gguf_files import KEYS as GGUF_KEYS
-from sketchwalk_jax.models.gguf_header import model_fields, read_header
+from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, checkpoint_dtype
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import (
@@ -179,7 +176,7 @@ def _load_gguf(
     path: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
 ) -> tuple[Params, ModelConfig]:
     header = read_header(path)
-    model_config = ModelConfig(**model_fields(header))
+    model_config = ModelConfig.from_pretrained(header.path)
     with GgufFiles(header, head_dim=model_config.head_dim) as files:
         sources = find_sources(model_config, keys=GGUF_KEYS)
         check_headers(files, sources, ignored=IGNORED)

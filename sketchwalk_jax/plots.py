@@ -5,6 +5,7 @@ matplotlib is the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,28 +134,31 @@ def plot_block_map(
     columns = min(_MAX_COLUMNS, len(layers))
     rows = math.ceil(len(layers) / columns)
     panel = 4.6 if len(layers) == 1 else 2.3
-    figure, axes = pyplot.subplots(
-        rows,
-        columns,
-        figsize=(panel * columns + 0.5, panel * rows * num_rows / shares.shape[2] + 0.7),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for index, axis in enumerate(axes.flat):
-        if index >= len(layers):
-            axis.set_visible(False)
-            continue
-        kept = shares[drawn.index(layers[index])]
-        draw_map(axis, kept, first_block)
-        axis.set_title(f"layer {layers[index]}: {np.nanmean(kept):.0%} of blocks", fontsize=9)
-    _explain_colours(axes[0, 0], has_shares=bool(np.any((shares > 0) & (shares < 1))))
-    figure.supxlabel(f"key block ({size} tokens each)", fontsize=10)
-    figure.supylabel(f"query block ({size} tokens each)", fontsize=10)
+    height = panel * rows * num_rows / shares.shape[2] + 0.7
+    figure = pyplot.figure(figsize=(panel * columns + 0.5, height), layout="constrained")
+    kept = shares[[drawn.index(one) for one in layers]]
+    panels = draw_maps(figure, kept, layers, block_size=size, first_row=first_block)
+    _explain_colours(panels[0], has_shares=bool(np.any((shares > 0) & (shares < 1))))
     if title is not None:
         figure.suptitle(title, fontsize=11)
     return figure
+
+
+def draw_maps(
+    figure: Any, maps: np.ndarray, layers: Sequence[int], *, block_size: int, first_row: int = 0
+) -> list[Any]:
+    """Draws a map for each layer into an empty figure or subfigure; returns the panels."""
+    columns = min(_MAX_COLUMNS, len(maps))
+    rows = math.ceil(len(maps) / columns)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(maps) :]:
+        axis.set_visible(False)
+    for axis, shares, layer in zip(axes, maps, layers, strict=False):
+        draw_map(axis, shares, first_row)
+        axis.set_title(f"layer {layer}: {np.nanmean(shares):.0%} of blocks", fontsize=9)
+    figure.supxlabel(f"key block ({block_size} tokens each)", fontsize=10)
+    figure.supylabel(f"query block ({block_size} tokens each)", fontsize=10)
+    return list(axes[: len(maps)])
 
 
 def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:

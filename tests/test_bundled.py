@@ -10,11 +10,12 @@ from tolerances import tolerance
 
 from sketchwalk_jax import Dense, generate, init_cache, load, prefill
 from sketchwalk_jax.cli import main
-from sketchwalk_jax.cli.demo_reader import hide_facts
+from sketchwalk_jax.cli.demo import hide_facts
 from sketchwalk_jax.evaluation.tasks import draw_samples, score
+from sketchwalk_jax.evaluation.wording import code_question
 from sketchwalk_jax.models import ModelConfig, bundled_model
 from sketchwalk_jax.text import read_text
-from sketchwalk_jax.tokenizer import decode, load_tokenizer
+from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
 
 MAX_BYTES = 16e6
 
@@ -78,7 +79,9 @@ def test_its_answers_to_new_questions_are_those_of_transformers(
     def prompts(seed: int) -> list[list[int]]:
         text = hide_facts(bundled[2], num_tokens=1500, num_facts=2, seed=seed)
         # Two of one length; what stands before the first block says little.
-        return [np.concatenate([text.tokens, f.question])[-1400:].tolist() for f in text.facts]
+        questions = (code_question(fact.word) for fact in text.facts)
+        asked = (encode(bundled[2], one, add_special_tokens=False) for one in questions)
+        return [np.concatenate([text.tokens, one])[-1400:].tolist() for one in asked]
 
     checkpoint = {
         "name": "bundled",

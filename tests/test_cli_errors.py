@@ -14,7 +14,7 @@ import pytest
 
 from sketchwalk_jax import language_model, tokenizer
 from sketchwalk_jax.cli import main, options, prompt
-from sketchwalk_jax.models import bundled
+from sketchwalk_jax.models import hub
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 
@@ -184,7 +184,7 @@ def test_terminal_is_not_read_as_the_prompt(model, refuse, monkeypatch):
 
 
 def test_installation_without_the_bundled_model_is_named(tmp_path, refuse, monkeypatch):
-    monkeypatch.setattr(bundled, "__file__", str(tmp_path / "bundled.py"))
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "hub.py"))
     message = refuse(1, "generate", "--prompt", "a")
     assert "the bundled model must be installed with the package" in message
     assert "without config.json, model.safetensors, tokenizer.json" in message

@@ -1,6 +1,5 @@
 """`sketchwalk demo`: what it hides and asks, what it computes, what it shows and draws."""
 
-import io
 import json
 import re
 import shutil
@@ -16,22 +15,21 @@ from safetensors.numpy import load_file
 
 from sketchwalk_jax import Dense, SketchWalkConfig, cli, load, make_generate
 from sketchwalk_jax.cli import main, options
-from sketchwalk_jax.cli.demo_reader import (
+from sketchwalk_jax.cli.demo import (
     ANSWER_TOKENS,
     ROOM,
     WORDS,
-    Answer,
     Fact,
     Prompt,
-    Reader,
+    Reading,
     hide_facts,
     prose,
+    timed,
 )
-from sketchwalk_jax.cli.stopwatch import Stopwatch
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.text import is_held_out
-from sketchwalk_jax.tokenizer import decode, load_tokenizer
+from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
 
 TOKENS, FACTS = 512, 2  # all of the context
 NUM_LAYERS = 4  # the first two stay dense
@@ -85,7 +83,6 @@ def test_facts_stand_in_the_text_once_and_are_asked_for(tokenizer):
         assert content.count(code_statement(fact.word, fact.number)) == 1
         assert len(re.findall(rf"\b{fact.word}\b", content)) == 1
         assert decode(tokenizer, text.tokens[: fact.position]).endswith(fact.number)
-        assert decode(tokenizer, fact.question) == code_question(fact.word)
     positions = [fact.position for fact in text.facts]
     assert positions == sorted(positions)
     assert len({fact.number for fact in text.facts}) == len({f.word for f in text.facts}) == 3
@@ -109,7 +106,7 @@ def test_text_and_facts_follow_the_seed(tokenizer):
     assert {f.number for f in first.facts}.isdisjoint(f.number for f in other.facts)
 
 
-def test_special_tokens_begin_the_text_and_no_question(tmp_path: Path):
+def test_special_tokens_begin_the_text(tmp_path: Path):
     checkpoints.write_byte_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.add_special_tokens({"bos_token": "<begin>"})
@@ -120,7 +117,6 @@ def test_special_tokens_begin_the_text_and_no_question(tmp_path: Path):
     text = hidden(tokenizer)
     assert text.tokens[0] == tokenizer.bos_token_id and len(text.tokens) <= TOKENS - ROOM
     for fact in text.facts:
-        assert tokenizer.bos_token_id not in fact.question
         assert decode(tokenizer, text.tokens[: fact.position]).endswith(fact.number)
 
 
@@ -151,17 +147,24 @@ def test_prose_is_english_without_code():
     ],
 )
 def test_answer_is_right_if_it_begins_with_the_code(text, expected):
-    assert Fact("river", "12345", 7, np.zeros(3, np.int32)).is_answer(text) == expected
+    assert Fact("river", "12345", 7).is_answer(text) == expected
 
 
 def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer) -> str:
     """The answer when text and question are given as one prompt, up to its full stop."""
     call = make_generate(model_config, config, max_new_tokens=ANSWER_TOKENS)
-    generation = call(params, np.concatenate([text.tokens, fact.question])[None])
-    text = decode(tokenizer, np.asarray(generation.tokens)[0, : int(generation.lengths[0])])
-    answer = Answer()
-    answer.add(re.sub(r"\..*", ".", text, flags=re.DOTALL), fact)
-    return answer.text
+    question = encode(tokenizer, code_question(fact.word), add_special_tokens=False)
+    generation = call(params, np.concatenate([text.tokens, question])[None])
+    answer = decode(tokenizer, np.asarray(generation.tokens)[0, : int(generation.lengths[0])])
+    return cli.demo._one_line(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(" 12345. And\nmore.", "12345."), (" a\n\tb", "a b"), ("\x1b[2Jx", "�[2Jx"), ("", "")],
+)
+def test_answer_ends_at_its_full_stop_and_commands_nothing(text, expected):
+    assert cli.demo._one_line(text) == expected
 
 
 def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
@@ -232,7 +235,7 @@ def test_files_get_plain_lines(demo, tokenizer):
         (line,) = (line for line in lines if line.startswith(f"code of {fact.word}?"))
         assert line.count("WRONG") == 2  # random weights know nothing
     assert any(line.split() == ["right", "0", "of", "2", "0", "of", "2"] for line in lines)
-    assert "answers none of the questions" in out
+    assert "Dense attention found none of the facts" in out
     assert re.search(r"\d+ s in all, \d+ s of which went into compiling", lines[-1])
     assert Path("sketchwalk-demo.png").read_bytes().startswith(b"\x89PNG")
 
@@ -253,43 +256,24 @@ def test_logits_that_are_not_finite_are_reported(demo, model, tmp_path):
     assert json.loads(out)["sketchwalk"]["is_finite"] is True and "warning" not in err
 
 
-def test_terminal_sees_both_answers_grow(demo, monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    demo(*PAPER, "--no-plot", "--facts", 1)
-    shown = [
-        frame
-        for frame in re.split("[\r\n]|\x1b.K", terminal.getvalue())
-        if frame.startswith("code of ")
-    ]
-    assert len(shown) >= ANSWER_TOKENS / 2
-    assert "WRONG" in shown[-1] and not any("WRONG" in frame for frame in shown[:-1])
-    # What a terminal keeps of each line is the frame after the last return.
-    kept = [line.rpartition("\x1b[K")[2] for line in terminal.getvalue().split("\n")]
-    assert sum(line.startswith("code of ") for line in kept) == 1
-
-
 @pytest.mark.parametrize(
     ("dense", "sparse", "message"),
     [
-        ("++", "++", "Sketch-and-Walk found every fact that dense attention found."),
-        ("++", "+-", "Sketch-and-Walk lost 1 of the 2 facts that dense attention found."),
-        ("+-", "-+", "Sketch-and-Walk lost 1 of the 1 facts that dense attention found."),
-        ("+-", "++", "Sketch-and-Walk found every fact that dense attention found, and 1 more."),
-        ("--", "--", "This model answers none of the questions, with dense attention neither."),
+        ("++", "++", "Sketch-and-Walk found 2 of the 2 facts that dense attention found."),
+        ("++", "+-", "Sketch-and-Walk found 1 of the 2 facts that dense attention found."),
+        ("+-", "-+", "Sketch-and-Walk found 0 of the 1 facts that dense attention found."),
+        ("--", "-+", "Dense attention found none of the facts with this model."),
     ],
 )
 def test_summary_says_what_was_lost(dense, sparse, message):
-    readers = (reader([Answer("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
-    assert cli.demo._summary(*readers, who="Sketch-and-Walk") == message
+    readings = (reading([("1.", mark == "+") for mark in marks]) for marks in (dense, sparse))
+    assert cli.demo._summary(*readings, who="Sketch-and-Walk") == message
 
 
-def reader(answers: list[Answer], selection: BlockSelection | None = None) -> Reader:
-    """A reader that has answered already."""
-    made = object.__new__(Reader)
-    made.answers, made.selection = answers, selection
-    return made
+def reading(answers: list[tuple[str, bool]], *more: object) -> Reading:
+    """What a policy found with these answers."""
+    found = [{"text": text, "is_right": is_right} for text, is_right in answers]
+    return Reading({"answers": found}, *more)
 
 
 def test_missing_matplotlib_costs_only_the_picture(demo, monkeypatch):
@@ -308,14 +292,13 @@ def test_picture_shows_maps_questions_and_places_of_the_facts():
     )
     counts = np.broadcast_to(causal.sum(1, dtype=np.int32), (num_layers, 1, 1, num_rows))
     facts = tuple(
-        Fact(word, "12345", position, np.zeros(3, np.int32))
-        for word, position in (("river", 17), ("button", 112))
+        Fact(word, "12345", position) for word, position in (("river", 17), ("button", 112))
     )
     prompt = Prompt(np.zeros(7 * size + 1, np.int32), facts)
     blocks = np.eye(num_layers, num_rows, dtype=np.float32)
-    answers = [Answer("12345.", True, blocks), Answer("99\u4f60.", False, blocks)]
-    sparse = reader(answers, BlockSelection(ids, counts, size))
-    dense = reader([Answer("12345.", True), Answer("", False)])
+    answers = [("12345.", True), ("99\u4f60.", False)]
+    sparse = reading(answers, BlockSelection(ids, counts, size), [blocks, blocks])
+    dense = reading([("12345.", True), ("", False)])
     figure = cli.demo.draw_picture(prompt, dense, sparse, layers=(1, 3, 4), title="Blocks")
     *maps, first, second = [axis for axis in figure.axes if axis.get_visible()]
     assert [axis.get_title() for axis in maps] == [f"layer {n}: 100% of blocks" for n in (1, 3, 4)]
@@ -387,12 +370,9 @@ def test_compilation_is_timed_apart():
     def twice(x):
         return jax.jit(lambda x: x + x)(x)
 
-    with Stopwatch() as stopwatch:
-        result, run_s = stopwatch.time(lambda: twice(np.float32(2)))
-        compile_s = stopwatch.compile_s
-        assert result == 4 and 0 <= run_s and 0 < compile_s
-        stopwatch.time(lambda: twice(np.float32(3)))
-        assert stopwatch.compile_s == compile_s
+    result, run_s, compile_s = timed(lambda: twice(np.float32(2)))
+    assert result == 4 and 0 <= run_s and 0 < compile_s
+    assert timed(lambda: twice(np.float32(3)))[2] == 0
 
 
 def test_compilation_inside_another_counts_once(monkeypatch):
@@ -405,10 +385,7 @@ def test_compilation_inside_another_counts_once(monkeypatch):
         jax.monitoring.record_event_time_span("/jax/other", 0.0, 9.0)
         return 7
 
-    with Stopwatch() as stopwatch:
-        monkeypatch.setattr("time.time", lambda: next(clock))
-        assert stopwatch.time(call) == (7, 4.0)
-        assert stopwatch.compile_s == 5.0
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    assert timed(call) == (7, 4.0, 5.0)
     monkeypatch.undo()
-    call()
-    assert stopwatch.compile_s == 5.0
+    assert timed(lambda: 8)[::2] == (8, 0.0)

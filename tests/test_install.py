@@ -203,10 +203,64 @@ def test_command_is_installed(installed: Path, decoy: Path):
     assert "generate" in done.stdout
 
 
-def test_import_leaves_heavy_packages_alone(run_python: Callable[..., str]):
-    heavy = ("flax", "orbax", "safetensors", "tqdm", "transformers", "typer", "matplotlib")
-    code = f"import sketchwalk_jax, sys; print([n for n in {heavy} if n in sys.modules])"
-    assert run_python(code) == "[]\n"
+# All that `import sketchwalk_jax` loads of this package: every user waits for it. A module that few
+# calls need is imported where it is used.
+LOADED = {
+    "": "_version auto cache cached_layer calls compiled dispatch generation inference layer "
+    "layer_cache memory plan precision progress renamed sampling scaled selection sharding sketch "
+    "validation walk",
+    "attention": "api cudnn differentiable mass xla",
+    "models": "checkpoint config family gguf_files gguf_header hf_config hub llama params plans "
+    "qwen rope tensor_files transformer weights",
+    "pallas_kernels": "attention config selection",
+    "policies": "adamas base block_codes dense flexprefill lines minference oracle quest "
+    "random_blocks recommended released sketchwalk streaming",
+}
+# What the command line needs for a single command or never: its help must not wait for it.
+NOT_FOR_HELP = {"flax", "reference", "evaluation.harness", "models.flax"}
+
+# Prints the names of all modules that a program loaded, and of the installed packages among them.
+LIST_MODULES = """
+import json, sys
+files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+installed = {name.partition(".")[0] for name, file in files.items() if "site-packages" in file}
+print(json.dumps([sorted(files), sorted(installed - {"sketchwalk_jax"})]))
+"""
+
+A_TYPER_HELP = """
+import typer
+app = typer.Typer(add_completion=False)
+@app.command()
+def command(number: int = 1) -> None:
+    pass
+app(["--help"], standalone_mode=False)
+"""
+
+
+def _modules(run_python: Callable[..., str], code: str) -> tuple[set[str], set[str]]:
+    """What a program loads: this package's modules, and names of others' packages.
+
+    Pallas is a package of its own here, since it takes long.
+    """
+    modules, installed = json.loads(run_python(code + LIST_MODULES).splitlines()[-1])
+    pallas = {"pallas"} if any(re.match(r"jax\..*\bpallas\b", name) for name in modules) else set()
+    own = {name.partition(".")[2] for name in modules if name.startswith("sketchwalk_jax.")}
+    return own, {*installed, *pallas}
+
+
+def test_import_loads_what_it_needs_and_nothing_else(run_python: Callable[..., str]):
+    own, others = _modules(run_python, "import sketchwalk_jax")
+    files = {f"{folder}.{name}" for folder, names in LOADED.items() for name in names.split()}
+    assert own == {name.removeprefix(".") for name in files} | set(LOADED) - {""}
+    assert others <= _modules(run_python, "import jax, jaxtyping, numpy")[1]
+
+
+def test_help_of_the_command_line_loads_no_heavy_package(run_python: Callable[..., str]):
+    own, others = _modules(run_python, "from sketchwalk_jax.cli import main\nmain(['--help'])\n")
+    assert not own & NOT_FOR_HELP
+    kernels = {name.partition(".")[2] for name in own if name.startswith("pallas_kernels.")}
+    assert kernels <= set(LOADED["pallas_kernels"].split())
+    assert others <= _modules(run_python, f"import jax, jaxtyping, numpy, tqdm\n{A_TYPER_HELP}")[1]
 
 
 @pytest.mark.slow

@@ -1,17 +1,14 @@
 """`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
 
-import contextlib
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.evaluation.provenance import describe_machine
@@ -33,27 +30,25 @@ def calibrate(
     model: options.ModelOption = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens of a prompt; short ones say little about low densities.",
-            show_default=f"{MOST_TOKENS}, or the model's context if that is shorter",
+        option(
+            "--tokens N",
+            "Tokens of a prompt; short ones say little about low densities.",
+            default=f"{MOST_TOKENS}, or the model's context if that is shorter",
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts.")] = PROMPTS,
+    prompts: Annotated[int, option("--prompts N", "Prompts.", min=1)] = PROMPTS,
     text: options.TextOption = None,
     dtype: options.DTypeOption = None,
     mesh: options.MeshOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The plan's file.",
-            show_default="where `load` finds it, in the checkpoint's folder",
+        option(
+            "--out FILE",
+            "The plan's file.",
+            default="where `load` finds it, in the checkpoint's folder",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the file if it exists.")
-    ] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the file if it exists.")] = False,
 ) -> None:
     """Measure how the layers of a model should share a density.
 
@@ -66,14 +61,21 @@ def calibrate(
     path = plan_path(directory) if out is None else out
     _check_file(path, overwrite=overwrite)
     model_config = ModelConfig.from_pretrained(directory)
-    num_tokens = _check_tokens(tokens, model_config.context_length)
+    num_tokens = min(MOST_TOKENS, model_config.context_length) if tokens is None else tokens
+    options.check_context("--tokens", num_tokens, model_config)
+    least = 10 * RecommendedConfig().block_size
+    if num_tokens < least:
+        whose = ", the model's context" if tokens is None else ""
+        raise UsageError(
+            f"--tokens must be at least {least}, for blocks to choose from, got {num_tokens}{whose}"
+        )
     chosen = options.choose_dtype(dtype, model_config)
     placement = options.make_placement(mesh, model_config)
-    with _usage_errors():
+    with usage_errors(path="text"):
         source = read_text(text)
     with elapsed("opening the tokenizer"):
         tokenizer = prompt.open_tokenizer(directory)
-    with _usage_errors(), elapsed("writing prompts"):
+    with usage_errors(num_tokens="tokens"), elapsed("writing prompts"):
         drawn = planning_prompts(tokenizer, num_tokens=num_tokens, count=prompts, text=source)
     for one in drawn:
         prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
@@ -101,17 +103,6 @@ def calibrate(
         print(f"to use it, put it where it is looked for: {plan_path(directory)}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    """As `usage_errors`, with the names of this command's options."""
-    try:
-        yield
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        flag = {"path": "text", "num_tokens": "tokens"}.get(name, name)
-        raise UsageError(f"--{flag} {rest}") from error
-
-
 def _check_file(path: Path, *, overwrite: bool) -> None:
     """Raises a `UsageError` unless the plan can be written there, before hours are spent on it."""
     if path.is_dir():
@@ -129,21 +120,6 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
             f"--out must be a file in a folder that can be written to, got {str(path)!r} "
             f"({error.strerror}); give --out FILE"
         ) from error
-
-
-def _check_tokens(tokens: int | None, context: int) -> int:
-    least = 10 * RecommendedConfig().block_size
-    found = min(MOST_TOKENS, context) if tokens is None else tokens
-    if found > context:
-        raise UsageError(
-            f"--tokens must not exceed the model's context of {context} tokens, got {found}"
-        )
-    if found < least:
-        raise UsageError(
-            f"--tokens must be at least {least}, for blocks to choose from, got {found}"
-            + ("" if tokens is not None else ", the model's context")
-        )
-    return found
 
 
 def _table(plan: Plan) -> str:
@@ -166,9 +142,4 @@ def _table(plan: Plan) -> str:
             losses += [""] * (len(tried) - len(losses))
         ends = [f"{one[layer][0]:.3f}  {one[layer][1] or 'all'}".split() for one in given]
         rows.append([str(layer), *losses, *itertools.chain(*ends)])
-    return _aligned([header, *rows])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+    return options.align([header, *rows])

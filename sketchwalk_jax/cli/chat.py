@@ -3,10 +3,9 @@
 import sys
 from typing import Annotated, Any
 
-import typer
-
 from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cli import options, prompt
+from sketchwalk_jax.cli.options import option
 from sketchwalk_jax.language_model import LEAST_CONVERSATION, LanguageModel
 from sketchwalk_jax.progress import elapsed
 
@@ -15,9 +14,7 @@ _MARK = "> "
 
 def chat(
     model: options.ModelOption = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message to begin with.")
-    ] = None,
+    system: Annotated[str | None, option("--system TEXT", "System message to begin with.")] = None,
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
     density: options.CalibratedDensityOption = None,
@@ -33,13 +30,13 @@ def chat(
     generation_config: options.GenerationConfigOption = False,
     seed: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "--seed N",
+            "Seed of the random draws.",
+            options.SAMPLING,
+            "another each time",
             min=0,
             max=2**32 - 1,
-            metavar="N",
-            help="Seed of the random draws.",
-            show_default="another each time",
-            rich_help_panel=options.SAMPLING,
         ),
     ] = None,
     no_compile_cache: options.NoCompileCacheOption = False,

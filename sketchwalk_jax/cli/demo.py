@@ -5,120 +5,104 @@ Sketch-and-Walk attended to, and where the facts were.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import operator
+import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import typer
+from jaxtyping import Int
 
-from sketchwalk_jax.cache import sparse_layers
+from sketchwalk_jax import plots
+from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.demo_reader import (
-    MAX_FACTS,
-    ROOM,
-    SOURCE,
-    TOKENS_PER_FACT,
-    Answer,
-    Prompt,
-    Reader,
-    hide_facts,
-)
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
-from sketchwalk_jax.cli.stopwatch import Stopwatch
+from sketchwalk_jax.cli.options import METHOD, TEXT, flag, option
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.evaluation.wording import code_question, code_statement
+from sketchwalk_jax.generation import Stream, stream
+from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.hub import checkpoint_name
-from sketchwalk_jax.models.plans import find_plan
-from sketchwalk_jax.plots import (
-    BLUE,
-    DARK,
-    HALF_BLUE,
-    LIGHT_GREY,
-    ORANGE,
-    block_map,
-    draw_map,
-)
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.progress import elapsed
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.tokenizer import decode, encode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # What is shown unless something else is asked for.
-PRESET, PHASE = PRESETS[0], "both"
 TOKENS, FACTS = 8192, 4
 RIVALS = tuple(name for name in POLICIES if name not in ("dense", "sketchwalk"))
 _PICTURES = (".png", ".pdf", ".svg")
-_TEXT = "Text"
-_LABEL_WIDTH, _COLUMN_WIDTH = 24, 27
-_PANELS_IN_A_ROW = 5
-_DPI = 110
+
+SOURCE = "Python's help topics"
+MAX_FACTS = 16
+TOKENS_PER_FACT = 128  # least text around a fact, in tokens
+QUESTION_TOKENS, ANSWER_TOKENS = 48, 16  # the most of each
+ROOM = QUESTION_TOKENS + ANSWER_TOKENS
+
+# Words that are held out from the training of the bundled model.
+WORDS = tuple(
+    "attic badger bakery basket bicycle bottle button cabbage canoe carpet carrot castle cherry "
+    "cotton curtain donkey duck fountain galaxy garden garlic honey island jacket meteor mirror "
+    "moth onion otter parcel pepper poplar pumpkin ribbon river robin rudder scarf silver spider "
+    "squirrel station thistle village violin walnut wardrobe whistle".split()
+)
 
 
 def demo(
     model: options.ModelOption = None,
     preset: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.",
-            rich_help_panel=options.METHOD,
-        ),
-    ] = PRESET,
+        str, option("--preset NAME", f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.", METHOD)
+    ] = PRESETS[0],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. "
-            "May be given several times.",
-            show_default="none",
-            rich_help_panel=options.METHOD,
+        option(
+            "--policy NAME",
+            f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. May be "
+            "given several times.",
+            METHOD,
+            "none",
         ),
     ] = None,
     density: options.DensityOption = None,
-    phase: options.PhaseOption = PHASE,
+    phase: options.PhaseOption = "both",
     dtype: options.DTypeOption = None,
     mesh: options.MeshOption = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens of text, question and answer together.",
-            show_default=f"{TOKENS}, or the model's context if that is shorter",
-            rich_help_panel=_TEXT,
+        option(
+            "--tokens N",
+            "Tokens of text, question and answer together.",
+            TEXT,
+            f"{TOKENS}, or the model's context if that is shorter",
         ),
     ] = None,
     facts: Annotated[
-        int,
-        typer.Option(
-            min=1, max=MAX_FACTS, metavar="N", help="Facts to hide.", rich_help_panel=_TEXT
-        ),
+        int, option("--facts N", "Facts to hide.", TEXT, min=1, max=MAX_FACTS)
     ] = FACTS,
     seed: Annotated[
         int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Seed of the passage, of the facts and of their places.",
-            rich_help_panel=_TEXT,
-        ),
+        option("--seed N", "Seed of the passage, of the facts and of their places.", TEXT, min=0),
     ] = 0,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help=f"The picture; {', '.join(_PICTURES)}."),
-    ] = Path("sketchwalk-demo.png"),
-    no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    out: Annotated[Path, option("--out FILE", f"The picture; {', '.join(_PICTURES)}.")] = Path(
+        "sketchwalk-demo.png"
+    ),
+    no_plot: Annotated[bool, flag("--no-plot", "Draw no picture.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object instead.")] = False,
 ) -> None:
     """Hide facts in a long text and ask for them, with dense attention and with Sketch-and-Walk.
 
@@ -127,17 +111,27 @@ def demo(
     """
     started = time.perf_counter()
     directory = options.check_model(model)
-    config = options.make_policy("sketchwalk", preset, density)
-    model_config = ModelConfig.from_pretrained(directory)
-    config = options.take_plan(config, (), find_plan(directory))
-    nominal = density or getattr(config, "density", None)
-    rivals = _rivals(policy or (), nominal)
+    model_config, config, chosen, _ = options.prepare(
+        directory,
+        policy="sketchwalk",
+        preset=preset,
+        density=density,
+        fields=None,
+        phase=phase,
+        dtype=dtype,
+        generation_config=False,
+    )
+    nominal = getattr(config, "density", None)
+    rivals = _make_rivals(policy or (), density or nominal)
     with usage_errors():
-        for one in (config, *rivals.values()):
+        for one in rivals.values():
             Settings(model_config=model_config, policy=one, phase=phase)
     placement = options.make_placement(mesh, model_config, config, *rivals.values())
-    num_tokens = _check_tokens(tokens, facts, model_config.context_length)
-    chosen = options.choose_dtype(dtype, model_config)
+    num_tokens = tokens or min(TOKENS, model_config.context_length)
+    options.check_context("--tokens", num_tokens, model_config)
+    least = facts * TOKENS_PER_FACT + ROOM
+    if num_tokens < least:
+        raise UsageError(f"--tokens must be at least {least} for {facts} facts, got {num_tokens}")
     is_drawn = not no_plot and _can_draw(out)
     with elapsed("hiding facts"):
         tokenizer = prompt.open_tokenizer(directory)
@@ -146,74 +140,81 @@ def demo(
     keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen, sharding=placement)
 
-    rivals = {
-        name: options.set_density(
-            one, nominal, params, model_config, tokenizer, num_tokens=num_tokens
+    policies = {"dense": Dense(block_size=config.block_size), "Sketch-and-Walk": config}
+    for name, one in rivals.items():
+        policies[name] = options.set_density(
+            one, density or nominal, params, model_config, tokenizer, num_tokens=num_tokens
         )
-        for name, one in rivals.items()
-    }
-    name = _describe(config, preset, phase)
-    table = _Table(is_shown=not as_json)
-    _introduce(table, directory, text)
-    with Stopwatch() as stopwatch:
-        dense, sparse, *others = (
-            Reader(params, model_config, one, tokenizer, phase=phase, stopwatch=stopwatch)
-            for one in (Dense(block_size=config.block_size), config, *rivals.values())
-        )
-        columns = {"dense": dense, "Sketch-and-Walk": sparse}
-        columns |= dict(zip(rivals, others, strict=True))
-        _compare(table, text, columns, num_tokens=num_tokens, name=name)
-        compile_s = stopwatch.compile_s
-    table.line()
-    if not all(reader.is_finite for reader in columns.values()):
-        warnings.warn(NOT_FINITE, stacklevel=1)
-    for who, reader in list(columns.items())[1:]:
-        table.line(_summary(dense, reader, who=who))
-    if phase == "prefill":
-        table.line("Its answers were written densely; --phase both makes them sparse as well.")
-
-    is_drawn = is_drawn and _draw(
-        out,
-        text,
-        dense,
-        sparse,
-        layers=sparse_layers(model_config, config),
-        name=name,
+    lm = LanguageModel(
+        params=params, model_config=model_config, tokenizer=tokenizer, policy=config, phase=phase
     )
+    about = preset if nominal is None else f"{preset}, density {nominal:g}"
+    about += "" if phase == "both" else f", {phase} only"
+
+    def show(line: str) -> None:
+        if not as_json:
+            print(line, flush=True)
+
+    device = jax.devices()[0].device_kind
+    who = f"read by {checkpoint_name(directory)} on {device}"
+    show(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
+    for fact in text.facts:
+        share = fact.position / len(text.tokens)
+        show(f"  hidden at {share:.0%}:{code_statement(fact.word, fact.number)}")
+    readings = {}
+    for name, one in policies.items():
+        with elapsed(f"{name} reads and answers"):
+            own = dataclasses.replace(lm, policy=one)
+            readings[name] = read_and_answer(own, text, max_tokens=num_tokens)
+    dense, sparse = readings["dense"], readings["Sketch-and-Walk"]
+    show(f"\n{_table(text, readings, about=about)}\n")
+    if not all(reading.results["is_finite"] for reading in readings.values()):
+        warnings.warn(NOT_FINITE, stacklevel=1)
+    for name in list(readings)[1:]:
+        show(_summary(dense, readings[name], who=name))
+    if phase == "prefill":
+        show("Its answers were written densely; --phase both makes them sparse as well.")
+    if is_drawn and sparse.selection is None:
+        print("no picture: nothing was selected while the text was read", file=sys.stderr)
+        is_drawn = False
+    if is_drawn:
+        title = (
+            f"Blocks attended to in {len(text.tokens):,} tokens with {len(text.facts)} facts "
+            f"({about}; {sparse.results['measured_density_prefill']:.0%} of all pairs)"
+        )
+        layers = sparse_layers(model_config, config)
+        draw_picture(text, dense, sparse, layers=layers, title=title).savefig(out, dpi=110)
+        show(f"What was attended to is drawn in {out}.")
     total_s = time.perf_counter() - started
+    compile_s = sum(reading.compile_s for reading in readings.values())
+    show(
+        f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; the times above "
+        "leave that out."
+    )
     if as_json:
         found = {
             "model": checkpoint_name(directory),
-            "device": jax.devices()[0].device_kind,
+            "device": device,
             "dtype": chosen,
             "text": SOURCE,
             "tokens": len(text.tokens),
             "seed": seed,
             "preset": preset,
-            "nominal_density": getattr(config, "density", None),
+            "nominal_density": nominal,
             "phase": phase,
-            "facts": [
-                {"word": fact.word, "number": fact.number, "position": fact.position}
-                for fact in text.facts
-            ],
-            "dense": _results(dense),
-            "sketchwalk": _results(sparse),
-            "rivals": {name: _results(columns[name]) for name in rivals},
+            "facts": [fact._asdict() for fact in text.facts],
+            "dense": dense.results,
+            "sketchwalk": sparse.results,
+            "rivals": {name: readings[name].results for name in rivals},
             "compile_s": compile_s,
             "total_s": total_s,
             "picture": str(out) if is_drawn else None,
         }
-        print(json.dumps(_rounded(found), allow_nan=False), flush=True)
-        return
-    if is_drawn:
-        table.line(f"What was attended to is drawn in {out}.")
-    table.line(
-        f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; "
-        "the times above leave that out."
-    )
+        rounded = json.loads(json.dumps(found), parse_float=lambda number: round(float(number), 4))
+        print(json.dumps(rounded, allow_nan=False), flush=True)
 
 
-def _rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
+def _make_rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
     """The policies beside Sketch-and-Walk; those with a knob as published, at first.
 
     No layer of theirs is dense unless they say so themselves: the density is that of all layers.
@@ -224,34 +225,16 @@ def _rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
             raise UsageError("--policy auto is either of the two that are here already")
         if name not in RIVALS:
             raise UsageError(f"--policy must be one of {RIVALS}, got {name!r}")
-        fields: dict[str, Any] = (
-            {"dense_layers": 0} if hasattr(by_name(name), "dense_layers") else {}
-        )
-        policy: Any = by_name(name, **fields)
+        policy = by_name(name)
+        fields: dict[str, Any] = {"dense_layers": 0} if hasattr(policy, "dense_layers") else {}
         if density is not None and takes_density(policy):
-            policy = dataclasses.replace(policy, density=density)
-        found[name] = policy
-    return found
-
-
-def _check_tokens(tokens: int | None, facts: int, context: int) -> int:
-    least = facts * TOKENS_PER_FACT + ROOM
-    found = min(TOKENS, context) if tokens is None else tokens
-    if found > context:
-        raise UsageError(
-            f"--tokens must not exceed the model's context of {context} tokens, got {found}"
-        )
-    if found < least:
-        raise UsageError(f"--tokens must be at least {least} for {facts} facts, got {found}")
+            fields["density"] = density
+        found[name] = dataclasses.replace(policy, **fields)
     return found
 
 
 def _can_draw(out: Path) -> bool:
-    """Whether there can be a picture; says before all else on standard error why not.
-
-    Raises:
-      UsageError: If the file cannot be one.
-    """
+    """Whether there can be a picture; says before all else on standard error why not."""
     if out.suffix not in _PICTURES:
         raise UsageError(f"--out must end in one of {_PICTURES}, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
@@ -266,286 +249,300 @@ def _can_draw(out: Path) -> bool:
     return True
 
 
-def _describe(config: Policy, preset: str, phase: str) -> str:
-    density = getattr(config, "density", None)
-    parts = [
-        preset,
-        "" if density is None else f"density {density:g}",
-        "" if phase == "both" else f"{phase} only",
-    ]
-    return ", ".join(part for part in parts if part)
+class Fact(NamedTuple):
+    """A word, its code of five digits, and how many tokens of the text there are up to its end."""
+
+    word: str
+    number: str
+    position: int
+
+    def is_answer(self, text: str) -> bool:
+        """Whether a generated text begins with the code, and not with a longer word or number."""
+        return re.match(rf"\s*{self.number}(?!\w)", text) is not None
 
 
-class _Table:
-    """Lines of a label and columns on standard output.
+class Prompt(NamedTuple):
+    """A text, its tokens in int32, and what is hidden in it, in order."""
 
-    On a terminal the last line can be written again while answers grow; elsewhere a line is
-    written once, when it is complete.
+    tokens: Int[np.ndarray, "T"]
+    facts: tuple[Fact, ...]
+
+
+def prose() -> list[str]:
+    """The paragraphs of Python's help topics that read as prose, each in one line.
+
+    Every installation of Python carries them. Grammar rules, tables and examples are left out.
+    """
+    from pydoc_data.topics import topics
+
+    def is_prose(line: str) -> bool:
+        return len(re.findall(r"[A-Za-z ,.’]", line)) >= 0.95 * len(line)
+
+    paragraphs = (part for topic in topics.values() for part in re.split(r"\n\s*\n", topic))
+    lines = dict.fromkeys(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return [line for line in lines if len(line) > 150 and line[-1] == "." and is_prose(line)]
+
+
+def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) -> Prompt:
+    """A text of at most `num_tokens` tokens with facts spread over it.
+
+    The passage, words, codes and places are drawn from `seed`; a word occurs nowhere else in the
+    text.
+
+    There are at most `MAX_FACTS`, and `TOKENS_PER_FACT` tokens or more for each.
+    """
+    rng = np.random.default_rng(seed)
+    paragraphs = prose()
+    first = int(rng.integers(len(paragraphs)))
+    words = [WORDS[i] for i in rng.permutation(len(WORDS))]
+    numbers = [str(number) for number in 10_000 + rng.choice(90_000, num_facts, replace=False)]
+    shares = (np.arange(num_facts) + rng.uniform(0.2, 0.8, num_facts)) / num_facts
+
+    statements = [code_statement(*pair) for pair in zip(words, numbers, strict=False)]
+    room = num_tokens - len(encode(tokenizer, "".join(statements))) - num_facts
+    # From the beginning again where a long context outlasts the topics.
+    following, text = itertools.islice(itertools.cycle(paragraphs), first, None), ""
+    while len(text) < 8 * room:  # more than any tokenizer packs into a token of English
+        text += next(following) + " "
+    # Whole words only.
+    cut = decode(tokenizer, encode(tokenizer, text, add_special_tokens=False)[:room])
+    text = cut.rpartition(" ")[0]
+    words = [word for word in words if word not in text.lower()][:num_facts]
+
+    whole, hidden, last = "", list[Fact](), 0
+    for word, number, share in zip(words, numbers, shares, strict=True):
+        place = text.find(" ", int(share * len(text)))
+        whole += text[last:place] + code_statement(word, number)
+        position = len(encode(tokenizer, whole.removesuffix(".")))
+        hidden.append(Fact(word, number, position))
+        last = place
+    return Prompt(encode(tokenizer, whole + text[last:]), tuple(hidden))
+
+
+def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
+    """The result of a call, complete; the seconds it took, and apart those of its compilation."""
+    spans: list[tuple[float, float]] = []
+
+    def listen(event: str, start_time: float, end_time: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            spans.append((start_time, end_time))
+
+    jax.monitoring.register_event_time_span_listener(listen)
+    start = time.time()  # the clock of JAX's events
+    try:
+        result = jax.block_until_ready(call())
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(listen)
+    whole, compiled, last = time.time() - start, 0.0, 0.0
+    # Tracing a function includes tracing those that it calls.
+    for begin, end in sorted(spans):
+        compiled += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return result, whole - compiled, compiled
+
+
+class Reading(NamedTuple):
+    """What one policy made of the text and of the questions.
+
+    Attributes:
+      results: Answers and measurements, as `--json` prints them; times leave compilation out.
+      selection: Blocks that the text's rows attended to, or `None`.
+      asked: For each question, the share of the lists of each sparse layer that held a key block
+        when the question's last row was read, `[L, J]`; empty if nothing was selected.
+      compile_s: Seconds spent on compilation.
     """
 
-    def __init__(self, *, is_shown: bool) -> None:
-        """Prints nothing at all unless `is_shown`."""
-        self._is_shown = is_shown
-        self._is_live = is_shown and sys.stdout is not None and sys.stdout.isatty()
-
-    def line(self, label: str = "", *cells: str) -> None:
-        """Writes a complete line."""
-        if self._is_shown:
-            print(self._start + self._format(label, cells).rstrip(), flush=True)
-
-    def update(self, label: str, *cells: str) -> None:
-        """Writes a line that `update` or `line` will replace."""
-        if self._is_live:
-            print(self._start + self._format(label, cells), end="", flush=True)
-
-    @property
-    def _start(self) -> str:
-        return "\r\x1b[K" if self._is_live else ""  # back to the margin, and clear the line
-
-    def _format(self, label: str, cells: Sequence[str]) -> str:
-        columns = "".join(f"{cell:<{_COLUMN_WIDTH}}" for cell in cells[:-1])
-        return f"{label:<{_LABEL_WIDTH}}{columns}{cells[-1] if cells else ''}"
+    results: dict[str, Any]
+    selection: BlockSelection | None = None
+    asked: Sequence[np.ndarray] = ()
+    compile_s: float = 0.0
 
 
-def _introduce(table: _Table, directory: Path, text: Prompt) -> None:
-    device = jax.devices()[0].device_kind
-    who = f"read by {checkpoint_name(directory)} on {device}"
-    table.line(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
+def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Reading:
+    """Reads the text once, into a cache of `max_tokens` tokens, and answers every question."""
+
+    def start(tokens: Int[np.ndarray, "_"], width: int, **more: Any) -> Stream:
+        # One width for all texts, so that another seed does not compile anew.
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return stream(
+            lm.params,
+            padded,
+            lengths=np.array([len(tokens)], np.int32),
+            model_config=lm.model_config,
+            policy=lm.policy,
+            phase=lm.phase,
+            max_new_tokens=ANSWER_TOKENS,
+            return_selection=True,
+            **more,
+        )
+
+    chunks = start(text.tokens, max_tokens - ROOM, max_tokens=max_tokens)
+    whole, read_s, compile_s = timed(chunks.__next__)
+    is_finite, cache = bool(whole.is_finite[0]), chunks.cache
+    answers, asked, num_written = list[dict[str, Any]](), list[np.ndarray](), 0
+    written_s = pairs = causal = 0.0
     for fact in text.facts:
-        share = fact.position / len(text.tokens)
-        table.line(f"  hidden at {share:.0%}", f"The code of {fact.word} is {fact.number}.")
-
-
-def _compare(
-    table: _Table, text: Prompt, columns: Mapping[str, Reader], *, num_tokens: int, name: str
-) -> None:
-    """Lets all read and answer, and shows it while it happens."""
-    dense, *others = readers = list(columns.values())
-    table.line()
-    table.line("", *columns)
-    table.line("", "", f"({name})")
-    for who, reader in columns.items():
-        with elapsed(f"{who} reads the text"):
-            reader.read(text, max_tokens=num_tokens)
-        table.update("reading", *(f"{one.read_s:.2f} s" for one in readers if one.read_s))
-    table.line(
-        "reading",
-        f"{dense.read_s:.2f} s",
-        *(f"{one.read_s:.2f} s  {_speed(dense, one)}" for one in others),
-    )
-    table.line("  attended pairs", *(f"{one.read_density:.1%}" for one in readers))
-    for fact in text.facts:
-        label = f"code of {fact.word}?"
-        # Token by token in turns, so that all answers grow at once.
-        for grown in itertools.zip_longest(*(one.ask(fact) for one in readers)):
-            # Those that have ended stay as they are.
-            answers = [
-                answer or one.answers[-1] for answer, one in zip(grown, readers, strict=True)
-            ]
-            table.update(label, *map(_shorten, answers))
-        table.line(label, *(_verdict(one.answers[-1]) for one in readers))
-    table.line("  attended pairs", *(f"{one.decode_density:.1%}" for one in readers))
-    table.line("writing", *(f"{one.tokens_per_s:.1f} tokens/s" for one in readers))
-    table.line("right", *(f"{one.num_right} of {len(text.facts)}" for one in readers))
-
-
-def _verdict(answer: Answer) -> str:
-    """An answer and whether it is right, for one column."""
-    return f"{_shorten(answer) or '(nothing)'}  {'right' if answer.is_right else 'WRONG'}"
-
-
-def _shorten(answer: Answer) -> str:
-    """As much of an answer as a column has room for."""
-    return answer.text if len(answer.text) <= 16 else answer.text[:15] + "…"
-
-
-def _speed(dense: Reader, sparse: Reader) -> str:
-    """How the sparse reader's time compares."""
-    ratio = dense.read_s / sparse.read_s
-    return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
-
-
-def _summary(dense: Reader, sparse: Reader, *, who: str) -> str:
-    """What came out, in a sentence."""
-    pairs = list(zip(dense.answers, sparse.answers, strict=True))
-    lost = sum(was.is_right and not now.is_right for was, now in pairs)
-    if not dense.num_right and not sparse.num_right:
-        return "This model answers none of the questions, with dense attention neither."
-    if lost:
-        found = f"{dense.num_right} facts that dense attention found"
-        return f"{who} lost {lost} of the {found}."
-    found = f"{who} found every fact that dense attention found"
-    more = sparse.num_right - dense.num_right
-    return f"{found}, and {more} more." if more else f"{found}."
-
-
-def _results(reader: Reader) -> dict[str, Any]:
-    return {
-        "read_s": reader.read_s,
-        "measured_density_prefill": reader.read_density,
-        "tokens_per_s": reader.tokens_per_s,
-        "measured_density_decode": reader.decode_density,
-        "right": reader.num_right,
-        "is_finite": reader.is_finite,
-        "answers": [{"text": one.text, "is_right": one.is_right} for one in reader.answers],
+        # The text's own cache stays for the next question.
+        question = encode(lm.tokenizer, code_question(fact.word), add_special_tokens=False)
+        chunks = start(question, ROOM, cache=_copy(cache))
+        read, _, compiling_s = timed(chunks.__next__)
+        if read.selection is not None:
+            size = read.selection.block_size
+            first = len(text.tokens) // size
+            last = (len(text.tokens) + len(question) - 1) // size
+            asked.append(plots.block_map(read.selection, first_block=first)[:, last - first])
+        pieces, seconds, more_s = timed(functools.partial(list, chunks))
+        tokens = np.concatenate([one.tokens[0, : int(one.lengths[0])] for one in pieces])
+        answer = _one_line(decode(lm.tokenizer, tokens))
+        answers.append({"text": answer, "is_right": fact.is_answer(answer)})
+        num_written, written_s = num_written + len(tokens), written_s + seconds
+        compile_s += compiling_s + more_s
+        is_finite &= bool(pieces[-1].is_finite[0])
+        pairs += float(np.mean(pieces[-1].measured_density.decode_pairs))
+        causal += float(np.sum(pieces[-1].measured_density.decode_causal))
+    results = {
+        "read_s": read_s,
+        "measured_density_prefill": float(np.mean(whole.measured_density.prefill)),
+        "tokens_per_s": num_written / written_s,
+        "measured_density_decode": pairs / causal,
+        "right": sum(answer["is_right"] for answer in answers),
+        "is_finite": is_finite,
+        "answers": answers,
     }
+    return Reading(results, whole.selection, asked, compile_s)
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to four places."""
-    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
+def _one_line(text: str) -> str:
+    """A text up to its first full stop; what a terminal would take for a command is replaced."""
+    first = re.sub(r"\..*", ".", text, flags=re.DOTALL)
+    shown = (char if char.isprintable() or char.isspace() else "�" for char in first)
+    return " ".join("".join(shown).split())
 
 
-def _draw(
-    out: Path,
-    text: Prompt,
-    dense: Reader,
-    sparse: Reader,
-    *,
-    layers: Sequence[int],
-    name: str,
-) -> bool:
-    """Saves the picture, or says on standard error why there is none."""
-    if sparse.selection is None:
-        print("no picture: nothing was selected while the text was read", file=sys.stderr)
-        return False
-    title = (
-        f"Blocks attended to in {len(text.tokens):,} tokens with {len(text.facts)} facts "
-        f"({name}; {sparse.read_density:.0%} of all pairs)"
-    )
-    draw_picture(text, dense, sparse, layers=layers, title=title).savefig(out, dpi=_DPI)
-    return True
+@jax.jit
+def _copy(cache: Cache) -> Cache:
+    return jax.tree.map(jnp.copy, cache)
+
+
+def _table(text: Prompt, columns: Mapping[str, Reading], *, about: str) -> str:
+    """What all did, side by side."""
+    found = [reading.results for reading in columns.values()]
+    rows = [
+        ["", *columns],
+        ["", "", f"({about})"],
+        ["reading", *(_time_of(one, found[0]) for one in found)],
+        ["  attended pairs", *(f"{one['measured_density_prefill']:.1%}" for one in found)],
+    ]
+    for index, fact in enumerate(text.facts):
+        answers = [one["answers"][index] for one in found]
+        rows.append([f"code of {fact.word}?", *map(_verdict, answers)])
+    rows += [
+        ["  attended pairs", *(f"{one['measured_density_decode']:.1%}" for one in found)],
+        ["writing", *(f"{one['tokens_per_s']:.1f} tokens/s" for one in found)],
+        ["right", *(f"{one['right']} of {len(text.facts)}" for one in found)],
+    ]
+    return options.align(rows, left=len(rows[0]), gap=4)
+
+
+def _time_of(found: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    """How long reading took, and how that compares."""
+    ratio = dense["read_s"] / found["read_s"]
+    word = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+    return f"{found['read_s']:.2f} s" + ("" if found is dense else f"  {word}")
+
+
+def _verdict(answer: Mapping[str, Any]) -> str:
+    """As much of an answer as a column has room for, and whether it is right."""
+    text = answer["text"] if len(answer["text"]) <= 16 else answer["text"][:15] + "…"
+    return f"{text or '(nothing)'}  {'right' if answer['is_right'] else 'WRONG'}"
+
+
+def _summary(dense: Reading, sparse: Reading, *, who: str) -> str:
+    """What came out, in a sentence."""
+    was, now = ([one["is_right"] for one in own.results["answers"]] for own in (dense, sparse))
+    if not any(was):
+        return "Dense attention found none of the facts with this model."
+    kept = sum(map(operator.and_, was, now))
+    return f"{who} found {kept} of the {sum(was)} facts that dense attention found."
 
 
 def draw_picture(
-    prompt: Prompt, dense: Reader, sparse: Reader, *, layers: Sequence[int], title: str
+    text: Prompt, dense: Reading, sparse: Reading, *, layers: Sequence[int], title: str
 ) -> "Figure":
     """Draws a block map for every sparse layer, and below them what each question attended to.
 
     Orange marks stand below the blocks in which the facts are, and a dark line beside the rows that
-    attended to everything before them. Where every question attended to everything, as with a
-    preset that reads the end of a prompt densely, that part is left out.
+    attended to everything before them.
 
-    Args:
-      prompt: The text.
-      dense: Its answers stand beside those of `sparse`.
-      sparse: What selected the blocks that are drawn.
-      layers: The sparse layers, as the model counts.
-      title: Title of the figure.
-
-    Raises:
-      ImportError: If matplotlib is missing.
+    The answers of `dense` stand beside those of `sparse`, which selected the blocks in `layers`, as
+    the model counts them.
     """
     from matplotlib.figure import Figure
 
     assert sparse.selection is not None
     size = sparse.selection.block_size
-    maps = block_map(sparse.selection)
-    num_blocks = -(-len(prompt.tokens) // size)
-    maps = maps[:, :num_blocks, :num_blocks]
-    places = [(fact.position - 1) // size for fact in prompt.facts]
-
-    has_strips = not all(_is_full(answer) for answer in sparse.answers)
-    rows = math.ceil(len(maps) / _PANELS_IN_A_ROW)
-    heights = [2.4 * rows + 0.5, 0.5 + 0.7 * len(places)][: 1 + has_strips]
+    num_blocks = -(-len(text.tokens) // size)
+    maps = plots.block_map(sparse.selection)[:, :num_blocks, :num_blocks]
+    places = [(fact.position - 1) // size for fact in text.facts]
+    heights = [2.4 * math.ceil(len(maps) / 5) + 0.5, 0.5 + 0.7 * len(places)]
     figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
     figure.suptitle(title, fontsize=12)
-    figure.legend(
-        handles=_legend(maps), loc="outside lower center", ncols=5, fontsize=9, frameon=False
-    )
-    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    above = parts[0]
-    panels = above.subplots(rows, _PANELS_IN_A_ROW, sharex=True, sharey=True, squeeze=False).flat
-    for index, panel in enumerate(panels):
-        if index >= len(maps):
-            panel.set_visible(False)
-            continue
-        draw_map(panel, maps[index], 0)
-        _mark(panel, places)
-        _mark_dense_rows(panel, maps[index])
-        share = np.nanmean(maps[index])
-        panel.set_title(f"layer {layers[index]}: {share:.0%} of blocks", fontsize=9)
-    above.supxlabel(f"key block ({size} tokens each)", fontsize=10)
-    above.supylabel("query block", fontsize=10)
+    handles = _legend(is_shared=bool(np.any((maps > 0) & (maps < 1))))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    for panel, shares in zip(
+        plots.draw_maps(above, maps, layers, block_size=size), maps, strict=True
+    ):
+        _mark(panel, shares, places)
 
-    if has_strips:
-        _draw_strips(parts[1], prompt, places, dense, sparse, layers)
-    return figure
-
-
-def _is_full(answer: Answer) -> bool:
-    return answer.blocks is not None and bool(np.nanmin(answer.blocks) == 1.0)
-
-
-def _draw_strips(
-    below: Any,
-    prompt: Prompt,
-    places: Sequence[int],
-    dense: Reader,
-    sparse: Reader,
-    layers: Sequence[int],
-) -> None:
-    """What the end of each question attended to, layer by layer."""
     strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
-    asked = zip(strips, prompt.facts, places, dense.answers, sparse.answers, strict=True)
-    for strip, fact, place, was, now in asked:
-        assert now.blocks is not None
-        draw_map(strip, now.blocks, 0)
-        strip.yaxis.set_major_formatter(lambda row, _: _name_of(float(row), layers))
+    answers = (one.results["answers"] for one in (dense, sparse))
+    asked = zip(strips, text.facts, places, sparse.asked, *answers, strict=True)
+    for strip, fact, place, shares, was, now in asked:
+        plots.draw_map(strip, shares, 0)
+        _mark(strip, shares, [place])
         strip.set_aspect("auto")
-        _mark(strip, [place])
-        _mark_dense_rows(strip, now.blocks)
-        strip.set_title(
-            f"{fact.word}, {fact.number}: dense {_answered(was)}; sparse {_answered(now)}",
-            fontsize=9,
-            loc="left",
+        strip.yaxis.set_major_formatter(
+            # Nothing between two rows.
+            lambda row, _: str(layers[int(row)]) if row in range(len(layers)) else ""
         )
+        said = f"dense {_answered(was)}; sparse {_answered(now)}"
+        strip.set_title(f"{fact.word}, {fact.number}: {said}", fontsize=9, loc="left")
     below.supxlabel(
         "key blocks that the end of each question attended to, before the answer", fontsize=10
     )
     below.supylabel("layer", fontsize=10)
+    return figure
 
 
-def _name_of(row: float, layers: Sequence[int]) -> str:
-    """The layer of a row; nothing between two rows."""
-    return str(layers[int(row)]) if row in range(len(layers)) else ""
-
-
-def _answered(answer: Answer) -> str:
-    if answer.is_right:
-        return "right"
-    text = answer.text.encode("ascii", errors="replace").decode()  # which every font can write
-    return f"wrong, {text}" if text else "silent"
-
-
-def _mark(axis: Any, places: Sequence[int]) -> None:
-    """Points at blocks from below the panel."""
-    bottom = axis.get_ylim()[0]
-    axis.plot(places, [bottom] * len(places), "^", color=ORANGE, markersize=5, clip_on=False)
-
-
-def _mark_dense_rows(axis: Any, shares: np.ndarray) -> None:
-    """Draws a line beside the rows in which every list held every causal block."""
+def _mark(axis: Any, shares: np.ndarray, places: Sequence[int]) -> None:
+    """Marks facts below a map, and beside it the rows that attended to everything."""
+    bottom, left = axis.get_ylim()[0], axis.get_xlim()[0]
+    axis.plot(places, [bottom] * len(places), "^", color=plots.ORANGE, markersize=5, clip_on=False)
     is_dense = np.nanmin(shares, axis=1) == 1.0
     edges = np.flatnonzero(np.diff(is_dense, prepend=False, append=False))
-    left = axis.get_xlim()[0]
     for first, end in edges.reshape(-1, 2):
         rows = [first - 0.5, end - 0.5]
-        axis.plot([left, left], rows, color=DARK, linewidth=4, clip_on=False)
+        axis.plot([left, left], rows, color=plots.DARK, linewidth=4, clip_on=False)
 
 
-def _legend(maps: np.ndarray) -> list[Any]:
-    """What colours and marks mean."""
+def _answered(answer: Mapping[str, Any]) -> str:
+    text = answer["text"].encode("ascii", errors="replace").decode()  # which every font can write
+    wrong = f"wrong, {text}" if text else "silent"
+    return "right" if answer["is_right"] else wrong
+
+
+def _legend(*, is_shared: bool) -> list[Any]:
+    """What colours and marks mean; `is_shared` where heads attended to different blocks."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shared = bool(np.any((maps > 0) & (maps < 1)))
-    handles: list[Any] = [Patch(color=BLUE, label="all heads" if shared else "attended")]
-    if shared:
-        handles.append(Patch(color=HALF_BLUE, label="some heads"))
+    some = [Patch(color=plots.HALF_BLUE, label="some heads")] if is_shared else []
     return [
-        *handles,
-        Patch(color=LIGHT_GREY, label="not attended"),
-        Line2D([], [], color=DARK, linewidth=4, label="rows that attended to everything"),
-        Line2D([], [], color=ORANGE, marker="^", linestyle="", label="where a fact is"),
+        Patch(color=plots.BLUE, label="all heads" if is_shared else "attended"),
+        *some,
+        Patch(color=plots.LIGHT_GREY, label="not attended"),
+        Line2D([], [], color=plots.DARK, linewidth=4, label="rows that attended to everything"),
+        Line2D([], [], color=plots.ORANGE, marker="^", linestyle="", label="where a fact is"),
     ]

@@ -67,17 +67,24 @@ def _flag(name: str) -> str:
 
 
 @contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
+def usage_errors(**names: str) -> Iterator[None]:
     """Turns the library's errors about an option's value into usage errors.
 
     A message starts with the name of the argument, `chunk_size must be ...`, which becomes that of
     the option, `--chunk-size must be ...`.
+
+    Args:
+      **names: Options, without `--`, that are called otherwise than the argument.
     """
     try:
         yield
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise UsageError(f"{_flag(name) if name.isidentifier() else name} {rest}") from error
+        if name in names:
+            name = f"--{names[name]}"
+        elif name.isidentifier():
+            name = _flag(name)
+        raise UsageError(f"{name} {rest}") from error
 
 
 def show_warning(

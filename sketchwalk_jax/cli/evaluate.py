@@ -1,16 +1,14 @@
 """`sketchwalk eval`: what a selection loses on a checkpoint, at measured density."""
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from sketchwalk_jax.cli import options, prompt
-from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.errors import UsageError, usage_errors
+from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.rows import Row
@@ -44,8 +42,6 @@ _FLAGS = {
     "tasks": "task",
     "phases": "phase",
     "fields": "set",
-    "probe_prompts": "probe-prompts",
-    "density_over": "density-over",
     "tail": "text-tail",
     "path": "text",
 }
@@ -64,41 +60,16 @@ _HEADINGS = {
 }
 
 
-@contextlib.contextmanager
-def _usage_errors(fields: Collection[str] = ()) -> Iterator[None]:
-    """As `usage_errors`, with the names of options that hold one value of several."""
-    try:
-        yield
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        flag = f"set {name}" if name in fields else _FLAGS.get(name, name)
-        raise UsageError(f"--{flag} {rest}") from error
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values)) if isinstance(values, tuple) else str(values)
 
 
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _several(flag: str, metavar: str, help: str, default: str, panel: str) -> Any:
-    return typer.Option(
-        flag,
-        metavar=metavar,
-        help=help,
-        show_default=default,
-        rich_help_panel=panel,
-    )
-
-
-def _defaults(field: str) -> str:
-    """Values of a field, those of `--reduced` as well where they are others."""
-    usual, few = getattr(_DEFAULT, field), getattr(_REDUCED, field)
-    return _listed(usual) + (f"; {_listed(few)} with --reduced" if few != usual else "")
-
-
-def _number(metavar: str, help: str, field: str) -> Any:
-    default, few = getattr(_DEFAULT, field), getattr(_REDUCED, field)
-    shown = f"{default}" if default == few else f"{default}; {few} with --reduced"
-    return typer.Option(metavar=metavar, help=help, show_default=shown, rich_help_panel=_SIZE)
+def _of(field: str, spec: str, help: str, panel: str = _SIZE) -> Any:
+    """The option of a field of `EvaluationConfig`, with its default, and that of `--reduced`."""
+    usual, few = _listed(getattr(_DEFAULT, field)), _listed(getattr(_REDUCED, field))
+    within = " within the model's context" if field == "tokens" else ""
+    default = usual + within + (f"; {few} with --reduced" if few != usual else "")
+    return option(spec, help, panel, default)
 
 
 def _say_who_is_left_out(config: EvaluationConfig) -> None:
@@ -115,130 +86,107 @@ def _say_who_is_left_out(config: EvaluationConfig) -> None:
 def evaluate(
     model: options.ModelOption = None,
     policy: Annotated[
-        list[str] | None,
-        _several("--policy", "NAME", "Policy to measure.", _defaults("policies"), options.METHOD),
+        list[str] | None, _of("policies", "--policy NAME", "Policy to measure.", options.METHOD)
     ] = None,
     preset: Annotated[
-        list[str] | None,
-        _several("--preset", "NAME", "Preset of sketchwalk.", _defaults("presets"), options.METHOD),
+        list[str] | None, _of("presets", "--preset NAME", "Preset of sketchwalk.", options.METHOD)
     ] = None,
     density: Annotated[
         list[float] | None,
-        _several(
-            "--density",
-            "FRACTION",
+        _of(
+            "densities",
+            "--density FRACTION",
             "Nominal density; minference and flexprefill are calibrated to it.",
-            _defaults("densities"),
             options.METHOD,
         ),
     ] = None,
     fields: Annotated[
         list[str] | None,
-        _several(
-            "--set",
-            "FIELD=VALUE",
+        option(
+            "--set FIELD=VALUE",
             "Another field of the policies, in all that have it, such as dense_layers=2.",
-            "as published",
             options.METHOD,
+            "as published",
         ),
     ] = None,
     phase: Annotated[
         list[str] | None,
-        _several(
-            "--phase", "NAME", "Where selection is sparse.", _defaults("phases"), options.METHOD
-        ),
+        _of("phases", "--phase NAME", "Where selection is sparse.", options.METHOD),
     ] = None,
     tokens: Annotated[
-        list[int] | None,
-        _several(
-            "--tokens",
-            "N",
-            "Length: tokens of a prompt with its answer.",
-            f"{_listed(_DEFAULT.tokens)} within the model's context; "
-            f"{_listed(_REDUCED.tokens)} with --reduced",
-            _SIZE,
-        ),
+        list[int] | None, _of("tokens", "--tokens N", "Length: tokens of a prompt with its answer.")
     ] = None,
-    task: Annotated[
-        list[str] | None, _several("--task", "NAME", "Task.", _defaults("tasks"), _SIZE)
-    ] = None,
+    task: Annotated[list[str] | None, _of("tasks", "--task NAME", "Task.")] = None,
     prompts: Annotated[
-        int | None, _number("N", "Prompts of each task and length.", "prompts")
+        int | None, _of("prompts", "--prompts N", "Prompts of each task and length.")
     ] = None,
     probe_prompts: Annotated[
         int | None,
-        _number("N", "Of these, measure mass recall by layer on as many.", "probe_prompts"),
+        _of(
+            "probe_prompts",
+            "--probe-prompts N",
+            "Of these, measure mass recall by layer on as many.",
+        ),
     ] = None,
     reduced: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--reduced",
-            help="Few and short prompts of few tasks, for few policies: minutes on two CPU cores.",
-            rich_help_panel=_SIZE,
+            "Few and short prompts of few tasks, for few policies: minutes on two CPU cores.",
+            _SIZE,
         ),
     ] = False,
     batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Prompts at a time.",
-            show_default="by the device's memory",
-            rich_help_panel=_SIZE,
-        ),
+        int | None, option("--batch N", "Prompts at a time.", _SIZE, "by the device's memory")
     ] = None,
     text: options.TextOption = None,
     text_tail: Annotated[
         float,
-        typer.Option(
-            metavar="FRACTION",
-            help="Share of it to use, from its end: what the model was not trained on.",
-            rich_help_panel=options.TEXT,
+        option(
+            "--text-tail FRACTION",
+            "Share of it to use, from its end: what the model was not trained on.",
+            options.TEXT,
         ),
     ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the prompts.", rich_help_panel=options.TEXT)
-    ] = 0,
+    seed: Annotated[int, option("--seed N", "Seed of the prompts.", options.TEXT)] = 0,
     wording: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="How tasks are put into words: plain, or chat for instruction models.",
-            rich_help_panel=options.TEXT,
+        option(
+            "--wording NAME",
+            "How tasks are put into words: plain, or chat for instruction models.",
+            options.TEXT,
         ),
     ] = _DEFAULT.wording,
     answerable: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--answerable",
-            help="Leave out, for all policies, what dense attention does not answer.",
-            rich_help_panel=_SIZE,
+            "Leave out, for all policies, what dense attention does not answer.",
+            _SIZE,
         ),
     ] = False,
     density_over: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="What a density is the mean of: sparse_layers, or all_layers with the dense ones.",
-            rich_help_panel=options.METHOD,
+        option(
+            "--density-over NAME",
+            "What a density is the mean of: sparse_layers, or all_layers with the dense ones.",
+            options.METHOD,
         ),
     ] = _DEFAULT.density_over,
     dtype: options.DTypeOption = None,
     mesh: options.MeshOption = None,
     out: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE",
-            help="File of the results. An interrupted evaluation is continued from there.",
+        option(
+            "--out FILE", "File of the results. An interrupted evaluation is continued from there."
         ),
     ] = Path("quality.json"),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start afresh where the file exists.")
-    ] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Start afresh where the file exists.")] = False,
     other_code: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--other-code",
-            help="Continue a file that other code of this package began; its rows then say so.",
+            "Continue a file that other code of this package began; its rows then say so.",
         ),
     ] = False,
 ) -> None:
@@ -255,6 +203,7 @@ def evaluate(
             "length: name these"
         )
     directory = options.check_model(model)
+    chosen_fields = options.parse_fields(fields or ())
     given: dict[str, Any] = {
         "policies": policy,
         "presets": preset,
@@ -269,21 +218,18 @@ def evaluate(
         "wording": wording,
         "answerable": answerable,
         "density_over": density_over,
+        "fields": chosen_fields or None,
     }
-    chosen_fields = options.parse_fields(fields or ())
-    given["fields"] = chosen_fields or None
     known = {name: value for name, value in given.items() if value is not None}
     model_config = ModelConfig.from_pretrained(directory)
-    with _usage_errors(chosen_fields):
+    names = _FLAGS | {name: f"set {name}" for name in chosen_fields}
+    with usage_errors(**names):
         config = (EvaluationConfig.reduced if reduced else EvaluationConfig)(**known)
         check_lengths(config, model_config)
         _say_who_is_left_out(config)
         source = read_text(text, tail=text_tail)
-    if tokens is not None and max(tokens) > model_config.context_length:
-        raise UsageError(
-            f"--tokens must not exceed the model's context of {model_config.context_length}, got "
-            f"{max(tokens)}"
-        )
+    if tokens is not None:
+        options.check_context("--tokens", max(tokens), model_config)
     chosen = options.choose_dtype(dtype, model_config)
     policies = (rule.make() for rule in config.rules())
     placement = options.make_placement(mesh, model_config, *policies)
@@ -325,13 +271,8 @@ def _table_of(rows: Sequence[Row], tokens: int) -> str:
     rows = rows_with(rows, tokens=tokens)
     tasks = tasks_of(rows, is_scored=False)
     header = ["policy", "density", "measured", "sparse in", *(_HEADINGS[one] for one in tasks)]
-    table = [header + ["all"] * (tasks != ["text_loss"]), *_table_lines(rows, tasks)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in table
-    ]
-    return "\n".join([f"{tokens} tokens", *lines])
+    lines = [header + ["all"] * (tasks != ["text_loss"]), *_table_lines(rows, tasks)]
+    return f"{tokens} tokens\n{options.align(lines, left=1)}"
 
 
 def _table_lines(rows: Sequence[Row], tasks: Sequence[str]) -> Iterator[list[str]]:

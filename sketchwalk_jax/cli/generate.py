@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-import typer
 
 from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
-from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts
+from sketchwalk_jax.cli.options import flag, option
+from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts, rounded
 from sketchwalk_jax.generation import NOT_LOADED, check_call, pad_to_bucket
 from sketchwalk_jax.language_model import MAX_BATCH, LanguageModel, TextStream
 from sketchwalk_jax.models.plans import fingerprint
@@ -29,31 +29,20 @@ _PROMPT, _FILES = "Prompt", "Many prompts"
 
 def generate(
     model: options.ModelOption = None,
-    prompt_text: Annotated[
-        str | None,
-        typer.Option("--prompt", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
-    ] = None,
+    prompt_text: Annotated[str | None, option("--prompt TEXT", "The prompt.", _PROMPT)] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the prompt, used byte for byte. Without either, standard input is.",
-            rich_help_panel=_PROMPT,
+        option(
+            "--prompt-file FILE",
+            "File with the prompt, used byte for byte. Without either, standard input is.",
+            _PROMPT,
         ),
     ] = None,
     chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Wrap the prompt into the checkpoint's chat template.",
-            rich_help_panel=_PROMPT,
-        ),
+        bool, flag("--chat", "Wrap the prompt into the checkpoint's chat template.", _PROMPT)
     ] = False,
     system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="System message before it; with --chat.", rich_help_panel=_PROMPT
-        ),
+        str | None, option("--system TEXT", "System message before it; with --chat.", _PROMPT)
     ] = None,
     policy: options.PolicyOption = "sketchwalk",
     preset: options.PresetOption = None,
@@ -62,10 +51,10 @@ def generate(
     phase: options.PhaseOption = "both",
     chunk_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Read the prompt this many tokens at a time, to save memory; a multiple of 64.",
-            rich_help_panel=options.METHOD,
+        option(
+            "--chunk-size TOKENS",
+            "Read the prompt this many tokens at a time, to save memory; a multiple of 64.",
+            options.METHOD,
         ),
     ] = None,
     dtype: options.DTypeOption = None,
@@ -78,73 +67,48 @@ def generate(
     repetition_penalty: options.RepetitionPenaltyOption = None,
     generation_config: options.GenerationConfigOption = False,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            metavar="N",
-            help="Seed of the random draws.",
-            rich_help_panel=options.SAMPLING,
-        ),
+        int, option("--seed N", "Seed of the random draws.", options.SAMPLING, min=0, max=2**32 - 1)
     ] = 0,
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Go on after the checkpoint's end tokens.",
-            rich_help_panel=options.SAMPLING,
-        ),
+        bool, flag("--ignore-eos", "Go on after the checkpoint's end tokens.", options.SAMPLING)
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--json",
-            help="Print one JSON object when all is done: text, prompt_tokens, new_tokens, ttft_s, "
+            "Print one JSON object when all is done: text, prompt_tokens, new_tokens, ttft_s, "
             "tokens_per_s, measured_density and more.",
-            rich_help_panel=options.OUTPUT,
+            options.OUTPUT,
         ),
     ] = False,
     stream_every: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens between two pieces of text.",
-            rich_help_panel=options.OUTPUT,
-        ),
+        int, option("--stream-every N", "Tokens between two pieces of text.", options.OUTPUT, min=1)
     ] = 8,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Continue every line of a JSON-lines file instead: a string, or an object with "
+        option(
+            "--prompts FILE",
+            "Continue every line of a JSON-lines file instead: a string, or an object with "
             '"prompt" or "messages".',
-            rich_help_panel=_FILES,
+            _FILES,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON-lines file for their texts. An interrupted run is continued from there.",
-            rich_help_panel=_FILES,
+        option(
+            "--out FILE",
+            "JSON-lines file for their texts. An interrupted run is continued from there.",
+            _FILES,
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Prompts at a time.",
-            show_default="8, or fewer by the device's memory",
-            rich_help_panel=_FILES,
+        option(
+            "--batch N", "Prompts at a time.", _FILES, "8, or fewer by the device's memory", min=1
         ),
     ] = None,
     overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", help="Start afresh where the file exists.", rich_help_panel=_FILES
-        ),
+        bool, flag("--overwrite", "Start afresh where the file exists.", _FILES)
     ] = False,
     no_compile_cache: options.NoCompileCacheOption = False,
 ) -> None:
@@ -329,8 +293,7 @@ def _follow(
     if shows_text:
         print(flush=True)
     found = dataclasses.asdict(pieces.completion)
-    found |= {"ttft_s": pieces.ttft_s, "tokens_per_s": pieces.tokens_per_s}
-    return {name: round(x, 4) if isinstance(x, float) else x for name, x in found.items()}
+    return rounded(found | {"ttft_s": pieces.ttft_s, "tokens_per_s": pieces.tokens_per_s})
 
 
 def _to_line(shown: Mapping[str, Any]) -> str:

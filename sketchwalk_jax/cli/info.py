@@ -10,20 +10,15 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import typer
 
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import init_cache
 from sketchwalk_jax.cli import options
-from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
-from sketchwalk_jax.models.config import (
-    PARAMS_FOLDER,
-    SAVED_CONFIG_FILE,
-    ModelConfig,
-    read_json,
-)
+from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_files import GgufFiles
 from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.params import param_shapes
@@ -40,11 +35,8 @@ def info(
     model: options.ModelOption = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="Length to size the cache for.",
-            show_default="the model's context",
+        option(
+            "--context TOKENS", "Length to size the cache for.", None, "the model's context", min=1
         ),
     ] = None,
     policy: options.PolicyOption = "sketchwalk",
@@ -52,7 +44,7 @@ def info(
     density: options.DensityOption = None,
     fields: options.SetOption = None,
     dtype: options.DTypeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Describe a checkpoint, its plan, and what would run here.
 
@@ -64,11 +56,8 @@ def info(
     plan, about_plan = _describe_plan(directory)
     config = options.take_plan(config, fields, plan)
     chosen = options.choose_dtype(dtype, model_config)
-    longest = model_config.context_length
-    if context is not None and context > longest:
-        raise UsageError(
-            f"--context must not exceed the model's context of {longest} tokens, got {context}"
-        )
+    max_tokens = model_config.context_length if context is None else context
+    options.check_context("--context", max_tokens, model_config)
     found: dict[str, Any] = {
         "environment": _describe_environment(
             num_heads=model_config.num_heads,
@@ -78,7 +67,7 @@ def info(
         ),
         "model": _describe_checkpoint(directory, model_config, dtype=chosen),
         "plan": about_plan,
-        "cache": _describe_cache(model_config, config, max_tokens=context or longest, dtype=chosen),
+        "cache": _describe_cache(model_config, config, max_tokens=max_tokens, dtype=chosen),
         "break_even": {
             phase: _describe_break_even(config, phase, model_config) for phase in config.phases
         },

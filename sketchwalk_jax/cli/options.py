@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import math
 import sys
 import warnings
@@ -15,10 +16,10 @@ import typer
 from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.models.bundled import bundled_model
-from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig, read_json
+from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
+from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
-from sketchwalk_jax.models.hub import find_checkpoint
+from sketchwalk_jax.models.hub import bundled_model, find_checkpoint
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
@@ -48,181 +49,143 @@ _GENERATION_CONFIG = "generation_config.json"
 # Options that draw from the distribution; who gives one wants to draw.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
+
+def option(
+    spec: str, help: str, panel: str | None = None, default: str | bool = True, **limits: int
+) -> Any:
+    """An option with a value, such as `--tokens N`; help shows `default`, or else Python's own."""
+    name, _, metavar = spec.partition(" ")
+    return typer.Option(
+        name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **limits
+    )
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help, rich_help_panel=panel)
+
+
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="PATH",
-        help="Checkpoint: a directory of Hugging Face safetensors or written by "
-        "sketchwalk_jax.save, a GGUF file, or ORG/NAME on the Hugging Face hub.",
-        show_default="the small model that ships with the package",
+    option(
+        "--model PATH",
+        "Checkpoint: a directory of Hugging Face safetensors or written by sketchwalk_jax.save, a "
+        "GGUF file, or ORG/NAME on the Hugging Face hub.",
+        default="the small model that ships with the package",
     ),
 ]
 PolicyOption = Annotated[
     str,
-    typer.Option(
-        "--policy",
-        metavar="NAME",
-        help=f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where "
-        "that was measured to pay on this device, by the length, and dense elsewhere.",
-        rich_help_panel=METHOD,
+    option(
+        "--policy NAME",
+        f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where that "
+        "was measured to pay on this device, by the length, and dense elsewhere.",
+        METHOD,
     ),
 ]
 PresetOption = Annotated[
     str | None,
-    typer.Option(
-        "--preset",
-        metavar="NAME",
-        help=f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan "
-        "of the model that `sketchwalk calibrate` measured, if there is one.",
-        show_default=PRESETS[0],
-        rich_help_panel=METHOD,
+    option(
+        "--preset NAME",
+        f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan of the "
+        "model that `sketchwalk calibrate` measured, if there is one.",
+        METHOD,
+        PRESETS[0],
     ),
 ]
 _SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
-DensityOption = Annotated[
-    float | None,
-    typer.Option(
-        "--density",
-        metavar="FRACTION",
-        help=_SHARE,
-        show_default="0.2",
-        rich_help_panel=METHOD,
-    ),
-]
+DensityOption = Annotated[float | None, option("--density FRACTION", _SHARE, METHOD, "0.2")]
 CalibratedDensityOption = Annotated[
     float | None,
-    typer.Option(
-        "--density",
-        metavar="FRACTION",
-        help=f"{_SHARE} Minference and flexprefill are set to it on another text first.",
-        show_default="0.2, or as published",
-        rich_help_panel=METHOD,
+    option(
+        "--density FRACTION",
+        f"{_SHARE} Minference and flexprefill are set to it on another text first.",
+        METHOD,
+        "0.2, or as published",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Another field of the policy, such as block_size=64; may be given several times.",
-        show_default=False,
-        rich_help_panel=METHOD,
+    option(
+        "--set FIELD=VALUE",
+        "Another field of the policy, such as block_size=64; may be given several times.",
+        METHOD,
+        False,
     ),
 ]
 PhaseOption = Annotated[
-    str,
-    typer.Option(
-        "--phase",
-        metavar="|".join(PHASES),
-        help="Where selection is sparse.",
-        rich_help_panel=METHOD,
-    ),
+    str, option(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD)
 ]
 TextOption = Annotated[
     Path | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="Text to hide facts in: UTF-8, plain or .xz.",
-        show_default="Python's help topics",
-        rich_help_panel=TEXT,
+    option(
+        "--text FILE", "Text to hide facts in: UTF-8, plain or .xz.", TEXT, "Python's help topics"
     ),
 ]
 MeshOption = Annotated[
     str | None,
-    typer.Option(
-        "--mesh",
-        metavar="AXIS=RANKS,...",
-        help="Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor "
-        "shares weights and heads, sequence a prompt's tokens and the cache.",
-        show_default="one device",
-        rich_help_panel=METHOD,
+    option(
+        "--mesh AXIS=RANKS,...",
+        "Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor shares "
+        "weights and heads, sequence a prompt's tokens and the cache.",
+        METHOD,
+        "one device",
     ),
 ]
 DTypeOption = Annotated[
     str | None,
-    typer.Option(
-        "--dtype",
-        metavar="|".join(DTYPES),
-        help="Type of weights and cache.",
-        show_default="float32 on CPU, else the checkpoint's",
-        rich_help_panel=METHOD,
+    option(
+        f"--dtype {'|'.join(DTYPES)}",
+        "Type of weights and cache.",
+        METHOD,
+        "float32 on CPU, else the checkpoint's",
     ),
 ]
 
 NewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens",
-        min=1,
-        metavar="N",
-        help="Most tokens to generate.",
-        rich_help_panel=SAMPLING,
-    ),
+    int, option("--max-new-tokens N", "Most tokens to generate.", SAMPLING, min=1)
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(
-        "--temperature",
-        metavar="X",
-        help="Divides the logits; at 0 the best token is taken.",
-        show_default="0, or 1 with --top-k, --top-p or --min-p",
-        rich_help_panel=SAMPLING,
+    option(
+        "--temperature X",
+        "Divides the logits; at 0 the best token is taken.",
+        SAMPLING,
+        "0, or 1 with --top-k, --top-p or --min-p",
     ),
 ]
 TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        metavar="N",
-        help="Draw from the N best tokens; 0 for all.",
-        rich_help_panel=SAMPLING,
-    ),
+    int | None, option("--top-k N", "Draw from the N best tokens; 0 for all.", SAMPLING)
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Draw from the fewest tokens that have probability P together.",
-        rich_help_panel=SAMPLING,
-    ),
+    option("--top-p P", "Draw from the fewest tokens that have probability P together.", SAMPLING),
 ]
 MinPOption = Annotated[
     float | None,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        help="Draw from tokens with at least P times the best one's probability.",
-        rich_help_panel=SAMPLING,
+    option(
+        "--min-p P", "Draw from tokens with at least P times the best one's probability.", SAMPLING
     ),
 ]
 RepetitionPenaltyOption = Annotated[
     float | None,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="X",
-        help="Above 1, tokens that were seen before become less likely.",
-        rich_help_panel=SAMPLING,
+    option(
+        "--repetition-penalty X",
+        "Above 1, tokens that were seen before become less likely.",
+        SAMPLING,
     ),
 ]
 GenerationConfigOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--generation-config",
-        help=f"Take the settings above from the checkpoint's {_GENERATION_CONFIG}, "
-        "except for those given.",
-        rich_help_panel=SAMPLING,
+        f"Take the settings above from the checkpoint's {_GENERATION_CONFIG}, except for those "
+        "given.",
+        SAMPLING,
     ),
 ]
 NoCompileCacheOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-compile-cache",
-        help="Do not keep compiled programs for later runs.",
-        rich_help_panel=OUTPUT,
-    ),
+    bool, flag("--no-compile-cache", "Do not keep compiled programs for later runs.", OUTPUT)
 ]
 
 
@@ -346,6 +309,24 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     with usage_errors():
         check_choice("dtype", dtype, DTYPES)
     return dtype
+
+
+def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
+    """Raises a `UsageError` for more tokens than the model's context has."""
+    longest = model_config.context_length
+    if tokens > longest:
+        raise UsageError(
+            f"{name} must not exceed the model's context of {longest} tokens, got {tokens}"
+        )
+
+
+def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
+    """A table of text: the first columns, `left` of them, to the left, the others to the right."""
+    columns = []
+    for index, column in enumerate(itertools.zip_longest(*rows, fillvalue="")):
+        width, put = max(map(len, column)), str.ljust if index < left else str.rjust
+        columns.append([put(cell, width) for cell in column])
+    return "\n".join((" " * gap).join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def make_placement(

@@ -196,24 +196,12 @@ class TextsFile:
             os.truncate(self.path, kept)
         return done
 
-    def add(self, found: Sequence[tuple[int, Completion]]) -> None:
-        """Writes texts, each in a line of its own, to the operating system."""
-        lines = [
-            json.dumps(
-                {
-                    "index": index,
-                    "input": self.entries[index].content,
-                    **{
-                        name: round(x, 4) if isinstance(x, float) else x
-                        for name, x in dataclasses.asdict(one).items()
-                    },
-                },
-                ensure_ascii=False,
-            )
-            for index, one in found
-        ]
+    def add(self, index: int, found: Completion) -> None:
+        """Writes a text, in a line of its own, to the operating system."""
+        content = {"index": index, "input": self.entries[index].content}
+        line = json.dumps(content | rounded(dataclasses.asdict(found)), ensure_ascii=False)
         with self.path.open("ab") as file:
-            file.write("".join(line + "\n" for line in lines).encode())
+            file.write(f"{line}\n".encode())
 
     def sort(self) -> None:
         """Puts the lines into the order of the prompts."""
@@ -221,6 +209,11 @@ class TextsFile:
         ordered = sorted(lines, key=lambda line: json.loads(line)["index"])
         if ordered != lines:
             _write_whole(self.path, b"".join(ordered).decode())
+
+
+def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, floats to four places."""
+    return {name: round(x, 4) if isinstance(x, float) else x for name, x in values.items()}
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -310,7 +303,7 @@ def complete_all(
     with _says_if_stopped(say_kept):
         with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
             for place, found in finished:
-                texts.add([(missing[place], found)])
+                texts.add(missing[place], found)
                 num_kept += 1
                 num_broken += not found.is_finite
                 bar.update()

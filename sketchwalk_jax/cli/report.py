@@ -8,6 +8,7 @@ import typer
 
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.report import describe_gaps, model_drawings, write_report
 from sketchwalk_jax.evaluation.results import read_results
@@ -17,23 +18,21 @@ from sketchwalk_jax.progress import elapsed
 
 def report(
     results: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Results that `sketchwalk eval` wrote."),
+        Path, typer.Argument(metavar="FILE", help="Results that `sketchwalk eval` wrote.")
     ] = Path("quality.json"),
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Folder for report.md and its figures."),
-    ] = Path("quality-report"),
+    out: Annotated[Path, option("--out DIR", "Folder for report.md and its figures.")] = Path(
+        "quality-report"
+    ),
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="The checkpoint that was measured: adds the blocks that it attends to in one "
-            "prompt, and powers of its attention.",
-            show_default=False,
+        option(
+            "--model PATH",
+            "The checkpoint that was measured: adds the blocks that it attends to in one prompt, "
+            "and powers of its attention.",
+            default=False,
         ),
     ] = None,
-    no_figures: Annotated[bool, typer.Option("--no-figures", help="Write tables only.")] = False,
+    no_figures: Annotated[bool, flag("--no-figures", "Write tables only.")] = False,
 ) -> None:
     """Make a report of an evaluation: its tables and figures.
 
