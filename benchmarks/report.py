@@ -14,6 +14,7 @@ import argparse
 import collections
 import difflib
 import functools
+import itertools
 import json
 import re
 import string
@@ -415,59 +416,24 @@ def selection_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
         yield row | own
 
 
-def share_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
+def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What selecting takes of a layer's time, by the rule as printed and by `recommended`.
 
-    Prompts of the recommended policy by the costlier plan, as a mean over its layers, or, where no
-    plan was named, with each number of queries of a row.
+    Prompts of the recommended policy with each number of queries that a plan may give a layer.
     """
-    plans = data["meta"]["plans"]
     fields = ("phase", "density", "tokens", "preset")
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
+        by_queries = row["phase"] == "prefill" and row["preset"] == "recommended"
+        queries = row["fields"].get("representatives", 0) if by_queries else 0
         if row["preset"] in ("paper", "recommended") and not row["error"]:
-            found.setdefault(tuple(row[field] for field in fields), []).append(row)
-    order = sorted(found, key=lambda key: (PHASES.index(key[0]), -key[1], *key[2:]))
-    for key in order:
-        by_queries = key[0] == "prefill" and key[3] == "recommended"
-        for row in found[key] if by_queries and not plans else found[key][:1]:
-            times = {part: row[part] for part in ("selection_ms", "attention_ms")}
-            queries = row["fields"].get("representatives") if by_queries and not plans else None
-            if by_queries and plans:
-                times["selection_ms"] = _mean_over_plan(found[key], plans, f"{key[1]:g}")
-            if None in times.values():
-                continue
-            share = times["selection_ms"] / sum(times.values())
-            name = name_of(key[3]) + (f", {queries} queries" if queries else "")
-            own = times | {"queries": queries, "name": name, "share": share}
-            ratio = {"ratio": times["selection_ms"] / times["attention_ms"]}
-            yield dict(zip(fields, key, strict=True)) | own | ratio
-
-
-def _mean_over_plan(rows: Sequence[Row], plans: Sequence[Row], density: str) -> float | None:
-    """Milliseconds of selection of a prompt over the layers of the costlier plan."""
-    by_count = {str(row["fields"]["representatives"]): row["selection_ms"] for row in rows}
-    found = []
-    for plan in plans:
-        queries = plan["queries"][density]
-        if all(by_count.get(count) is not None for count in queries):
-            total = sum(number * by_count[count] for count, number in queries.items())
-            found.append(total / sum(queries.values()))
-    return max(found, default=None)
-
-
-def plan_facts(data: Results) -> Row:
-    """The plans by which prompts are shown."""
-    plans = []
-    for plan in data["meta"]["plans"]:
-        layers = plan["queries"][max(plan["queries"], key=float)].items()
-        text = ", ".join(f"{number} layers of {count} queries" for count, number in layers)
-        plans.append(f"{plan['model']} ({plan['layers']} layers): {text}")
-    if plans:
-        start = "Prompts by the costlier of the plans, as a mean over its layers. At the larger "
-        return {"plans": f"{start}density: {'; '.join(plans)}."}
-    start = "`recommended` with each number of queries of a row that a plan may give a layer; "
-    return {"plans": f"{start}{USUAL_QUERIES} without a plan, and in the figure."}
+            found.setdefault((*(row[field] for field in fields), queries), row)
+    for key in sorted(found, key=lambda key: (PHASES.index(key[0]), -key[1], *key[2:])):
+        row, queries = found[key], key[-1]
+        selection, attention = row["selection_ms"], row["attention_ms"]
+        name = name_of(key[3]) + (f", {queries} queries" if queries else "")
+        own = {"name": name, "queries": queries or None, "ratio": selection / attention}
+        yield row | own | {"share": selection / (selection + attention)}
 
 
 # Policy or preset, and density, in the order of the columns.
@@ -741,7 +707,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         paper_rows,
     )
 }
-FACTS = {make.__name__: make for make in (plan_facts, rate_facts, gain_facts)}
+FACTS = {make.__name__: make for make in (rate_facts, gain_facts)}
 
 
 # Tables of evaluations. A cell is made of the rows of its line and column, and of the rows that
@@ -831,10 +797,25 @@ def _density(rows: Sequence[Row], _: Any) -> str:
 def _places(rows: Sequence[Row]) -> dict[str, Where]:
     """Densities below 1 and phases that were measured, by their titles."""
     return {
-        f"Density {density:g}, {PHASE_TITLES[phase].lower()}": {"density": density, "phase": phase}
-        for density in sorted((one for one in densities(rows) if one < 1), reverse=True)
-        for phase in measured_phases(rows)
+        f"Density {density}, {phase}": where
+        for (density, phase), where in _each(rows, "density", "phase")
     }
+
+
+def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[str], Where]]:
+    """A line for each combination of the values of some fields."""
+    below = sorted((one for one in densities(rows) if one < 1), reverse=True)
+    values: dict[str, tuple[Iterable[Any], Callable[[Any], str]]] = {
+        "model": (dict.fromkeys(row.get("model") for row in rows), str),
+        "tokens": (values_of(rows, "tokens"), "{:,}".format),
+        "density": (below or [None], lambda one: "its own" if one is None else f"{one:g}"),
+        "phase": (measured_phases(rows), lambda one: PHASE_TITLES[one].lower()),
+    }
+    found = []
+    for own in itertools.product(*(values[field][0] for field in fields)):
+        names = [values[field][1](one) for field, one in zip(fields, own, strict=True)]
+        found.append((names, dict(zip(fields, own, strict=True)) | where))
+    return found
 
 
 def _policies(rows: Sequence[Row]) -> list[tuple[list[str], Where]]:
@@ -887,28 +868,27 @@ def size_of(model: str) -> str:
     return f"{found[1]} {_UNITS[found[2].lower()][0]} parameters" if found else ""
 
 
-def _models(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each model that are reported, at its longest length; small models first."""
+def _reported(results: evaluations.Results) -> list[Row]:
+    """The rows that are reported, of each model at its longest length; small models first."""
 
     def parameters(model: str) -> float:
         found = _SIZE.search(model)
         return float(found[1]) * _UNITS[found[2].lower()][1] if found else 0.0
 
-    found = {}
-    for model in sorted(values_of(rows, "model"), key=parameters):
-        own = [row for row in rows_with(rows, model=model) if row["stage"] == "report"]
-        found[model] = rows_with(own, tokens=longest(own))
+    found = []
+    for model in sorted(values_of(results.rows, "model"), key=parameters):
+        own = [row for row in rows_with(results.rows, model=model) if row["stage"] == "report"]
+        found += rows_with(own, tokens=longest(own))
     return found
 
 
 def losses(results: evaluations.Results) -> str:
     """What the recommended policy keeps of dense attention's answers, for the front page."""
-    models = _models(results.rows)
-    rows = [row for own in models.values() for row in own]
-    lines = []
-    for model, own in models.items():
-        named = ", ".join(filter(None, (size_of(model), f"{longest(own):,} tokens")))
-        lines.append(([f"{model}: {named}"], {"model": model, "label": "recommended"}))
+    rows, lines = _reported(results), []
+    for (model,), where in _each(rows, "model", label="recommended"):
+        tokens = f"{longest(rows_with(rows, model=model)):,} tokens"
+        named = ", ".join(filter(None, (size_of(model), tokens)))
+        lines.append(([f"{model}: {named}"], where))
     columns = {title: (where, _right) for title, where in _places(rows).items()}
     what = (
         "Of the answers that dense attention gets right, the share that `recommended` gets right "
@@ -938,42 +918,22 @@ def short_prompts(results: Path) -> str:
 
 def by_task(results: evaluations.Results) -> str:
     """Where the recommended policy loses answers."""
-    models = _models(results.rows)
-    rows = [row for own in models.values() for row in own if row["depth"] is None]
-    lines = [
-        (
-            [model, f"{density:g}", PHASE_TITLES[phase].lower()],
-            {"model": model, "density": density, "phase": phase, "label": "recommended"},
-        )
-        for model in models
-        for density in sorted((one for one in densities(rows) if one < 1), reverse=True)
-        for phase in measured_phases(rows)
-    ]
-    tasks = tasks_of(counted(rows))
+    rows = without_parts(_reported(results))
+    lines = _each(rows, "model", "density", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
-        task_title(task): ({"task": task}, lambda found, _: _right(found, lambda label: []))
-        for task in tasks
+        task_title(task): ({"task": task}, _right) for task in tasks_of(counted(rows))
     }
-    corner = ["Model", "Density", "Sparse in"]
-    return grid(rows, corner, lines, columns | {"All": ({}, _right)})
+    return grid(rows, ["Model", "Density", "Sparse in"], lines, columns | {"All": ({}, _right)})
 
 
 def losses_beyond(results: evaluations.Results) -> str:
     """Loss of text and of code that the recommended policy adds, nats per token."""
-    models = _models(results.rows)
-    rows = [row for own in models.values() for row in own]
-    lines = [
-        (
-            [model, PHASE_TITLES[phase].lower()],
-            {"model": model, "phase": phase, "label": "recommended"},
-        )
-        for model in models
-        for phase in measured_phases(rows)
-    ]
+    rows = _reported(results)
+    lines = _each(rows, "model", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
-        f"{name}, density {density:g}": ({"density": density, "task": task}, _beyond("dense", task))
+        f"{name}, density {density}": ({"task": task} | where, _beyond("dense", task))
         for name, task in (("Text", "text_loss"), ("Code", "code_loss"))
-        for density in sorted((one for one in densities(rows) if one < 1), reverse=True)
+        for (density,), where in _each(rows, "density")
     }
     return grid(rows, ["Model", "Sparse in"], lines, columns)
 
@@ -981,7 +941,8 @@ def losses_beyond(results: evaluations.Results) -> str:
 def summary(results: evaluations.Results, cell: Cell) -> str:
     """All tasks that count, model by model, with a cell for each density and phase."""
     blocks = []
-    for model, own in _models(results.rows).items():
+    for (model,), where in _each(_reported(results), "model"):
+        own = rows_with(_reported(results), **where)
         columns = {title: (where, cell) for title, where in _places(own).items()}
         blocks.append(f"**{model}, {longest(own):,} tokens**")
         blocks.append(grid(own, ["Method"], _policies(own), columns))
@@ -992,10 +953,9 @@ def instruction_data(results: evaluations.Results) -> str:
     """Every model and length: prompts, right answers by task, losses, long decoding."""
     rows = [row for row in results.rows if row["stage"] == "report"]
     blocks = [describe_models(results), drawn_table(rows)]
-    for model in values_of(rows, "model"):
-        for tokens in values_of(rows_with(rows, model=model), "tokens"):
-            own = rows_with(rows, model=model, tokens=tokens)
-            blocks += _of_length(own, f"{model}, {tokens:,} tokens", tokens)
+    for (model, tokens), where in _each(rows, "model", "tokens"):
+        own = rows_with(rows, **where)
+        blocks += _of_length(own, f"{model}, {tokens} tokens", longest(own)) if own else []
     left_out = [one for one in results.meta.get("not_run", ()) if one["stage"] == "report"]
     if left_out:
         parts = [
@@ -1030,22 +990,17 @@ def describe_models(results: evaluations.Results) -> str:
 
 def drawn_table(rows: Sequence[Row]) -> str:
     """Prompts kept of those drawn, as `50 of 61`; in brackets where a task counts in no mean."""
-    rows = rows_with(rows, label="dense")
-    rows = [row for row in rows if row.get("drawn") is not None and row["depth"] is None]
+    rows = without_parts(row for row in rows_with(rows, label="dense") if row.get("drawn"))
 
-    def drawn(some_rows: Sequence[Row], _: Any) -> str:
-        if not some_rows:
+    def drawn(found: Sequence[Row], _: Any) -> str:
+        if not found:
             return NOTHING
-        text = f"{sum(row['prompts'] for row in some_rows)} of {some_rows[0]['drawn']}"
-        return text if some_rows[0]["in_mean"] else f"({text})"
+        text = f"{sum(row['prompts'] for row in found)} of {found[0]['drawn']}"
+        return text if found[0]["in_mean"] else f"({text})"
 
-    lines = [
-        ([model, f"{tokens:,}"], {"model": model, "tokens": tokens})
-        for model in values_of(rows, "model")
-        for tokens in values_of(rows_with(rows, model=model), "tokens")
-    ]
     columns = {task_title(task): ({"task": task}, drawn) for task in tasks_of(rows)}
-    return grid(rows, ("Prompts that dense attention answers", "Tokens"), lines, columns)
+    corner = ("Prompts that dense attention answers", "Tokens")
+    return grid(rows, corner, _each(rows, "model", "tokens"), columns)
 
 
 def _of_length(rows: Sequence[Row], title: str, tokens: int) -> list[str]:
@@ -1056,77 +1011,36 @@ def _of_length(rows: Sequence[Row], title: str, tokens: int) -> list[str]:
             own = f"{title}, {density_title(density).lower()}"
             blocks.append(f"**{own}, sparse in {PHASE_TITLES[phase].lower()}**")
             blocks.append(accuracy_table(rows, phase=phase, density=density, tokens=tokens))
-    for task in ("text_loss", "code_loss"):
-        own_rows = [{**row, "task": "text_loss"} for row in rows_with(rows, task=task)]
-        if own_rows:
+    for task in ("text_loss", "code_loss", "long_decode"):
+        of_task = [{**row, "task": "text_loss"} for row in rows_with(rows, task=task)]
+        if of_task:
             blocks.append(f"**{title}, {TASK_TITLES[task].lower()}**")
-            blocks.append(loss_table(own_rows, densities=nominal, tokens=tokens))
-    long = rows_with(rows, task="long_decode")
-    if long:
-        blocks.append(f"**{title}, the last 512 decoded**")
-        blocks.append(long_decode_table([{**row, "task": "text_loss"} for row in long]))
+            blocks.append(loss_table(of_task, densities=nominal, tokens=tokens))
     return blocks
-
-
-def long_decode_table(rows: Sequence[Row]) -> str:
-    """Loss beyond dense attention's, and KL divergence from it, nats per token."""
-
-    def divergence(found: Sequence[Row], _: Any) -> str:
-        kl = mean_of(found, "kl")
-        return NOTHING if kl is None else f"{kl:.4f}"
-
-    def all_layers(found: Sequence[Row], _: Any) -> str:
-        pooled = pool(found)
-        return NOTHING if pooled is None else f"{pooled.density_all_layers:.2f}"
-
-    lines = [
-        (
-            [*names, PHASE_TITLES[phase], density_title(density)],
-            {**where, "phase": phase, "density": density},
-        )
-        for names, where in _policies(rows)
-        for density in densities(rows) or [None]
-        for phase in measured_phases(rows)
-    ]
-    columns: dict[str, tuple[Where, Cell]] = {
-        "Loss beyond dense": ({}, _beyond("dense", "text_loss")),
-        "KL(dense ‖ policy)": ({}, divergence),
-        "Density, all layers": ({}, all_layers),
-    }
-    return grid(rows, ("Policy", "Sparse in", ""), lines, columns)
 
 
 def parts(results: evaluations.Results) -> str:
     """Right answers and text loss beyond the recommended policy's own, model by model."""
+
+    def base(label: str) -> str:
+        return "dense" if label == "recommended" else "recommended"
+
     blocks = []
-    for model in values_of(results.rows, "model"):
-        for tokens in values_of(rows_with(results.rows, model=model), "tokens"):
-            own = rows_with(results.rows, model=model, tokens=tokens)
-            tasks = ", ".join(
-                f"{task_title(row['task']).lower()} {row['prompts']}"
-                for row in counted(rows_with(own, label="dense"))
-                if row["depth"] is None
-            )
-
-            def base(label: str) -> str:
-                return "dense" if label == "recommended" else "recommended"
-
-            places = {
-                title: where
-                for title, where in _places(own).items()
-                if any(not is_dense(row) for row in rows_with(own, **where))
-            }
-            columns = {title: (where, _beyond(base)) for title, where in places.items()}
-            columns |= {
-                f"Text loss, {title.lower()}": (where, _beyond(base, "text_loss"))
-                for title, where in places.items()
-            }
-            lines = [
-                ([names[0].replace("`recommended, ", "`")], where)
-                for names, where in _policies(own)
-            ]
-            blocks.append(f"**{model}, {tokens:,} tokens** (prompts: {tasks})")
-            blocks.append(grid(own, ["Changed"], lines, columns))
+    for (model, tokens), where in _each(results.rows, "model", "tokens"):
+        own = rows_with(results.rows, **where)
+        tasks = ", ".join(
+            f"{task_title(row['task']).lower()} {row['prompts']}"
+            for row in without_parts(counted(rows_with(own, label="dense")))
+        )
+        kinds = {"": None, "Text loss, ": "text_loss"}
+        columns: dict[str, tuple[Where, Cell]] = {
+            start + title: (place, _beyond(base, task))
+            for start, task in kinds.items()
+            for title, place in _places(own).items()
+        }
+        lines = [([name.replace("recommended, ", "")], line) for (name,), line in _policies(own)]
+        blocks.append(f"**{model}, {tokens} tokens** (prompts: {tasks})")
+        blocks.append(grid(own, ["Changed"], lines, columns))
     text = (
         "Right answers and text loss beyond those of the policy itself, whose own are beyond "
         "dense attention's; 95 % intervals of paired differences"

@@ -162,3 +162,16 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
     assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
         "selection-share"
     ].table(data)
+
+
+def test_what_tables_want_is_what_the_benchmarks_measure(load):
+    tables, one, several = (load(name) for name in ("report", "end_to_end", "scale_out"))
+    wanted = tables.TABLES["decoded-token"].spec["wanted"]
+    longer = {tokens for own in one.LONG.values() for tokens in own}
+    assert set(wanted["model"]) == set(one.MODELS) and wanted["batch"] == list(one.BATCHES)
+    assert wanted["tokens"] == sorted({*one.LENGTHS, *longer})
+    for phase in ("prefill", "decode"):
+        cells = [cell for cell in several.cells(2, is_quick=False) if cell.phase == phase]
+        rows = [cell.row(2) for cell in cells]
+        for field, values in tables.TABLES[f"scale-{phase}"].spec["wanted"].items():
+            assert {row[field] for row in rows} == set(values)
