@@ -120,16 +120,9 @@ def reading(
     params: Any, model: ModelConfig, policy: Policy, tokens: int, batch: int, repeats: int
 ) -> Any:
     """From the prompts to the end of prefill, as `stream` and `generate` do it."""
-    shape, own = (batch, tokens), jax.random.key(1)
-    prompts = jax.random.randint(own, shape, 0, model.vocab_size, jnp.int32)
-    options: dict[str, Any] = {"model_config": model, "policy": policy, "max_new_tokens": 1}
-
-    def read() -> jax.Array:
-        chunks = sw.stream(params, prompts, **options)
-        next(chunks)  # the chunk without tokens that marks the end of prefill
-        return chunks.cache.key
-
-    return read
+    own = jax.random.key(1)
+    prompts = jax.random.randint(own, (batch, tokens), 0, model.vocab_size, jnp.int32)
+    return cpu.reading(params, prompts, model, policy)
 
 
 def stepping(

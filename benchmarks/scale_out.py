@@ -38,13 +38,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from end_to_end import (
-    ENOUGH_SECONDS,
     MODELS,
     NEW_TOKENS,
     TINY,
     describe,
     measure_rates,
-    parts,
+    prompt_flops,
+    time_prompt,
+    time_tokens,
+    token_bytes,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -57,7 +59,6 @@ from sketchwalk_jax.generation import decode_tokens, start_decoding
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import Placement, place
 
@@ -249,10 +250,7 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         config = TINY if options.quick else SHAPES[name]
         model = Model(config, axis, ranks, rates, repeats)
         for cell, programs in common.compiled(own, model.compile, seconds_left):
-            try:
-                row = cell.row(ranks, error=None, **model.measure(cell, programs()))
-            except Exception as error:  # the other rows are worth keeping
-                row = cell.row(ranks, error=f"{type(error).__name__}: {str(error)[:300]}")
+            row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
             gc.collect()  # what a failed cell held
@@ -399,8 +397,9 @@ class Model:
         limit = jax.ShapeDtypeStruct((), jnp.int32)
         return compiled, prompt, decoding.lower(self._params, state, limit).compile()
 
-    def measure(self, cell: Cell, programs: tuple[Any, ...]) -> Row:
+    def measure(self, cell: Cell, compiled: Callable[[], tuple[Any, ...]]) -> Row:
         """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+        programs = compiled()
         if cell.phase == "lists":
             return self._lists(cell)
         reading, prompt, decoding = programs
@@ -442,57 +441,31 @@ class Model:
         return jax.device_put(found, (self._where.tokens, *[self._where.sharding()] * 2))
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
-        densities = []
-
-        def call() -> Any:
-            state = program(self._params, *prompt)
-            densities.append(state.cache.density.prefill)
-            return state.logits
-
         repeats = self._repeats if cell.tokens <= 2**17 else 1
-        timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
-        density = float(jnp.mean(densities[-1]))
-        work = prompt_flops(self.config, cell.tokens, density) * cell.batch
-        return {
-            "seconds": timed,
-            "measured_density": density,
+        found = time_prompt(program, self._params, prompt, repeats)
+        work = prompt_flops(self.config, cell.tokens, found["measured_density"]) * cell.batch
+        return self._of_a_rank(found) | {
             "flops": work,
             "floor_seconds": work / self._matmul / self._ranks,
-            "parts_ms": {
-                name: one / self._ranks
-                for name, one in (parts(call) if timed["median"] < ENOUGH_SECONDS else {}).items()
-            },
         }
 
     def _decode(self, cell: Cell, program: Any, state: Any) -> Row:
-        lengths = np.asarray(state.cache.lengths)
-        limit = jnp.asarray(NEW_TOKENS, jnp.int32)
-        held = state.cache.lengths.sharding
-
-        def call() -> Any:
-            nonlocal state
-            # The same tokens again.
-            cache = dataclasses.replace(state.cache, lengths=jax.device_put(lengths, held))
-            tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
-            return tokens
-
-        timed = common.seconds(call, self._repeats)
-        timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
-        density = float(jnp.mean(state.cache.density.decode))
-        if not bool(jnp.all(jnp.isfinite(state.logits))):
-            raise ValueError("logits must be finite")
-        cache = state.cache
-        read = token_bytes(self.config, cell.batch, num_bytes((cache.key, cache.value)), density)
+        found, cache = time_tokens(program, self._params, state, self._repeats)
+        held, density = num_bytes((cache.key, cache.value)), found["measured_density"]
+        read = token_bytes(self.config, cell.batch, held, density)
         # Ranks of `data` read all weights each; those of the others share them.
         weights = token_bytes(self.config, cell.batch, 0, 0.0)
         more = (self._ranks - 1) * weights if self._axis == "data" else 0
         read += num_bytes(cache.statistics) + more
-        return {
-            "seconds": timed,
-            "measured_density": density,
+        return self._of_a_rank(found) | {
             "read_bytes": read,
             "floor_seconds": read / self._copy / self._ranks,
-            "parts_ms": {name: one / NEW_TOKENS / self._ranks for name, one in parts(call).items()},
+        }
+
+    def _of_a_rank(self, found: Row) -> Row:
+        """A trace has the kernels of all ranks."""
+        return found | {
+            "parts_ms": {name: one / self._ranks for name, one in found["parts_ms"].items()}
         }
 
     def _lists(self, cell: Cell) -> Row:
@@ -529,24 +502,6 @@ class Model:
             "listed_blocks": listed,
             "differing_blocks": differing,
         }
-
-
-def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
-    """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
-    layers = param_shapes(config)["layers"]
-    linear = 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
-    pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
-    return linear + 4 * pairs * config.num_heads * config.head_dim
-
-
-def token_bytes(config: ModelConfig, batch: int, cache_bytes: float, density: float) -> float:
-    """Bytes of weights, and of keys and values attended to, for a token of every sequence."""
-    shapes = jax.tree.leaves(param_shapes(config))
-    number = np.dtype(config.dtype).itemsize
-    weights = number * sum(math.prod(x.shape) for x in shapes)
-    if not config.tie_word_embeddings:
-        weights -= number * (config.vocab_size - batch) * config.hidden_size
-    return weights + density * cache_bytes
 
 
 def estimate(data: dict[str, Any], phase: str, tensor: int, others: int) -> Row | None:

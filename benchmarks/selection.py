@@ -31,8 +31,7 @@ import jax
 import jax.numpy as jnp
 import kernel_inputs
 from jaxtyping import Array, Int
-from kernel_inputs import Shape
-from loops import Step, loop
+from kernel_inputs import Shape, Step, loop
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
@@ -122,10 +121,7 @@ def main() -> None:
                     with_dense = shape.density == densities[0]
                     jobs += length.jobs(wanted[shape.density], with_dense=with_dense)
         for names, job in tqdm(jobs, desc=f"{tokens:,} tokens"):
-            try:
-                row = names | {"error": None} | job()
-            except Exception as error:  # the other rows are worth keeping
-                row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            row = names | common.found_or_error(job)
             tqdm.write(describe(row))
             common.add_rows(out, meta, [row], NAMES)
 
