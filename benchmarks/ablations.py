@@ -1,7 +1,7 @@
 """What each part of the method does: presets with one field changed, on the evaluation's tasks.
 
     python benchmarks/ablations.py --text FILE --text-tail 0.03 [--out FILE] [--reduced]
-    python benchmarks/ablation_report.py      # anywhere: the figure and the tables
+    python benchmarks/report.py               # anywhere: the tables; figures.py draws
 
 Around `paper` and `damped`, with dense attention and random blocks beside them, on the same
 prompts. An interrupted run is continued from its file, as `sketchwalk eval` does.

@@ -23,14 +23,11 @@ import common
 import cpu
 import jax
 import jax.numpy as jnp
-from pages import Results, Tables
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.auto import BreakEven
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.evaluation.report import describe_run
-from sketchwalk_jax.evaluation.tables import markdown_table, name_of
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.policies import Policy, by_name
@@ -123,16 +120,9 @@ def reading(
     params: Any, model: ModelConfig, policy: Policy, tokens: int, batch: int, repeats: int
 ) -> Any:
     """From the prompts to the end of prefill, as `stream` and `generate` do it."""
-    shape, own = (batch, tokens), jax.random.key(1)
-    prompts = jax.random.randint(own, shape, 0, model.vocab_size, jnp.int32)
-    options: dict[str, Any] = {"model_config": model, "policy": policy, "max_new_tokens": 1}
-
-    def read() -> jax.Array:
-        chunks = sw.stream(params, prompts, **options)
-        next(chunks)  # the chunk without tokens that marks the end of prefill
-        return chunks.cache.key
-
-    return read
+    own = jax.random.key(1)
+    prompts = jax.random.randint(own, (batch, tokens), 0, model.vocab_size, jnp.int32)
+    return cpu.reading(params, prompts, model, policy)
 
 
 def stepping(
@@ -177,7 +167,7 @@ def break_evens(results: Path) -> list[BreakEven]:
     return found
 
 
-def speedups(data: Results) -> Iterator[Row]:
+def speedups(data: dict[str, Any]) -> Iterator[Row]:
     """Rows of `end_to_end.py` as those of this file, each beside the fastest dense attention.
 
     That may have read the prompt in pieces; a policy is taken as calls run it by default, in one.
@@ -264,9 +254,9 @@ def update_table(results: Path, *, is_check: bool) -> bool:
     return is_right
 
 
-def sentence(path: Path) -> str:
+def sentence(results: Path) -> str:
     """From where on sparse pays, for README.md: the default policy, one sequence."""
-    own = [one for one in break_evens(path.parent) if one.batch == 1]
+    own = [one for one in break_evens(results) if one.batch == 1]
     own = [one for one in own if one.policy == "RecommendedConfig" and one.density == DENSITY]
     parts = []
     for device in dict.fromkeys(one.device for one in own):
@@ -293,35 +283,6 @@ def _span(found: list[BreakEven]) -> str:
 
 def _device(kind: str) -> str:
     return "a CPU" if kind == "cpu" else f"an {kind}"
-
-
-def ratios_table(path: Path) -> str:
-    """How many times faster than dense attention at each length, on a CPU."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
-    for row in data["rows"]:
-        key = (row["phase"], row["width"], row["batch"], row["preset"])
-        groups.setdefault(key, {})[row["tokens"]] = row["speedup"]
-    lengths = sorted({row["tokens"] for row in data["rows"]})
-    body = [
-        [phase, f"{width:,}", str(batch), name_of(preset)]
-        + [_ratio(found.get(tokens)) for tokens in lengths]
-        for (phase, width, batch, preset), found in groups.items()
-    ]
-    header = ("", "Width", "Batch", "Policy", *(f"{tokens:,}" for tokens in lengths))
-    return f"{markdown_table(header, body, num_names=4)}\n\n{describe_run(data['meta'])}"
-
-
-def _ratio(found: Row | None) -> str:
-    if found is None:
-        return "–"
-    return f"{found['median']:.2f} ({found['q25']:.2f}–{found['q75']:.2f})"
-
-
-TABLES: Tables = {
-    "break-even": (FILES[0], sentence),
-    "break-even-ratios": (FILES[0], ratios_table),
-}
 
 
 if __name__ == "__main__":

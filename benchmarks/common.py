@@ -217,6 +217,14 @@ def memory(compiled: Any) -> dict[str, int]:
     }
 
 
+def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What `measure(*arguments)` finds, or why it failed, as `"error"`, so that others are kept."""
+    try:
+        return {"error": None, **measure(*arguments)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
 def check_same(
     path: str | Path, old: Mapping[str, Any], new: Mapping[str, Any], *names: str
 ) -> None:

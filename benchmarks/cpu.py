@@ -141,19 +141,23 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
     ]
 
 
-def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
-    """From the prompt to the end of prefill, as `stream` and `generate` do it."""
-    tokens = tokens_of(length)
+def reading(params: Any, tokens: jax.Array, model: ModelConfig, policy: Any) -> Callable[[], Any]:
+    """A call that reads prompts, as `stream` and `generate` do."""
 
-    def read(config: Any) -> jax.Array:
-        chunks = sw.stream(params, tokens, model_config=MODEL, policy=config, max_new_tokens=1)
+    def read() -> jax.Array:
+        chunks = sw.stream(params, tokens, model_config=model, policy=policy, max_new_tokens=1)
         next(chunks)  # the chunk without tokens that marks the end of prefill
         return chunks.cache.key
 
-    times = common.alternate(
-        {name: functools.partial(read, config) for name, config in POLICIES.items()},
-        repeats=repeats,
-    )
+    return read
+
+
+def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
+    """From the prompt to the end of prefill, as `stream` and `generate` do it."""
+    calls = {
+        name: reading(params, tokens_of(length), MODEL, policy) for name, policy in POLICIES.items()
+    }
+    times = common.alternate(calls, repeats=repeats)
     return [row("prefill", length, name, times) for name in POLICIES]
 
 

@@ -241,10 +241,7 @@ def main() -> None:
                 add(cell.row(error=common.DOES_NOT_FIT, needed_gib=round(needed, 1)))
         programs = common.compiled(fitting, model.compile, seconds_left)
         for cell, program in tqdm(programs, desc=name, total=len(fitting)):
-            try:
-                add(cell.row(error=None, **model.measure(cell, *program())))
-            except Exception as error:  # the other rows are worth keeping
-                add(cell.row(error=f"{type(error).__name__}: {str(error)[:300]}"))
+            add(cell.row(**common.found_or_error(model.measure, cell, program)))
             gc.collect()  # what a failed cell held
         del model, programs
         gc.collect()  # weights, before those of the next model
@@ -446,8 +443,9 @@ class Model:
             is_finite=jnp.ones((cell.batch,), bool),
         )
 
-    def measure(self, cell: Cell, program: Any, make: Callable[[], Any]) -> Row:
+    def measure(self, cell: Cell, compiled: Callable[[], tuple[Any, Any]]) -> Row:
         """Seconds, floor, parts and memory."""
+        program, make = compiled()
         found = (self._prefill if cell.phase == "prefill" else self._decode)(cell, program, make())
         cache = jax.eval_shape(functools.partial(self._empty, cell))
         memory = common.memory(program)
@@ -460,61 +458,78 @@ class Model:
         }
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
-        densities = []
-
-        def call() -> Any:
-            state = program(self._params, *prompt)
-            densities.append(state.cache.density.prefill)
-            return state.logits
-
         repeats = self._repeats if cell.tokens <= 2**16 else 2
-        timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
-        density = float(jnp.mean(densities[-1]))
-        c = self.config
-        linear = (
-            2
-            * cell.tokens
-            * sum(x.size for x in jax.tree.leaves(self._params["layers"]) if x.ndim > 2)
-        )
-        pairs = cell.tokens * (cell.tokens + 1) / 2 * density * c.num_layers
-        work = cell.batch * (linear + 4 * pairs * c.num_heads * c.head_dim)
-        return {
-            "seconds": timed,
-            "measured_density": density,
-            "floor_seconds": work / self._matmul,
-            "parts_ms": parts(call) if timed["median"] < ENOUGH_SECONDS else {},
-        }
+        found = time_prompt(program, self._params, prompt, repeats)
+        work = cell.batch * prompt_flops(self.config, cell.tokens, found["measured_density"])
+        return found | {"floor_seconds": work / self._matmul}
 
     def _decode(self, cell: Cell, program: Any, state: DecodeState) -> Row:
-        lengths = np.asarray(state.cache.lengths)
-        limit = jnp.asarray(NEW_TOKENS, jnp.int32)
+        found, cache = time_tokens(program, self._params, state, self._repeats)
+        held = num_bytes((cache.key, cache.value)) * cell.tokens / cache.capacity
+        read = token_bytes(self.config, cell.batch, held, found["measured_density"])
+        return found | {"floor_seconds": (read + num_bytes(cache.statistics)) / self._copy}
 
-        def call() -> Any:
-            nonlocal state
-            # The same tokens again.
-            cache = dataclasses.replace(state.cache, lengths=jnp.asarray(lengths))
-            tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
-            return tokens
 
-        timed = common.seconds(call, self._repeats)
-        timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
-        density = float(jnp.mean(state.cache.density.decode))
-        if not bool(jnp.all(jnp.isfinite(state.logits))):
-            raise ValueError("logits must be finite")
-        cache = state.cache
-        attended = num_bytes((cache.key, cache.value)) * density * cell.tokens / cache.capacity
-        embedding = self._params["embed"]["embedding"]
-        weights = num_bytes(self._params)
-        if not self.config.tie_word_embeddings:
-            weights -= embedding.nbytes - cell.batch * embedding.nbytes // embedding.shape[0]
-        read = weights + attended + num_bytes(cache.statistics)
-        found = {name: one / NEW_TOKENS for name, one in parts(call).items()}
-        return {
-            "seconds": timed,
-            "measured_density": density,
-            "floor_seconds": read / self._copy,
-            "parts_ms": found,
-        }
+def time_prompt(program: Any, params: PyTree, prompt: tuple[Any, ...], repeats: int) -> Row:
+    """Seconds, density and parts of reading a prompt with a program of `start_decoding`."""
+    densities = []
+
+    def call() -> Any:
+        state = program(params, *prompt)
+        densities.append(state.cache.density.prefill)
+        return state.logits
+
+    timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
+    return {
+        "seconds": timed,
+        "measured_density": float(jnp.mean(densities[-1])),
+        "parts_ms": parts(call) if timed["median"] < ENOUGH_SECONDS else {},
+    }
+
+
+def time_tokens(
+    program: Any, params: PyTree, state: DecodeState, repeats: int
+) -> tuple[Row, Cache]:
+    """Seconds, density and parts of a token with a program of `decode_tokens`, and the cache.
+
+    Raises:
+      ValueError: If logits are not finite.
+    """
+    lengths, held = np.asarray(state.cache.lengths), state.cache.lengths.sharding
+    limit = jnp.asarray(NEW_TOKENS, jnp.int32)
+
+    def call() -> Any:
+        nonlocal state
+        # The same tokens again.
+        cache = dataclasses.replace(state.cache, lengths=jax.device_put(lengths, held))
+        tokens, state = program(params, dataclasses.replace(state, cache=cache), limit)
+        return tokens
+
+    timed = common.seconds(call, repeats)
+    timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
+    density = float(jnp.mean(state.cache.density.decode))
+    if not bool(jnp.all(jnp.isfinite(state.logits))):
+        raise ValueError("logits must be finite")
+    found = {name: one / NEW_TOKENS for name, one in parts(call).items()}
+    return {"seconds": timed, "measured_density": density, "parts_ms": found}, state.cache
+
+
+def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
+    """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
+    layers = param_shapes(config)["layers"]
+    linear = 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+    pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
+    return linear + 4 * pairs * config.num_heads * config.head_dim
+
+
+def token_bytes(config: ModelConfig, batch: int, cache_bytes: float, density: float) -> float:
+    """Bytes of weights, and of keys and values attended to, for a token of every sequence."""
+    shapes = jax.tree.leaves(param_shapes(config))
+    number = np.dtype(config.dtype).itemsize
+    weights = number * sum(math.prod(x.shape) for x in shapes)
+    if not config.tie_word_embeddings:
+        weights -= number * (config.vocab_size - batch) * config.hidden_size
+    return weights + density * cache_bytes
 
 
 def parts(call: Callable[[], Any]) -> dict[str, float]:

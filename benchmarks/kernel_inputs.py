@@ -1,4 +1,7 @@
-"""What `kernels.py` feeds to both sides: several sets of each input, larger than any cache."""
+"""What `kernels.py` feeds to both sides: several sets of each input, larger than any cache.
+
+And loops of steps that depend on each other, as those of layers do.
+"""
 
 import dataclasses
 import functools
@@ -8,12 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.dispatch import selection_kernels
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
 
+PyTree = Any
+Step = Callable[[PyTree, PyTree, int], PyTree]  # state, inputs of all layers, layer
 KERNELS = selection_kernels(None)
 CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
 LAYERS = 4
@@ -179,3 +185,24 @@ def decode_selection(shape: Shape) -> tuple[Callable[..., Any], Any, list[Any]]:
     row = jnp.array([shape.num_blocks - 1], jnp.int32)
     selections = tuple(random_lists(keys[1], shape, row) for _ in range(LAYERS))
     return step, (walked(keys[2], shape, 1), selections), inputs
+
+
+def loop(step: Step, *, num_layers: int, rounds: int) -> Callable[..., PyTree]:
+    """A program of `count` times `rounds` rounds over the layers, from a state on.
+
+    The number of inner rounds is known when it is compiled: a GPU asks the host whether to go on
+    after all of them only.
+    """
+
+    def run(count: Int[Array, ""], state: PyTree, inputs: PyTree) -> PyTree:
+        def one_round(_: Array, state: PyTree) -> PyTree:
+            for index in range(num_layers):
+                state = step(state, inputs, index)
+            return state
+
+        def some_rounds(_: Array, state: PyTree) -> PyTree:
+            return jax.lax.fori_loop(0, rounds, one_round, state)
+
+        return jax.lax.fori_loop(0, count, some_rounds, state)
+
+    return run

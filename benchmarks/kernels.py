@@ -19,8 +19,7 @@ import common
 import jax
 import jax.numpy as jnp
 import kernel_inputs
-from kernel_inputs import Shape
-from loops import loop
+from kernel_inputs import Shape, loop
 from tqdm import tqdm
 
 import sketchwalk_jax as sw

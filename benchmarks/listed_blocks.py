@@ -19,20 +19,16 @@ import common
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
-from pages import Results, Tables, captioned, if_measured
-from scale_out import SHAPES, prompt_flops, sent_bytes
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.planning import TASKS, planning_prompts
-from sketchwalk_jax.evaluation.tables import markdown_table
-from sketchwalk_jax.models import bundled_model
+from sketchwalk_jax.models.hub import bundled_model
 from sketchwalk_jax.policies.base import Blocks
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 Row = dict[str, Any]
 TOKENS, DENSITIES, RANKS = 2**14, (0.1, 0.2), (2, 4, 8)
-_LARGE, _LARGE_TOKENS = "llama-3.1-8b", 2**17
 _FILE = "listed_blocks.json"
 
 
@@ -113,48 +109,6 @@ def describe(row: Row) -> str:
         f" blocks, {min(by_layer):.2f} to {max(by_layer):.2f} by layer, of the rank that lists "
         f"most {np.mean(row['most_by_layer']):.2f}; dense {row['dense_share']:.2f}"
     )
-
-
-def listed_table(data: Results) -> str:
-    """What share of what a rank receives is on its lists; of a large model what that all is."""
-    large = SHAPES[_LARGE]
-    body = []
-    for row in data["rows"]:
-        layers, most = row["share_by_layer"], row["most_by_layer"]
-        density, ranks = row["density"], row["ranks"]
-        received = sent_bytes(
-            large,
-            policy=sw.SketchWalkConfig.recommended(density=density),
-            axis="sequence",
-            ranks=ranks,
-            batch=1,
-            tokens=_LARGE_TOKENS,
-            is_token=False,
-        )
-        work = prompt_flops(large, _LARGE_TOKENS, density) / ranks
-        cells = [f"{density:g}", str(ranks), f"{np.mean(layers):.2f}"]
-        cells += [f"{min(layers):.2f}–{max(layers):.2f}", f"{np.mean(most):.2f}"]
-        cells += [f"{row['dense_share']:.2f}", f"{received / large.num_layers / 1e9:.2f} GB"]
-        body.append([*cells, f"{work / large.num_layers / 1e12:.0f}"])
-    header = ("Density", "Ranks", "On a list of the rank", "By layer")
-    header += ("Of the rank that lists most", "Before its last row", "Received in a layer")
-    header += ("TFLOP of the layer",)
-    what = (
-        f"Share of the key blocks of other ranks, mean over ranks and {data['meta']['prompts']} "
-        f"prompts of {data['rows'][0]['tokens']:,} tokens, {data['meta']['model']}; by layer the "
-        "least and the most. Blocks before a rank's last row are those that dense attention needs. "
-        f"Behind them, on paper, what a rank receives and computes in a layer of {_LARGE} with "
-        f"{_LARGE_TOKENS:,} tokens, when all blocks travel."
-    )
-    return f"{markdown_table(header, body, num_names=2)}\n\n{what}"
-
-
-TABLES: Tables = {
-    "listed-blocks": (
-        _FILE,
-        if_measured(captioned(listed_table), "`python benchmarks/listed_blocks.py`"),
-    ),
-}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ but cost more: keys that are not rounded.
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import common
@@ -22,25 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import real_models
 from jaxtyping import Array, DTypeLike, Float, Int
-from pages import Tables, describe_whole, if_measured, read_whole
 
 from sketchwalk_jax.evaluation.results import ResultsFile
-from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.evaluation.tables import (
-    PHASE_TITLES,
-    counted,
-    densities,
-    density_title,
-    difference,
-    loss_difference,
-    markdown_table,
-    name_of,
-    policy_labels,
-    rows_with,
-    task_title,
-    values_of,
-)
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span
@@ -296,62 +278,6 @@ def _rule(
     phases = PHASES[:1] if is_of_prompts else None
     fields = tuple(sorted(change.items()))
     return PartRule("sketchwalk", "recommended", density, fields, name, phases=phases, made=made)
-
-
-def parts_table(path: Path) -> str:
-    """Right answers and text loss beyond the policy's own, model by model."""
-    results = read_whole(path)
-    rows, blocks = results.rows, list[str]()
-    for model in values_of(rows, "model"):
-        for tokens in values_of(rows_with(rows, model=model), "tokens"):
-            own = rows_with(rows, model=model, tokens=tokens)
-            columns = [
-                (density, phase)
-                for density in densities(own)[::-1]
-                for phase in PHASES
-                if rows_with(own, density=density, phase=phase)
-            ]
-            labels = [label for label in policy_labels(own) if label != "dense"]
-            body = [_line(own, label, columns) for label in labels]
-            titles = [f"{density_title(one)}, {PHASE_TITLES[p].lower()}" for one, p in columns]
-            header = ["Changed", *titles, *(f"Text loss, {title.lower()}" for title in titles)]
-            answered = counted(rows_with(own, label="dense"))
-            tasks = ", ".join(
-                f"{task_title(row['task']).lower()} {row['prompts']}"
-                for row in answered
-                if row["depth"] is None
-            )
-            blocks.append(f"**{model}, {tokens:,} tokens** (prompts: {tasks})")
-            blocks.append(markdown_table(header, body))
-    text = (
-        "Right answers and text loss beyond those of the policy itself, whose own are beyond "
-        "dense attention's; 95 % intervals of paired differences"
-    )
-    return "\n\n".join([*blocks, f"{text}. {describe_whole(results)}"])
-
-
-def _line(rows: Sequence[Row], label: str, columns: Sequence[tuple[float, str]]) -> list[str]:
-    """A policy beside the recommended one, and that one beside dense attention."""
-    other = "dense" if label == "recommended" else "recommended"
-    answers, losses = [], []
-    for density, phase in columns:
-        first, second = (
-            rows_with(rows, label=one, density=density, phase=phase) for one in (label, other)
-        )
-        answers.append(difference(counted(first), counted(second)))
-        losses.append(
-            loss_difference(*(rows_with(some, task="text_loss") for some in (first, second)))
-        )
-    name = label.removeprefix("recommended, ")
-    return [name_of(label) if name == label else name, *answers, *losses]
-
-
-TABLES: Tables = {
-    "recommended-parts": (
-        "recommended_parts.json",
-        if_measured(parts_table, "`python benchmarks/recommended_parts.py --model FILE.gguf`"),
-    ),
-}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from pages import Tables, if_measured
 from recommended_parts import ExactConfig, MeansConfig, PagesConfig
 from tqdm import tqdm
 
@@ -40,9 +39,7 @@ from sketchwalk_jax.evaluation.planning import (
     whole_prompt,
 )
 from sketchwalk_jax.evaluation.provenance import hash_weights
-from sketchwalk_jax.evaluation.report import describe_run
 from sketchwalk_jax.evaluation.results import write_results
-from sketchwalk_jax.evaluation.tables import NOTHING, markdown_table
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -55,7 +52,7 @@ TASKS = ("single_needle", "multi_key")
 SHARES = (0.05, 0.1, 0.2)
 LISTED = (0.1, 0.2)  # densities at which the lists themselves are asked
 LOOKED_AT = 0.3
-_LEAST_PAIRS = 20  # of a layer for its own recall
+LEAST_PAIRS = 20  # of a layer for its own recall
 EXACT = {"exact, largest share": "max", "exact, sum of shares": "sum"}
 
 
@@ -233,56 +230,6 @@ def _look(
 
     chosen = [policy for _, policy in policies]
     return run_prompt(params, tokens, attend, chosen, model_config=model_config)[1]
-
-
-def retrieval_table(path: Path) -> str:
-    """Shares of the pairs whose block is among the best 5, 10 and 20 % of its row."""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    least = RecommendedConfig().min_blocks
-    header = ["Ranking", *(f"Best {share:.0%}" for share in SHARES)]
-    header += [f"Least of a layer of {_LEAST_PAIRS} pairs, best 10 %"]
-    header += [f"On the list, density {one:g}" for one in LISTED]
-    blocks = []
-    for model, about in results["meta"]["models"].items():
-        rows = [row for row in results["rows"] if row["model"] == model]
-        layers = sorted({row["layer"] for row in rows})
-        body = []
-        for name in rows[0]["ranks"] if rows else ():
-
-            def recall(some: Sequence[dict], share: float, name: str = name) -> float:
-                kept = [
-                    row["ranks"][name] <= max(least, round(share * row["blocks"])) for row in some
-                ]
-                return float(np.mean(kept))
-
-            by_layer = [[row for row in rows if row["layer"] == layer] for layer in layers]
-            worst = min(
-                (recall(some, 0.1) for some in by_layer if len(some) >= _LEAST_PAIRS), default=None
-            )
-            cells = [f"{recall(rows, share):.3f}" for share in SHARES]
-            cells.append(NOTHING if worst is None else f"{worst:.3f}")
-            for one in LISTED:
-                listed = [row["listed"][f"{one:g}"] for row in rows]
-                cells.append(f"{np.mean(listed):.3f}" if name == "recommended" else "")
-            body.append([f"`{name}`" if name == "recommended" else name, *cells])
-        blocks.append(
-            f"**{model}, {about['tokens']:,} tokens** ({len(rows)} pairs in {len(layers)} layers, "
-            f"of {about['prompts']} prompts)"
-        )
-        blocks.append(markdown_table(header, body))
-    codes = {name: one.get("sources") for name, one in results["meta"]["models"].items()}
-    if len({*codes.values()}) > 1:
-        found = ", ".join(f"{name} with `{code or 'unknown'}`" for name, code in codes.items())
-        blocks.append(f"**Of more than one code.** The package was changed in between: {found}.")
-    return "\n\n".join([*blocks, describe_run(results["meta"])])
-
-
-TABLES: Tables = {
-    "retrieval": (
-        "retrieval.json",
-        if_measured(retrieval_table, "`python benchmarks/retrieval.py --model FILE.gguf`"),
-    ),
-}
 
 
 if __name__ == "__main__":

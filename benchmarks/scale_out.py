@@ -38,13 +38,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from end_to_end import (
-    ENOUGH_SECONDS,
     MODELS,
     NEW_TOKENS,
     TINY,
     describe,
     measure_rates,
-    parts,
+    prompt_flops,
+    time_prompt,
+    time_tokens,
+    token_bytes,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -57,7 +59,6 @@ from sketchwalk_jax.generation import decode_tokens, start_decoding
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import Placement, place
 
@@ -73,6 +74,16 @@ LLAMA_70B = dataclasses.replace(
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
 RULE = Rule("sketchwalk", "recommended", 0.1)
+# Of the estimate of larger meshes.
+MAIN, TOKENS = "llama-3.1-8b", 2**17
+NETWORK_GB_PER_S = 50.0
+"""Between hosts, what each GPU is assumed to receive: a card of 400 Gbit/s for each."""
+PER_HOST = 8  # GPUs
+# Parts of a prompt's time that ranks of an axis share; the others all of them take.
+SHARED = {
+    "tensor": ("linear", "attention", "observing", "scores"),
+    "sequence": ("linear", "attention", "scores", "walk and lists", "rest"),
+}
 # What names a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
@@ -239,10 +250,7 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         config = TINY if options.quick else SHAPES[name]
         model = Model(config, axis, ranks, rates, repeats)
         for cell, programs in common.compiled(own, model.compile, seconds_left):
-            try:
-                row = cell.row(ranks, error=None, **model.measure(cell, programs()))
-            except Exception as error:  # the other rows are worth keeping
-                row = cell.row(ranks, error=f"{type(error).__name__}: {str(error)[:300]}")
+            row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
             gc.collect()  # what a failed cell held
@@ -389,8 +397,9 @@ class Model:
         limit = jax.ShapeDtypeStruct((), jnp.int32)
         return compiled, prompt, decoding.lower(self._params, state, limit).compile()
 
-    def measure(self, cell: Cell, programs: tuple[Any, ...]) -> Row:
+    def measure(self, cell: Cell, compiled: Callable[[], tuple[Any, ...]]) -> Row:
         """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+        programs = compiled()
         if cell.phase == "lists":
             return self._lists(cell)
         reading, prompt, decoding = programs
@@ -432,57 +441,31 @@ class Model:
         return jax.device_put(found, (self._where.tokens, *[self._where.sharding()] * 2))
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
-        densities = []
-
-        def call() -> Any:
-            state = program(self._params, *prompt)
-            densities.append(state.cache.density.prefill)
-            return state.logits
-
         repeats = self._repeats if cell.tokens <= 2**17 else 1
-        timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
-        density = float(jnp.mean(densities[-1]))
-        work = prompt_flops(self.config, cell.tokens, density) * cell.batch
-        return {
-            "seconds": timed,
-            "measured_density": density,
+        found = time_prompt(program, self._params, prompt, repeats)
+        work = prompt_flops(self.config, cell.tokens, found["measured_density"]) * cell.batch
+        return self._of_a_rank(found) | {
             "flops": work,
             "floor_seconds": work / self._matmul / self._ranks,
-            "parts_ms": {
-                name: one / self._ranks
-                for name, one in (parts(call) if timed["median"] < ENOUGH_SECONDS else {}).items()
-            },
         }
 
     def _decode(self, cell: Cell, program: Any, state: Any) -> Row:
-        lengths = np.asarray(state.cache.lengths)
-        limit = jnp.asarray(NEW_TOKENS, jnp.int32)
-        held = state.cache.lengths.sharding
-
-        def call() -> Any:
-            nonlocal state
-            # The same tokens again.
-            cache = dataclasses.replace(state.cache, lengths=jax.device_put(lengths, held))
-            tokens, state = program(self._params, dataclasses.replace(state, cache=cache), limit)
-            return tokens
-
-        timed = common.seconds(call, self._repeats)
-        timed = timed | {name: timed[name] / NEW_TOKENS for name in ("median", "q25", "q75")}
-        density = float(jnp.mean(state.cache.density.decode))
-        if not bool(jnp.all(jnp.isfinite(state.logits))):
-            raise ValueError("logits must be finite")
-        cache = state.cache
-        read = token_bytes(self.config, cell.batch, num_bytes((cache.key, cache.value)), density)
+        found, cache = time_tokens(program, self._params, state, self._repeats)
+        held, density = num_bytes((cache.key, cache.value)), found["measured_density"]
+        read = token_bytes(self.config, cell.batch, held, density)
         # Ranks of `data` read all weights each; those of the others share them.
         weights = token_bytes(self.config, cell.batch, 0, 0.0)
         more = (self._ranks - 1) * weights if self._axis == "data" else 0
         read += num_bytes(cache.statistics) + more
-        return {
-            "seconds": timed,
-            "measured_density": density,
+        return self._of_a_rank(found) | {
             "read_bytes": read,
             "floor_seconds": read / self._copy / self._ranks,
-            "parts_ms": {name: one / NEW_TOKENS / self._ranks for name, one in parts(call).items()},
+        }
+
+    def _of_a_rank(self, found: Row) -> Row:
+        """A trace has the kernels of all ranks."""
+        return found | {
+            "parts_ms": {name: one / self._ranks for name, one in found["parts_ms"].items()}
         }
 
     def _lists(self, cell: Cell) -> Row:
@@ -521,22 +504,63 @@ class Model:
         }
 
 
-def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
-    """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
-    layers = param_shapes(config)["layers"]
-    linear = 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
-    pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
-    return linear + 4 * pairs * config.num_heads * config.head_dim
+def estimate(data: dict[str, Any], phase: str, tensor: int, others: int) -> Row | None:
+    """Seconds of a mesh, from the parts that were measured on one GPU and how fast ranks send.
 
+    With `t` ranks of `tensor` and `s` of `sequence` in prefill, a part that ranks of an axis share
+    takes its time over `t`, `s` or both; to these come the time between kernels, which nobody
+    shares, and what a rank receives over how fast that was measured, between hosts over
+    `NETWORK_GB_PER_S` at most. In decode `others` are ranks of `data`, whose sequences are added.
 
-def token_bytes(config: ModelConfig, batch: int, cache_bytes: float, density: float) -> float:
-    """Bytes of weights, and of keys and values attended to, for a token of every sequence."""
-    shapes = jax.tree.leaves(param_shapes(config))
-    number = np.dtype(config.dtype).itemsize
-    weights = number * sum(math.prod(x.shape) for x in shapes)
-    if not config.tie_word_embeddings:
-        weights -= number * (config.vocab_size - batch) * config.hidden_size
-    return weights + density * cache_bytes
+    Args:
+      data: The results.
+      phase: `"prefill"` or `"decode"`.
+      tensor: Ranks of `tensor`.
+      others: Ranks of `sequence` in prefill, of `data` in decode.
+
+    Returns:
+      Seconds, and arithmetic and bytes received of one GPU; `None` without measured parts.
+    """
+    found = [
+        row
+        for row in data["rows"]
+        if (row["phase"], row["axis"]) == (phase, "one")
+        and (row["model"], row["tokens"], row["preset"]) == (MAIN, TOKENS, RULE.preset)
+        and not row["error"]
+        and row.get("parts_ms")
+    ]
+    rates: dict[str, float] = {}
+    for own in data["meta"]["rates"].values():
+        rates |= own
+    if not found or "sum_gb_per_s" not in rates:
+        return None
+    (row,) = found
+    config, is_token = SHAPES[MAIN], phase == "decode"
+    rows = 1 if is_token else others
+    seconds = row["seconds"]["median"] - sum(row["parts_ms"].values()) / 1e3
+    seconds = max(seconds, 0.0)
+    for part, milliseconds in row["parts_ms"].items():
+        shares = tensor if part in SHARED["tensor"] else 1
+        shares *= rows if part in SHARED["sequence"] else 1
+        seconds += milliseconds / 1e3 / shares
+    where: dict[str, Any] = {"policy": RULE.make(), "batch": row["batch"], "tokens": TOKENS}
+    where |= {"chunk_size": row["chunk_size"], "is_token": is_token}
+    summed = sent_bytes(config, axis="tensor", ranks=tensor, **where) / rows
+    gathered = 0.0
+    if rows > 1:
+        gathered = sent_bytes(config, axis="sequence", ranks=rows, **where) / tensor
+    is_far = tensor * rows > PER_HOST
+    rate = min(rates["gather_gb_per_s"], NETWORK_GB_PER_S if is_far else float("inf"))
+    seconds += summed / rates["sum_gb_per_s"] / 1e9 + gathered / rate / 1e9
+    if is_token and tensor > 1:  # two sums and one gathering of scores in each layer
+        seconds += 3 * config.num_layers * rates["small_sum_us"] / 1e6
+    work = prompt_flops(config, TOKENS, row["measured_density"]) / tensor / rows
+    return {
+        "seconds": seconds,
+        "tokens_per_s": row["batch"] * others / seconds,
+        "flops": work,
+        "bytes": summed + gathered,
+    }
 
 
 if __name__ == "__main__":

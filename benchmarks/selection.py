@@ -1,7 +1,7 @@
 """What selecting costs: every policy at two lengths, in prefill and in decode, on one GPU.
 
     python benchmarks/selection.py [--out benchmarks/results/selection.json] [--policy NAME]
-    python benchmarks/selection.py --share [--plan FILE.json ...]    # of a layer's time
+    python benchmarks/selection.py --share    # of a layer's time
 
 One layer of normal queries and keys, beside dense attention to the same and attention over the
 lists that were chosen. Policies with a knob have it set so that their lists have the density asked
@@ -13,14 +13,12 @@ over the layers' inputs and wait for one another, so that nothing is computed on
 what they make are results of the loop, so that nothing is left out.
 
 With `--share`, the paper's rule and the recommended policy with each number of queries that a plan
-may give a layer, at four lengths and two densities. The plans that are named say how many layers of
-their models have which.
+may give a layer, at four lengths and two densities.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +31,15 @@ import jax
 import jax.numpy as jnp
 import kernel_inputs
 from jaxtyping import Array, Int
-from kernel_inputs import Shape
-from loops import Step, loop
+from kernel_inputs import Shape, Step, loop
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
 
 PyTree = Any
@@ -81,7 +76,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: by what is measured")
     parser.add_argument("--share", action="store_true", help="what selecting takes of a layer")
-    parser.add_argument("--plan", type=Path, action="append", default=[], help="of a real model")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--tokens", type=int, action="append", help="default: 16384 and 65536")
     parser.add_argument("--density", type=float, default=0.1)
@@ -94,16 +88,13 @@ def main() -> None:
     lengths = options.tokens or ([1024] if options.quick else [2**14, 2**16])
     densities: Sequence[float] = (options.density,)
     out = options.out or common.RESULTS / "selection.json"
-    more: dict[str, Any] = {}
     if options.share:
         lengths = options.tokens or (lengths if options.quick else SHARE_TOKENS)
         densities, out = SHARE_DENSITIES, options.out or SHARE
-        plans = [queries_of(path) for path in options.plan]
-        more["plans"] = plans or common.read_meta(out).get("plans", [])
     own = functools.partial(rules, list(options.policy or POLICIES), is_quick=options.quick)
     repeats = 2 if options.quick else options.repeats
     started = time.monotonic()
-    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, **more)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats)
     wanted = {one: share_rules(one) if options.share else own(one) for one in densities}
     shapes = [
         Shape(op="selection", tokens=tokens, density=density, **size)
@@ -130,10 +121,7 @@ def main() -> None:
                     with_dense = shape.density == densities[0]
                     jobs += length.jobs(wanted[shape.density], with_dense=with_dense)
         for names, job in tqdm(jobs, desc=f"{tokens:,} tokens"):
-            try:
-                row = names | {"error": None} | job()
-            except Exception as error:  # the other rows are worth keeping
-                row = names | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            row = names | common.found_or_error(job)
             tqdm.write(describe(row))
             common.add_rows(out, meta, [row], NAMES)
 
@@ -162,17 +150,6 @@ def share_rules(density: float) -> list[Rule]:
         for count in QUERIES
     ]
     return [Rule("sketchwalk", "paper", density), *own]
-
-
-def queries_of(path: Path) -> dict[str, Any]:
-    """How many layers of a plan's model have which number of queries, density by density."""
-    plan = Plan.read(path)
-    found = {}
-    for density in SHARE_DENSITIES:
-        counts = RecommendedConfig(density=density, plan=plan).sparse_representatives
-        found[f"{density:g}"] = {f"{one}": counts.count(one) for one in sorted(set(counts))}
-    model = json.loads(path.read_text(encoding="utf-8"))["measured"]["model"]
-    return {"model": model, "plan": plan.short_hash, "layers": plan.num_layers, "queries": found}
 
 
 def describe(row: Row) -> str:

@@ -31,7 +31,7 @@ root_doc = "docs/index"
 include_patterns = [
     "docs/**",
     "*.md",
-    "benchmarks/*.md",
+    "benchmarks/**/*.md",
     "models/README.md",
     "models/sketchwalk_8m/README.md",
     "notebooks/*.ipynb",

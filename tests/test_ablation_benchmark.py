@@ -150,8 +150,8 @@ def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp
     (tmp_path / "ablations.json").write_text(json.dumps(data), encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:ablations -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
-    run_benchmark("ablation_report.py", *where)
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("figures.py", "ablations", "--results", tmp_path, "--plots", tmp_path)
     text = page.read_text(encoding="utf-8")
     for preset in ("paper", "damped"):
         assert f"**`{preset}` with one thing changed, density 0.2**" in text

@@ -69,23 +69,19 @@ def test_a_file_of_one_run_takes_rows_of_another(load, tmp_path):
 
 
 def test_a_section_names_the_runs_of_its_rows_and_one_line_says_what_is_missing(load, tmp_path):
-    common, pages, path = load("common"), load("pages"), tmp_path / "some.json"
+    common, report, path = load("common"), load("report"), tmp_path / "some.json"
     common.add_rows(path, run(1), [{"phase": "decode", "tokens": 1}], NAMES)
     asked = {"fields": NAMES, "rows": ["decode 2", "decode 3"]}
     common.add_rows(path, run(2, asked=asked), [{"phase": "decode", "tokens": 2}], NAMES)
     common.add_rows(path, run(3), [{"phase": "prefill", "tokens": 2}], NAMES)
-    wanted = {"tokens": ("{} tokens", {1: "one", 4: "four", 5: "five"})}
-    text = pages.captioned(
-        lambda data: "| table |",
-        "`it`",
-        lambda data: pages.describe_absent(data, "`it`", wanted, phase="decode"),
-        phase="decode",
-    )(path)
+    spec = {"file": "some.json", "command": "it", "where": {"phase": "decode"}}
+    spec |= {"head": "Tokens", "cells": "{tokens}", "wanted": {"tokens": [1, 4, 5]}}
+    text = report.Speeds(spec)(tmp_path)
     table, machine, gap = text.split("\n\n")
     assert machine.endswith("2026-01-01 to 2026-01-02; `run 1`, and 1 more in the file")
-    assert gap == "Not measured: four, five tokens; 1 of 2 rows asked for (`it`)."
-    assert pages.captioned(lambda data: "", "`it`")(path) == "To measure: `it`."
-    assert pages.if_measured(str, "`it`")(tmp_path / "none") == "To measure: `it`."
+    assert gap == "Not measured: tokens 4, 5; 1 of 2 rows asked for (`it`)."
+    assert report.Speeds(spec | {"where": {"phase": "none"}})(tmp_path) == "To measure: `it`."
+    assert report.Speeds(spec)(tmp_path / "none") == "To measure: `it`."
 
 
 def whole_model(policy: str, seconds: float, **more) -> dict:
@@ -99,23 +95,21 @@ def whole_model(policy: str, seconds: float, **more) -> dict:
 
 
 def test_whole_models_stand_beside_the_fastest_dense_attention(load):
-    report = load("end_to_end_report")
+    tables = load("report").TABLES
     rows = [whole_model("dense", 12.0), whole_model("sketchwalk", 4.0)]
     rows.append(whole_model("dense", 10.0, chunk_size=2**15))
     data = {"meta": MACHINE, "rows": rows}
-    header, _, *lines = report.prefill_table(data).splitlines()[:4]
-    assert "| Tokens | Dense | `recommended` 0.1 | Dense / floor |" in header
+    header, _, *lines = tables["first-token"].table(data).splitlines()[:4]
+    assert "| Tokens | dense | `recommended` 0.1 | Dense / floor |" in header
     assert lines == [
         "| llama-3.1-8b | 131,072 | 12.00 | 4.00 (2.50×) | 12.00 | 4.00 |",
         "| llama-3.1-8b | 131,072 in 32K | 10.00 | – | 10.00 | – |",
     ]
-    assert report.decode_table(data) == "" and report.parts_table(data) == ""
-    line = report.gains_table(data).splitlines()[2]
+    assert all(tables[name].table(data) == "" for name in ("decoded-token", "whole-model-parts"))
+    line = tables["gains"].table(data).splitlines()[2]
     assert line == "| 131,072 | 10.00 s | 4.00 s, **2.50×** |"
     alone = [rows[1], whole_model("dense", 1.0, tokens=2**16)]
-    assert report.gains_table({"meta": MACHINE, "rows": alone}) == ""
-    lost = {"meta": MACHINE, "rows": [whole_model("dense", 0.9)]}
-    assert "below its floor" in report.prefill_table(lost)
+    assert tables["gains"].table({"meta": MACHINE, "rows": alone}) == ""
 
 
 def test_pages_of_parts_have_no_gaps_but_a_line(load, repository):
@@ -129,7 +123,7 @@ def test_pages_of_parts_have_no_gaps_but_a_line(load, repository):
 
 
 def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_path):
-    report = load("real_report")
+    report = load("report")
     assert report.size_of("qwen2.5-coder-0.5b") == "0.5 billion parameters"
     assert report.size_of("smollm2-135m-instruct") == "135 million parameters"
     assert report.size_of("sketchwalk_8m") == "8 million parameters"
@@ -144,11 +138,11 @@ def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_p
     expected = (
         "of 24 answers to prompts of 4,096 tokens m keeps 14 at density 0.1, 24 at density 0.2"
     )
-    assert f"{expected}. So. There." in report.short_prompts(path)
+    assert f"{expected}. So. There." in report.short_prompts(tmp_path)
 
 
 def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
-    report = load("selection_report")
+    report = load("report")
 
     def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
         fields = {"representatives": queries} if queries else {}
@@ -158,11 +152,26 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
 
     rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
     data = {"meta": {"plans": []}, "rows": rows}
-    found = [(one["phase"], one["preset"], one["queries"]) for one in report.shares(data)]
+    found = [(one["phase"], one["preset"], one["queries"]) for one in report.share_rows(data, rows)]
     assert found == [
         ("prefill", "paper", None),
         ("prefill", "recommended", 4),
         ("prefill", "recommended", 8),
         ("decode", "recommended", None),
     ]
-    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.share_table(data)
+    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
+        "selection-share"
+    ].table(data)
+
+
+def test_what_tables_want_is_what_the_benchmarks_measure(load):
+    tables, one, several = (load(name) for name in ("report", "end_to_end", "scale_out"))
+    wanted = tables.TABLES["decoded-token"].spec["wanted"]
+    longer = {tokens for own in one.LONG.values() for tokens in own}
+    assert set(wanted["model"]) == set(one.MODELS) and wanted["batch"] == list(one.BATCHES)
+    assert wanted["tokens"] == sorted({*one.LENGTHS, *longer})
+    for phase in ("prefill", "decode"):
+        cells = [cell for cell in several.cells(2, is_quick=False) if cell.phase == phase]
+        rows = [cell.row(2) for cell in cells]
+        for field, values in tables.TABLES[f"scale-{phase}"].spec["wanted"].items():
+            assert {row[field] for row in rows} == set(values)

@@ -293,7 +293,7 @@ def test_the_harness_runs_tasks_from_its_own_command_line(
 
 
 def test_documented_commands_pass_what_the_model_takes(harness, repository):
-    page = (repository / "benchmarks" / "QUALITY.md").read_text(encoding="utf-8")
+    page = (repository / "benchmarks" / "appendix" / "paper.md").read_text(encoding="utf-8")
     commands = page.partition("<!-- not run -->\n```bash\n")[2].partition("```")[0]
     given = re.findall(r"--model_args (\S+)", commands)
     assert len(given) == 2

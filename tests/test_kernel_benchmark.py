@@ -104,10 +104,9 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
     page = tmp_path / "page.md"
     names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection", "tuning"))]
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
-    other = "<!-- benchmark:cpu-prefill -->\nof another script\n<!-- /benchmark -->\n"
-    page.write_text("".join([*sections, other]), encoding="utf-8")
-    where = ("--results", tmp_path, "--plots", tmp_path, "--page", page)
-    run_benchmark("kernel_report.py", *where)
+    page.write_text("".join(sections), encoding="utf-8")
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("figures.py", "kernels_speedup", "--results", tmp_path, "--plots", tmp_path)
     text = page.read_text(encoding="utf-8")
     for cells in (
         "| Tokens | Prefill, density 0.1 |",
@@ -116,7 +115,6 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
         "| decode | 2,048",
         "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |",
         "| +2.0% (+1.0% to +3.0%) |",
-        other,
     ):
         assert cells in text
     assert text.count("`python benchmarks/kernels.py --quick --out kernels.json`") == len(names)

@@ -16,7 +16,7 @@ from sketchwalk_jax.evaluation.settings import Rule
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import real_models  # noqa: E402
-import real_report  # noqa: E402
+import report  # noqa: E402
 import ruler  # noqa: E402
 
 
@@ -158,10 +158,10 @@ def test_the_page_has_a_summary_and_the_data(tmp_path):
     meta |= {"not_run": [left_out, left_out | {"stage": "development", "policy": "oracle"}]}
     path = tmp_path / "real_models.json"
     write_results(path, meta, rows)
-    summary = real_report.summary(path)
+    summary = report.TABLES["methods-intervals"](tmp_path)
     assert "| `quest` | 0.75 (" in summary and "tiny, 8,192 tokens" in summary
-    data = real_report.data(path)
-    for text in ("40 of 80", "(40 of 80)", "`adamas` at 0.1 (tiny", "+0.105", "0.1000", "−0.10 ("):
+    data = report.TABLES["real-data"](tmp_path)
+    for text in ("40 of 80", "(40 of 80)", "`adamas` at 0.1 (tiny", "+0.105"):
         assert text in data, text
     assert "dense_layers=0" not in data and "oracle" not in data
     quality = [line for line in data.splitlines() if line.startswith("| `quest` | 0.75")]

@@ -22,6 +22,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import recommended_parts  # noqa: E402
+import report  # noqa: E402
 import retrieval  # noqa: E402
 
 SIZE, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 16, 150, 4, 2, 16
@@ -135,12 +136,12 @@ def test_the_table_sets_every_change_beside_the_policy_itself(tmp_path):
         row |= {"density": density, "phase": "both" if policy == "dense" else "prefill"}
         row |= {"model": "tiny", "tokens": 8192, "task": "multi_key", "prompts": 40}
         rows.append(row | exact_match(np.arange(40) < right))
-    write_results(tmp_path / "parts.json", META, rows)
-    lines = recommended_parts.parts_table(tmp_path / "parts.json").splitlines()
+    write_results(tmp_path / "recommended_parts.json", META, rows)
+    lines = report.TABLES["recommended-parts"](tmp_path).splitlines()
     assert lines[0] == "**tiny, 8,192 tokens** (prompts: one of many keys 40)"
     cells = {line.split(" | ")[0]: line.split(" | ")[1] for line in lines if line.startswith("| ")}
     assert cells["| `recommended`"].startswith("−0.10 (")
-    assert cells["| decay=0.0"].startswith("−0.15 (")
+    assert cells["| `decay=0.0`"].startswith("−0.15 (")
 
 
 # Retrieval.
@@ -186,5 +187,5 @@ def test_every_layer_that_looks_at_an_answer_is_asked(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="results of the same kind, got seed 0 there, 3 now"):
         retrieval.main()
     assert out.read_bytes() == before
-    table = retrieval.retrieval_table(out)
+    table = report.TABLES["retrieval"](tmp_path)
     assert "| `recommended` |" in table and "of 2 prompts" in table

@@ -13,6 +13,7 @@ from sketchwalk_jax import BlockSelection
 pytestmark = pytest.mark.slow
 
 MAIN = {"model": "llama-3.1-8b", "tokens": 2**17, "batch": 1, "ranks": 1, "axis": "one"}
+SECTIONS = ("prefill", "decode", "lists", "estimate")
 MAIN |= {"policy": "sketchwalk", "preset": "recommended", "density": 0.1, "error": None}
 
 
@@ -31,7 +32,7 @@ def path(run_benchmark, tmp_path_factory):
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-    return [importlib.import_module(name) for name in ("scale_out", "scale_out_report")]
+    return [importlib.import_module(name) for name in ("scale_out", "report")]
 
 
 def test_parts_are_put_together(path):
@@ -55,11 +56,9 @@ def test_parts_are_put_together(path):
 
 def test_tables_say_how_much_faster(path, modules):
     data = json.loads(path.read_text(encoding="utf-8"))
-    report = modules[1]
-    tables = [report.prefill_table(data), report.decode_table(data)]
-    assert [table.count("×**") for table in tables] == [2, 2]
-    assert report.lists_table(data).count("bit-equal") == 2
-    assert report.estimate_table(data) == ""
+    tables = {name: modules[1].TABLES[f"scale-{name}"].table(data) for name in SECTIONS}
+    assert [tables[name].count("×**") for name in SECTIONS] == [2, 2, 0, 0]
+    assert tables["lists"].count("bit-equal") == 2 and tables["estimate"] == ""
 
 
 def test_an_estimate_is_of_parts_and_bytes(modules):
@@ -70,18 +69,18 @@ def test_an_estimate_is_of_parts_and_bytes(modules):
     token = {"phase": "decode", "seconds": {"median": 0.01}, "parts_ms": {"linear": 6.0}}
     rates = {"sum_gb_per_s": 300.0, "gather_gb_per_s": 300.0, "small_sum_us": 10.0}
     data = {"meta": {"rates": {"tensor": rates}}, "rows": [row, row | token]}
-    alone = report.estimate(data, "prefill", 1, 1)
+    alone = scale_out.estimate(data, "prefill", 1, 1)
     assert alone["seconds"] == pytest.approx(4.85) and alone["bytes"] == 0
     config = scale_out.SHAPES["llama-3.1-8b"]
-    by_row = report.estimate(data, "prefill", 1, 2)
+    by_row = scale_out.estimate(data, "prefill", 1, 2)
     keys = 32 * 2 * 8 * 128 * 2 * 2**17 / 2  # of the other rank's tokens, in all layers
     assert by_row["bytes"] == keys
     assert by_row["seconds"] == pytest.approx(0.2 + 2.25 + 0.1 + 0.025 + keys / 3e11)
-    by_head = report.estimate(data, "prefill", 2, 1)
+    by_head = scale_out.estimate(data, "prefill", 2, 1)
     hidden = 32 * 2 * 4096 * 2 * 2**17  # a rank receives one array in each of two sums
     assert by_head["bytes"] >= hidden and by_head["flops"] == alone["flops"] / 2
-    assert report.estimate(data, "decode", 8, 8)["tokens_per_s"] > 8 * 100
-    assert report.estimate_table(data).count("\n| ") > 6
+    assert scale_out.estimate(data, "decode", 8, 8)["tokens_per_s"] > 8 * 100
+    assert report.TABLES["scale-estimate"].table(data).count("\n| ") > 6
     assert scale_out.prompt_flops(config, 2**17, 0.1) == alone["flops"]
     cell = dataclasses.replace(next(iter(scale_out.cells(2, is_quick=False))), axis="one")
     assert cell.row(2)["ranks"] == 1
@@ -102,4 +101,4 @@ def test_blocks_that_other_ranks_have_and_a_rank_lists(modules, run_benchmark, t
         assert all(0 < one < 0.75 for one in row["share_by_layer"])
     few, many = found["rows"][0]["share_by_layer"], found["rows"][3]["share_by_layer"]
     assert all(one <= other for one, other in zip(few, many, strict=True))
-    assert counting.listed_table(found).count(" GB") == 6
+    assert modules[1].TABLES["listed-blocks"].table(found).count("B | ") == 6

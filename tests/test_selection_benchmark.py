@@ -55,17 +55,13 @@ def test_what_selects_has_lists_and_what_keeps_statistics_observes(results):
     assert list(knob) == ["minference"] and knob["minference"]["scale"] > 0
 
 
-def test_shares_are_those_of_the_costlier_plan(run_benchmark, tmp_path):
+def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
     def row(phase, preset, queries, selection, attention):
         fields = {"representatives": queries} if queries else {}
         own = {"phase": phase, "preset": preset, "fields": fields, "error": None}
         times = {"selection_ms": selection, "attention_ms": attention}
         return own | times | {"tokens": 1024, "density": 0.2}
 
-    plans = [
-        {"model": "even", "layers": 2, "queries": {"0.2": {"4": 2}}},
-        {"model": "one", "layers": 4, "queries": {"0.2": {"4": 3, "32": 1}}},
-    ]
     rows = [
         row("prefill", "paper", None, 1.0, 9.0),
         row("prefill", "recommended", 4, 1.0, 9.0),
@@ -73,17 +69,16 @@ def test_shares_are_those_of_the_costlier_plan(run_benchmark, tmp_path):
         row("decode", "recommended", 8, 0.5, 0.5),
     ]
     machine = {"cpu": "some", "cores": 1, "memory_gib": 1, "device": "none", "date": "today"}
-    meta = {"plans": plans, "versions": {"python": "3", "jax": "0"}, "command": "it"} | machine
+    meta = {"versions": {"python": "3", "jax": "0"}, "command": "it"} | machine
     (tmp_path / "selection_share.json").write_text(json.dumps({"meta": meta, "rows": rows}))
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:selection-share -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    command = ("--results", tmp_path, "--page", page, "--plots", tmp_path)
-    run_benchmark("selection_report.py", *command)
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("figures.py", "selection_share", "--results", tmp_path, "--plots", tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "| Prefill | 0.2 | 1,024 | `paper` | 1 ms | 9 ms | 11% | 10% |" in text
-    assert "| Prefill | 0.2 | 1,024 | `recommended` | 2 ms | 9 ms | 22% | 18% |" in text
+    assert "| Prefill | 0.2 | 1,024 | `recommended`, 32 queries | 5 ms | 9 ms | 56% | 36% |" in text
     assert "| Decode | 0.2 | 1,024 | `recommended` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
-    assert "one (4 layers): 3 layers of 4 queries, 1 layers of 32 queries" in text
     assert (tmp_path / "selection_share.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -101,10 +96,10 @@ def test_tables_are_made_of_the_results_and_name_what_did_not_run(run_benchmark,
     (tmp_path / "selection.json").write_text(json.dumps(results), encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:selection -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    run_benchmark("selection_report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
     text = page.read_text(encoding="utf-8")
     line = "| 1,024 | `streaming` | one, blocks of 64, XLA | 0.18 | 4.00 ms (0.25) | – |"
-    assert f"{line} 6.00 ms (0.12) | **3.0×** |" in text
+    assert f"{line} 6.00 ms (0.12) | **3.00×** |" in text
     assert "**Decode: one layer, one token, batch 1, 4/2 heads of 64, bfloat16, nominal" in text
     assert "| 1,024 | dense | – | 1.00 | – | – | 30.0 ms (0.5) | – |" in text
     assert "| `minference` | did not run: XlaRuntimeError |" in text
