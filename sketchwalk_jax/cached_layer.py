@@ -105,12 +105,14 @@ class LayerSettings:
     @property
     def multiply_rows(self) -> Multiply | None:
         """How few rows are multiplied with weights, or `None` where XLA does it."""
-        kernels = self.row_kernels
-        if kernels is None:
+        kernel_config = self.row_kernels
+        if kernel_config is None:
             return None
         if self.placement is None:
-            return functools.partial(linear_of_rows, kernels=kernels)
-        return functools.partial(linear_on_ranks, placement=self.placement, kernels=kernels)
+            return functools.partial(linear_of_rows, kernel_config=kernel_config)
+        return functools.partial(
+            linear_on_ranks, placement=self.placement, kernel_config=kernel_config
+        )
 
     @property
     def selection_kernels(self) -> KernelConfig | None:
@@ -192,14 +194,18 @@ def observe_layer(
     index: Int[Array, ""],
     span: Span,
     policy: Policy,
-    kernels: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
-    found = policy.observe_in_place(query, key, statistics, layer=index, span=span, kernels=kernels)
-    if found is not None:
-        return policy.of_layer(found, index), found
+    in_place = policy.in_place
+    if in_place is not None:
+        found = in_place.observe(
+            key, statistics, layer=index, span=span, kernel_config=kernel_config
+        )
+        if found is not None:
+            return in_place.of_layer(found[0], index), found[0]
     one = take_layer(statistics, index)
-    one = policy.observe(query, key, one, span=span, kernels=kernels)
+    one = policy.observe(query, key, one, span=span, kernel_config=kernel_config)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one
     )
@@ -230,18 +236,21 @@ def write_and_observe(
     """
     policy, span = exchange.policy, exchange.span
     # Of a token, each launch takes longer than what it does.
-    kernels = settings.row_kernels if span.is_token else None
+    kernel_config = settings.row_kernels if span.is_token else None
     place, start, key, value = exchange.held(tokens, cache.capacity)
     write = TokenWrite(value, cache.key, cache.value, layer)
-    is_own = place is span and tokens.seen_key is key
-    if kernels is not None and index is not None and is_own:
-        where: dict[str, Any] = {"layer": index, "span": span, "kernels": kernels}
-        found = policy.append_in_place(key, cache.statistics, write, **where)
+    in_place = policy.in_place if place is span and tokens.seen_key is key else None
+    if in_place is not None and kernel_config is not None and index is not None:
+        found = in_place.observe(
+            key, cache.statistics, layer=index, span=span, kernel_config=kernel_config, write=write
+        )
         if found is not None:
             statistics, keys, values = found
             cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
-            return cache, policy.of_layer(statistics, index)
-    written = None if kernels is None else write_token(key, write, place, kernels=kernels)
+            return cache, in_place.of_layer(statistics, index)
+    written = (
+        None if kernel_config is None else write_token(key, write, place, kernels=kernel_config)
+    )
     if written is None:
         keys, values = (
             write_layer(buffer, new, layer=layer, start=start, span=place)
@@ -259,7 +268,7 @@ def write_and_observe(
         index=index,
         span=span,
         policy=policy,
-        kernels=settings.selection_kernels,
+        kernel_config=settings.selection_kernels,
     )
     return dataclasses.replace(cache, statistics=statistics), one
 
@@ -312,7 +321,7 @@ def layer_attention(
                         walk,
                         layer=layer,
                         span=piece.span,
-                        kernels=settings.selection_kernels,
+                        kernel_config=settings.selection_kernels,
                     )
                     pairs = lists.attended_pairs(*piece.span.queries_of_rows(size))
                     kept = lists if settings.return_selection else None

@@ -150,11 +150,13 @@ def sketchwalk_attention(
         scale=check_scale(scale),
         implementation=chosen,
         kernel_config=kernel_config,
-        kernels=selection_kernels(implementation, kernel_config),
+        selects_with=selection_kernels(implementation, kernel_config),
     )
 
 
-@partial(jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "kernels"))
+@partial(
+    jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "selects_with")
+)
 def _one_layer(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -166,7 +168,7 @@ def _one_layer(
     scale: float | None,
     implementation: str,
     kernel_config: KernelConfig | None,
-    kernels: KernelConfig | None,
+    selects_with: KernelConfig | None,
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
     """What `sketchwalk_attention` does after its checks; compiled once for each shape."""
     batch, num_tokens, num_heads, head_dim = query.shape
@@ -178,7 +180,9 @@ def _one_layer(
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     leaves, tree = jax.tree.flatten((query, key, walk, span))
-    selection, walk = _select((policy, kernels), *jax.tree.unflatten(tree, vary_alike(*leaves)))
+    selection, walk = _select(
+        (policy, selects_with), *jax.tree.unflatten(tree, vary_alike(*leaves))
+    )
     attend = way_to_attend(
         selection,
         span,
@@ -202,8 +206,10 @@ def _select(
 
     Selection kernels have no derivative, and nothing here is differentiated.
     """
-    policy, kernels = options
-    ((selection, walk),) = select_whole([policy], query, key, [walk], span=span, kernels=kernels)
+    policy, kernel_config = options
+    ((selection, walk),) = select_whole(
+        [policy], query, key, [walk], span=span, kernel_config=kernel_config
+    )
     return selection, walk
 
 
@@ -230,7 +236,7 @@ def select_whole(
     walks: Sequence[PyTree],
     *,
     span: Span,
-    kernels: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> list[tuple[BlockSelection, PyTree]]:
     """What policies select for whole sequences, of which there is no cache.
 
@@ -240,7 +246,7 @@ def select_whole(
       key: Their keys.
       walks: The walk of each policy.
       span: The tokens.
-      kernels: What the policies' Hopper kernels run with, or `None` for plain JAX.
+      kernel_config: What the policies' Hopper kernels run with, or `None` for plain JAX.
 
     Returns:
       The lists and the next walk of each policy.
@@ -252,8 +258,12 @@ def select_whole(
     )
     leaves, tree = jax.tree.flatten((statistics, query))
     statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
-    statistics = first.observe(query, key, statistics, span=span, kernels=kernels)
-    where: dict[str, Any] = {"layer": jnp.zeros((), jnp.int32), "span": span, "kernels": kernels}
+    statistics = first.observe(query, key, statistics, span=span, kernel_config=kernel_config)
+    where: dict[str, Any] = {
+        "layer": jnp.zeros((), jnp.int32),
+        "span": span,
+        "kernel_config": kernel_config,
+    }
     return [
         policy.select(query, key[None], statistics, walk, **where)
         for policy, walk in zip(policies, walks, strict=True)

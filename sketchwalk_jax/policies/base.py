@@ -16,7 +16,7 @@ import abc
 import copy
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.ranks import Blocks, Heads
+from sketchwalk_jax.renamed import takes_new_name
 from sketchwalk_jax.selection import (
     BlockSelection,
     block_budget,
@@ -148,6 +149,42 @@ def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
 
 
+class InPlace(Protocol):
+    """Statistics of all layers on a leading axis, of which no layer is taken out to change it.
+
+    A policy may have one (`Policy.in_place`); without it, a layer's statistics are copied out for
+    `Policy.observe` and put back.
+    """
+
+    def observe(
+        self,
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernel_config: KernelConfig | None,
+        write: TokenWrite | None = None,
+    ) -> tuple[Any, ...] | None:
+        """`Policy.observe` in one of all layers.
+
+        Args:
+          key: Keys of the span's tokens.
+          statistics: Those of all layers so far.
+          layer: Which of them the tokens are added to.
+          span: The tokens.
+          kernel_config: What kernels run with, or `None` for plain JAX.
+          write: Where a decoded token's keys and values are written in the same launch.
+
+        Returns:
+          The statistics of all layers, and behind them with `write` the caches of keys and values;
+          or `None` where the call cannot be taken.
+        """
+
+    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
+        """What `Policy.select` takes of one layer, of the statistics of all."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(abc.ABC):
     """A rule that selects key blocks. Subclasses are frozen, hashable dataclasses.
@@ -203,6 +240,12 @@ class Policy(abc.ABC):
             check_integer("dense_layers", layer, least=0)
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Methods that have `kernel_config` under its former name, `kernels`, keep working."""
+        super().__init_subclass__(**options)
+        for name in {"observe", "select"} & vars(cls).keys():
+            setattr(cls, name, takes_new_name(vars(cls)[name], "kernels", "kernel_config"))
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer of the model attends to everything."""
         dense = self.dense_layers
@@ -244,7 +287,7 @@ class Policy(abc.ABC):
         statistics: PyTree,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> PyTree:
         """Statistics after the tokens of `span`, in prefill and in decode alike.
 
@@ -253,69 +296,14 @@ class Policy(abc.ABC):
           key: Their keys.
           statistics: Those of this layer so far.
           span: The tokens.
-          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
         """
         return statistics
 
-    def observe_in_place(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: PyTree,
-        *,
-        layer: Int[Array, ""],
-        span: Span,
-        kernels: KernelConfig | None = None,
-    ) -> PyTree | None:
-        """`observe` in one of all layers, where a policy can do it without taking that layer out.
-
-        Args:
-          query: Queries of the span's tokens.
-          key: Their keys.
-          statistics: Those of all layers so far, on a leading axis.
-          layer: Which of them the tokens are added to.
-          span: The tokens.
-          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
-
-        Returns:
-          The statistics of all layers, or `None` to be asked for `observe`.
-        """
+    @property
+    def in_place(self) -> "InPlace | None":
+        """How statistics are kept where they lie, for a policy whose kernels do that."""
         return None
-
-    def append_in_place(
-        self,
-        key: Float[Array, "B 1 K H"],
-        statistics: PyTree,
-        write: TokenWrite,
-        *,
-        layer: Int[Array, ""],
-        span: Span,
-        kernels: KernelConfig,
-    ) -> tuple[PyTree, Array, Array] | None:
-        """`observe_in_place` of a decoded token that is written to the cache in the same launch.
-
-        Args:
-          key: The token's keys.
-          statistics: Those of all layers so far, on a leading axis.
-          write: The token's values, and where both go.
-          layer: Which of the statistics the token is added to.
-          span: The token.
-          kernels: What the policy's Hopper kernels run with.
-
-        Returns:
-          The statistics of all layers and the caches of keys and values, or `None` where a policy
-          has no such kernel, or it cannot take the call.
-        """
-        return None
-
-    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """What `select` takes of one layer, of the statistics of all.
-
-        Args:
-          statistics: Those of all layers, on a leading axis.
-          layer: The layer.
-        """
-        return take_layer(statistics, layer)
 
     @abc.abstractmethod
     def select(
@@ -327,7 +315,7 @@ class Policy(abc.ABC):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """Blocks for every query block of `span` (one row in decode), and the next layer's walk.
 
@@ -340,7 +328,7 @@ class Policy(abc.ABC):
           walk: The state that the last layer left.
           layer: This layer's index in the cache.
           span: The tokens.
-          kernels: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
         """
 
     def check_phase(self, span: Span) -> None:
@@ -459,7 +447,7 @@ class ScorePolicy(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """The units with the highest scores, up to each row's budget, forced ones included."""
         self.check_phase(span)

@@ -229,14 +229,14 @@ class SketchWalkConfig(Policy):
         statistics: SketchSums,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> SketchSums:
         """Adds the span's tokens to the sums."""
         omega, groups = self._omega(query), statistics.query.shape[2]
         valid = span.valid if span.blocks is None else span.blocks.own(span.valid, axis=1)
         size = min(self.block_size, valid.shape[1])  # 1 in decode: a token is its own sum
         new = None
-        if kernels is not None:
+        if kernel_config is not None:
             new = kernel_selection.sketch_sums(
                 query,
                 key,
@@ -245,7 +245,7 @@ class SketchWalkConfig(Policy):
                 combine=self.head_combination,
                 omega=omega,
                 block_size=size,
-                kernels=kernels,
+                kernels=kernel_config,
             )
         if new is None:
             combined = (group_heads(x, groups, combine=self.head_combination) for x in (query, key))
@@ -269,12 +269,12 @@ class SketchWalkConfig(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """Scores, walk and top-τ: the blocks for every query block, or for the decoded token."""
         del key, layer
         select = self._select_token if span.is_token else self._select_prompt
-        return select(query, statistics, walk, span=span, kernels=kernels)
+        return select(query, statistics, walk, span=span, kernel_config=kernel_config)
 
     def _select_prompt(
         self,
@@ -283,14 +283,14 @@ class SketchWalkConfig(Policy):
         walk: WalkState,
         *,
         span: Span,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1: the mean query represents each query block."""
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
         tail_start = span.prompt_end - self.dense_tail if self.dense_tail else None
-        if kernels is not None:
+        if kernel_config is not None:
             selected = kernel_selection.select_prompt(
                 scores,
                 walk,
@@ -299,12 +299,12 @@ class SketchWalkConfig(Policy):
                 budget=self.budget(scores.shape[-1]),
                 **self._walk_rule,
                 **self._list_rule,
-                kernels=kernels,
+                kernels=kernel_config,
             )
             if selected is not None:
                 return selected
         rows = span.rows(self.block_size)
-        return self._walk_and_select(scores, walk, rows, tail_start, kernels)
+        return self._walk_and_select(scores, walk, rows, tail_start, kernel_config)
 
     def _select_token(
         self,
@@ -313,11 +313,11 @@ class SketchWalkConfig(Policy):
         walk: WalkState,
         *,
         span: Span,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 2: the token's own head-combined query represents the row of its block."""
         omega, groups = self._omega(query), sums.query.shape[2]
-        if kernels is not None:
+        if kernel_config is not None:
             selected = kernel_selection.select_token(
                 query,
                 sums.query,
@@ -329,7 +329,7 @@ class SketchWalkConfig(Policy):
                 combine=self.head_combination,
                 **self._walk_rule,
                 **self._list_rule,
-                kernels=kernels,
+                kernels=kernel_config,
             )
             if selected is not None:
                 return selected
@@ -340,7 +340,7 @@ class SketchWalkConfig(Policy):
         query_rows = jnp.where(is_row[:, :, None, None], token, query_means)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_rows, key_means, query.shape[-1])
-        return self._walk_and_select(scores, walk, rows, None, kernels)
+        return self._walk_and_select(scores, walk, rows, None, kernel_config)
 
     def _walk_and_select(
         self,
@@ -348,11 +348,11 @@ class SketchWalkConfig(Policy):
         walk: WalkState,
         rows: Int[Array, "B I"],
         tail_start: Int[Array, "B"] | None,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1 steps 6-7. Rows with a token at or after `tail_start` keep every block."""
         num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
-        precision = kernel_selection.walk_precision(kernels)
+        precision = kernel_selection.walk_precision(kernel_config)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
         counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
         max_count = int(budget[-1])
@@ -362,9 +362,9 @@ class SketchWalkConfig(Policy):
             max_count = num_blocks
         lists = dict(self._list_rule, max_count=max_count)
         selection = None
-        if kernels is not None:
+        if kernel_config is not None:
             selection = kernel_selection.select_blocks(
-                selecting, rows, counts, **lists, kernels=kernels
+                selecting, rows, counts, **lists, kernels=kernel_config
             )
         return selection or select_blocks(selecting, rows, counts, **lists), walk
 
