@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
 from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
-from sketchwalk_jax.exchange import Exchange, Found, Tokens, exchanging
+from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
 from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
@@ -329,7 +329,7 @@ def layer_attention(
                 own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])
                 where: dict[str, Any] = {"layer": place, "return_lse": is_part, **options}
                 out = way_to_attend(lists, own.span, own.start, **where)(own.query, keys, values)
-                found.append(Found(exchange.merge(out), walk, pairs, kept))
+                found.append((exchange.merge(out), walk, pairs, kept))
             out, walk, pairs, kept = exchange.join(found)
             return out, (cache, walk), (pairs if selects else all_pairs, kept)
 

@@ -68,20 +68,9 @@ class Piece(NamedTuple):
     walk: PyTree
 
 
-class Found(NamedTuple):
-    """What attention of a piece gives.
-
-    Attributes:
-      out: The output.
-      walk: The walk for the next layer.
-      pairs: Pairs attended to, mean over heads.
-      lists: The lists to return, if they are wanted.
-    """
-
-    out: Float[Array, "B T N H"]
-    walk: PyTree
-    pairs: Float[Array, "B"]
-    lists: BlockSelection | None
+# What attention of a piece gives: output, walk, pairs, and the lists to return.
+Found = tuple[Array, PyTree, Array, BlockSelection | None]
+Shared = tuple[BlockSelection, BlockSelection | None, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +87,7 @@ class Exchange:
     policy: Policy
     start: Int[Array, "B"] | None
 
-    def gather(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        value: Float[Array, "B T K H"],
-        cache: Cache,
-        layer: Int[Array, ""],
-    ) -> Tokens:
+    def gather(self, query: Array, key: Array, value: Array, cache: Cache, layer: Array) -> Tokens:
         """What this rank needs of all tokens, before they are written."""
         return Tokens(query, key, value, query, key)
 
@@ -113,9 +95,7 @@ class Exchange:
         """What this rank's cache holds of the span: its place there, its start, keys, values."""
         return self.span, self.start, tokens.key, tokens.value
 
-    def attended(
-        self, cache: Cache, tokens: Tokens, layer: Int[Array, ""]
-    ) -> tuple[Array, Array, Int[Array, ""]]:
+    def attended(self, cache: Cache, tokens: Tokens, layer: Array) -> tuple[Array, Array, Array]:
         """Keys and values that queries attend to, and the layer among them; all are written."""
         return cache.key, cache.value, layer
 
@@ -123,16 +103,11 @@ class Exchange:
         """The rows of this rank, divided into those that follow one another."""
         return [Piece(self.span, self.start, tokens.query, tokens.seen_query, walk)]
 
-    def seen_cache(self, keys: Float[Array, "L B S K H"]) -> Float[Array, "L B S K H"]:
+    def seen_cache(self, keys: Array) -> Array:
         """The cache of keys that the policy sees."""
         return keys
 
-    def share(
-        self,
-        lists: BlockSelection,
-        kept: BlockSelection | None,
-        pairs: Float[Array, "B"],
-    ) -> tuple[BlockSelection, BlockSelection | None, Float[Array, "B"]]:
+    def share(self, lists: BlockSelection, kept: BlockSelection | None, pairs: Array) -> Shared:
         """Lists of this rank's heads; lists to return, and pairs as a mean, of all heads."""
         return lists, kept, pairs
 
@@ -142,7 +117,7 @@ class Exchange:
         """What this rank attends to of a piece's keys, and whether that is merged with others'."""
         return piece, lists, False
 
-    def merge(self, out: Any) -> Float[Array, "B T N H"]:
+    def merge(self, out: Any) -> Array:
         """Attention to all keys, from what attention to this rank's gave."""
         return out[0] if isinstance(out, tuple) else out
 
@@ -178,14 +153,7 @@ class MeshExchange(Exchange):
         """The axis of rows in every array of the walk; -1 without one."""
         return self.placement.rows_of_walk(self.policy)
 
-    def gather(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        value: Float[Array, "B T K H"],
-        cache: Cache,
-        layer: Int[Array, ""],
-    ) -> Tokens:
+    def gather(self, query: Array, key: Array, value: Array, cache: Cache, layer: Array) -> Tokens:
         """Of heads and rows of other ranks what the policy sees, and the keys of other rows.
 
         Keys and values came whole if there are fewer heads of them than ranks.
@@ -233,9 +201,7 @@ class MeshExchange(Exchange):
         start = None if self.start is None else place.start(size)
         return place, start, own(tokens.key), own(tokens.value)
 
-    def attended(
-        self, cache: Cache, tokens: Tokens, layer: Int[Array, ""]
-    ) -> tuple[Array, Array, Int[Array, ""]]:
+    def attended(self, cache: Cache, tokens: Tokens, layer: Array) -> tuple[Array, Array, Array]:
         """Keys and values of all rows of a prompt, behind those of all caches."""
         if self.span.blocks is None:
             return super().attended(cache, tokens, layer)
@@ -270,19 +236,14 @@ class MeshExchange(Exchange):
         ]
         return list(map(Piece, spans, starts, queries, seen, walks))
 
-    def seen_cache(self, keys: Float[Array, "L B S K H"]) -> Float[Array, "L B S K H"]:
+    def seen_cache(self, keys: Array) -> Array:
         """Keys of all heads, if the policy sees all; where blocks are shared it sees no others."""
         heads = self.span.heads
         if heads is None or not self._sees_all or self.placement.blocks is not None:
             return keys
         return heads.gather_keys(keys, axis=3)
 
-    def share(
-        self,
-        lists: BlockSelection,
-        kept: BlockSelection | None,
-        pairs: Float[Array, "B"],
-    ) -> tuple[BlockSelection, BlockSelection | None, Float[Array, "B"]]:
+    def share(self, lists: BlockSelection, kept: BlockSelection | None, pairs: Array) -> Shared:
         """Takes the lists of own heads out of those of all, or gathers those to return."""
         heads, num_lists = self.span.heads, lists.ids.shape[1]
         if heads is None:
@@ -312,7 +273,7 @@ class MeshExchange(Exchange):
             lists = blocks.own_lists(lists, block_size=size, capacity=capacity)
         return piece._replace(span=own, start=own.start(size)), lists, True
 
-    def merge(self, out: Any) -> Float[Array, "B T N H"]:
+    def merge(self, out: Any) -> Array:
         """Puts together what ranks found for a token from the blocks that they hold."""
         blocks = self.placement.blocks
         if blocks is None or not self.span.is_token:

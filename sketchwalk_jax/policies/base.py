@@ -16,7 +16,7 @@ import abc
 import copy
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +149,7 @@ def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
 
 
+@runtime_checkable
 class InPlace(Protocol):
     """Statistics of all layers on a leading axis, of which no layer is taken out to change it.
 

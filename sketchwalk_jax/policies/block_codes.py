@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import selection as kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.policies.base import Span, TokenWrite, take_layer
+from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE, matmul_precision
 
@@ -147,36 +147,6 @@ class BlockCodes:
             for old, new in zip((self.code, self.centre, self.step), found, strict=True)
         )
         return type(self)(code, centre, step, unfinished)
-
-    def add_to_layer(
-        self,
-        layer: Int[Array, ""],
-        key: Float[Array, "B T K H"],
-        span: Span,
-        *,
-        write: TokenWrite | None = None,
-        kernel_config: KernelConfig,
-    ) -> tuple[Any, ...] | None:
-        """`add` to one layer of codes that lie on a leading axis, in place under `jit`.
-
-        The slow half of the channels counts.
-
-        Args:
-          layer: Which one.
-          key: Keys of the span's tokens, in 16 bits, in all channels.
-          span: The tokens.
-          write: A token's values, and where these and its keys are written in the same launch.
-          kernel_config: What Hopper kernels run with.
-
-        Returns:
-          The codes of all layers, and with `write` both caches; or `None` if no kernel can take the
-          call.
-        """
-        codes = self.code, self.centre, self.step, self.unfinished
-        found = kernel_selection.block_codes(
-            codes, key, span, layer=layer, write=write, kernels=kernel_config
-        )
-        return None if found is None else (type(self)(*found[:4]), *found[4:])
 
     def as_layer(self) -> "LayerCodes":
         """These as the only layer of a stack."""

@@ -418,7 +418,11 @@ class CodesInPlace:
         kernel_config = self.policy._of_slow(kernel_config, key.shape[-1])
         if kernel_config is None or not isinstance(statistics, BlockCodes):
             return None
-        return statistics.add_to_layer(layer, key, span, write=write, kernel_config=kernel_config)
+        codes = statistics.code, statistics.centre, statistics.step, statistics.unfinished
+        found = kernel_selection.block_codes(
+            codes, key, span, layer=layer, write=write, kernels=kernel_config
+        )
+        return None if found is None else (BlockCodes(*found[:4]), *found[4:])
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
         """The codes of one layer, left in place in the codes of all layers."""
