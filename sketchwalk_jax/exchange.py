@@ -298,9 +298,8 @@ class MeshExchange(Exchange):
                 for name in ("ids", "counts")
             )
             lists = dataclasses.replace(kept[0], ids=ids, counts=counts)
-        return Found(
-            jnp.concatenate(outs, axis=1), walk, jax.lax.psum(sum(pairs), rows.axis), lists
-        )
+        all_pairs = jax.lax.psum(sum(pairs), rows.axis)
+        return jnp.concatenate(outs, axis=1), walk, all_pairs, lists
 
 
 def exchanging(
