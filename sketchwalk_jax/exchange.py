@@ -186,9 +186,9 @@ class MeshExchange(Exchange):
             return super().held(tokens, capacity)
         if span.is_token:
             block = span.positions // size
-            place = blocks.own_before(block) * size + span.positions % size
+            position = blocks.own_before(block) * size + span.positions % size
             is_mine = block % blocks.ranks == blocks.rank
-            place = Span.of_tokens(place, size, span.valid[:, 0] & is_mine)
+            place = Span.of_tokens(position, size, span.valid[:, 0] & is_mine)
             return place, place.start(size), tokens.key, tokens.value
 
         def own(x: Array) -> Array:
@@ -344,7 +344,7 @@ def exchanging(
         cache, walk = state
 
         def on_rank(span: Span, arrays: dict[str, PyTree], walk: PyTree, *tokens: Array) -> Any:
-            own = make(MeshExchange(span, policy, start(span), placement, is_sparse))
+            own: Any = make(MeshExchange(span, policy, start(span), placement, is_sparse))
             state = dataclasses.replace(cache, **arrays), walk
             out, (written, walk), aux = own(*tokens, state)
             return out, {name: getattr(written, name) for name in arrays}, walk, aux
