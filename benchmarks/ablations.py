@@ -151,7 +151,7 @@ class UnmaskedConfig(SketchWalkConfig):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1 steps 5 to 7, the mask at the end."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]

@@ -420,7 +420,7 @@ class Model:
             blank = policy.init_statistics(
                 shape, batch=cell.batch, num_blocks=empty.capacity // policy.block_size
             )
-            own = policy.observe(query, key, blank, span=span, kernels=kernels)
+            own = policy.observe(query, key, blank, span=span, kernel_config=kernels)
             return key, value, own
 
         key, value, found = jax.lax.map(one_layer, jnp.arange(config.num_layers, dtype=jnp.int32))

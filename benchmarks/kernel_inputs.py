@@ -136,10 +136,10 @@ def prefill_selection(shape: Shape) -> tuple[Callable[..., Any], Any]:
         walk, results = state
         # Nothing may be computed once for all rounds of the loop.
         walk, (query, key, span) = jax.lax.optimization_barrier((walk, inputs[index]))
-        statistics = config.observe(query, key, empty, span=span, kernels=KERNELS)
+        statistics = config.observe(query, key, empty, span=span, kernel_config=KERNELS)
         first = jnp.zeros((), jnp.int32)
         selection, walk = config.select(
-            query, key[None], statistics, walk, layer=first, span=span, kernels=KERNELS
+            query, key[None], statistics, walk, layer=first, span=span, kernel_config=KERNELS
         )
         # All lists and statistics are results of the loop: none is left out.
         return walk, (*results[:index], (selection, statistics), *results[index + 1 :])
@@ -177,7 +177,7 @@ def decode_selection(shape: Shape) -> tuple[Callable[..., Any], Any, list[Any]]:
             walk,
             layer=jnp.zeros((), jnp.int32),
             span=span,
-            kernels=KERNELS,
+            kernel_config=KERNELS,
         )
         # All lists are results of the loop: none is left out.
         return walk, (*selections[:index], selection, *selections[index + 1 :])

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.planning import TASKS, planning_prompts
 from sketchwalk_jax.models.hub import bundled_model
-from sketchwalk_jax.policies.base import Blocks
+from sketchwalk_jax.policies.ranks import Blocks
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 Row = dict[str, Any]

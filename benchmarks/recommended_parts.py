@@ -25,8 +25,9 @@ from sketchwalk_jax.evaluation.results import ResultsFile
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
 from sketchwalk_jax.policies.block_codes import block_scores
+from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 OUT = common.RESULTS / "recommended_parts.json"
@@ -75,7 +76,7 @@ class MeansConfig(RecommendedConfig):
         query: Float[Array, "B T N H"],
         span: Span,
         count: int,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
         """`count` means of as many neighbours each."""
         query, valid = query[..., self.channels(query.shape[-1])], span.valid
@@ -173,7 +174,7 @@ class PagesConfig(ExactConfig):
         kv_lengths: Int[Array, "B"],
         scale: float,
         heads: Heads | None = None,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """The scores of the best page of each block, made of products with twice the channels."""
         keys = codes.key.astype(jnp.float32)

@@ -32,15 +32,11 @@ from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import read_text
-from sketchwalk_jax.evaluation.planning import (
-    observe_prompt,
-    run_prompt,
-    samples_in_turn,
-    whole_prompt,
-)
+from sketchwalk_jax.evaluation.planning import run_prompt, samples_in_turn, whole_prompt
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.results import write_results
 from sketchwalk_jax.evaluation.tasks import Sample
+from sketchwalk_jax.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
@@ -206,7 +202,6 @@ def _look(
     """What every layer and ranking gives each block for the row of the last token."""
     span, size = whole_prompt(tokens, length), policies[0][1].block_size
     row = (length[0] - 1) // size
-    only_layer = jnp.zeros((), jnp.int32)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
         own = jax.lax.dynamic_slice_in_dim(query, row * size, size, axis=1)
@@ -222,8 +217,7 @@ def _look(
             is_dense = [policy.is_dense(i) for i in range(model_config.num_layers)]
             place = jnp.asarray(np.cumsum(np.logical_not(is_dense)) - 1, jnp.int32)
             walk = WalkState(walk.scores, jnp.maximum(place, 0)[layer])
-            kept = observe_prompt(policy, query, key, span)
-            _, walk = policy.select(query, key[None], kept, walk, layer=only_layer, span=span)
+            ((_, walk),) = select_whole([policy], query, key, [walk], span=span)
             found[name] = walk.scores[0, row]
             after.append(walk)
         return dense_attention(query, key, value, kv_lengths=length), after, found

@@ -508,11 +508,11 @@ def prompt_step(policy: Policy, inputs: Inputs, *, selects: bool) -> Step:
         own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
         walk, entry, (query, key) = jax.lax.optimization_barrier((walk, entry, layers[index]))
         statistics = own.init_statistics(layer_shape(inputs.shape), **sizes)
-        result = own.observe(query, key, statistics, span=span, kernels=KERNELS)
+        result = own.observe(query, key, statistics, span=span, kernel_config=KERNELS)
         if selects:
             layer = jnp.zeros((), jnp.int32)
             result, walk = own.select(
-                query, key[None], result, walk, layer=layer, span=span, kernels=KERNELS
+                query, key[None], result, walk, layer=layer, span=span, kernel_config=KERNELS
             )
         return walk, _first_entry(result), _replaced(results, index, result)
 
@@ -557,10 +557,10 @@ def token_step(policy: Policy, *, selects: bool) -> Step:
         walk, entry, (query, key), own = jax.lax.optimization_barrier(
             (walk, entry, tokens[index], statistics[index])
         )
-        own = policy.observe(query, key, own, span=span, kernels=KERNELS)
+        own = policy.observe(query, key, own, span=span, kernel_config=KERNELS)
         if selects:
             selection, walk = policy.select(
-                query, keys, own, walk, layer=jnp.int32(index), span=span, kernels=KERNELS
+                query, keys, own, walk, layer=jnp.int32(index), span=span, kernel_config=KERNELS
             )
             selections = _replaced(selections, index, selection)
         entry = _first_entry(selections[index] if selects else own)
@@ -611,7 +611,7 @@ def observe_prompt(policy: Policy, inputs: Inputs) -> Callable[..., PyTree]:
 
     def observe(query: Array, key: Array, span: Span) -> PyTree:
         statistics = policy.init_statistics(layer_shape(inputs.shape), **sizes)
-        return policy.observe(query, key, statistics, span=span, kernels=KERNELS)
+        return policy.observe(query, key, statistics, span=span, kernel_config=KERNELS)
 
     return observe
 

@@ -105,7 +105,7 @@ def linear_of_rows(
     *,
     scale: Float[Array, "L D"] | None,
     eps: float,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
     is_transposed: bool = False,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products by Hopper's kernel for few rows, or `None` where it cannot make them.
@@ -116,7 +116,7 @@ def linear_of_rows(
       layer: The layer.
       scale: Of the norm that the input goes through first, of all layers, if there is one.
       eps: Of the norm.
-      kernels: What the kernel may run with.
+      kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
     """
     # Pallas takes long to import, and few callers need it.
@@ -132,7 +132,7 @@ def linear_of_rows(
         scale=scale,
         eps=eps,
         is_transposed=is_transposed,
-        interpret=kernels.interpret,
+        interpret=kernel_config.interpret,
     )
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
 

@@ -94,7 +94,7 @@ class MeanKey(MyPolicy):
     def init_statistics(self, shape, *, batch, num_blocks):
         return jnp.zeros((batch, num_blocks, shape.num_kv_heads, shape.head_dim), jnp.float32)
 
-    def observe(self, query, key, statistics, *, span, kernels=None):
+    def observe(self, query, key, statistics, *, span, kernel_config=None):
         rows = jnp.arange(len(span.end), dtype=jnp.int32)[:, None]
         sums = self.by_block(key, span).sum(2)
         return statistics.at[rows, span.rows(self.block_size)].add(sums, mode="drop")

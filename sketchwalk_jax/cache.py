@@ -76,7 +76,7 @@ class Cache:
     Attributes:
       key: Keys after rotary embedding, `[L, B, S, K, H]`. `S` is the capacity in tokens. On a mesh
         with a `sequence` axis, the blocks of one rank come before those of the next
-        (`policies.base.Blocks`).
+        (`policies.ranks.Blocks`).
       value: Values, `[L, B, S, K, H]`.
       statistics: What the policy keeps of the tokens, to select blocks by. Every leaf has a leading
         axis of sparse layers.

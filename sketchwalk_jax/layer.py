@@ -4,6 +4,7 @@ There is no cache. The layer takes the queries and keys of the whole sequence, a
 scoring. Carry the walk through your scan over layers.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention.api import attend_rows, dense_attention
+from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -21,6 +22,8 @@ from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer, check_lengths, check_qkv, check_scale, describe
 from sketchwalk_jax.walk import WalkState
+
+PyTree = Any
 
 
 @renamed_argument("config", "policy")
@@ -149,11 +152,13 @@ def sketchwalk_attention(
         scale=check_scale(scale),
         implementation=chosen,
         kernel_config=kernel_config,
-        kernels=selection_kernels(implementation, kernel_config),
+        selects_with=selection_kernels(implementation, kernel_config),
     )
 
 
-@partial(jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "kernels"))
+@partial(
+    jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "selects_with")
+)
 def _one_layer(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -165,7 +170,7 @@ def _one_layer(
     scale: float | None,
     implementation: str,
     kernel_config: KernelConfig | None,
-    kernels: KernelConfig | None,
+    selects_with: KernelConfig | None,
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
     """What `sketchwalk_attention` does after its checks; compiled once for each shape."""
     batch, num_tokens, num_heads, head_dim = query.shape
@@ -177,21 +182,18 @@ def _one_layer(
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     leaves, tree = jax.tree.flatten((query, key, walk, span))
-    selection, walk = _select((policy, kernels), *jax.tree.unflatten(tree, vary_alike(*leaves)))
-    out, _ = attend_rows(
-        query,
-        key,
-        value,
+    selection, walk = _select(
+        (policy, selects_with), *jax.tree.unflatten(tree, vary_alike(*leaves))
+    )
+    attend = way_to_attend(
         selection,
-        first_block=first_block,
-        layer=None,
-        kv_lengths=lengths,
+        span,
+        None,
         scale=scale,
-        return_lse=False,
         implementation=implementation,
         kernel_config=kernel_config,
     )
-    return out[:, :num_tokens], walk
+    return attend(query, key, value)[0][:, :num_tokens], walk
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,19 +208,11 @@ def _select(
 
     Selection kernels have no derivative, and nothing here is differentiated.
     """
-    policy, kernels = options
-    batch, num_tokens, num_heads, head_dim = query.shape
-    shape = LayerShape(num_heads, key.shape[2], head_dim, key.dtype)
-    statistics = policy.init_statistics(
-        shape, batch=batch, num_blocks=num_tokens // policy.block_size
+    policy, kernel_config = options
+    ((selection, walk),) = select_whole(
+        [policy], query, key, [walk], span=span, kernel_config=kernel_config
     )
-    leaves, tree = jax.tree.flatten((statistics, query))
-    statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
-    statistics = policy.observe(query, key, statistics, span=span, kernels=kernels)
-    layer = jnp.zeros((), jnp.int32)
-    return policy.select(
-        query, key[None], statistics, walk, layer=layer, span=span, kernels=kernels
-    )
+    return selection, walk
 
 
 def _select_forward(*arguments: Any) -> tuple[Any, None]:
@@ -232,3 +226,83 @@ def _select_backward(options: Any, kept: None, grads: Any) -> tuple[None, ...]:
 
 
 _select.defvjp(_select_forward, _select_backward)
+
+
+# Steps that every layer takes, with a cache or without.
+
+
+def select_whole(
+    policies: Sequence[Policy],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    walks: Sequence[PyTree],
+    *,
+    span: Span,
+    kernel_config: KernelConfig | None = None,
+) -> list[tuple[BlockSelection, PyTree]]:
+    """What policies select for whole sequences, of which there is no cache.
+
+    Args:
+      policies: Policies that keep the same statistics, so that the first one's serve all.
+      query: Queries of all tokens, in whole blocks.
+      key: Their keys.
+      walks: The walk of each policy.
+      span: The tokens.
+      kernel_config: What the policies' Hopper kernels run with, or `None` for plain JAX.
+
+    Returns:
+      The lists and the next walk of each policy.
+    """
+    first = policies[0]
+    shape = LayerShape(query.shape[2], key.shape[2], key.shape[3], key.dtype)
+    statistics = first.init_statistics(
+        shape, batch=query.shape[0], num_blocks=query.shape[1] // first.block_size
+    )
+    leaves, tree = jax.tree.flatten((statistics, query))
+    statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
+    statistics = first.observe(query, key, statistics, span=span, kernel_config=kernel_config)
+    where: dict[str, Any] = {
+        "layer": jnp.zeros((), jnp.int32),
+        "span": span,
+        "kernel_config": kernel_config,
+    }
+    return [
+        policy.select(query, key[None], statistics, walk, **where)
+        for policy, walk in zip(policies, walks, strict=True)
+    ]
+
+
+def way_to_attend(
+    selection: BlockSelection | None,
+    span: Span,
+    start: Int[Array, "B"] | None,
+    *,
+    layer: Int[Array, ""] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Attention of a span's tokens to listed blocks, or to everything before them.
+
+    Args:
+      selection: The lists; `None` for everything.
+      span: The tokens.
+      start: Position of the first query, `None` for 0; lists say it themselves.
+      layer: Layer of stacked keys and values.
+      return_lse: Whether the log-sum-exp of the scores is wanted.
+      implementation: Attention implementation, or `None` to choose. Dense attention chooses unless
+        it is `"xla"`.
+      **options: Scale and tile sizes.
+
+    Returns:
+      A function of queries, keys and values. It returns the output, in a tuple with its log-sum-exp
+      if that is wanted, and always for lists of a prompt.
+    """
+    options |= {"layer": layer, "kv_lengths": span.end, "return_lse": return_lse}
+    if selection is None:
+        options["implementation"] = "xla" if implementation == "xla" else None
+        return partial(dense_attention, query_offset=start, **options)
+    options |= {"implementation": implementation, "selection": selection}
+    if span.is_token:
+        return partial(block_sparse_decode, **options)
+    return partial(attend_rows, first_block=span.first_block, **options)

@@ -84,6 +84,27 @@ def renamed_field(old: str, new: str) -> Callable[[Class], Class]:
     return decorate
 
 
+def takes_new_name(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """A method that a caller's class declares, which this package calls by the name `new`.
+
+    Args:
+      method: The method; where it has an argument `old`, it gets that one, and a warning is given.
+      old: The former name of the argument.
+      new: The name by which it is called.
+    """
+    if old not in inspect.signature(method).parameters:
+        return method
+    warn_renamed(f"{method.__qualname__}(): the argument {old!r} is now called {new!r}")
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if new in kwargs:
+            kwargs[old] = kwargs.pop(new)
+        return method(*args, **kwargs)
+
+    return call
+
+
 def warn_renamed(message: str) -> None:
     """A DeprecationWarning at the line of the caller's that calls this package or Flax."""
     found = (

@@ -50,7 +50,7 @@ tokens whose logits are wanted. It gathers the logits from which tokens are draw
 
 XLA partitions the dense algebra by the shardings of the parameters. The cache, selection and
 attention of a layer run under `jax.shard_map`, where each rank has its own heads and sequences
-(`cached_layer.layer_attention`). Functions that take parameters find the mesh from them
+(`exchange`). Functions that take parameters find the mesh from them
 (`placement_of`), also under your own `jit`. So calls look the same on one device and on many:
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -73,7 +73,8 @@ from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
 from sketchwalk_jax.models.transformer import embed, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Blocks, Heads, LayerShape, Policy
+from sketchwalk_jax.policies.base import LayerShape, Policy
+from sketchwalk_jax.policies.ranks import Blocks, Heads
 from sketchwalk_jax.renamed import warn_renamed
 from sketchwalk_jax.validation import describe
 
@@ -525,7 +526,7 @@ def linear_on_ranks(
     scale: Float[Array, "L D"] | None,
     eps: float,
     placement: Placement,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
     is_transposed: bool = False,
 ) -> list[Float[Array, "B T _"]] | None:
     """`linear_of_rows`, where each rank uses its own part of the weights.
@@ -541,7 +542,7 @@ def linear_on_ranks(
       scale: Scale of the norm that is applied to the input first, of all layers, if there is one.
       eps: Epsilon of the norm.
       placement: Where the weights are placed.
-      kernels: What the kernel may run with.
+      kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
     """
     ranks, c = placement.size("tensor"), placement.model_config
@@ -574,7 +575,13 @@ def linear_on_ranks(
         # By name again: in a tree names are sorted.
         own = dict(zip(weights, stacks, strict=True))
         found = linear_of_rows(
-            x, own, layer, scale=scale, eps=eps, kernels=kernels, is_transposed=is_transposed
+            x,
+            own,
+            layer,
+            scale=scale,
+            eps=eps,
+            kernel_config=kernel_config,
+            is_transposed=is_transposed,
         )
         assert found is not None  # as was asked above
         return [jax.lax.psum(one, "tensor") for one in found] if of_inputs else found

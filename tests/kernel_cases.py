@@ -409,14 +409,16 @@ class EvidenceKernelCase:
             walk = policy.init_walk(batch=1, num_rows=1, num_blocks=blocks)
             key = jnp.zeros((1, 1, 1, self.kv_heads, self.head_dim), query.dtype)  # not read
             span, layer = Span.of_tokens(lengths - 1, 64), jnp.zeros((), jnp.int32)
-            return policy.select(query, key, codes, walk, layer=layer, span=span, kernels=kernels)
+            return policy.select(
+                query, key, codes, walk, layer=layer, span=span, kernel_config=kernels
+            )
 
         def score(query: Any, codes: Any, lengths: Any) -> Any:
             valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
             span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-            queries = policy.represent(query, span, self.count, kernels=kernels)
+            queries = policy.represent(query, span, self.count, kernel_config=kernels)
             return policy.evidence(
-                queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernels=kernels
+                queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernel_config=kernels
             )
 
         tokens = 1 if self.count is None else 64 * blocks
@@ -471,11 +473,11 @@ class CodesKernelCase:
         def observe(key: Any, codes: Any, valid: Any, end: Any) -> Any:
             layer = jnp.asarray(LAYER, jnp.int32)
             span = Span(jnp.maximum(0, end // 64 - self.rows), valid, end, end)
-            found = policy.observe_in_place(
-                key, key, codes, layer=layer, span=span, kernels=kernels
+            found = policy.in_place.observe(
+                key, codes, layer=layer, span=span, kernel_config=kernels
             )
             assert found is not None
-            return found
+            return found[0]
 
         tokens = 64 * self.rows or 1
         key = (self.batch, tokens, self.kv_heads, self.head_dim)
@@ -594,8 +596,8 @@ class WriteKernelCase:
             layer, span = jnp.asarray(LAYER, jnp.int32), Span.of_tokens(end - 1, 64)
             new = TokenWrite(value, keys, values, layer)
             if self.has_codes:
-                found = policy.append_in_place(
-                    key, codes, new, layer=layer, span=span, kernels=kernels
+                found = policy.in_place.observe(
+                    key, codes, layer=layer, span=span, kernel_config=kernels, write=new
                 )
             else:
                 found = kernel_selection.write_token(key, new, span=span, kernel_config=kernels)

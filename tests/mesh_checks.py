@@ -271,7 +271,7 @@ def check_products(axes: dict[str, int]) -> None:
         ]
 
     sharding.linear_of_rows, linear.why_not_linear = multiply, lambda *_, **__: None
-    kernels, width = KernelConfig(), c.num_heads * c.head_dim
+    width = c.num_heads * c.head_dim
     norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
     groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}
     groups |= {("out",): None, ("down",): None}
@@ -285,7 +285,7 @@ def check_products(axes: dict[str, int]) -> None:
         x = jax.random.normal(jax.random.key(1), (4, 1, inputs))
         layer = jnp.asarray(0 if is_transposed else 2, jnp.int32)
         options: dict[str, Any] = {"scale": scale, "eps": 1e-5, "is_transposed": is_transposed}
-        options["placement"], options["kernels"] = where, kernels
+        options["placement"], options["kernel_config"] = where, KernelConfig()
         call = functools.partial(sharding.linear_on_ranks, weights=stacks, **options)
         expected = multiply(x, stacks, layer, **options)
         for one, other in zip(expected, jax.jit(call)(x, layer=layer), strict=True):

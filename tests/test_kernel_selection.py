@@ -40,25 +40,25 @@ CONFIGS = {
 KERNELS = KernelConfig(interpret=INTERPRET)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels"))
-def select_layer(query, key, span, walk, layer, *, config, kernels):
+@functools.partial(jax.jit, static_argnames=("config", "kernel_config"))
+def select_layer(query, key, span, walk, layer, *, config, kernel_config):
     """A layer's sums of a prompt, its lists and its walk."""
     shape = LayerShape(4, 2, 128)
     sums = config.init_statistics(shape, batch=len(query), num_blocks=BLOCKS)
-    sums = config.observe(query, key, sums, span=span, kernels=kernels)
-    options = {"layer": layer, "span": span, "kernels": kernels}
+    sums = config.observe(query, key, sums, span=span, kernel_config=kernel_config)
+    options = {"layer": layer, "span": span, "kernel_config": kernel_config}
     lists, walk = config.select(query, key[None], sums, walk, **options)
     return lists, walk, sums
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels"))
-def select_token(query, key, span, sums, walk, layer, *, config, kernels):
+@functools.partial(jax.jit, static_argnames=("config", "kernel_config"))
+def select_token(query, key, span, sums, walk, layer, *, config, kernel_config):
     """A layer's list and walk of one token."""
-    options = {"layer": layer, "span": span, "kernels": kernels}
+    options = {"layer": layer, "span": span, "kernel_config": kernel_config}
     return config.select(query, key[None], sums, walk, **options)
 
 
-def run(config, lengths, kernels, bad=None):
+def run(config, lengths, kernel_config, bad=None):
     """Lists, sums and walk of two layers of a prompt, and of two layers for its last token.
 
     A token of the first sequence has a `bad` key.
@@ -82,7 +82,10 @@ def run(config, lengths, kernels, bad=None):
         )
         if bad is not None:
             key = key.at[0, BAD].set(bad)
-        index, options = jnp.asarray(layer, jnp.int32), {"config": config, "kernels": kernels}
+        index, options = (
+            jnp.asarray(layer, jnp.int32),
+            {"config": config, "kernel_config": kernel_config},
+        )
         lists, prompt, sums = select_layer(query, key, span, prompt, index, **options)
         last = query[jnp.arange(batch), lengths - 1][:, None]
         own = Span.of_tokens(lengths - 1, SIZE)
@@ -159,12 +162,12 @@ class Asked(SketchWalkConfig):
 
     seen = []
 
-    def observe(self, *arrays, kernels=None, **options):
-        self.seen.append(kernels)
+    def observe(self, *arrays, kernel_config=None, **options):
+        self.seen.append(kernel_config)
         return super().observe(*arrays, **options)
 
-    def select(self, *arrays, kernels=None, **options):
-        self.seen.append(kernels)
+    def select(self, *arrays, kernel_config=None, **options):
+        self.seen.append(kernel_config)
         return super().select(*arrays, **options)
 
 

@@ -14,8 +14,9 @@ from variants import INTERPRET, slow_unless
 from sketchwalk_jax.cached_layer import observe_layer
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import block_codes
-from sketchwalk_jax.policies.base import Heads, LayerShape, Span
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
+from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.walk import WalkState
 
@@ -78,10 +79,10 @@ def draw(case, kind):
     return jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths
 
 
-@functools.partial(jax.jit, static_argnames="kernels")
-def run(queries, codes, rows, lengths, *, kernels):
+@functools.partial(jax.jit, static_argnames="kernel_config")
+def run(queries, codes, rows, lengths, *, kernel_config):
     return block_scores(
-        queries, codes, rows, kv_lengths=lengths, scale=0.2, exponent=4, kernels=kernels
+        queries, codes, rows, kv_lengths=lengths, scale=0.2, exponent=4, kernel_config=kernel_config
     )
 
 
@@ -96,7 +97,7 @@ def run(queries, codes, rows, lengths, *, kernels):
 def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
     drawn = draw(*drawn)
-    found, wanted = (np.asarray(run(*drawn, kernels=one)) for one in (KERNELS, None))
+    found, wanted = (np.asarray(run(*drawn, kernel_config=one)) for one in (KERNELS, None))
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
     assert np.isfinite(found).all()
@@ -115,8 +116,8 @@ def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
     )
     queries = jnp.ones((1, 4, 2, 2, channels), dtype)
     rows, lengths = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([4 * size], jnp.int32)
-    found = run(queries, codes, rows, lengths, kernels=KERNELS)
-    np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernels=None))
+    found = run(queries, codes, rows, lengths, kernel_config=KERNELS)
+    np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernel_config=None))
 
 
 @pytest.mark.parametrize("size", [(3, 32), (2, 64)])
@@ -166,7 +167,7 @@ def test_representatives_are_those_of_plain_jax(size):
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     policy, query = RecommendedConfig(), jnp.asarray(query, jnp.bfloat16)
     found, wanted = (
-        np.asarray(policy.represent(query, span, count, kernels=one), np.float32)
+        np.asarray(policy.represent(query, span, count, kernel_config=one), np.float32)
         for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())
@@ -188,17 +189,17 @@ def test_a_prompt_is_selected_alike():
     empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
     walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
 
-    @functools.partial(jax.jit, static_argnames="kernels")
-    def select(*, kernels):
-        codes = policy.observe(query, key, empty, span=span, kernels=kernels)
+    @functools.partial(jax.jit, static_argnames="kernel_config")
+    def select(*, kernel_config):
+        codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
         # The second of two layers, where it lies.
         stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
         codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
         return policy.select(
-            query, key[None], codes, walk, layer=layer, span=span, kernels=kernels
+            query, key[None], codes, walk, layer=layer, span=span, kernel_config=kernel_config
         )[0]
 
-    found, wanted = (select(kernels=one) for one in (KERNELS, None))
+    found, wanted = (select(kernel_config=one) for one in (KERNELS, None))
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert np.mean(np.asarray(found.ids) == np.asarray(wanted.ids)) > 0.95  # but for near ties
 
@@ -236,17 +237,19 @@ def draw_token(heads, kv_heads, head_dim, blocks, kind):
     return jnp.asarray(queries, jnp.bfloat16), codes, WalkState(evidence, jnp.int32(1)), lengths
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "kernels"))
-def select_token(policy, queries, codes, walk, lengths, *, kernels):
+@functools.partial(jax.jit, static_argnames=("policy", "kernel_config"))
+def select_token(policy, queries, codes, walk, lengths, *, kernel_config):
     span = Span.of_tokens(lengths - 1, SIZE)
     layer = jnp.zeros((), jnp.int32)
     batch, _, _, head_dim = queries.shape
     key = jnp.zeros((1, batch, 1, codes.centre.shape[2], head_dim), queries.dtype)  # not read
-    return policy.select(queries, key, codes, walk, layer=layer, span=span, kernels=kernels)
+    return policy.select(
+        queries, key, codes, walk, layer=layer, span=span, kernel_config=kernel_config
+    )
 
 
 def check_tokens_are_selected_alike(policy, drawn):
-    found, wanted = (select_token(policy, *drawn, kernels=one) for one in (KERNELS, None))
+    found, wanted = (select_token(policy, *drawn, kernel_config=one) for one in (KERNELS, None))
     scores = np.asarray(wanted[1].scores)[:, 0]
     np.testing.assert_allclose(found[1].scores[:, 0], scores, rtol=1e-4, atol=1e-6)
     assert found[1].layers == wanted[1].layers == drawn[2].layers + 1
@@ -263,7 +266,7 @@ def check_tokens_are_selected_alike(policy, drawn):
         assert (np.diff(own) >= 0).all()
     for one, other in zip(
         jax.tree.leaves(found),
-        jax.tree.leaves(select_token(policy, *drawn, kernels=KERNELS)),
+        jax.tree.leaves(select_token(policy, *drawn, kernel_config=KERNELS)),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
@@ -294,7 +297,7 @@ def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, mo
 def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, head_dim, dtype):
     queries, *rest = draw_token(heads, kv_heads, head_dim, 20, "random")
     drawn, policy = (queries.astype(dtype), *rest), RecommendedConfig(density=0.3)
-    found, wanted = (select_token(policy, *drawn, kernels=one)[0] for one in (KERNELS, None))
+    found, wanted = (select_token(policy, *drawn, kernel_config=one)[0] for one in (KERNELS, None))
     np.testing.assert_array_equal(found.ids, wanted.ids)
 
 
@@ -302,7 +305,7 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
     heads, kv_heads, ranks = 6, 2, 2
     queries, codes, walk, lengths = draw_token(heads, kv_heads, 64, 45, "nan")
     policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
-    wanted = select_token(policy, queries, codes, walk, lengths, kernels=KERNELS)
+    wanted = select_token(policy, queries, codes, walk, lengths, kernel_config=KERNELS)
 
     def select_on(rank, gather):
         class Ranks(Heads):
@@ -319,7 +322,7 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
             walk,
             layer=jnp.zeros((), jnp.int32),
             span=dataclasses.replace(span, heads=shared),
-            kernels=KERNELS,
+            kernel_config=KERNELS,
         )
 
     others = codes.centre, codes.step, codes.unfinished
@@ -402,9 +405,9 @@ def assert_codes_of_host(codes, key, lengths, maker):
                 np.testing.assert_array_equal(own, wanted, err_msg=f"beside it, {where}")
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "kernels"))
-def observe(policy, key, codes, span, *, kernels):
-    return policy.observe(key, key, codes, span=span, kernels=kernels)
+@functools.partial(jax.jit, static_argnames=("policy", "kernel_config"))
+def observe(policy, key, codes, span, *, kernel_config):
+    return policy.observe(key, key, codes, span=span, kernel_config=kernel_config)
 
 
 @pytest.mark.parametrize("kind", ["random", "hostile"])
@@ -420,8 +423,8 @@ def test_codes_are_those_of_plain_jax(case, kind):
         ends = np.maximum(ends, starts)
         own, span = piece(key, starts, ends)
         found, wanted = (
-            observe(policy, own, one, span, kernels=kernels)
-            for one, kernels in ((found, KERNELS), (wanted, None))
+            observe(policy, own, one, span, kernel_config=kernel_config)
+            for one, kernel_config in ((found, KERNELS), (wanted, None))
         )
         assert_codes_of_host(wanted, key, ends, "plain JAX")
         assert_codes_of_host(found, key, ends, "kernel")
@@ -437,15 +440,15 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
     found = policy.init_statistics(shape, batch=3, num_blocks=4)
     starts = np.array([60, 2 * SIZE, 0])
     own, span = piece(key, np.zeros(3, int), starts)
-    found = wanted = observe(policy, own, found, span, kernels=None)
+    found = wanted = observe(policy, own, found, span, kernel_config=None)
     for turn in range(6):
         active = np.array([True, True, turn % 2 == 0])
         own = key[np.arange(3), starts][:, None]
         own = np.where(active[:, None, None, None], own, np.asarray(np.nan, own.dtype))
         span = Span.of_tokens(jnp.asarray(starts, jnp.int32), SIZE, jnp.asarray(active))
         found, wanted = (
-            observe(policy, jnp.asarray(own), one, span, kernels=kernels)
-            for one, kernels in ((found, KERNELS), (wanted, None))
+            observe(policy, jnp.asarray(own), one, span, kernel_config=kernel_config)
+            for one, kernel_config in ((found, KERNELS), (wanted, None))
         )
         starts = starts + active
         assert_codes_of_host(wanted, key, starts, "plain JAX")
@@ -467,13 +470,13 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
     if tokens == 1:
         own, span = own[:, :1], Span.of_tokens(jnp.asarray(ends - 1, jnp.int32), SIZE)
 
-    @functools.partial(jax.jit, static_argnames="kernels")
-    def observe_second(statistics, *, kernels):
+    @functools.partial(jax.jit, static_argnames="kernel_config")
+    def observe_second(statistics, *, kernel_config):
         where = {"index": jnp.asarray(1, jnp.int32), "span": span, "policy": policy}
-        one, stacked = observe_layer(statistics, own, own, **where, kernels=kernels)
+        one, stacked = observe_layer(statistics, own, own, **where, kernel_config=kernel_config)
         return one.take() if isinstance(one, LayerCodes) else one, stacked
 
-    found, wanted = (observe_second(before, kernels=one) for one in (KERNELS, None))
+    found, wanted = (observe_second(before, kernel_config=one) for one in (KERNELS, None))
     assert_same_codes(found[0], wanted[0], ends)
     for layer in range(3):
         take = functools.partial(jax.tree.map, operator.itemgetter(layer))
@@ -497,10 +500,12 @@ def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_d
     span = Span(jnp.zeros_like(end), jnp.ones((1, 2 * size), bool), end, end)
     stacked = jax.tree.map(lambda x: x[None], codes)
     layer = jnp.zeros((), jnp.int32)
-    for kernels in (KERNELS, None):
-        where = {"layer": layer, "span": span, "kernels": kernels}
-        assert policy.observe_in_place(key, key, stacked, **where) is None
-    found, wanted = (observe(policy, key, codes, span, kernels=one) for one in (KERNELS, None))
+    for kernel_config in (KERNELS, None):
+        where = {"layer": layer, "span": span, "kernel_config": kernel_config}
+        assert policy.in_place.observe(key, stacked, **where) is None
+    found, wanted = (
+        observe(policy, key, codes, span, kernel_config=one) for one in (KERNELS, None)
+    )
     assert_same_codes(found, wanted, np.array([2 * SIZE]))
 
 

@@ -151,3 +151,19 @@ def test_placements_are_made_by_plan_with_a_warning():
     with pytest.warns(DeprecationWarning, match="now called sharding.place"):
         found = sw.sharding.plan(mesh, tiny.MODEL)
     assert found == sw.sharding.place(mesh, tiny.MODEL)
+
+
+def test_a_policy_may_declare_kernels_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Own.observe\(\): the argument 'kernels' is now"):
+
+        class Own(sw.SketchWalkConfig):
+            def observe(self, *arrays, span, kernels=None):
+                return super().observe(*arrays, span=span, kernel_config=kernels)
+
+    options = {"model_config": tiny.MODEL, "max_new_tokens": 4}
+    tokens = tiny.prompts(100)[0]
+    found, wanted = (
+        sw.generate(tiny.params(), tokens, policy=policy(block_size=16), **options).tokens
+        for policy in (Own, sw.SketchWalkConfig)
+    )
+    np.testing.assert_array_equal(found, wanted)

@@ -24,7 +24,7 @@ from sketchwalk_jax import generate, init_cache, load, sharding
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.models.params import flatten_params, param_shapes
-from sketchwalk_jax.policies.base import Blocks
+from sketchwalk_jax.policies.ranks import Blocks
 
 
 def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> AbstractMesh:

@@ -75,18 +75,18 @@ def test_a_token_is_written_in_the_launch_that_codes_it(head_dim, capfd):
     codes = jax.tree.map(
         lambda x: jnp.asarray(rng.integers(0, 99, (2, *x.shape))).astype(x.dtype), one
     )
-    options = {"layer": jnp.asarray(0, jnp.int32), "span": span, "kernels": KERNELS}
+    options = {"layer": jnp.asarray(0, jnp.int32), "span": span, "kernel_config": KERNELS}
     layer = jnp.asarray(2, jnp.int32)  # the caches have dense layers before it
 
     @jax.jit
     def append(key, value, keys, values, codes):
         write = TokenWrite(value, keys, values, layer)
-        return policy.append_in_place(key, codes, write, **options)
+        return policy.in_place.observe(key, codes, **options, write=write)
 
-    observe = jax.jit(functools.partial(policy.observe_in_place, **options))
+    observe = jax.jit(functools.partial(policy.in_place.observe, **options))
     found, *written = append(key, value, *caches, codes)
     assert_equal(written, write_plainly(key, value, *caches, layer))
-    assert_equal(jax.tree.leaves(found), jax.tree.leaves(observe(key, key, codes)))
+    assert_equal(jax.tree.leaves(found), jax.tree.leaves(observe(key, codes)))
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 

@@ -22,10 +22,11 @@ from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
@@ -165,10 +166,9 @@ def _outcome(
     def of_layer(
         span: Span, query: Array, key: Array, value: Array, is_sparse: Array, walks: PyTree
     ) -> Any:
-        only_layer, length = jnp.zeros((), jnp.int32), span.end
+        length = span.end
         # The evidence is gathered in all layers, as it is where all are sparse.
-        codes = observe_prompt(policy, query, key, span)
-        lists, walk = policy.select(query, key[None], codes, *walks, layer=only_layer, span=span)
+        ((lists, walk),) = select_whole([policy], query, key, walks, span=span)
         out = jax.lax.cond(
             is_sparse,
             lambda: block_sparse_attention(query, key, value, lists, kv_lengths=length),
@@ -191,19 +191,6 @@ def whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
     """The span of one prompt, read at once."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
-
-
-def observe_prompt(
-    policy: RecommendedConfig,
-    query: Float[Array, "1 T N H"],
-    key: Float[Array, "1 T K H"],
-    span: Span,
-) -> PyTree:
-    """What the policy keeps of a prompt's keys."""
-    shape = LayerShape(query.shape[2], key.shape[2], key.shape[3], key.dtype)
-    num_blocks = key.shape[1] // policy.block_size
-    empty = policy.init_statistics(shape, batch=1, num_blocks=num_blocks)
-    return policy.observe(query, key, empty, span=span)
 
 
 def run_prompt(
@@ -268,7 +255,7 @@ def _losses(
     def of_layer(
         span: Span, query: Array, key: Array, value: Array, kernel: Array, walks: PyTree
     ) -> Any:
-        only_layer, length = jnp.zeros((), jnp.int32), span.end
+        length = span.end
         rows = span.rows(size)
         column = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first_query, num_queries = span.queries_of_rows(size)
@@ -289,11 +276,7 @@ def _losses(
             pairs = lists.attended_pairs(first_query, num_queries)[0]
             return pairs, 0.5 * (halves[0] + halves[1])
 
-        codes = observe_prompt(tried[middle], query, key, span)
-        walks = [
-            policy.select(query, key[None], codes, walk, layer=only_layer, span=span)[1]
-            for policy, walk in zip(policies, walks, strict=True)
-        ]
+        walks = [walk for _, walk in select_whole(policies, query, key, walks, span=span)]
         pairs, errors = zip(*[measure(one, walks[own]) for one in tried], strict=True)
         shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
         misses = [

@@ -26,10 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.cache import Cache, init_cache, sparse_layers, write_layer
-from sketchwalk_jax.cached_layer import Settings, attention_by_layer, join_layers, observe_layer
+from sketchwalk_jax.cache import Cache, init_cache, sparse_layers
+from sketchwalk_jax.cached_layer import (
+    Settings,
+    attention_by_layer,
+    join_layers,
+    write_and_observe,
+)
 from sketchwalk_jax.evaluation.programs import Together
+from sketchwalk_jax.exchange import Exchange
+from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
@@ -241,39 +247,37 @@ def _probe_attention(
     """Dense attention of the span's tokens, and what each policy would have made of it."""
     together: Any = policy
     start = None if is_fresh else span.start(together.block_size)
+    exchange = Exchange(span, together, start)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
         cache, walks = state
-        keys = write_layer(cache.key, key, layer=layer, start=start, span=span)
-        values = write_layer(cache.value, value, layer=layer, start=start, span=span)
-        where: dict[str, Any] = {"layer": layer, "kv_lengths": span.end, "return_lse": True}
-        dense = dense_attention(query, keys, values, query_offset=start, **where)
-        statistics, sums = cache.statistics, None
+        index = layer - first_sparse if is_sparse else None
+        tokens = exchange.gather(query, key, value, cache, layer)
+        cache, own = write_and_observe(
+            cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
+        )
+        keys, values, _ = exchange.attended(cache, tokens, layer)
+        where: dict[str, Any] = {"layer": layer, "return_lse": True}
+        dense = way_to_attend(None, span, start, **where)(query, keys, values)
+        found = []
         if is_sparse:
-            place = layer - first_sparse
-            own, statistics = observe_layer(
-                statistics, query, key, index=place, span=span, policy=together
-            )
-            walks, found = list(walks), []
-            for index, policy in enumerate(together.policies):
+            walks = list(walks)
+            for place, policy in enumerate(together.policies):
                 if span.phase not in policy.phases:
                     found.append(_zeros(span.end.shape))
                     continue
                 its_span, read = together.span_of(policy, span), None
-                selection, walks[index] = policy.select(
-                    query, keys, own[index], walks[index], layer=layer, span=its_span
+                selection, walks[place] = policy.select(
+                    query, keys, own[place], walks[place], layer=layer, span=its_span
                 )
+                sparse = way_to_attend(selection, span, start, **where)(query, keys, values)
                 if span.is_token:
-                    sparse = block_sparse_decode(query, keys, values, selection, **where)
                     kv_heads, head_dim = keys.shape[3:]
                     shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
                     read = decode_bytes(policy, selection, span.positions, shape=shape)
-                else:
-                    first = span.first_block
-                    sparse = attend_rows(query, keys, values, selection, first_block=first, **where)
                 found.append(_compare(sparse, dense, span.valid, read))
-            walks, sums = tuple(walks), _stack(found)
-        cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
+            walks = tuple(walks)
+        sums = _stack(found) if is_sparse else None
         return dense[0], (cache, walks), (jnp.zeros(span.end.shape), sums)
 
     return attend
@@ -350,7 +354,7 @@ def probe_prefill(
       The sums over prompt tokens, and the dense cache with every policy's statistics.
     """
     batch, num_tokens = tokens.shape
-    settings = Settings(model_config=model_config, policy=together)
+    settings = Settings(model_config=model_config, policy=together, implementation="xla")
     dtype = params["embed"]["embedding"].dtype
     cache = init_cache(model_config, together, batch=batch, max_tokens=num_tokens, dtype=dtype)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
@@ -370,7 +374,7 @@ def probe_decode(
     together: Together,
 ) -> ProbeSums:
     """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
-    settings = Settings(model_config=model_config, policy=together)
+    settings = Settings(model_config=model_config, policy=together, implementation="xla")
     num_sparse = len(sparse_layers(model_config, together))
 
     def one_token(step: Array, carry: tuple[Cache, ProbeSums]) -> tuple[Cache, ProbeSums]:

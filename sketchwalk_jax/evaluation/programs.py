@@ -169,11 +169,13 @@ class Together(Policy):
         statistics: tuple[PyTree, ...],
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[PyTree, ...]:
         """Statistics of every policy. Prompts start with block 0, whatever its size."""
         return tuple(
-            policy.observe(query, key, own, span=self.span_of(policy, span), kernels=kernels)
+            policy.observe(
+                query, key, own, span=self.span_of(policy, span), kernel_config=kernel_config
+            )
             for policy, own in zip(self.policies, statistics, strict=True)
         )
 

@@ -90,7 +90,7 @@ class AdamasConfig(DecodePolicy):
         statistics: UInt8[Array, "B J Q K 2 W"],
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> UInt8[Array, "B J Q K 2 W"]:
         """Writes the codes of the span's keys."""
         batch, tokens = span.valid.shape

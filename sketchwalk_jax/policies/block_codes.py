@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.policies.base import Heads, Span, TokenWrite, take_layer
+from sketchwalk_jax.policies.base import Span, take_layer
+from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE, matmul_precision
 
 LARGEST_CODE = 7
@@ -147,63 +148,9 @@ class BlockCodes:
         )
         return type(self)(code, centre, step, unfinished)
 
-    def add_to_layer(
-        self,
-        layer: Int[Array, ""],
-        key: Float[Array, "B T K H"],
-        span: Span,
-        *,
-        kernels: KernelConfig,
-    ) -> Self | None:
-        """`add` to one layer of codes that lie on a leading axis, in place under `jit`.
-
-        The slow half of the channels counts.
-
-        Args:
-          layer: Which one.
-          key: Keys of the span's tokens, in 16 bits, in all channels.
-          span: The tokens.
-          kernels: What Hopper kernels run with.
-
-        Returns:
-          The codes of all layers, or `None` if no kernel can take the call.
-        """
-        codes = self.code, self.centre, self.step, self.unfinished
-        found = kernel_selection.block_codes(codes, key, span, layer=layer, kernel_config=kernels)
-        return None if found is None else type(self)(*found)
-
     def as_layer(self) -> "LayerCodes":
         """These as the only layer of a stack."""
         return LayerCodes(jax.tree.map(lambda x: x[None], self), jnp.zeros((), jnp.int32))
-
-    def append_to_layer(
-        self,
-        layer: Int[Array, ""],
-        key: Float[Array, "B 1 K H"],
-        write: TokenWrite,
-        span: Span,
-        *,
-        kernels: KernelConfig,
-    ) -> tuple[Self, Array, Array] | None:
-        """`add_to_layer` of a token that is written to the cache at once.
-
-        Args:
-          layer: Which one.
-          key: The token's keys.
-          write: Its values, and where both go.
-          span: The token.
-          kernels: What Hopper kernels run with.
-
-        Returns:
-          The codes of all layers and both caches, or `None` if no kernel can take the call.
-        """
-        own = self.code, self.centre, self.step, self.unfinished
-        where: dict[str, Any] = {"layer": layer, "kernel_config": kernels}
-        found = kernel_selection.block_codes(own, key, span, **where, write=write)
-        if found is None:
-            return None
-        *codes, keys, values = found
-        return type(self)(*codes), keys, values
 
     def residual(
         self, block: Int[Array, ""], count: int, dtype: DTypeLike
@@ -325,7 +272,7 @@ def block_scores(
     scale: float,
     exponent: int,
     heads: Heads | None = None,
-    kernels: KernelConfig | None = None,
+    kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B I J"]:
     """What shares of attention heads and representative queries give each block, put together.
 
@@ -346,13 +293,13 @@ def block_scores(
       exponent: Order of the norm over heads and queries.
       heads: How the heads are spread over ranks, if they are: the shares of all are added up on
         every rank, in the order of one device, so that all have its scores.
-      kernels: What Hopper kernels run with, or `None` for plain JAX; they take prompts of bfloat16
-        and blocks of 64 tokens.
+      kernel_config: What Hopper kernels run with, or `None` for plain JAX; they take prompts of
+        bfloat16 and blocks of 64 tokens.
 
     Returns:
       Float32 `[B, I, J]`; 0 where nothing that counts was seen.
     """
-    if kernels is not None and isinstance(codes, BlockCodes | LayerCodes):
+    if kernel_config is not None and isinstance(codes, BlockCodes | LayerCodes):
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
         if kernel_selection.takes_block_scores(queries, block_size=of_layer.block_size):
             return _scores_of_kernels(
@@ -363,13 +310,13 @@ def block_scores(
                 scale=scale,
                 exponent=exponent,
                 heads=heads,
-                kernels=kernels,
+                kernel_config=kernel_config,
             )
     if isinstance(codes, LayerCodes):
         codes = codes.take()
     batch, num_rows, count, num_heads, channels = queries.shape
     num_blocks, size, kv_heads = codes.num_blocks, codes.block_size, codes.centre.shape[2]
-    config = kernels or default_kernel_config()
+    config = kernel_config or default_kernel_config()
     is_token = num_rows * count == 1
     tile = min(max(1, config.dense_rows // count), num_rows)
     step = (config.dense_decode_keys if is_token else config.dense_keys) // size
@@ -459,7 +406,7 @@ def _scores_of_kernels(
     scale: float,
     exponent: int,
     heads: Heads | None,
-    kernels: KernelConfig,
+    kernel_config: KernelConfig,
 ) -> Float[Array, "B I J"]:
     """`block_scores` by the Hopper kernels, which have one axis for rows and queries."""
     from sketchwalk_jax.pallas_kernels import block_scores as kernel
@@ -481,7 +428,7 @@ def _scores_of_kernels(
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
     beside = block_residuals_kernel(
-        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=kernels.interpret
+        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=kernel_config.interpret
     )
     own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
     centre = jnp.pad(own_centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
@@ -489,7 +436,7 @@ def _scores_of_kernels(
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
         index, own = part
         where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
-        where["interpret"] = kernels.interpret
+        where["interpret"] = kernel_config.interpret
         peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
         found = kernel.block_scores_kernel(
             peaks, factor, own, centre, scale=scale, exponent=exponent, **where

@@ -37,7 +37,7 @@ class Dense(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """Every causal block of every row: dense attention as lists."""
         size = self.block_size

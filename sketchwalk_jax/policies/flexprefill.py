@@ -93,7 +93,7 @@ class FlexPrefillConfig(PrefillPolicy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """The blocks that every query head keeps for every query block."""
         self.check_phase(span)

@@ -96,7 +96,7 @@ class MInferenceConfig(PrefillPolicy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """The blocks that the pattern touches, for every query head and query block."""
         self.check_phase(span)

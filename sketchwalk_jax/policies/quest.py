@@ -92,7 +92,7 @@ class QuestConfig(DecodePolicy):
         statistics: PageBounds,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> PageBounds:
         """Widens the bounds of the span's pages."""
         batch, tokens = span.valid.shape

@@ -28,8 +28,9 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import BudgetPolicy, Heads, LayerShape, Span, TokenWrite
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span, TokenWrite, take_layer
 from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
+from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.validation import check_integer, check_number
@@ -202,63 +203,31 @@ class RecommendedConfig(BudgetPolicy):
         statistics: PyTree,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> PyTree:
         """Adds the codes of the span's keys."""
-        if kernels is not None and isinstance(statistics, BlockCodes):
+        if kernel_config is not None and isinstance(statistics, BlockCodes):
             only = statistics.as_layer()
-            where: dict[str, Any] = {"layer": only.layer, "span": span, "kernels": kernels}
-            found = self.observe_in_place(query, key, only.stack, **where)
+            found = self.in_place.observe(
+                key, only.stack, layer=only.layer, span=span, kernel_config=kernel_config
+            )
             if found is not None:
-                return jax.tree.map(lambda x: x[0], found)
+                return jax.tree.map(lambda x: x[0], found[0])
         return statistics.add(key[..., self.channels(key.shape[-1])], span)
 
-    def observe_in_place(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: PyTree,
-        *,
-        layer: Int[Array, ""],
-        span: Span,
-        kernels: KernelConfig | None = None,
-    ) -> PyTree | None:
-        """Adds the codes of the span's keys in one layer, and returns the codes of all layers."""
-        kernels = self._of_slow(kernels, key.shape[-1])
-        if kernels is None or not isinstance(statistics, BlockCodes):
-            return None
-        return statistics.add_to_layer(layer, key, span, kernels=kernels)
-
-    def append_in_place(
-        self,
-        key: Float[Array, "B 1 K H"],
-        statistics: PyTree,
-        write: TokenWrite,
-        *,
-        layer: Int[Array, ""],
-        span: Span,
-        kernels: KernelConfig,
-    ) -> tuple[PyTree, Array, Array] | None:
-        """Adds the code of the token's keys in one layer, and writes the caches."""
-        found = self._of_slow(kernels, key.shape[-1])
-        if found is None or not isinstance(statistics, BlockCodes):
-            return None
-        return statistics.append_to_layer(layer, key, write, span, kernels=found)
-
-    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """The codes of one layer, left in place in the codes of all layers."""
-        if isinstance(statistics, BlockCodes):
-            return LayerCodes(statistics, layer)
-        return super().of_layer(statistics, layer)
+    @property
+    def in_place(self) -> "CodesInPlace":
+        """Kernels add to the codes of one layer, and read them, among those of all."""
+        return CodesInPlace(self)
 
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
         """The channels that the scores use."""
         return slow_channels(head_dim)
 
-    def _of_slow(self, kernels: KernelConfig | None, head_dim: int) -> KernelConfig | None:
+    def _of_slow(self, kernel_config: KernelConfig | None, head_dim: int) -> KernelConfig | None:
         """What kernels run with, or `None` if the kernels do not support these channels."""
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
-        return kernels if is_slow else None
+        return kernel_config if is_slow else None
 
     def select(
         self,
@@ -269,14 +238,16 @@ class RecommendedConfig(BudgetPolicy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """The blocks with the most evidence, for every query block or for the decoded token.
 
         `statistics` may be `LayerCodes`, which kernels read in place.
         """
         if span.is_token:
-            found = self._select_token(query, statistics, walk, span=span, kernels=kernels)
+            found = self._select_token(
+                query, statistics, walk, span=span, kernel_config=kernel_config
+            )
             if found is not None:
                 return found
         rows = span.rows(self.block_size)
@@ -287,15 +258,17 @@ class RecommendedConfig(BudgetPolicy):
             kv_lengths=span.end,
             scale=default_scale(query.shape[-1]),
             heads=span.heads,
-            kernels=kernels,
+            kernel_config=kernel_config,
         )
         if span.is_token:
             scores = score(query[:, None][..., self.channels(query.shape[-1])])
         else:
-            represent = functools.partial(self.represent, query, span, kernels=kernels)
+            represent = functools.partial(self.represent, query, span, kernel_config=kernel_config)
             scores = self._score_rows(walk.layers, represent, score)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
-        lists = self.keep(evidence, rows, walk.layers, is_token=span.is_token, kernels=kernels)
+        lists = self.keep(
+            evidence, rows, walk.layers, is_token=span.is_token, kernel_config=kernel_config
+        )
         return lists, WalkState(evidence, walk.layers + 1)
 
     def _select_token(
@@ -305,16 +278,16 @@ class RecommendedConfig(BudgetPolicy):
         walk: WalkState,
         *,
         span: Span,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
         """All of `select` for a token, by kernels; None if they cannot take the call."""
-        kernels = self._of_slow(kernels, query.shape[-1])
+        kernel_config = self._of_slow(kernel_config, query.shape[-1])
         if isinstance(statistics, BlockCodes):
             statistics = statistics.as_layer()
         elif isinstance(statistics, LayerCodes):
             # Among all sparse layers, so as many have been walked; a counter less to keep.
             walk = WalkState(walk.scores, statistics.layer)
-        if kernels is None or not isinstance(statistics, LayerCodes):
+        if kernel_config is None or not isinstance(statistics, LayerCodes):
             return None
         stack = statistics.stack
         return kernel_selection.select_token_by_evidence(
@@ -332,7 +305,7 @@ class RecommendedConfig(BudgetPolicy):
             sink_blocks=self.sink_blocks,
             local_blocks=_LOCAL_OF_TOKEN,
             ranks=span.heads,
-            kernel_config=kernels,
+            kernel_config=kernel_config,
         )
 
     def evidence(
@@ -344,7 +317,7 @@ class RecommendedConfig(BudgetPolicy):
         kv_lengths: Int[Array, "B"],
         scale: float,
         heads: Heads | None = None,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I J"]:
         """`S[i, j]` of the class, from the queries that represent each row."""
         return block_scores(
@@ -355,7 +328,7 @@ class RecommendedConfig(BudgetPolicy):
             scale=scale,
             exponent=self.exponent,
             heads=heads,
-            kernels=kernels,
+            kernel_config=kernel_config,
         )
 
     def represent(
@@ -363,15 +336,15 @@ class RecommendedConfig(BudgetPolicy):
         query: Float[Array, "B T N H"],
         span: Span,
         count: int,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
         """`count` queries that represent each row, in the channels that the scores use."""
         head_dim = query.shape[-1]
         sizes, found = {"count": count, "block_size": self.block_size}, None
-        kernels = self._of_slow(kernels, head_dim)
-        if kernels is not None:
+        kernel_config = self._of_slow(kernel_config, head_dim)
+        if kernel_config is not None:
             found = kernel_selection.representatives(
-                query, span.valid, **sizes, kernel_config=kernels
+                query, span.valid, **sizes, kernel_config=kernel_config
             )
         if found is None:
             query = query[..., self.channels(head_dim)]
@@ -400,7 +373,7 @@ class RecommendedConfig(BudgetPolicy):
         index: Int[Array, ""],
         *,
         is_token: bool,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> BlockSelection:
         """The blocks with the most evidence, up to the budget of a sparse layer."""
         num_blocks = evidence.shape[-1]
@@ -414,11 +387,48 @@ class RecommendedConfig(BudgetPolicy):
             block_size=self.block_size,
         )
         lists = None
-        if kernels is not None:
+        if kernel_config is not None:
             lists = kernel_selection.select_blocks(
-                evidence, rows, counts, **rule, kernel_config=kernels
+                evidence, rows, counts, **rule, kernel_config=kernel_config
             )
         return lists or select_blocks(evidence, rows, counts, **rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodesInPlace:
+    """Codes of all layers, which kernels add to and read where they lie (`base.InPlace`).
+
+    Attributes:
+      policy: The policy, which says what channels count.
+    """
+
+    policy: RecommendedConfig
+
+    def observe(
+        self,
+        key: Float[Array, "B T K H"],
+        statistics: PyTree,
+        *,
+        layer: Int[Array, ""],
+        span: Span,
+        kernel_config: KernelConfig | None,
+        write: TokenWrite | None = None,
+    ) -> tuple[Any, ...] | None:
+        """Adds the codes of the span's keys in one layer; with `write`, writes the caches."""
+        kernel_config = self.policy._of_slow(kernel_config, key.shape[-1])
+        if kernel_config is None or not isinstance(statistics, BlockCodes):
+            return None
+        codes = statistics.code, statistics.centre, statistics.step, statistics.unfinished
+        found = kernel_selection.block_codes(
+            codes, key, span, layer=layer, write=write, kernel_config=kernel_config
+        )
+        return None if found is None else (BlockCodes(*found[:4]), *found[4:])
+
+    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
+        """The codes of one layer, left in place in the codes of all layers."""
+        if isinstance(statistics, BlockCodes):
+            return LayerCodes(statistics, layer)
+        return take_layer(statistics, layer)
 
 
 def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]:

@@ -110,7 +110,7 @@ class ReleasedConfig(Policy):
         statistics: HeadSums,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> HeadSums:
         """Adds the span's tokens to the sums and remembers the latest queries."""
         batch, tokens = span.valid.shape
@@ -215,7 +215,7 @@ class ReleasedConfig(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """Blocks for every query block and the walk; for one token, which leaves the walk as is."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]

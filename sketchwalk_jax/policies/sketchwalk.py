@@ -211,16 +211,16 @@ class SketchWalkConfig(Policy):
         statistics: SketchSums,
         *,
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> SketchSums:
         """Adds the span's tokens to the sums."""
         omega = self._omega(query)
         valid = span.valid if span.blocks is None else span.blocks.own(span.valid, axis=1)
         size = min(self.block_size, valid.shape[1])  # 1 in decode: a token is its own sum
         new = None
-        if kernels is not None:
+        if kernel_config is not None:
             new = kernel_selection.sketch_sums(
-                query, key, valid, omega=omega, block_size=size, kernel_config=kernels
+                query, key, valid, omega=omega, block_size=size, kernel_config=kernel_config
             )
         if new is None:
             means = head_means(query), head_means(key)
@@ -244,12 +244,12 @@ class SketchWalkConfig(Policy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
         """Scores, walk and top-τ: the blocks for every query block, or for the decoded token."""
         del key, layer
         select = self._select_token if span.is_token else self._select_prompt
-        return select(query, statistics, walk, span=span, kernels=kernels)
+        return select(query, statistics, walk, span=span, kernel_config=kernel_config)
 
     def _select_prompt(
         self,
@@ -258,13 +258,13 @@ class SketchWalkConfig(Policy):
         walk: WalkState,
         *,
         span: Span,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1: the mean query represents each query block."""
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
-        if kernels is not None:
+        if kernel_config is not None:
             selected = kernel_selection.select_prompt(
                 scores,
                 walk,
@@ -272,12 +272,12 @@ class SketchWalkConfig(Policy):
                 budget=self.budget(scores.shape[-1]),
                 **self._walk_rule,
                 **self._list_rule,
-                kernel_config=kernels,
+                kernel_config=kernel_config,
             )
             if selected is not None:
                 return selected
         rows = span.rows(self.block_size)
-        return self._walk_and_select(scores, walk, rows, kernels)
+        return self._walk_and_select(scores, walk, rows, kernel_config)
 
     def _select_token(
         self,
@@ -286,11 +286,11 @@ class SketchWalkConfig(Policy):
         walk: WalkState,
         *,
         span: Span,
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 2: the mean over heads of the token's query represents the row of its block."""
         omega = self._omega(query)
-        if kernels is not None:
+        if kernel_config is not None:
             selected = kernel_selection.select_token(
                 query,
                 sums.query,
@@ -301,7 +301,7 @@ class SketchWalkConfig(Policy):
                 omega=omega,
                 **self._walk_rule,
                 **self._list_rule,
-                kernel_config=kernels,
+                kernel_config=kernel_config,
             )
             if selected is not None:
                 return selected
@@ -312,25 +312,25 @@ class SketchWalkConfig(Policy):
         query_rows = jnp.where(is_row[:, :, None, None], token, query_means)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_rows, key_means, query.shape[-1])
-        return self._walk_and_select(scores, walk, rows, kernels)
+        return self._walk_and_select(scores, walk, rows, kernel_config)
 
     def _walk_and_select(
         self,
         scores: Float[Array, "B J J"],
         walk: WalkState,
         rows: Int[Array, "B I"],
-        kernels: KernelConfig | None,
+        kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1 steps 6-7."""
         num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
-        precision = kernel_selection.walk_precision(kernels)
+        precision = kernel_selection.walk_precision(kernel_config)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
         counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
         lists = dict(self._list_rule, max_count=int(budget[-1]))
         selection = None
-        if kernels is not None:
+        if kernel_config is not None:
             selection = kernel_selection.select_blocks(
-                selecting, rows, counts, **lists, kernel_config=kernels
+                selecting, rows, counts, **lists, kernel_config=kernel_config
             )
         return selection or select_blocks(selecting, rows, counts, **lists), walk
 

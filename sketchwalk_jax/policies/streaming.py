@@ -47,7 +47,7 @@ class StreamingConfig(BudgetPolicy):
         *,
         layer: Int[Array, ""],
         span: Span,
-        kernels: KernelConfig | None = None,
+        kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
         """First and most recent blocks of every row."""
         rows, num_blocks = span.rows(self.block_size), key.shape[2] // self.block_size
