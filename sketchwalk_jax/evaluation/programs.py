@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.cache import (
     Cache,
     Density,
-    init_cache,
+    empty_cache,
     made_for,
     sparse_layers,
     spread_cache,
@@ -225,7 +225,7 @@ def read_prompts(
       The last layer's output at those columns, and the cache.
     """
     batch, num_tokens = tokens.shape
-    cache = init_cache(
+    cache = empty_cache(
         settings.model_config,
         settings.policy,
         batch=batch,
@@ -403,7 +403,7 @@ class Programs:
         where = settings.placement
         made = jax.eval_shape(
             partial(
-                init_cache,
+                empty_cache,
                 settings.model_config,
                 settings.policy,
                 batch=batch,
