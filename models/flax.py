@@ -39,6 +39,65 @@ def _values(variables: Mapping[str, Any]) -> Params:
     }
 
 
+# The methods of both modules, which differ in how they own their parameters.
+
+
+@renamed_argument("config", "policy")
+def _logits(  # noqa: D417 (`self`)
+    self: "CausalLM | LinenCausalLM",
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    policy: Policy | None = None,
+    lengths: Int[Array | np.ndarray, "B"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Float32 logits of every token; see `sketchwalk_jax.forward`.
+
+    Args:
+     tokens: Token ids, right-padded.
+     policy: The policy; dense by default.
+     lengths: Tokens of each sequence; all `T` by default.
+
+    Returns:
+     The logits; those of padding mean nothing.
+
+    Raises:
+     ValueError: If `params` has missing, unknown or mis-shaped arrays.
+    """
+    return forward(
+        self._params(), tokens, model_config=self.model_config, policy=policy, lengths=lengths
+    )
+
+
+@renamed_argument("config", "policy")
+def _prefill(
+    self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
+) -> tuple:
+    """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
+    return prefill(
+        self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
+    )
+
+
+@renamed_argument("config", "policy")
+def _decode_step(
+    self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
+) -> tuple:
+    """`sketchwalk_jax.decode_step` with this model's parameters."""
+    return decode_step(
+        self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
+    )
+
+
+@renamed_argument("config", "policy")
+def _generate(
+    self: "CausalLM | LinenCausalLM", tokens: Any, *, policy: Policy | None = None, **options: Any
+) -> Generation:
+    """`sketchwalk_jax.generate` with this model's parameters."""
+    return generate(
+        self._params(), tokens, model_config=self.model_config, policy=policy, **options
+    )
+
+
 class CausalLM(nnx.Module):
     """A Llama, Qwen2 or Qwen3 language model as an nnx module.
 
@@ -103,48 +162,10 @@ class CausalLM(nnx.Module):
         """The parameters as the plain nested dict that the pure functions take."""
         return {name: _values(x) for name, x in vars(self).items() if isinstance(x, nnx.Dict)}
 
-    @renamed_argument("config", "policy")
-    def __call__(
-        self,
-        tokens: Int[Array | np.ndarray, "B T"],
-        *,
-        policy: Policy | None = None,
-        lengths: Int[Array | np.ndarray, "B"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Float32 logits of every token; see `sketchwalk_jax.forward`.
+    def _params(self) -> Params:
+        return self.params
 
-        Args:
-         tokens: Token ids, right-padded.
-         policy: The policy; dense by default.
-         lengths: Tokens of each sequence; all `T` by default.
-
-        Returns:
-         The logits; those of padding mean nothing.
-        """
-        return forward(
-            self.params, tokens, model_config=self.model_config, policy=policy, lengths=lengths
-        )
-
-    @renamed_argument("config", "policy")
-    def prefill(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
-        """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
-        return prefill(
-            self.params, tokens, cache, model_config=self.model_config, policy=policy, **options
-        )
-
-    @renamed_argument("config", "policy")
-    def decode_step(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
-        """`sketchwalk_jax.decode_step` with this model's parameters."""
-        return decode_step(
-            self.params, tokens, cache, model_config=self.model_config, policy=policy, **options
-        )
-
-    @renamed_argument("config", "policy")
-    def generate(self, tokens: Any, *, policy: Policy | None = None, **options: Any) -> Generation:
-        """`sketchwalk_jax.generate` with this model's parameters."""
-        return generate(
-            self.params, tokens, model_config=self.model_config, policy=policy, **options
-        )
+    __call__, prefill, decode_step, generate = _logits, _prefill, _decode_step, _generate
 
 
 class LinenCausalLM(nn.Module):
@@ -181,48 +202,4 @@ class LinenCausalLM(nn.Module):
             check_params(tree, self.model_config)
         return {name: self.param(name, lambda _, x=branch: x) for name, branch in tree.items()}
 
-    @renamed_argument("config", "policy")
-    def __call__(
-        self,
-        tokens: Int[Array | np.ndarray, "B T"],
-        *,
-        policy: Policy | None = None,
-        lengths: Int[Array | np.ndarray, "B"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Float32 logits of every token; see `sketchwalk_jax.forward`.
-
-        Args:
-         tokens: Token ids, right-padded.
-         policy: The policy; dense by default.
-         lengths: Tokens of each sequence; all `T` by default.
-
-        Returns:
-         The logits; those of padding mean nothing.
-
-        Raises:
-         ValueError: If `params` has missing, unknown or mis-shaped arrays.
-        """
-        return forward(
-            self._params(), tokens, model_config=self.model_config, policy=policy, lengths=lengths
-        )
-
-    @renamed_argument("config", "policy")
-    def prefill(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
-        """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
-        return prefill(
-            self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
-        )
-
-    @renamed_argument("config", "policy")
-    def decode_step(self, tokens: Any, cache: Cache, *, policy: Policy, **options: Any) -> tuple:
-        """`sketchwalk_jax.decode_step` with this model's parameters."""
-        return decode_step(
-            self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
-        )
-
-    @renamed_argument("config", "policy")
-    def generate(self, tokens: Any, *, policy: Policy | None = None, **options: Any) -> Generation:
-        """`sketchwalk_jax.generate` with this model's parameters."""
-        return generate(
-            self._params(), tokens, model_config=self.model_config, policy=policy, **options
-        )
+    __call__, prefill, decode_step, generate = _logits, _prefill, _decode_step, _generate

@@ -32,10 +32,10 @@ from sketchwalk_jax.attention.api import (  # noqa: E402
     dense_attention,
 )
 from sketchwalk_jax.auto import Auto  # noqa: E402
-from sketchwalk_jax.cache import Cache, Density, init_cache  # noqa: E402
+from sketchwalk_jax.cache import Cache, Density  # noqa: E402
 from sketchwalk_jax.compiled import keep_compiled_programs  # noqa: E402
 from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
-from sketchwalk_jax.inference import decode_step, forward, prefill  # noqa: E402
+from sketchwalk_jax.inference import decode_step, forward, init_cache, prefill  # noqa: E402
 from sketchwalk_jax.layer import init_walk, sketchwalk_attention  # noqa: E402
 from sketchwalk_jax.layer_cache import (  # noqa: E402
     LayerCache,

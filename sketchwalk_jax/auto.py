@@ -1,4 +1,6 @@
-"""`Auto`: dense attention below the measured break-even length, sparse attention above it.
+"""The policy of a call: the given one, the recommended one, or what an `Auto` chooses.
+
+`Auto` is dense attention below the measured break-even length, and sparse attention above it.
 
 Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
 policy. It is replaced by a policy, for each phase, before anything is traced, because it depends
@@ -13,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sketchwalk_jax.cache import Cache, recommended_policy
-from sketchwalk_jax.cached_layer import PHASES
+from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.dispatch import device_kind
-from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.renamed import renamed_field
 from sketchwalk_jax.validation import check_choice
 
-_BOTH = PHASES[0]
+_BOTH = "both"
 _TABLE = Path(__file__).with_name("break_even.json")
 # How many times wider or narrower a model may be than the one that was measured.
 _MOST_TIMES = 4
@@ -207,7 +209,7 @@ class Auto:
           >>> Auto(measured=()).choose(model_config, batch=1, tokens=2048).reasons[0]
           'prefill sparse: no measurement for this device, cpu'
         """
-        check_choice("phase", phase, PHASES)
+        check_choice("phase", phase, (_BOTH, "prefill", "decode"))
         policy, lengths = self.policy(model_config), {"prefill": tokens}
         lengths["decode"] = tokens + max_new_tokens // 2
         own = [one for one in policy.phases if phase in (_BOTH, one)]
@@ -240,6 +242,25 @@ class Auto:
     @property
     def _rows(self) -> Sequence[BreakEven]:
         return read_break_evens() if self.measured is None else self.measured
+
+
+def recommended_policy(model_config: ModelConfig) -> Policy:
+    """The default policy: the recommended one, with the model's plan if it has one.
+
+    Args:
+      model_config: Configuration of the model.
+
+    Raises:
+      ValueError: If it is not a `ModelConfig`.
+    """
+    check_model_config(model_config)
+    return RecommendedConfig(plan=model_config.plan)
+
+
+def check_policy_or_auto(policy: Any) -> None:
+    """Raises a ValueError unless something is a policy or an `Auto`."""
+    if not isinstance(policy, Auto):
+        check_policy(policy)
 
 
 def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:

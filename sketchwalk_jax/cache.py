@@ -7,13 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
-from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.sharding import Placement
 from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 
@@ -138,53 +136,16 @@ def sparse_layers(model_config: ModelConfig, policy: Policy) -> tuple[int, ...]:
     return tuple(layer for layer in layers if not policy.is_dense(layer))
 
 
-def recommended_policy(model_config: ModelConfig) -> Policy:
-    """The default policy: the recommended one, with the model's plan if it has one.
-
-    Args:
-      model_config: Configuration of the model.
-
-    Raises:
-      ValueError: If it is not a `ModelConfig`.
-    """
-    check_model_config(model_config)
-    return SketchWalkConfig.recommended(plan=model_config.plan)
-
-
-@renamed_argument("config", "policy")
-def init_cache(
+def empty_cache(
     model_config: ModelConfig,
-    policy: Policy | None = None,
+    policy: Policy,
     *,
     batch: int,
     max_tokens: int,
     dtype: DTypeLike | None = None,
     sharding: jax.sharding.Sharding | Placement | None = None,
 ) -> Cache:
-    """An empty cache.
-
-    Args:
-      model_config: Configuration of the model.
-      policy: The policy that the cache is for, such as `SketchWalkConfig.recommended(density=0.2)`
-        or `Dense()`. It decides which statistics the cache keeps. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`.
-      batch: Number of sequences.
-      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
-        blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
-      dtype: Type of keys and values. Default: the dtype of the model.
-      sharding: Where keys and values are placed; or a `Placement`, which places the whole cache on
-        a mesh. Calls with parameters on a mesh need a cache made with its `Placement`. No device
-        then holds more than its share.
-
-    Returns:
-      A `Cache` with lengths of zero.
-
-    Raises:
-      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
-        mesh's `data` axis does not divide `batch`, or `policy` is not a policy.
-      NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
-    """
-    policy = recommended_policy(model_config) if policy is None else policy
+    """An empty cache for a policy; `init_cache`, which has a default for it, explains the rest."""
     check_model_config(model_config)
     check_policy(policy)
     check_integer("batch", batch)
@@ -234,6 +195,56 @@ def spread_cache(cache: Cache, placement: Placement | None, policy: Policy) -> C
     shardings = placement.cache(policy)
     arrays = {name: getattr(cache, name) for name in shardings}
     return dataclasses.replace(cache, **jax.lax.with_sharding_constraint(arrays, shardings))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """Where the columns of the prompts are placed when the prompts are read chunk by chunk.
+
+    Columns are moved so that the first column of the first chunk is at a block boundary. If the
+    cache ends inside a block, the first chunk begins with padding. A new column `j` of sequence `b`
+    is column `j - shift[b]` of its prompt.
+
+    Attributes:
+      num_chunks: Number of chunks.
+      chunk_size: Tokens per chunk, a multiple of the block size.
+      shift: Number of columns by which each sequence is moved, int32 `[B]`.
+      source: Which column of the prompts is moved to each new one, int32
+        `[B, num_chunks · chunk_size]`; any column where it is padding.
+      valid: Which new columns are tokens of the sequences.
+    """
+
+    num_chunks: int
+    chunk_size: int
+    shift: Int[Array, "B"]
+    source: Int[Array, "B C"]
+    valid: Bool[Array, "B C"]
+
+
+def chunk_layout(
+    num_tokens: int,
+    lengths: Int[Array, "B"],
+    used: Int[Array, "B"],
+    *,
+    block_size: int,
+    chunk_size: int | None = None,
+    is_fresh: bool = False,
+    num_pieces: int = 1,
+) -> ChunkLayout:
+    """Lays prompts of `num_tokens` columns out after the `used` tokens that the cache holds.
+
+    A fresh cache holds none. Each of `num_pieces` pieces of a chunk has the same number of whole
+    blocks.
+    """
+    shift = jnp.zeros(lengths.shape, jnp.int32) if is_fresh else used % block_size
+    reach = num_tokens if is_fresh else num_tokens + block_size - 1
+    chunk = min(chunk_size or reach, reach)
+    least = block_size * num_pieces
+    chunk = -(-chunk // least) * least
+    num_chunks = -(-reach // chunk)
+    source = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
+    valid = (source >= 0) & (source < lengths[:, None])
+    return ChunkLayout(num_chunks, chunk, shift, jnp.clip(source, 0, num_tokens - 1), valid)
 
 
 def write_layer(

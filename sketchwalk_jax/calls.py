@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from sketchwalk_jax.cache import Cache, init_cache
+from sketchwalk_jax.cache import Cache, empty_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import check_runs
 from sketchwalk_jax.policies.base import Policy
@@ -74,7 +74,7 @@ def _layout(
 ) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, tuple[int, ...], Any], ...]]:
     """Structure of a cache, its `made_for`, and name, shape and dtype of each of its arrays."""
     sizes: dict[str, Any] = {"batch": batch, "max_tokens": max_tokens, "dtype": dtype}
-    make = functools.partial(init_cache, model_config, policy, **sizes, sharding=placement)
+    make = functools.partial(empty_cache, model_config, policy, **sizes, sharding=placement)
     shapes = jax.eval_shape(make)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     names = ((jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves)

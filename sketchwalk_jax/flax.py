@@ -32,6 +32,7 @@ selected blocks as constants.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -69,10 +70,6 @@ __all__ = [
 
 # What a layer asks of its `attention_fn`: causal self-attention, or refused.
 
-# Of no effect on block-sparse attention: without dropout its settings mean nothing, float32
-# products are exact whatever the precision, and the softmax is always float32.
-_HARMLESS = ("broadcast_dropout", "dropout_rng", "precision", "force_fp32_for_softmax")
-
 
 def _check_policy(policy: Policy) -> None:
     """Raises for policies other than Sketch-and-Walk."""
@@ -83,54 +80,104 @@ def _check_policy(policy: Policy) -> None:
         )
 
 
-def _refuse_unknown(options: dict[str, Any]) -> None:
-    """Raises for options that a layer sets and that are not supported here."""
-    unknown = sorted(name for name, value in options.items() if value is not None)
-    if unknown:
-        raise NotImplementedError(
-            f"attention_fn must be called with the options of flax.nnx and flax.linen's "
-            f"dot_product_attention, got {unknown}; apply rotary embedding before attention"
-        )
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a layer asks of its `attention_fn`: the arguments of nnx's and Linen's attention.
+
+    Without dropout, its settings have no effect on block-sparse attention. Nor have `precision` and
+    `force_fp32_for_softmax`: float32 products are exact, and the softmax is always float32.
+    """
+
+    query: Float[Array, "*batch T N H"]
+    key: Float[Array, "*batch S K H"]
+    value: Float[Array, "*batch S K H"]
+    bias: Array | None = None
+    mask: Array | None = None
+    broadcast_dropout: bool = True
+    dropout_rng: Array | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = True
+    dtype: Any = None
+    precision: Any = None
+    module: Any = None
+    is_causal: bool = False
+    force_fp32_for_softmax: bool | None = None
+    qk_attn_weights_einsum: Callable[..., Array] | None = None
+    attn_weights_value_einsum: Callable[..., Array] | None = None
+
+    @classmethod
+    def of(
+        cls, *arguments: Any, is_causal: bool = False, is_always_causal: bool, **options: Any
+    ) -> "Asked":
+        """Reads the arguments of a call. Options that are not known may be `None`.
+
+        Raises:
+          NotImplementedError: For other options.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        known = {name: x for name, x in options.items() if name in names}
+        unknown = sorted(name for name, x in options.items() if name not in names and x is not None)
+        if unknown:
+            raise NotImplementedError(
+                f"attention_fn must be called with the options of flax.nnx and flax.linen's "
+                f"dot_product_attention, got {unknown}; apply rotary embedding before attention"
+            )
+        return cls(*arguments, is_causal=is_causal or is_always_causal, **known)
+
+    def dense(self) -> Float[Array, "*batch T N H"]:
+        """Flax's own attention. nnx and Linen round differently, so each uses its own."""
+        options = dict(vars(self))
+        is_causal = options.pop("is_causal")
+        einsums = "qk_attn_weights_einsum", "attn_weights_value_einsum"
+        of_linen = {name: options.pop(name) for name in ("force_fp32_for_softmax", *einsums)}
+        mask = None if self.mask is None else self.mask.astype(bool)
+        if self.force_fp32_for_softmax is None:  # Linen's layers, and they alone, say True or False
+            return nnx.dot_product_attention(**options | {"mask": mask}, is_causal=is_causal)
+        if is_causal:
+            causal = jnp.tril(jnp.ones((self.query.shape[-3], self.key.shape[-3]), bool))
+            causal = causal.reshape((1,) * (self.query.ndim - 2) + causal.shape)
+            mask = causal if mask is None else mask & causal
+        return nn.dot_product_attention(**options | {"mask": mask}, **of_linen)
+
+    def refuse_unsupported(self) -> None:
+        """Raises a NotImplementedError for what block-sparse attention would have to ignore."""
+        instead = "make_attention_fn() without a policy is dense and takes everything"
+        if self.bias is not None:
+            raise NotImplementedError(f"bias must be None for sparse attention; {instead}")
+        if self.dropout_rate > 0.0 and not self.deterministic:
+            raise NotImplementedError(
+                f"attention dropout must be off (deterministic=True) for sparse attention, got a "
+                f"rate of {self.dropout_rate}; {instead}"
+            )
+        if self.module is not None:
+            raise NotImplementedError(
+                f"sow_weights must be False: sparse attention forms no weights to store; {instead}"
+            )
+        if (self.qk_attn_weights_einsum, self.attn_weights_value_einsum) != (None, None):
+            raise NotImplementedError(f"einsums must be None for sparse attention; {instead}")
+        if self.key.shape[-3] != self.query.shape[-3]:
+            raise NotImplementedError(
+                f"query and key must come from the same tokens, got {self.query.shape[-3]} and "
+                f"{self.key.shape[-3]}: cross-attention and decode=True are not sparse here; "
+                f"{instead}, and sketchwalk_jax.generate decodes sparsely"
+            )
+        if self.mask is None and not self.is_causal:
+            raise NotImplementedError(
+                "sparse attention must be causal, got neither a causal mask nor is_causal=True "
+                "from the layer (nnx) or the adapter"
+            )
 
 
-def _refuse_unsupported(
-    query: Array,
-    key: Array,
-    *,
-    bias: Array | None,
-    mask: Array | None,
-    dropout_rate: float,
-    deterministic: bool,
-    module: Any,
-    is_causal: bool,
-    qk_attn_weights_einsum: Any,
-    attn_weights_value_einsum: Any,
-) -> None:
-    instead = "make_attention_fn() without a policy is dense and takes everything"
-    if bias is not None:
-        raise NotImplementedError(f"bias must be None for sparse attention; {instead}")
-    if dropout_rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            f"attention dropout must be off (deterministic=True) for sparse attention, got a rate "
-            f"of {dropout_rate}; {instead}"
-        )
-    if module is not None:
-        raise NotImplementedError(
-            f"sow_weights must be False: sparse attention forms no weights to store; {instead}"
-        )
-    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
-        raise NotImplementedError(f"einsums must be None for sparse attention; {instead}")
-    if key.shape[-3] != query.shape[-3]:
-        raise NotImplementedError(
-            f"query and key must come from the same tokens, got {query.shape[-3]} and "
-            f"{key.shape[-3]}: cross-attention and decode=True are not sparse here; {instead}, and "
-            f"sketchwalk_jax.generate decodes sparsely"
-        )
-    if mask is None and not is_causal:
-        raise NotImplementedError(
-            "sparse attention must be causal, got neither a causal mask nor is_causal=True from "
-            "the layer (nnx) or the adapter"
-        )
+def _named_as_asked[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator: the signature of an `attention_fn` or of a module's call names every option.
+
+    Linen's layers leave out, without a word, what is not named there.
+    """
+    own = inspect.signature(function)
+    first = [one for one in own.parameters.values() if one.name == "self"]
+    named = [*first, *inspect.signature(Asked).parameters.values()]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    return function
 
 
 def lengths_of_mask(
@@ -185,50 +232,25 @@ class SelfAttention:
     batch_shape: tuple[int, ...]
 
     @classmethod
-    def of_call(
-        cls,
-        query: Float[Array, "*batch T N H"],
-        key: Float[Array, "*batch S K H"],
-        value: Float[Array, "*batch S K H"],
-        bias: Array | None = None,
-        mask: Array | None = None,
-        *,
-        dropout_rate: float = 0.0,
-        deterministic: bool = True,
-        dtype: Any = None,
-        module: Any = None,
-        is_causal: bool = False,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
-        **other: Any,
-    ) -> "SelfAttention":
-        """Reads the arguments that Flax's layers pass.
+    def of_call(cls, asked: Asked) -> "SelfAttention":
+        """Reads what a layer asks for.
 
         Raises:
           NotImplementedError: For arguments that would have to be ignored.
           ValueError: If the values of the mask are known and are not causal with right padding.
         """
-        _refuse_unknown({name: x for name, x in other.items() if name not in _HARMLESS})
-        _refuse_unsupported(
-            query,
-            key,
-            bias=bias,
-            mask=mask,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            module=module,
-            is_causal=is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-        )
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        batch_shape = query.shape[:-3]
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        asked.refuse_unsupported()
+        arrays = promote_dtype((asked.query, asked.key, asked.value), dtype=asked.dtype)
+        batch_shape = arrays[0].shape[:-3]
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in arrays)
         batch, num_tokens = query.shape[:2]
         lengths, fits = jnp.full((batch,), num_tokens, jnp.int32), None
-        if mask is not None:
+        if asked.mask is not None:
             lengths, fits = lengths_of_mask(
-                mask, is_causal=is_causal, batch_shape=batch_shape, num_tokens=num_tokens
+                asked.mask,
+                is_causal=asked.is_causal,
+                batch_shape=batch_shape,
+                num_tokens=num_tokens,
             )
             if not isinstance(fits, jax.core.Tracer) and not bool(jnp.all(fits)):
                 raise ValueError(
@@ -246,40 +268,6 @@ class SelfAttention:
 
 
 # One layer, without a state.
-
-
-def _dense(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: Array | None,
-    is_causal: bool,
-    force_fp32_for_softmax: bool | None,
-    qk_attn_weights_einsum: Callable[..., Array] | None,
-    attn_weights_value_einsum: Callable[..., Array] | None,
-    **options: Any,
-) -> Array:
-    """Flax's own attention. nnx and Linen round differently, so each uses its own."""
-    mask = None if mask is None else mask.astype(bool)
-    if force_fp32_for_softmax is None:  # Linen's layers, and they alone, say True or False
-        return nnx.dot_product_attention(
-            query, key, value, mask=mask, is_causal=is_causal, **options
-        )
-    if is_causal:
-        causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
-        causal = causal.reshape((1,) * (query.ndim - 2) + causal.shape)
-        mask = causal if mask is None else mask & causal
-    return nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        force_fp32_for_softmax=force_fp32_for_softmax,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-        **options,
-    )
 
 
 @renamed_argument("config", "policy")
@@ -323,47 +311,13 @@ def make_attention_fn(
     policy = None if isinstance(policy, Dense) else policy
     if policy is not None:
         _check_policy(policy)
-    is_always_causal = is_causal
 
-    # Linen leaves out, without a word, every keyword that is not named here.
-    def attention_fn(
-        query: Float[Array, "*batch T N H"],
-        key: Float[Array, "*batch S K H"],
-        value: Float[Array, "*batch S K H"],
-        bias: Array | None = None,
-        mask: Array | None = None,
-        broadcast_dropout: bool = True,
-        dropout_rng: Array | None = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = True,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
-        is_causal: bool = False,
-        force_fp32_for_softmax: bool | None = None,
-        qk_attn_weights_einsum: Callable[..., Array] | None = None,
-        attn_weights_value_einsum: Callable[..., Array] | None = None,
-        **other: Any,
-    ) -> Float[Array, "*batch T N H"]:
-        _refuse_unknown(other)
-        options = {
-            "bias": bias,
-            "mask": mask,
-            "broadcast_dropout": broadcast_dropout,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": dropout_rate,
-            "deterministic": deterministic,
-            "dtype": dtype,
-            "precision": precision,
-            "module": module,
-            "is_causal": is_causal or is_always_causal,
-            "force_fp32_for_softmax": force_fp32_for_softmax,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-        }
+    @_named_as_asked
+    def attention_fn(*arguments: Any, **options: Any) -> Float[Array, "*batch T N H"]:
+        asked = Asked.of(*arguments, is_always_causal=is_causal, **options)
         if policy is None:
-            return _dense(query, key, value, **options)
-        call = SelfAttention.of_call(query, key, value, **options)
+            return asked.dense()
+        call = SelfAttention.of_call(asked)
         out, _ = sketchwalk_attention(
             call.query,
             call.key,
@@ -383,16 +337,15 @@ def make_attention_fn(
 
 
 def _walk_layer(
+    module: "WalkAttention | LinenWalkAttention",
     call: SelfAttention,
     scores: Float[Array, "B I J"],
     layer: Int[Array, ""],
     *,
     remedy: str,
-    policy: Policy,
-    implementation: str | None,
-    kernel_config: KernelConfig | None,
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "B I J"]]:
     """One layer of the model, dense if `policy.dense_layers` says so."""
+    policy, kernel_config = module.policy, module.kernel_config
     batch, num_tokens = call.query.shape[:2]
     num_blocks = -(-num_tokens // policy.block_size)
     if scores.shape != (batch, num_blocks, num_blocks):
@@ -420,7 +373,7 @@ def _walk_layer(
             WalkState(scores, walked),
             policy=policy,
             lengths=call.lengths,
-            implementation=implementation,
+            implementation=module.implementation,
             kernel_config=kernel_config,
         )
         return out, walk.scores
@@ -519,28 +472,17 @@ class WalkAttention(nnx.Module, pytree=False):
         self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy).scores)
         self.layer.set_value(jnp.zeros((), jnp.int32))
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch T N H"],
-        key: Float[Array, "*batch S K H"],
-        value: Float[Array, "*batch S K H"],
-        bias: Array | None = None,
-        mask: Array | None = None,
-        *,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Float[Array, "*batch T N H"]:
+    @_named_as_asked
+    def __call__(self, *arguments: Any, **options: Any) -> Float[Array, "*batch T N H"]:
         """Attention of the next layer, with the signature of Flax's `attention_fn`."""
-        options["is_causal"] = is_causal or self.is_causal
+        asked = Asked.of(*arguments, is_always_causal=self.is_causal, **options)
         layer = self.layer.get_value()
         out, scores = _walk_layer(
-            SelfAttention.of_call(query, key, value, bias, mask, **options),
+            self,
+            SelfAttention.of_call(asked),
             self.scores.get_value(),
             layer,
             remedy="call reset(batch, num_tokens) before the first layer",
-            policy=self.policy,
-            implementation=self.implementation,
-            kernel_config=self.kernel_config,
         )
         self.scores.set_value(scores)
         self.layer.set_value(layer + 1)
@@ -591,56 +533,22 @@ class LinenWalkAttention(nn.Module):
     implementation: str | None = None
     kernel_config: KernelConfig | None = None
 
-    # Linen's layers leave out every keyword that is not named here.
     @nn.compact
-    def __call__(
-        self,
-        query: Float[Array, "*batch T N H"],
-        key: Float[Array, "*batch S K H"],
-        value: Float[Array, "*batch S K H"],
-        bias: Array | None = None,
-        mask: Array | None = None,
-        *,
-        dropout_rate: float = 0.0,
-        deterministic: bool = True,
-        dtype: Any = None,
-        module: Any = None,
-        is_causal: bool = False,
-        qk_attn_weights_einsum: Callable[..., Array] | None = None,
-        attn_weights_value_einsum: Callable[..., Array] | None = None,
-        **other: Any,
-    ) -> Float[Array, "*batch T N H"]:
+    @_named_as_asked
+    def __call__(self, *arguments: Any, **options: Any) -> Float[Array, "*batch T N H"]:
         """Attention of the next layer, with the signature of Flax's `attention_fn`."""
         _check_policy(self.policy)
-        call = SelfAttention.of_call(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            module=module,
-            is_causal=is_causal or self.is_causal,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-            **other,
-        )
-        options: dict[str, Any] = {
-            "remedy": "leave the collection 'walk' of another batch out of the variables",
-            "policy": self.policy,
-            "implementation": self.implementation,
-            "kernel_config": self.kernel_config,
-        }
+        asked = Asked.of(*arguments, is_always_causal=self.is_causal, **options)
+        call = SelfAttention.of_call(asked)
+        remedy = "leave the collection 'walk' of another batch out of the variables"
         fresh = init_walk(*call.query.shape[:2], policy=self.policy)
         if self.is_initializing():  # a walk that `init` returned would be taken for this one's
-            return _walk_layer(call, fresh.scores, fresh.layers, **options)[0]
+            return _walk_layer(self, call, fresh.scores, fresh.layers, remedy=remedy)[0]
         if not self.is_mutable_collection("walk"):
             raise ValueError("apply must be given mutable=['walk']: the layers share that state")
         scores = self.variable("walk", "scores", lambda: fresh.scores)
         layer = self.variable("walk", "layer", lambda: fresh.layers)
-        out, scores.value = _walk_layer(call, scores.value, layer.value, **options)
+        out, scores.value = _walk_layer(self, call, scores.value, layer.value, remedy=remedy)
         layer.value = layer.value + 1
         return out
 
@@ -651,20 +559,25 @@ Rotate = Callable[[Float[Array, "B T Heads H"], Int[Array, "B T"]], Float[Array,
 
 
 def _attend(
+    module: "WalkSelfAttention | LinenWalkSelfAttention",
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     walk: Any,
     cache: LayerCache | None,
-    *,
-    rotate: Rotate | None,
-    **options: Any,
+    lengths: Int[Array, "B"] | None,
 ) -> tuple[Array, tuple[Any, ...]]:
     """The output of one layer, and what it returns with it: `(walk,)` or `(cache, walk)`."""
-    if rotate is not None:
+    if module.rotate is not None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first = jnp.zeros((query.shape[0],), jnp.int32) if cache is None else cache.lengths
-        query, key = (rotate(x, first[:, None] + positions) for x in (query, key))
+        query, key = (module.rotate(x, first[:, None] + positions) for x in (query, key))
+    options: dict[str, Any] = {
+        "policy": module.policy,
+        "lengths": lengths,
+        "implementation": module.implementation,
+        "kernel_config": module.kernel_config,
+    }
     if cache is None:
         out, walk = sketchwalk_attention(query, key, value, walk, **options)
         return out, (walk,)
@@ -779,18 +692,8 @@ class WalkSelfAttention(nnx.Module):
         Returns:
           The output and the walk; with a cache, the output, the cache and the walk.
         """
-        out, rest = _attend(
-            self.query(x),
-            self.key(x),
-            self.value(x),
-            walk,
-            cache,
-            rotate=self.rotate,
-            lengths=lengths,
-            policy=self.policy,
-            implementation=self.implementation,
-            kernel_config=self.kernel_config,
-        )
+        projected = self.query(x), self.key(x), self.value(x)
+        out, rest = _attend(self, *projected, walk, cache, lengths)
         return self.out(out), *rest
 
 
@@ -847,20 +750,9 @@ class LinenWalkSelfAttention(nn.Module):
         sizes = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
         options: dict[str, Any] = {"use_bias": self.use_bias, "dtype": self.dtype}
         options["param_dtype"] = self.param_dtype
-        query, key, value = (
+        projected = (
             nn.DenseGeneral((heads or self.num_heads, head_dim), name=name, **options)(x)
             for name, heads in sizes.items()
         )
-        out, rest = _attend(
-            query,
-            key,
-            value,
-            walk,
-            cache,
-            rotate=self.rotate,
-            lengths=lengths,
-            policy=self.policy,
-            implementation=self.implementation,
-            kernel_config=self.kernel_config,
-        )
+        out, rest = _attend(self, *projected, walk, cache, lengths)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), name="out", **options)(out), *rest

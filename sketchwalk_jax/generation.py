@@ -10,23 +10,17 @@ lengths.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from sketchwalk_jax.auto import Auto, Choice
-from sketchwalk_jax.cache import (
-    Cache,
-    Density,
-    init_cache,
-    recommended_policy,
-    show_numbers,
-    spread_cache,
-)
+from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, recommended_policy
+from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calls import (
     cache_bytes,
@@ -43,10 +37,18 @@ from sketchwalk_jax.inference import decode_token, read_prompt
 from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
+from sketchwalk_jax.padding import left_to_right_padding, new_token_room, pad_to_bucket
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy, check_policy
+from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
-from sketchwalk_jax.sampling import Sampling, mark_seen, sample, seen_tokens, sequence_keys
+from sketchwalk_jax.sampling import (
+    Sampling,
+    check_key,
+    mark_seen,
+    sample,
+    seen_tokens,
+    sequence_keys,
+)
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import (
     constrain,
@@ -54,7 +56,7 @@ from sketchwalk_jax.sharding import (
     lies_on_one_device,
     placement_of,
 )
-from sketchwalk_jax.validation import check_integer, check_integers, describe
+from sketchwalk_jax.validation import check_integer, is_known
 
 PyTree = Any
 
@@ -140,7 +142,7 @@ def start_decoding(
     model_config, is_fresh = settings.model_config, cache is None
     if cache is None:
         dtype = params["embed"]["embedding"].dtype
-        cache = init_cache(
+        cache = empty_cache(
             model_config,
             settings.policy,
             batch=batch,
@@ -245,6 +247,230 @@ _continue = jax.jit(
 )
 
 
+# What a call is made of: its static options, checked once, and a prompt with them.
+
+NOT_LOADED = object()
+"""In the place of parameters: a call is checked before they are loaded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static about a generation: the arguments of `make_generate`, which explains them.
+
+    Attributes:
+      settings: What the programs are compiled for, as far as it is known without parameters. Of an
+        `Auto`, it has the sparse policy.
+
+    Raises:
+      ValueError: If an option is unknown, or two contradict each other.
+    """
+
+    model_config: ModelConfig
+    policy: Policy | Auto | None = None
+    _: dataclasses.KW_ONLY
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...] | None = None
+    pad_token_id: int = 0
+    phase: str = "both"
+    chunk_size: int | None = None
+    implementation: str | None = None
+    kernel_config: KernelConfig | None = None
+    max_tokens: int | None = None
+    return_selection: bool = False
+    settings: Settings = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks every option and fills in the defaults."""
+        check_model_config(self.model_config)
+        policy = recommended_policy(self.model_config) if self.policy is None else self.policy
+        check_policy_or_auto(policy)
+        settings = Settings(
+            model_config=self.model_config,
+            policy=policy.policy(self.model_config) if isinstance(policy, Auto) else policy,
+            phase=self.phase,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+            kernel_config=self.kernel_config,
+            return_selection=self.return_selection,
+            on_one_device=False,
+        )
+        check_integer("max_new_tokens", self.max_new_tokens)
+        if not isinstance(self.pad_token_id, int):
+            raise ValueError(f"pad_token_id must be an integer, got {self.pad_token_id!r}")
+        check_integer("max_tokens", self.max_tokens, is_optional=True)
+        ends = _end_tokens(self.eos_token_ids, self.model_config)
+        found = {"policy": policy, "eos_token_ids": ends, "settings": settings}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    def check(
+        self,
+        params: PyTree,
+        tokens: Any,
+        *,
+        lengths: Any = None,
+        sampling: Sampling | None = None,
+        key: Any = None,
+        cache: Cache | None = None,
+        to_bucket: bool = False,
+    ) -> "Call":
+        """Checks the other arguments of `generate`, which explains them, and fills in the defaults.
+
+        If `params` is `NOT_LOADED`, everything except the parameters is checked, as for one device.
+        With `to_bucket`, prompts are padded to few lengths.
+        """
+        model_config, is_loaded = self.model_config, params is not NOT_LOADED
+        placement = placement_of(params, model_config) if is_loaded else None
+        settings = dataclasses.replace(
+            self.settings,
+            placement=placement,
+            on_one_device=is_loaded and lies_on_one_device(params),
+        )
+        lengths = check_prompt(tokens, lengths, model_config)
+        if to_bucket:
+            size, context = settings.policy.block_size, model_config.context_length
+            tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
+        choice = None
+        if isinstance(self.policy, Auto):
+            if cache is not None:
+                check_unused(cache)
+            choice = self.policy.choose(
+                model_config,
+                batch=tokens.shape[0],
+                tokens=tokens_used(cache) + tokens.shape[1],
+                max_new_tokens=self.max_new_tokens,
+                phase=self.phase,
+                is_spread=placement is not None,
+                cache=cache,
+            )
+            settings = dataclasses.replace(settings, policy=choice.policy, phase=choice.phase)
+        if placement is not None:
+            placement.check_batch(tokens.shape[0])
+        capacity = self._capacity(tokens, lengths, cache, settings)
+        check_key(key, sampling)
+        if is_loaded:
+            check_model(params, cache, model_config)
+        return Call(
+            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
+            sampling=Sampling.greedy() if sampling is None else sampling,
+            max_new_tokens=self.max_new_tokens,
+            reading={"capacity": capacity, "settings": settings},
+            decoding={
+                "num_tokens": new_token_room(self.max_new_tokens),
+                "eos_token_ids": self.eos_token_ids,
+                "pad_token_id": self.pad_token_id,
+                # What only concerns prompts makes no other program.
+                "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
+            },
+            num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
+            choice=choice,
+        )
+
+    def _capacity(self, tokens: Any, lengths: Any, cache: Cache | None, settings: Settings) -> int:
+        """Checks that prompts and new tokens fit; returns the capacity of the cache, old or new."""
+        batch, width = tokens.shape
+        longest = int(np.asarray(lengths).max()) if is_known(lengths) else width
+        context = self.model_config.context_length
+        if cache is not None:
+            check_cache(cache, batch, self.model_config, settings.policy, settings.placement)
+        used = tokens_used(cache)
+        needed = used + longest + self.max_new_tokens
+        if needed > context:
+            raise ValueError(
+                f"prompt and new tokens must fit into the model's context of {context} tokens, got "
+                f"{used + longest} and {self.max_new_tokens}; shorten the prompt or lower "
+                f"max_new_tokens"
+            )
+        if width > context:
+            raise ValueError(
+                f"tokens must have at most as many columns as the model's context, {context}, "
+                f"got {width}"
+            )
+        if cache is not None:
+            if self.max_tokens is not None:
+                raise ValueError("max_tokens must be None when a cache is given: its size is fixed")
+            if needed > cache.capacity:
+                raise ValueError(
+                    f"the cache must have room for prompt and new tokens, got {needed} tokens for "
+                    f"a capacity of {cache.capacity}; make the first call with a larger max_tokens"
+                )
+            return cache.capacity
+        if self.max_tokens is None:
+            return min(width + new_token_room(self.max_new_tokens), context)
+        if self.max_tokens < needed:
+            raise ValueError(
+                f"max_tokens must be at least {needed} for this call, got {self.max_tokens}"
+            )
+        return max(self.max_tokens, width)
+
+
+def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
+    """The end tokens of a call. Those of the model are not checked."""
+    if given is None:
+        return model_config.eos_token_ids
+    if not isinstance(given, tuple | list):
+        raise ValueError(f"eos_token_ids must be a tuple of token ids, got {given!r}")
+    for one in given:
+        if not isinstance(one, int | np.integer) or not 0 <= one < model_config.vocab_size:
+            raise ValueError(
+                f"eos_token_ids must be ids of the model's vocabulary, from 0 to "
+                f"{model_config.vocab_size - 1}, got {one!r}"
+            )
+    return tuple(map(int, given))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The checked arguments of one generation, for the programs of `generate` and `stream`."""
+
+    prompt: tuple[Any, ...]  # tokens, lengths, key, cache
+    sampling: Sampling
+    max_new_tokens: int
+    reading: dict[str, Any]  # what is static about `_start`
+    decoding: dict[str, Any]  # what is static about `_continue`
+    num_rows: int | None  # blocks of the longest prompt, where that is known
+    choice: Choice | None  # what an `Auto` chose
+
+    def memory(self, params: PyTree) -> contextlib.AbstractContextManager[None]:
+        """Checks that a new cache fits into the device's memory; explains a failure to allocate.
+
+        Raises:
+          OutOfDeviceMemory: If the cache is known not to fit.
+        """
+        tokens, _, _, cache = self.prompt
+        settings, capacity = self.reading["settings"], self.reading["capacity"]
+        embedding = params["embed"]["embedding"]
+        size = cache_bytes(
+            settings.model_config,
+            settings.policy,
+            tokens.shape[0],
+            capacity,
+            embedding.dtype.name,
+            settings.placement,
+        )
+        if cache is None:
+            what = f"the cache of {tokens.shape[0]} sequences of {capacity} tokens"
+            check_memory(what, size, embedding)
+        return advice(params=params, cache=size)
+
+    def result(
+        self, tokens: Int[Array, "B U"], state: DecodeState, selection: BlockSelection | None
+    ) -> Generation:
+        """What `generate` returns, of what the programs returned."""
+        return Generation(
+            tokens[:, : self.max_new_tokens],
+            state.lengths,
+            state.cache.density,
+            state.cache,
+            first_rows(selection, self.num_rows),
+            state.is_finite,
+            self.choice,
+        )
+
+
+# All tokens at once.
+
+
 @renamed_argument("config", "policy")
 def generate(
     params: PyTree,
@@ -319,353 +545,30 @@ def generate(
       ...                max_new_tokens=32)  # doctest: +SKIP
     """
     keep_by_default()
-    call = check_call(
-        tokens,
-        params=params,
-        model_config=model_config,
-        policy=policy,
+    options = Options(
+        model_config,
+        policy,
         max_new_tokens=max_new_tokens,
-        lengths=lengths,
-        sampling=sampling,
-        key=key,
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
         kernel_config=kernel_config,
-        cache=cache,
         max_tokens=max_tokens,
         return_selection=return_selection,
     )
+    call = options.check(params, tokens, lengths=lengths, sampling=sampling, key=key, cache=cache)
     limit = jnp.asarray(call.max_new_tokens, jnp.int32)
-    with memory_of(params, call):
+    with call.memory(params):
         state, selection = _start(params, *call.prompt, **call.reading)
         new, state = _continue(params, state, call.sampling, limit, **call.decoding)
-    return Generation(
-        new[:, : call.max_new_tokens],
-        state.lengths,
-        state.cache.density,
-        state.cache,
-        first_rows(selection, call.num_rows),
-        state.is_finite,
-        call.choice,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The checked arguments of one generation, for the programs of `generate` and `stream`."""
-
-    prompt: tuple[Any, ...]  # tokens, lengths, key, cache
-    sampling: Sampling
-    max_new_tokens: int
-    reading: dict[str, Any]  # what is static about `_start`
-    decoding: dict[str, Any]  # what is static about `_continue`
-    num_rows: int | None  # blocks of the longest prompt, where that is known
-    choice: Choice | None  # what an `Auto` chose
-
-
-NOT_LOADED = object()
-"""In the place of parameters: a call is checked before they are loaded."""
-
-
-def check_call(
-    tokens: Any,
-    *,
-    params: PyTree,
-    model_config: ModelConfig,
-    policy: Policy | Auto | None = None,
-    max_new_tokens: int,
-    lengths: Any = None,
-    sampling: Sampling | None = None,
-    key: Any = None,
-    eos_token_ids: tuple[int, ...] | None = None,
-    pad_token_id: int = 0,
-    phase: str = "both",
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    kernel_config: KernelConfig | None = None,
-    cache: Cache | None = None,
-    max_tokens: int | None = None,
-    return_selection: bool = False,
-) -> Call:
-    """Checks the arguments of `generate` and fills in the defaults.
-
-    If `params` is `NOT_LOADED`, everything except the parameters is checked, as for one device.
-    """
-    check_model_config(model_config)
-    is_loaded = params is not NOT_LOADED
-    placement = placement_of(params, model_config) if is_loaded else None
-    policy = recommended_policy(model_config) if policy is None else policy
-    settings = Settings(
-        model_config=model_config,
-        policy=policy.policy(model_config) if isinstance(policy, Auto) else policy,
-        phase=phase,
-        chunk_size=chunk_size,
-        implementation=implementation,
-        kernel_config=kernel_config,
-        return_selection=return_selection,
-        placement=placement,
-        on_one_device=is_loaded and lies_on_one_device(params),
-    )
-    lengths = check_prompt(tokens, lengths, model_config)
-    check_integer("max_new_tokens", max_new_tokens)
-    choice = None
-    if isinstance(policy, Auto):
-        if cache is not None:
-            check_unused(cache)
-        choice = policy.choose(
-            model_config,
-            batch=tokens.shape[0],
-            tokens=tokens_used(cache) + tokens.shape[1],
-            max_new_tokens=max_new_tokens,
-            phase=phase,
-            is_spread=placement is not None,
-            cache=cache,
-        )
-        settings = dataclasses.replace(settings, policy=choice.policy, phase=choice.phase)
-    if placement is not None:
-        placement.check_batch(tokens.shape[0])
-    if not isinstance(pad_token_id, int):
-        raise ValueError(f"pad_token_id must be an integer, got {pad_token_id!r}")
-    capacity = _check_room(tokens, lengths, cache, max_new_tokens, max_tokens, settings)
-    num_rows = prompt_rows(tokens, lengths, cache, settings.policy.block_size)
-    if key is not None and sampling is None:
-        raise ValueError(
-            "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
-            "sampling=Sampling(...) as well"
-        )
-    sampling = Sampling.greedy() if sampling is None else sampling
-    key = jax.random.key(0) if key is None else key
-    eos = _end_tokens(eos_token_ids, model_config)
-    if is_loaded:
-        check_model(params, cache, model_config)
-    return Call(
-        prompt=(tokens, lengths, key, cache),
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        reading={"capacity": capacity, "settings": settings},
-        decoding={
-            "num_tokens": new_token_room(max_new_tokens),
-            "eos_token_ids": eos,
-            "pad_token_id": pad_token_id,
-            # What only concerns prompts makes no other program.
-            "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
-        },
-        num_rows=num_rows,
-        choice=choice,
-    )
-
-
-def memory_of(params: PyTree, call: Call) -> contextlib.AbstractContextManager[None]:
-    """Checks that a new cache fits into the device's memory, and explains a failure to allocate.
-
-    Raises:
-      OutOfDeviceMemory: If the cache is known not to fit.
-    """
-    tokens, _, _, cache = call.prompt
-    settings, capacity = call.reading["settings"], call.reading["capacity"]
-    embedding = params["embed"]["embedding"]
-    size = cache_bytes(
-        settings.model_config,
-        settings.policy,
-        tokens.shape[0],
-        capacity,
-        embedding.dtype.name,
-        settings.placement,
-    )
-    if cache is None:
-        what = f"the cache of {tokens.shape[0]} sequences of {capacity} tokens"
-        check_memory(what, size, embedding)
-    return advice(params=params, cache=size)
-
-
-def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
-    """The end tokens of a call. Those of the model are not checked."""
-    if given is None:
-        return model_config.eos_token_ids
-    if not isinstance(given, tuple | list):
-        raise ValueError(f"eos_token_ids must be a tuple of token ids, got {given!r}")
-    for one in given:
-        if not isinstance(one, int | np.integer) or not 0 <= one < model_config.vocab_size:
-            raise ValueError(
-                f"eos_token_ids must be ids of the model's vocabulary, from 0 to "
-                f"{model_config.vocab_size - 1}, got {one!r}"
-            )
-    return tuple(map(int, given))
-
-
-def _check_room(
-    tokens: Any,
-    lengths: Any,
-    cache: Cache | None,
-    max_new_tokens: int,
-    max_tokens: Any,
-    settings: Settings,
-) -> int:
-    """Checks that prompts and new tokens fit; returns the capacity that a new cache needs."""
-    context = settings.model_config.context_length
-    width = tokens.shape[1]
-    longest = width if isinstance(lengths, jax.core.Tracer) else int(np.asarray(lengths).max())
-    if cache is not None:
-        check_cache(
-            cache, tokens.shape[0], settings.model_config, settings.policy, settings.placement
-        )
-    used = tokens_used(cache)
-    needed = used + longest + max_new_tokens
-    if needed > context:
-        raise ValueError(
-            f"prompt and new tokens must fit into the model's context of {context} tokens, got "
-            f"{used + longest} and {max_new_tokens}; shorten the prompt or lower max_new_tokens"
-        )
-    if width > context:
-        raise ValueError(
-            f"tokens must have at most as many columns as the model's context, {context}, "
-            f"got {width}"
-        )
-    if cache is not None:
-        if max_tokens is not None:
-            raise ValueError("max_tokens must be None when a cache is given: its size is fixed")
-        if needed > cache.capacity:
-            raise ValueError(
-                f"the cache must have room for prompt and new tokens, got {needed} tokens for a "
-                f"capacity of {cache.capacity}; make the first call with a larger max_tokens"
-            )
-        return cache.capacity
-    check_integer("max_tokens", max_tokens, is_optional=True)
-    if max_tokens is not None and max_tokens < needed:
-        raise ValueError(f"max_tokens must be at least {needed} for this call, got {max_tokens!r}")
-    if max_tokens is not None:
-        return max(max_tokens, width)
-    return min(width + new_token_room(max_new_tokens), context)
-
-
-# Few sizes: of the room for new tokens, and of prompts.
-
-
-def new_token_room(max_new_tokens: int) -> int:
-    """The room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
-
-    A program is compiled for a room, so all values of `max_new_tokens` with the same room share it.
-
-    Args:
-      max_new_tokens: Maximum number of tokens to generate for a sequence, at least 1.
-
-    Returns:
-      The room in tokens.
-
-    Example:
-      >>> [new_token_room(n) for n in (1, 256, 257, 1000)]
-      [256, 256, 512, 1024]
-    """
-    return max(256, 1 << (max_new_tokens - 1).bit_length())
-
-
-def left_to_right_padding(
-    tokens: Integer[Array | np.ndarray, "B T"],
-    attention_mask: Bool[Array | np.ndarray, "B T"] | Integer[Array | np.ndarray, "B T"],
-) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Moves the tokens of every sequence to the start of its row, so that all padding comes last.
-
-    Tokenizers pad on the left for generation, but blocks are counted from the first token. If `s`
-    is the first real position of a row, then `rolled[t] = tokens[(s + t) mod T]`. Rows may also be
-    padded on the right or on both sides.
-
-    Args:
-      tokens: Token ids, padded on any side.
-      attention_mask: 1 or true at real tokens, which must be contiguous in each row.
-
-    Returns:
-      The rolled tokens, int32 `[B, T]`, and the number of tokens in each row, int32 `[B]`.
-
-    Raises:
-      ValueError: If a concrete mask has another shape, values other than 0 and 1, a row without
-        tokens or a row whose tokens are not contiguous. Traced masks are not checked.
-
-    Example:
-      >>> tokens, mask = jnp.array([[0, 0, 7, 8]]), jnp.array([[0, 0, 1, 1]])
-      >>> rolled, lengths = left_to_right_padding(tokens, mask)
-      >>> rolled.tolist(), lengths.tolist()
-      ([[7, 8, 0, 0]], [2])
-    """
-    check_integers("tokens", tokens, "[B, T]", 2)
-    if not hasattr(attention_mask, "shape"):
-        raise ValueError(f"attention_mask must be an array [B, T], got {describe(attention_mask)}")
-    if attention_mask.shape != tokens.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of tokens, {list(tokens.shape)}, "
-            f"got {list(attention_mask.shape)}"
-        )
-    if not isinstance(attention_mask, jax.core.Tracer):
-        _check_mask(np.asarray(attention_mask))
-    is_real = jnp.asarray(attention_mask).astype(bool)
-    num_tokens = is_real.shape[1]
-    lengths = jnp.sum(is_real, axis=1, dtype=jnp.int32)
-    first = jnp.argmax(is_real, axis=1).astype(jnp.int32)
-    positions = (first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]) % num_tokens
-    return jnp.take_along_axis(jnp.asarray(tokens, jnp.int32), positions, axis=1), lengths
-
-
-def _check_mask(mask: np.ndarray) -> None:
-    if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"attention_mask must hold 0 and 1 only, got {np.unique(mask)[:5]}")
-    starts = np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1
-    for row, runs in enumerate(starts.sum(axis=1)):
-        if runs == 0:
-            raise ValueError(f"attention_mask must mark a token in each row, got none in row {row}")
-        if runs > 1:
-            raise ValueError(
-                f"attention_mask must mark tokens that stand together, got {runs} runs in row {row}"
-            )
-
-
-def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
-    """The length to which a prompt is padded, so that few lengths are compiled.
-
-    With `n = ceil(num_tokens / multiple)` and `2^k < n ≤ 2^(k+1)`, the bucket is `n` rounded up to
-    a multiple of `max(1, 2^k / 8)`, times `multiple`. There are eight buckets between a length and
-    its double, and the padding is less than an eighth of the prompt plus `multiple` tokens. A
-    length that is a bucket already stays as it is.
-
-    Args:
-      num_tokens: Tokens of the longest prompt of the batch, at least 1.
-      multiple: Number of tokens, such as the block size, that every bucket is a multiple of; at
-        least 1.
-
-    Returns:
-      The padded length in tokens.
-
-    Raises:
-      ValueError: If an argument is below 1.
-
-    Example:
-      >>> [bucket_length(n) for n in (1, 64, 65, 1000, 1025, 10_000)]
-      [64, 64, 128, 1024, 1152, 10240]
-    """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-    if multiple < 1:
-        raise ValueError(f"multiple must be at least 1, got {multiple}")
-    blocks = -(-num_tokens // multiple)
-    octave = 1 << max((blocks - 1).bit_length() - 1, 0)
-    step = max(1, octave // 8)
-    return -(-blocks // step) * step * multiple
+    return call.result(new, state, selection)
 
 
 @renamed_field("config", "policy")
-class Generate:
+class Generate(Options):
     """The callable that `make_generate` returns."""
-
-    def __init__(
-        self, model_config: ModelConfig, policy: Policy | Auto | None, **static: Any
-    ) -> None:
-        """Keeps the static options; see `make_generate`."""
-        policy = recommended_policy(model_config) if policy is None else policy
-        check_model_config(model_config)
-        if not isinstance(policy, Auto):
-            check_policy(policy)
-        self.model_config, self.policy, self.static = model_config, policy, static
 
     def __call__(
         self,
@@ -695,56 +598,41 @@ class Generate:
         Raises:
           ValueError: As `generate`.
         """
+        keep_by_default()
         if attention_mask is not None:
             if lengths is not None:
                 raise ValueError("lengths must be None when attention_mask is given, got both")
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        # Here too, since what is wrong is said of what was given and not of its padding.
-        lengths = check_prompt(tokens, lengths, self.model_config)
-        tokens, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
-        return generate(
+        call = self.check(
             params,
             tokens,
-            model_config=self.model_config,
-            policy=self.policy,
             lengths=lengths,
             sampling=sampling,
             key=key,
             cache=cache,
-            **self.static,
+            to_bucket=True,
         )
+        limit = jnp.asarray(call.max_new_tokens, jnp.int32)
+        with call.memory(params):
+            state, selection = _start(params, *call.prompt, **call.reading)
+            new, state = _continue(params, state, call.sampling, limit, **call.decoding)
+        return call.result(new, state, selection)
 
 
-def pad_to_bucket(
-    tokens: Any, lengths: Any, model_config: ModelConfig, policy: Policy | Auto
-) -> tuple[Array | np.ndarray, Any]:
-    """Pads prompts on the right to the next bucket, but not beyond the model's context."""
-    batch, width = np.shape(tokens)
-    if lengths is None:
-        lengths = np.full((batch,), width, np.int32)
-    bucket = bucket_length(width, multiple=policy.block_size)
-    bucket = max(width, min(bucket, model_config.context_length))
-    padding = ((0, 0), (0, bucket - width))
-    if isinstance(tokens, np.ndarray):  # ids are looked at on the host
-        return np.pad(tokens, padding), lengths
-    return jnp.pad(jnp.asarray(tokens), padding), lengths
+def _takes_what[**P, R](other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """A decorator: the function takes what another takes, and says so to `help`."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        own = inspect.signature(function)
+        taken = inspect.signature(other).replace(return_annotation=own.return_annotation)
+        function.__signature__ = taken  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
-@renamed_argument("config", "policy")
-def make_generate(
-    model_config: ModelConfig,
-    policy: Policy | Auto | None = None,
-    *,
-    max_new_tokens: int,
-    eos_token_ids: tuple[int, ...] | None = None,
-    pad_token_id: int = 0,
-    phase: str = "both",
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    kernel_config: KernelConfig | None = None,
-    max_tokens: int | None = None,
-    return_selection: bool = False,
-) -> Generate:
+@_takes_what(Generate)
+def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (those of `Generate`)
     """Returns the jitted `generate(params, tokens)` for one model and policy.
 
     Prompts are padded to a few lengths (`bucket_length`), so a prompt of another length seldom
@@ -778,19 +666,7 @@ def make_generate(
       >>> generate = make_generate(cfg, max_new_tokens=32)  # doctest: +SKIP
       >>> generate(params, tokens).tokens  # doctest: +SKIP
     """
-    return Generate(
-        model_config,
-        policy,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=eos_token_ids,
-        pad_token_id=pad_token_id,
-        phase=phase,
-        chunk_size=chunk_size,
-        implementation=implementation,
-        kernel_config=kernel_config,
-        max_tokens=max_tokens,
-        return_selection=return_selection,
-    )
+    return Generate(*arguments, **options)
 
 
 # Tokens as they come.
@@ -824,6 +700,8 @@ class Stream(Iterator[StreamChunk]):
 
     def __init__(self, call: Call, params: PyTree, *, every: int) -> None:
         """Keeps the checked call. Nothing runs before the first `next`."""
+        check_integer("every", every)
+        keep_by_default()
         self._call, self._params, self._every = call, params, every
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
@@ -845,7 +723,7 @@ class Stream(Iterator[StreamChunk]):
         """Computes the next chunk."""
         call, params = self._call, self._params
         if self._state is None:
-            with memory_of(params, call):
+            with call.memory(params):
                 self._state, selection = _start(params, *call.prompt, **call.reading)
             no_tokens = np.zeros((len(self._lengths), 0), np.int32)
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
@@ -903,7 +781,6 @@ def stream(
       ...                     max_new_tokens=64):  # doctest: +SKIP
       ...     print(chunk.tokens)
     """
-    keep_by_default()
-    check_integer("every", every)
-    call = check_call(tokens, params=params, **options)
-    return Stream(call, params, every=every)
+    own = ("lengths", "sampling", "key", "cache")
+    prompt = {name: options.pop(name) for name in own if name in options}
+    return Stream(Options(**options).check(params, tokens, **prompt), params, every=every)

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
-from sketchwalk_jax.cache import Cache, init_cache, recommended_policy, spread_cache
+from sketchwalk_jax.auto import recommended_policy
+from sketchwalk_jax.cache import Cache, chunk_layout, empty_cache, spread_cache
 from sketchwalk_jax.cached_layer import (
     Settings,
     attention_by_layer,
@@ -42,6 +43,7 @@ from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
 from sketchwalk_jax.sharding import (
+    Placement,
     constrain,
     constrain_logits,
     embed_tokens,
@@ -54,56 +56,6 @@ PyTree = Any
 
 
 # What `prefill`, `generate` and `stream` share, inside `jit`.
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkLayout:
-    """Where the columns of the prompts are placed when the prompts are read chunk by chunk.
-
-    Columns are moved so that the first column of the first chunk is at a block boundary. If the
-    cache ends inside a block, the first chunk begins with padding.
-
-    Attributes:
-      num_chunks: Number of chunks.
-      chunk_size: Tokens per chunk, a multiple of the block size.
-      shift: Number of columns by which each sequence is moved, int32 `[B]`.
-      tokens: The moved tokens, int32 `[B, num_chunks · chunk_size]`.
-      valid: Which of them are tokens of the sequences.
-    """
-
-    num_chunks: int
-    chunk_size: int
-    shift: Int[Array, "B"]
-    tokens: Int[Array, "B C"]
-    valid: Bool[Array, "B C"]
-
-
-def chunk_layout(
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    used: Int[Array, "B"],
-    *,
-    block_size: int,
-    chunk_size: int | None,
-    is_fresh: bool,
-    num_pieces: int = 1,
-) -> ChunkLayout:
-    """Lays prompts out after the `used` tokens that the cache holds of each sequence.
-
-    A fresh cache holds none. Each of `num_pieces` pieces of a chunk has the same number of whole
-    blocks.
-    """
-    batch, num_tokens = tokens.shape
-    shift = jnp.zeros((batch,), jnp.int32) if is_fresh else used % block_size
-    reach = num_tokens if is_fresh else num_tokens + block_size - 1
-    chunk = min(chunk_size or reach, reach)
-    least = block_size * num_pieces
-    chunk = -(-chunk // least) * least
-    num_chunks = -(-reach // chunk)
-    source = jnp.arange(num_chunks * chunk, dtype=jnp.int32)[None, :] - shift[:, None]
-    valid = (source >= 0) & (source < lengths[:, None])
-    tokens = jnp.take_along_axis(tokens, jnp.clip(source, 0, num_tokens - 1), axis=1)
-    return ChunkLayout(num_chunks, chunk, shift, tokens, valid)
 
 
 def read_prompt(
@@ -134,7 +86,7 @@ def read_prompt(
     size, placement = settings.policy.block_size, settings.placement
     blocks = None if placement is None else placement.blocks
     layout = chunk_layout(
-        tokens,
+        tokens.shape[1],
         lengths,
         cache.lengths,
         block_size=size,
@@ -143,6 +95,7 @@ def read_prompt(
         num_pieces=1 if blocks is None else blocks.num_pieces,
     )
     chunk, num_chunks = layout.chunk_size, layout.num_chunks
+    moved = jnp.take_along_axis(tokens, layout.source, axis=1)
     first_block = cache.lengths // size
     prompt_end = cache.lengths + lengths
     wanted = layout.shift[:, None] + columns
@@ -151,8 +104,7 @@ def read_prompt(
         """One chunk: all layers over its tokens."""
         begin = index * chunk
         tokens, valid = (
-            jax.lax.dynamic_slice_in_dim(x, begin, chunk, axis=1)
-            for x in (layout.tokens, layout.valid)
+            jax.lax.dynamic_slice_in_dim(x, begin, chunk, axis=1) for x in (moved, layout.valid)
         )
         num_new = jnp.sum(valid, axis=1, dtype=jnp.int32)
         span = Span(
@@ -231,7 +183,7 @@ def read_into_new_cache(
       The last layer's output at those columns, and the cache.
     """
     batch, num_tokens = tokens.shape
-    cache = init_cache(
+    cache = empty_cache(
         settings.model_config,
         settings.policy,
         batch=batch,
@@ -309,6 +261,19 @@ def decode_token(
 # The public functions.
 
 
+def _settings(
+    params: PyTree, model_config: ModelConfig, policy: Policy, **options: Any
+) -> Settings:
+    """The settings of a call, with what the parameters say of devices."""
+    return Settings(
+        model_config=model_config,
+        policy=policy,
+        placement=placement_of(params, model_config),
+        on_one_device=lies_on_one_device(params),
+        **options,
+    )
+
+
 def _read(
     params: PyTree,
     tokens: Int[Array, "B T"],
@@ -329,6 +294,45 @@ def _read(
     logits = unembed(params, hidden, model_config=settings.model_config)
     cache = spread_cache(cache, settings.placement, settings.policy)
     return constrain_logits(logits, settings.placement), cache, selection
+
+
+@renamed_argument("config", "policy")
+def init_cache(
+    model_config: ModelConfig,
+    policy: Policy | None = None,
+    *,
+    batch: int,
+    max_tokens: int,
+    dtype: DTypeLike | None = None,
+    sharding: jax.sharding.Sharding | Placement | None = None,
+) -> Cache:
+    """An empty cache.
+
+    Args:
+      model_config: Configuration of the model.
+      policy: The policy that the cache is for, such as `SketchWalkConfig.recommended(density=0.2)`
+        or `Dense()`. It decides which statistics the cache keeps. Default:
+        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      batch: Number of sequences.
+      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
+        blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
+      dtype: Type of keys and values. Default: the dtype of the model.
+      sharding: Where keys and values are placed; or a `Placement`, which places the whole cache on
+        a mesh. Calls with parameters on a mesh need a cache made with its `Placement`. No device
+        then holds more than its share.
+
+    Returns:
+      A `Cache` with lengths of zero.
+
+    Raises:
+      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
+        mesh's `data` axis does not divide `batch`, or `policy` is not a policy.
+      NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
+    """
+    policy = recommended_policy(model_config) if policy is None else policy
+    return empty_cache(
+        model_config, policy, batch=batch, max_tokens=max_tokens, dtype=dtype, sharding=sharding
+    )
 
 
 _prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argnames="cache")
@@ -392,17 +396,16 @@ def prefill(
     """
     keep_by_default()
     policy = recommended_policy(model_config) if policy is None else policy
-    settings = Settings(
-        model_config=model_config,
-        policy=policy,
+    settings = _settings(
+        params,
+        model_config,
+        policy,
         phase=phase,
         chunk_size=chunk_size,
         implementation=implementation,
         kernel_config=kernel_config,
         return_selection=return_selection,
         return_all_logits=return_all_logits,
-        placement=placement_of(params, model_config),
-        on_one_device=lies_on_one_device(params),
     )
     given, lengths = lengths, check_prompt(tokens, lengths, model_config)
     check_cache(cache, tokens.shape[0], model_config, policy, settings.placement)
@@ -454,15 +457,14 @@ def decode_step(
     """
     keep_by_default()
     policy = recommended_policy(model_config) if policy is None else policy
-    settings = Settings(
-        model_config=model_config,
-        policy=policy,
+    settings = _settings(
+        params,
+        model_config,
+        policy,
         phase=phase,
         implementation=implementation,
         kernel_config=kernel_config,
         return_selection=return_selection,
-        placement=placement_of(params, model_config),
-        on_one_device=lies_on_one_device(params),
     )
     check_token(tokens, cache, model_config, policy, settings.placement)
     check_model(params, cache, model_config)
@@ -506,20 +508,19 @@ def forward(
     """
     keep_by_default()
     policy = Dense() if policy is None else policy
-    settings = Settings(
-        model_config=model_config,
-        policy=policy,
+    settings = _settings(
+        params,
+        model_config,
+        policy,
         chunk_size=chunk_size,
         implementation=implementation,
         kernel_config=kernel_config,
         return_all_logits=True,
-        placement=placement_of(params, model_config),
-        on_one_device=lies_on_one_device(params),
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_model(params, None, model_config)
     batch, num_tokens = tokens.shape
-    cache = init_cache(
+    cache = empty_cache(
         model_config,
         policy,
         batch=batch,

@@ -14,26 +14,20 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, Shaped
 
-from sketchwalk_jax.auto import Auto, Choice
-from sketchwalk_jax.cache import Cache, Density, recommended_policy
+from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, recommended_policy
+from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.calibration import set_density
 from sketchwalk_jax.calls import cache_bytes
-from sketchwalk_jax.generation import (
-    Stream,
-    bucket_length,
-    generate,
-    new_token_room,
-    pad_to_bucket,
-    stream,
-)
+from sketchwalk_jax.generation import Generate, Stream, make_generate
 from sketchwalk_jax.memory import free_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import ParamsSharding
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.padding import bucket_length, new_token_room
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
-from sketchwalk_jax.policies.base import PrefillPolicy, check_policy
-from sketchwalk_jax.sampling import Sampling
+from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.sampling import Sampling, check_key
 from sketchwalk_jax.sharding import placement_of
 from sketchwalk_jax.tokenizer import (
     StreamDecoder,
@@ -154,8 +148,8 @@ class LanguageModel:
           >>> LanguageModel.load(bundled_model()).model_config.num_layers
           12
         """
-        if policy is not None and not isinstance(policy, Auto):
-            check_policy(policy)
+        if policy is not None:
+            check_policy_or_auto(policy)
         checkpoint = find_checkpoint(source, progress=progress)
         tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
         if dtype is None and jax.default_backend() == "cpu":
@@ -200,9 +194,8 @@ class LanguageModel:
           >>> lm.with_policy(MInferenceConfig(), density=0.2).policy.scale  # doctest: +SKIP
           0.2265625
         """
-        if not isinstance(policy, Auto):
-            check_policy(policy)
-        else:
+        check_policy_or_auto(policy)
+        if isinstance(policy, Auto):
             sparse = policy.policy(self.model_config)
             made = self.with_policy(sparse, density=density, num_tokens=num_tokens).policy
             assert isinstance(made, Policy)
@@ -299,19 +292,17 @@ class LanguageModel:
         Example:
           >>> lm.generate(["Walk with", "The sketch"], max_new_tokens=32)  # doctest: +SKIP
         """
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
-            "key": key,
-            "batch_size": batch_size,
-        }
         check_texts("prompts", prompts, "strings")
-        if isinstance(prompts, str):
-            return next(self.complete([self.encode(prompts)], **options))[1].text
-        texts = [""] * len(prompts)
-        for index, found in self.complete([self.encode(one) for one in prompts], **options):
-            texts[index] = found.text
-        return texts
+        several = [prompts] if isinstance(prompts, str) else prompts
+        found = self.complete(
+            [self.encode(one) for one in several],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            batch_size=batch_size,
+        )
+        texts = [one.text for _, one in sorted(found, key=lambda one: one[0])]
+        return texts[0] if isinstance(prompts, str) else texts
 
     def complete(
         self,
@@ -343,41 +334,23 @@ class LanguageModel:
         check_integer("batch_size", batch_size, is_optional=True)
         for index, one in enumerate(prompts):
             check_integers(f"prompts[{index}]", one, "[T]", 1)
-        if isinstance(self.policy, Auto) and prompts:
-            yield from self._resolved(prompts, max_new_tokens, batch_size).complete(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                key=key,
-                batch_size=batch_size,
-                key_ids=key_ids,
-            )
-            return
         one_key = _make_key(key, sampling)
+        model = self._resolved(prompts, max_new_tokens, batch_size)
+        made = model._made(max_new_tokens)
+        batch_size = model._batch_size(prompts, max_new_tokens, batch_size)
         ids = range(len(prompts)) if key_ids is None else key_ids
-        for rows in batches_by_length(
-            [len(one) for one in prompts], self._batch_size(prompts, max_new_tokens, batch_size)
-        ):
+        for rows in batches_by_length([len(one) for one in prompts], batch_size):
             # In few sizes: what is missing to a power of two is the last prompt once more.
             padded = [*rows, *[rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
             lengths = np.array([len(prompts[row]) for row in padded], np.int32)
             tokens = np.zeros((len(padded), lengths.max()), np.int32)
             for line, row in zip(tokens, padded, strict=True):
                 line[: len(prompts[row])] = prompts[row]
-            columns, lengths = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
             keys = None
             if one_key is not None:
                 fold = jax.vmap(jax.random.fold_in, (None, 0))
                 keys = fold(one_key, np.array([ids[row] for row in padded], np.uint32))
-            out = generate(
-                self.params,
-                columns,
-                lengths=lengths,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                key=keys,
-                **self._options,
-            )
+            out = made(self.params, tokens, lengths=lengths, sampling=sampling, key=keys)
             found = jax.device_get((out.tokens, out.lengths, out.measured_density, out.is_finite))
             new, counts, density, is_finite = found
             for place, row in enumerate(rows):
@@ -388,7 +361,7 @@ class LanguageModel:
                         decode(self.tokenizer, own),
                         len(prompts[row]),
                         own,
-                        _row_of(density, place),
+                        jax.tree.map(lambda x, row=place: x[..., row : row + 1], density),
                         ends=self._end_tokens,
                         is_finite=bool(is_finite[place]),
                     ),
@@ -430,14 +403,8 @@ class LanguageModel:
         else:
             check_integers("prompt", prompt, "[T], or a string", 1)
             tokens = np.asarray(prompt)
-        key = _make_key(key, sampling)
-        return self._start(
-            tokens,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            key=key,
-            every=every,
-        )
+        made, key = self._made(max_new_tokens), _make_key(key, sampling)
+        return self._start(tokens, made, every=every, sampling=sampling, key=key)
 
     def chat(
         self,
@@ -514,33 +481,31 @@ class LanguageModel:
             template_arguments=template_arguments,
         )
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The arguments that every call of the pure functions takes."""
-        return {
-            "model_config": self.model_config,
-            "policy": self.policy,
-            "phase": self.phase,
-            "chunk_size": self.chunk_size,
-            "eos_token_ids": self.eos_token_ids,
-        }
+    def _made(self, max_new_tokens: int, max_tokens: int | None = None) -> Generate:
+        """What `make_generate` returns for this model."""
+        return make_generate(
+            self.model_config,
+            self.policy,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            phase=self.phase,
+            chunk_size=self.chunk_size,
+            max_tokens=max_tokens,
+        )
 
     @property
     def _end_tokens(self) -> tuple[int, ...]:
         own = self.model_config.eos_token_ids
         return own if self.eos_token_ids is None else self.eos_token_ids
 
-    def _start(self, tokens: Int[np.ndarray, "_"], *, every: int, **options: Any) -> "TextStream":
-        """A stream of text, with the options of `sketchwalk_jax.stream`."""
-        lengths = np.array([len(tokens)], np.int32)
-        padded, lengths = pad_to_bucket(
-            np.asarray(tokens, np.int32)[None], lengths, self.model_config, self.policy
-        )
-        chunks = stream(
-            self.params, padded, lengths=lengths, every=every, **options, **self._options
-        )
+    def _start(
+        self, tokens: Int[np.ndarray, "_"], made: Generate, *, every: int, **options: Any
+    ) -> "TextStream":
+        """A stream of text; the options are those of a call of `made`."""
+        lengths, tokens = np.array([len(tokens)], np.int32), np.asarray(tokens, np.int32)
+        call = made.check(self.params, tokens[None], lengths=lengths, to_bucket=True, **options)
         return TextStream(
-            chunks,
+            Stream(call, self.params, every=every),
             self.tokenizer,
             num_prompt_tokens=len(tokens),
             ends=self._end_tokens,
@@ -549,8 +514,9 @@ class LanguageModel:
     def _resolved(
         self, prompts: Sequence[Any], max_new_tokens: int, batch_size: int | None
     ) -> Self:
-        """The model with the policy that its `Auto` chooses for all these prompts."""
-        assert isinstance(self.policy, Auto)
+        """The model with a policy: its own, or what its `Auto` chooses for all these prompts."""
+        if not isinstance(self.policy, Auto) or not prompts:
+            return self
         auto, config = self.policy, self.model_config
         sparse = dataclasses.replace(self, policy=auto.policy(config))
         batch = min(sparse._batch_size(prompts, max_new_tokens, batch_size), len(prompts))
@@ -797,18 +763,18 @@ class Conversation:
             and held < len(tokens)
             and tokens[:held] == self._held
         )
-        options: dict[str, Any] = {"cache": cache}
         if not is_continued:
-            held, options = 0, {"max_tokens": self._room(needed)}
+            held, cache = 0, None
+        made = self.model._made(self._max_new_tokens, None if is_continued else self._room(needed))
         key = None if self._key is None else jax.random.fold_in(self._key, self._turn)
         self._held, self.num_read = tokens, len(tokens) - held
         return self.model._start(
             np.array(tokens[held:], np.int32),
+            made,
             every=every,
-            max_new_tokens=self._max_new_tokens,
             sampling=self._sampling,
             key=key,
-            **options,
+            cache=cache,
         )
 
     def _room(self, needed: int) -> int:
@@ -821,28 +787,13 @@ class Conversation:
 
 def _make_key(key: KeyLike | None, sampling: Sampling | None) -> Key[Array, ""] | None:
     """The random key of a call: the given one, or a fresh one if tokens are drawn."""
+    check_key(key, sampling)
     if key is None:
         return None if sampling is None else jax.random.key(secrets.randbits(32))
-    if sampling is None:
-        raise ValueError(
-            "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
-            "sampling=Sampling(...) as well"
-        )
     if isinstance(key, int):
         return jax.random.key(key)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return key if is_typed else jax.random.wrap_key_data(key)
-
-
-def _row_of(density: Density, row: int) -> Density:
-    """The density counts of one sequence of a batch, on the host."""
-    one = slice(row, row + 1)
-    return Density(
-        density.prefill_pairs[:, one],
-        density.prefill_causal[one],
-        density.decode_pairs[:, one],
-        density.decode_causal[one],
-    )
 
 
 def _completion(

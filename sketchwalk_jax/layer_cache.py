@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
-from sketchwalk_jax.cache import Cache, Density
+from sketchwalk_jax.cache import Cache, Density, chunk_layout
 from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
@@ -234,17 +234,13 @@ def _one_layer(
     policy, used = settings.policy, cache.lengths
     batch, num_tokens = query.shape[:2]
     size, num_blocks = policy.block_size, cache.key.shape[1] // policy.block_size
-    shift = used % size
     if num_tokens == 1:
         span, num_rows = Span.of_tokens(used, size, lengths > 0), 1
     else:  # columns on block boundaries, behind as many as the last block has tokens already
-        num_rows = -(-(num_tokens + size - 1) // size)
-        column = jnp.arange(num_rows * size, dtype=jnp.int32)[None, :]
-        source = column - shift[:, None]
-        valid = (source >= 0) & (source < lengths[:, None])
-        source = jnp.clip(source, 0, num_tokens - 1)
-        query, key, value = (take_columns(x, source) for x in (query, key, value))
-        span = Span(used // size, valid, used + lengths, used + lengths)
+        layout = chunk_layout(num_tokens, lengths, used, block_size=size)
+        num_rows = layout.chunk_size // size
+        query, key, value = (take_columns(x, layout.source) for x in (query, key, value))
+        span = Span(used // size, layout.valid, used + lengths, used + lengths)
     if walk is None:
         walk = policy.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
     attend = layer_attention(
@@ -260,7 +256,7 @@ def _one_layer(
         lambda x: x[0], (stacked.key, stacked.value, stacked.statistics)
     )
     if num_tokens > 1:
-        back = jnp.arange(num_tokens, dtype=jnp.int32)[None, :] + shift[:, None]
+        back = jnp.arange(num_tokens, dtype=jnp.int32)[None, :] + layout.shift[:, None]
         out = take_columns(out, back)
     cache = LayerCache(keys, values, statistics, used + lengths, cache.made_for)
     return out, cache, walk, selection

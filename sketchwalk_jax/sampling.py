@@ -122,6 +122,15 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
+def check_key(key: Any, sampling: Sampling | None) -> None:
+    """Raises a ValueError for a key without `sampling`, which it would have no effect on."""
+    if key is not None and sampling is None:
+        raise ValueError(
+            "key must be None without sampling, which is greedy and draws nothing, got a key; pass "
+            "sampling=Sampling(...) as well"
+        )
+
+
 def process_logits(
     logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
 ) -> Float[Array, "B V"]:

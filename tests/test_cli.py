@@ -120,11 +120,18 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
     def started(*arguments: object, command: str = "generate") -> dict:
         found = {}
 
-        def stop(params, tokens, **options):
-            found.update(options, params=params, tokens=np.asarray(tokens))
+        def stop(call, params, *, every):
+            settings, ends = call.reading["settings"], call.decoding["eos_token_ids"]
+            found.update(
+                {name: getattr(settings, name) for name in ("policy", "phase", "chunk_size")}
+            )
+            found.update({"params": params, "sampling": call.sampling, "every": every})
+            found.update(max_new_tokens=call.max_new_tokens, lengths=call.prompt[1])
+            found["tokens"] = np.asarray(call.prompt[0])
+            found["eos_token_ids"] = None if ends == settings.model_config.eos_token_ids else ends
             raise ValueError("stop")
 
-        monkeypatch.setattr(language_model, "stream", stop)
+        monkeypatch.setattr(language_model, "Stream", stop)
         words = [command, "--model", model, *arguments]
         if command == "generate" and "--prompt" not in arguments:
             words += ["--prompt-file", prompt_file]
@@ -187,7 +194,7 @@ def test_chat_and_the_text_level_set_a_knob_as_generate_does(started, model, mon
 
     monkeypatch.setattr(calibration, "calibrate", calibrate)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who walks?\n"))
-    options = ["--policy", "minference", "--density", 0.3]
+    options = ["--policy", "minference", "--density", 0.3, "--max-new-tokens", 16]
     lm = language_model.LanguageModel.load(model, policy=policy, density=0.3, progress=False)
     configs = [started(*options)["policy"], started(*options, command="chat")["policy"], lm.policy]
     assert configs == [MInferenceConfig(scale=0.25)] * 3

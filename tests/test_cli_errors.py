@@ -315,14 +315,14 @@ def test_full_memory_says_what_to_do(model, refuse, monkeypatch):
     def stream(*arguments: object, **options: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
 
-    monkeypatch.setattr(language_model, "stream", stream)
+    monkeypatch.setattr(language_model, "Stream", stream)
     message = refuse(1, "generate", "--model", model, "--prompt", "a")
     assert message.startswith("error: RESOURCE_EXHAUSTED: Out of memory.; pass --chunk-size")
     assert "Buffers" not in message
 
 
 def test_defects_keep_their_traceback(model, monkeypatch):
-    monkeypatch.setattr(language_model, "stream", None)
+    monkeypatch.setattr(language_model, "Stream", None)
     with pytest.raises(TypeError):
         main(["generate", "--model", str(model), "--prompt", "a"])
 
@@ -332,7 +332,7 @@ def test_warnings_take_one_line(model, capsys, monkeypatch):
         warnings.warn("mind the gap", stacklevel=1)
         raise ValueError("stop")
 
-    monkeypatch.setattr(language_model, "stream", stream)
+    monkeypatch.setattr(language_model, "Stream", stream)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         main(["generate", "--model", str(model), "--prompt", "a"])

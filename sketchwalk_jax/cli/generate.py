@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 
 from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts, rounded
-from sketchwalk_jax.generation import NOT_LOADED, check_call, pad_to_bucket
+from sketchwalk_jax.generation import NOT_LOADED, Options
 from sketchwalk_jax.language_model import MAX_BATCH, LanguageModel, TextStream
 from sketchwalk_jax.models.plans import fingerprint
+from sketchwalk_jax.padding import pad_to_bucket
 from sketchwalk_jax.policies import PRESETS, changed_fields
 from sketchwalk_jax.progress import elapsed, progress_bar
 
@@ -159,7 +159,9 @@ def generate(
             tokens = prompt.tokenize(tokenizer, text, is_chat=chat, system=system)
         prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
 
-    padded, lengths = pad_to_bucket(tokens[None], np.array([len(tokens)]), model_config, config)
+    padded = pad_to_bucket(
+        tokens[None], multiple=config.block_size, context_length=model_config.context_length
+    )
     choice: Choice | None = None
     if policy == options.AUTO:
         choice = Auto(config).choose(
@@ -181,16 +183,8 @@ def generate(
     call: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
     key = jax.random.key(seed)
     # Once more after loading; whatever is wrong shows before the weights are read.
-    check_call(
-        padded,
-        params=NOT_LOADED,
-        lengths=lengths,
-        model_config=model_config,
-        policy=config,
-        key=key,
-        **call,
-        **running,
-    )
+    given = Options(model_config, config, max_new_tokens=max_new_tokens, **running)
+    given.check(NOT_LOADED, tokens[None], sampling=sampling, key=key, to_bucket=True)
     about = {
         "policy": policy,
         "preset": (preset or PRESETS[0]) if policy in ("sketchwalk", options.AUTO) else None,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.auto import Auto
-from sketchwalk_jax.cache import init_cache
+from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
@@ -161,7 +161,7 @@ def _describe_cache(
       ValueError: If `max_tokens` is more than the model's context.
     """
     make = functools.partial(
-        init_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
+        empty_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
     )
     shapes = jax.eval_shape(make)
 

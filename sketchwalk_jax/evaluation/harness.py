@@ -25,10 +25,11 @@ from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.calibrated_rules import held_out_prompts
-from sketchwalk_jax.generation import bucket_length, make_generate, pad_to_bucket
+from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
+from sketchwalk_jax.padding import bucket_length, pad_to_bucket
 from sketchwalk_jax.policies import Policy, by_name, changed_fields, has_knob, with_plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
@@ -345,7 +346,11 @@ class SketchWalkLM(TemplateLM):
             given = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in rows]
             wanted = [requests[i][2][1 - len(x) :] for i, x in zip(rows, given, strict=True)]
             tokens, lengths = pad([one[:-1] for one in given])
-            padded, _ = pad_to_bucket(tokens, lengths, self.model_config, self.policy)
+            padded = pad_to_bucket(
+                tokens,
+                multiple=self.policy.block_size,
+                context_length=self.model_config.context_length,
+            )
             sums, is_best, density = score_continuations(
                 self.params, padded, lengths, wanted, settings=self._settings()
             )

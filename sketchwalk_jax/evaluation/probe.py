@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.cache import Cache, init_cache, sparse_layers
+from sketchwalk_jax.cache import Cache, empty_cache, sparse_layers
 from sketchwalk_jax.cached_layer import (
     Settings,
     attention_by_layer,
@@ -356,7 +356,7 @@ def probe_prefill(
     batch, num_tokens = tokens.shape
     settings = Settings(model_config=model_config, policy=together, implementation="xla")
     dtype = params["embed"]["embedding"].dtype
-    cache = init_cache(model_config, together, batch=batch, max_tokens=num_tokens, dtype=dtype)
+    cache = empty_cache(model_config, together, batch=batch, max_tokens=num_tokens, dtype=dtype)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     nothing = jnp.zeros((batch,), jnp.int32)
     span = Span(nothing, column < lengths[:, None], lengths, lengths)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.cache import (
     Cache,
     Density,
-    init_cache,
+    empty_cache,
     made_for,
     sparse_layers,
 )
@@ -362,7 +362,7 @@ class Programs:
         where = settings.placement
         made = jax.eval_shape(
             partial(
-                init_cache,
+                empty_cache,
                 settings.model_config,
                 settings.policy,
                 batch=batch,
