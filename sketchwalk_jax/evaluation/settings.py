@@ -194,37 +194,24 @@ class EvaluationConfig:
             rule.make()
 
     @classmethod
-    def reduced(
-        cls,
-        *,
-        policies: Sequence[str] = ("streaming", "quest", "sketchwalk"),
-        presets: Sequence[str] = PRESETS[:1],
-        densities: Sequence[float] = (0.2,),
-        tokens: Sequence[int] = (2048,),
-        tasks: Sequence[str] = ("single_needle", "multi_key", "text_loss"),
-        **fields: Any,
-    ) -> Self:
+    def reduced(cls, **fields: Any) -> Self:
         """Few and short prompts, for few policies: ten minutes on two CPU cores that are busy.
 
         Most of that is compilation, which every further policy adds to.
 
         Args:
-          policies: As in the class.
-          presets: As in the class.
-          densities: As in the class.
-          tokens: As in the class.
-          tasks: As in the class.
-          **fields: Other fields of the class.
+          **fields: Fields of the class, in place of the few that this chooses.
         """
-        few = {"prompts": 4, "probe_prompts": 0} | fields
-        return cls(
-            policies=policies,
-            presets=presets,
-            densities=densities,
-            tokens=tokens,
-            tasks=tasks,
-            **few,
-        )
+        few: dict[str, Any] = {
+            "policies": ("streaming", "quest", "sketchwalk"),
+            "presets": PRESETS[:1],
+            "densities": (0.2,),
+            "tokens": (2048,),
+            "tasks": ("single_needle", "multi_key", "text_loss"),
+            "prompts": 4,
+            "probe_prompts": 0,
+        }
+        return cls(**few | fields)
 
     def rules(self) -> tuple[Rule, ...]:
         """Dense, then every policy at every density, then the variants."""

@@ -284,8 +284,16 @@ def draw_samples(
       text = read_text()
       samples = draw_samples("multi_key", text, tokenizer, num_tokens=4096, count=100, seed=0)
     """
-    _check(task, num_tokens, count, seed, hops, depths, num_keys)
+    check_choice("task", task, ALL_TASKS)
+    sizes = {"num_tokens": num_tokens, "count": count, "depths": depths, "num_keys": num_keys}
+    for name, size in sizes.items():
+        check_integer(name, size)
+    check_integer("seed", seed, least=0)
     check_integer("first", first, least=0)
+    if hops is not None and task != "variable_tracking":
+        raise ValueError(f"hops must be None for {task}, got {hops}")
+    if hops is not None:
+        check_choice("hops", hops, HOPS)
     sources = {
         index: prompt_rng(task, num_tokens, seed, index) for index in range(first, first + count)
     }
@@ -322,26 +330,6 @@ def draw_samples(
 def text_for(task: str, text: Text) -> Text:
     """The text that a task is drawn from: its own for program code, else the one given."""
     return read_code() if task == "code_loss" else text
-
-
-def _check(
-    task: str,
-    num_tokens: int,
-    count: int,
-    seed: int,
-    hops: int | None,
-    depths: int,
-    num_keys: int,
-) -> None:
-    check_choice("task", task, ALL_TASKS)
-    sizes = {"num_tokens": num_tokens, "count": count, "depths": depths, "num_keys": num_keys}
-    for name, size in sizes.items():
-        check_integer(name, size)
-    check_integer("seed", seed, least=0)
-    if hops is not None and task != "variable_tracking":
-        raise ValueError(f"hops must be None for {task}, got {hops}")
-    if hops is not None:
-        check_choice("hops", hops, HOPS)
 
 
 def _depth(index: int, depths: int) -> float:
