@@ -57,7 +57,7 @@ def fingerprint(checkpoint: str | Path) -> str:
     fields = _fields_set(ModelConfig.from_pretrained(found))
     for name in _LEFT_OUT:
         fields.pop(name, None)
-    headers, files = _tensors(found)
+    headers, files = stored_tensors(found)
     digest = hashlib.sha256(json.dumps([fields, headers], sort_keys=True).encode())
     for path in files:
         digest.update(path.stat().st_size.to_bytes(8, "little"))
@@ -119,8 +119,11 @@ def _fields_set(config: Any) -> dict[str, Any]:
     }
 
 
-def _tensors(checkpoint: Path) -> tuple[list[Any], list[Path]]:
-    """Name, shape and type of every tensor, and the files that hold them, in a fixed order."""
+def stored_tensors(checkpoint: Path) -> tuple[list[Any], list[Path]]:
+    """Lists of name, shape and type of every tensor, and the files that hold them, both sorted.
+
+    A directory of `save` does not tell the shapes: there the lists have name and type.
+    """
     if checkpoint.is_file():
         tensors = read_header(checkpoint).tensors
         return [[name, one.shape, one.dtype] for name, one in sorted(tensors.items())], [checkpoint]

@@ -176,7 +176,7 @@ def _load_gguf(
     path: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
 ) -> tuple[Params, ModelConfig]:
     header = read_header(path)
-    model_config = ModelConfig.from_pretrained(header.path)
+    model_config = ModelConfig.from_pretrained(path)
     with GgufFiles(header, head_dim=model_config.head_dim) as files:
         sources = find_sources(model_config, keys=GGUF_KEYS)
         check_headers(files, sources, ignored=IGNORED)

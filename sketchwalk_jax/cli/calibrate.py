@@ -73,8 +73,7 @@ def calibrate(
     placement = options.make_placement(mesh, model_config)
     with usage_errors(path="text"):
         source = read_text(text)
-    with elapsed("opening the tokenizer"):
-        tokenizer = prompt.open_tokenizer(directory)
+    tokenizer = prompt.open_tokenizer(directory)
     with usage_errors(num_tokens="tokens"), elapsed("writing prompts"):
         drawn = planning_prompts(tokenizer, num_tokens=num_tokens, count=prompts, text=source)
     for one in drawn:

@@ -63,8 +63,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    with elapsed("opening the tokenizer"):
-        tokenizer = prompt.open_tokenizer(directory)
+    tokenizer = prompt.open_tokenizer(directory)
     prompt.check_chat_template(tokenizer)
     options.choose_compile_cache(no_compile_cache)
     params, model_config = options.load_model(directory, chosen)

@@ -31,7 +31,7 @@ from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
 from sketchwalk_jax.cli.options import METHOD, TEXT, flag, option
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
-from sketchwalk_jax.generation import Stream, stream
+from sketchwalk_jax.generation import Stream, StreamChunk, stream
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
@@ -127,14 +127,14 @@ def demo(
         for one in rivals.values():
             Settings(model_config=model_config, policy=one, phase=phase)
     placement = options.make_placement(mesh, model_config, config, *rivals.values())
-    num_tokens = tokens or min(TOKENS, model_config.context_length)
+    num_tokens = min(TOKENS, model_config.context_length) if tokens is None else tokens
     options.check_context("--tokens", num_tokens, model_config)
     least = facts * TOKENS_PER_FACT + ROOM
     if num_tokens < least:
         raise UsageError(f"--tokens must be at least {least} for {facts} facts, got {num_tokens}")
     is_drawn = not no_plot and _can_draw(out)
+    tokenizer = prompt.open_tokenizer(directory)
     with elapsed("hiding facts"):
-        tokenizer = prompt.open_tokenizer(directory)
         text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
     prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
     keep_compiled_programs()
@@ -392,7 +392,7 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
             first = len(text.tokens) // size
             last = (len(text.tokens) + len(question) - 1) // size
             asked.append(plots.block_map(read.selection, first_block=first)[:, last - first])
-        pieces, seconds, more_s = timed(functools.partial(list, chunks))
+        pieces, seconds, more_s = timed(functools.partial(list[StreamChunk], chunks))
         tokens = np.concatenate([one.tokens[0, : int(one.lengths[0])] for one in pieces])
         answer = _one_line(decode(lm.tokenizer, tokens))
         answers.append({"text": answer, "is_right": fact.is_answer(answer)})
@@ -490,7 +490,7 @@ def draw_picture(
     figure.suptitle(title, fontsize=12)
     handles = _legend(is_shared=bool(np.any((maps > 0) & (maps < 1))))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
-    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, shares in zip(
         plots.draw_maps(above, maps, layers, block_size=size), maps, strict=True
     ):

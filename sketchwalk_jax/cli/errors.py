@@ -4,7 +4,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import typer
@@ -87,14 +87,6 @@ def usage_errors(**names: str) -> Iterator[None]:
         raise UsageError(f"{name} {rest}") from error
 
 
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Prints a warning in one line, without the place in the code; `warnings.showwarning`."""
-    del category, filename, lineno, line
-    print(f"warning: {message}", file=file or sys.stderr)
+    print(f"warning: {message}", file=sys.stderr)

@@ -28,7 +28,6 @@ from sketchwalk_jax.evaluation.tables import (
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import by_name
-from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.text import read_text
 
 _SIZE = "Amount"
@@ -203,7 +202,7 @@ def evaluate(
             "length: name these"
         )
     directory = options.check_model(model)
-    chosen_fields = options.parse_fields(fields or ())
+    chosen_fields = options.parse_fields(fields)
     given: dict[str, Any] = {
         "policies": policy,
         "presets": preset,
@@ -233,8 +232,7 @@ def evaluate(
     chosen = options.choose_dtype(dtype, model_config)
     policies = (rule.make() for rule in config.rules())
     placement = options.make_placement(mesh, model_config, *policies)
-    with elapsed("opening the tokenizer"):
-        tokenizer = prompt.open_tokenizer(directory)
+    tokenizer = prompt.open_tokenizer(directory)
     keep_compiled_programs()
     params, model_config = options.load_model(directory, chosen, sharding=placement)
     name = checkpoint_name(directory)

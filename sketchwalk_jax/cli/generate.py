@@ -140,8 +140,7 @@ def generate(
     )
     placement = options.make_placement(mesh, model_config, config)
     text = "" if prompts is not None else prompt.read_source(prompt_text, prompt_file)
-    with elapsed("opening the tokenizer"):
-        tokenizer = prompt.open_tokenizer(directory)
+    tokenizer = prompt.open_tokenizer(directory)
     if prompts is not None:
         with elapsed(f"reading {prompts}"):
             entries = read_prompts(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import platform
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +16,11 @@ from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
-from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, ModelConfig
-from sketchwalk_jax.models.family import read_json
-from sketchwalk_jax.models.gguf_files import GgufFiles
-from sketchwalk_jax.models.gguf_header import read_header
+from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
-from sketchwalk_jax.models.plans import find_plan
-from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+from sketchwalk_jax.models.plans import find_plan, stored_tensors
+from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.recommended import planned_layers
@@ -100,7 +97,9 @@ def _describe_checkpoint(
       FileNotFoundError: If weight files are missing.
       ValueError: If a weight file is damaged.
     """
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(model_config)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model_config)))
+    tensors, files = stored_tensors(directory)
+    dtypes = {FLOAT_DTYPES.get(stored, stored) for *_, stored in tensors}
     fields = dataclasses.asdict(model_config)
     del fields["plan"]  # told apart
     rope = {name: value for name, value in fields["rope"].items() if value is not None}
@@ -108,29 +107,11 @@ def _describe_checkpoint(
         "directory": str(directory),
         **(fields | {"rope": rope, "context_length": model_config.context_length}),
         "parameters": count,
-        **_stored(directory, head_dim=model_config.head_dim),
+        "stored_dtypes": sorted(dtypes),
+        "stored_files": len(files),
+        "stored_bytes": sum(path.stat().st_size for path in files),
         "loaded_bytes": count * jnp.dtype(dtype).itemsize,
     }
-
-
-def _stored(directory: Path, *, head_dim: int) -> dict[str, Any]:
-    """Dtypes and bytes of the weight files, from their headers."""
-    if (directory / SAVED_CONFIG_FILE).exists():
-        found = set(read_json(directory / SAVED_CONFIG_FILE).get("dtypes", {}).values())
-        files = [path for path in (directory / PARAMS_FOLDER).rglob("*") if path.is_file()]
-    else:
-        folder = directory
-        opened: TensorFiles | GgufFiles
-        if directory.is_file():
-            opened, folder = GgufFiles(read_header(directory), head_dim=head_dim), directory.parent
-        else:
-            opened = TensorFiles(directory)
-        with opened as tensors:
-            headers = list(tensors.headers.values())
-        found = {FLOAT_DTYPES.get(header.dtype, header.dtype) for header in headers}
-        files = [folder / name for name in sorted({header.file for header in headers})]
-    total = sum(path.stat().st_size for path in files)
-    return {"stored_dtypes": sorted(found), "stored_files": len(files), "stored_bytes": total}
 
 
 def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
@@ -164,16 +145,12 @@ def _describe_cache(
         empty_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
     )
     shapes = jax.eval_shape(make)
-
-    def size(tree: Any) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
     return {
         "tokens": max_tokens,
         "dtype": dtype,
-        "key_value_bytes": size((shapes.key, shapes.value)),
-        "statistics_bytes": size(shapes.statistics),
-        "total_bytes": size(shapes),
+        "key_value_bytes": num_bytes((shapes.key, shapes.value)),
+        "statistics_bytes": num_bytes(shapes.statistics),
+        "total_bytes": num_bytes(shapes),
     }
 
 

@@ -51,9 +51,12 @@ _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def option(
-    spec: str, help: str, panel: str | None = None, default: str | bool = True, **limits: int
+    spec: str, help: str, panel: str | None = None, default: str | bool = True, **limits: Any
 ) -> Any:
-    """An option with a value, such as `--tokens N`; help shows `default`, or else Python's own."""
+    """An option with a value, such as `--tokens N`, and its `min` and `max`.
+
+    Help shows `default`, or Python's own where that is True.
+    """
     name, _, metavar = spec.partition(" ")
     return typer.Option(
         name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **limits
@@ -224,7 +227,12 @@ def make_policy(
             warnings.warn(f"--preset has no effect with --policy {policy}", stacklevel=2)
             preset = None
         made = by_name(policy, preset=preset)
-    chosen = _fields(made, policy, fields or ())
+    known, chosen = [field.name for field in dataclasses.fields(made)], parse_fields(fields)
+    for field in chosen:
+        if field not in known:
+            raise UsageError(
+                f"--set must name a field of {policy}, {', '.join(known)}, got {field}"
+            )
     if density is not None and takes_density(made):
         chosen = {"density": density} | chosen
     elif density is not None and not has_knob(made):
@@ -242,26 +250,17 @@ def take_plan(config: Policy, fields: Sequence[str] | None, plan: Plan | None) -
 
     `--set plan=None` leaves it without.
     """
-    return config if "plan" in parse_fields(fields or ()) else with_plan(config, plan)
+    return config if "plan" in parse_fields(fields) else with_plan(config, plan)
 
 
-def _fields(policy: Policy, name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Values of fields that the policy has."""
-    known, chosen = [field.name for field in dataclasses.fields(policy)], parse_fields(given)
-    for field in chosen:
-        if field not in known:
-            raise UsageError(f"--set must name a field of {name}, {', '.join(known)}, got {field}")
-    return chosen
-
-
-def parse_fields(given: Sequence[str]) -> dict[str, Any]:
+def parse_fields(given: Sequence[str] | None) -> dict[str, Any]:
     """Values of fields from `FIELD=VALUE`: Python's literals; anything else is a string.
 
     Raises:
       UsageError: If there is no `=`, or a plan is given, which has a file of its own.
     """
     chosen = dict[str, Any]()
-    for one in given:
+    for one in given or ():
         field, equals, text = one.partition("=")
         if not equals:
             raise UsageError(f"--set must be FIELD=VALUE, got {one!r}")
@@ -439,17 +438,8 @@ def prepare(
 ) -> tuple[ModelConfig, Policy, str, Sampling]:
     """What a run of the model is made of, checked before anything of size is read.
 
-    Args:
-      directory: The checkpoint.
-      policy: As `make_policy` takes it.
-      preset: Likewise.
-      density: Likewise.
-      fields: Likewise.
-      phase: Where selection is sparse.
-      chunk_size: Tokens that a prompt is read at a time.
-      dtype: As `choose_dtype` takes it.
-      generation_config: Whether the checkpoint's own settings of drawing hold where none is given.
-      **drawing: Options of drawing, `None` where they are not given.
+    Options are as `make_policy`, `choose_dtype` and `make_sampling` take them; with
+    `generation_config` the checkpoint's own settings of drawing hold where none is given.
 
     Returns:
       The model's configuration, the policy with the model's plan, the dtype, and the sampling.

@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.progress import elapsed
 
 
 def check_one_source(prompt: str | None, prompt_file: Path | None) -> None:
@@ -47,7 +48,7 @@ def read_source(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def open_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer.
+    """The checkpoint's tokenizer, with a sign of life.
 
     Raises:
       ValueError: If there is none, or its files are damaged.
@@ -55,7 +56,8 @@ def open_tokenizer(directory: Path) -> Any:
     from sketchwalk_jax.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(directory)
+        with elapsed("opening the tokenizer"):
+            return load_tokenizer(directory)
     except ImportError as error:
         raise ValueError(
             f"the tokenizer of {str(directory)!r} cannot be opened: {error}"
