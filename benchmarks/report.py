@@ -166,7 +166,7 @@ def describe_missing(data: Results) -> str:
 
 def describe_absent(data: Results, spec: Mapping[str, Any]) -> str:
     """A line on the values of some fields that no row has; nothing if all are there."""
-    rows, parts = some(data, **spec.get("where", {})), []
+    rows, parts = some(data, **spec["where"]), []
     for field, values in spec["wanted"].items():
         there = {row[field] for row in rows}
         names = [f"{one:,}" if isinstance(one, int) else one for one in values if one not in there]
@@ -280,7 +280,8 @@ class Speeds:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         """Keeps the specification."""
-        self.spec = spec
+        script = Path(spec["file"]).stem
+        self.spec = {"where": {}, "command": f"python benchmarks/{script}.py"} | dict(spec)
 
     def __call__(self, results: Path) -> str:
         """The section, from the folder of results.
@@ -296,23 +297,14 @@ class Speeds:
         if not table:
             return _to_measure(f"`{spec['command']}`")
         facts = FACTS[spec["facts"]](data) if "facts" in spec else {}
-        where = spec.get("where", {})
-        return "\n\n".join(
-            filter(
-                None,
-                [
-                    table,
-                    fill(spec.get("note", ""), data | facts),
-                    describe_runs(data, **where),
-                    describe_missing(data) if "wanted" not in spec else describe_absent(data, spec),
-                ],
-            )
-        )
+        gaps = describe_absent(data, spec) if "wanted" in spec else describe_missing(data)
+        note, runs = fill(spec.get("note", ""), data | facts), describe_runs(data, **spec["where"])
+        return "\n\n".join(filter(None, [table, note, runs, gaps]))
 
     def table(self, data: Results) -> str:
         """The table alone, or one for each block."""
         spec, found = self.spec, dict[str, list[Row]]()
-        rows = some(data, **spec.get("where", {}))
+        rows = some(data, **spec["where"])
         for row in ROWS[spec["rows"]](data, rows) if "rows" in spec else rows:
             medians = [name for name in row if row.get(f"{name}_iqr") is not None]
             spreads = {name[:-3]: (row[name], row[f"{name}_iqr"]) for name in medians}
@@ -329,7 +321,7 @@ class Speeds:
             grouped: dict[tuple[Any, ...], Row] = {}
             for row in rows:
                 own = {name: row[name] for name in spec["by"]}
-                names.append(fill(spec["across"], row).replace("Dense", "dense"))
+                names.append(fill(spec["across"], row))
                 grouped.setdefault(tuple(own.values()), own)[names[-1]] = row
             lines = list(grouped.values())
         if "order" in spec:
@@ -938,9 +930,9 @@ def losses_beyond(results: evaluations.Results) -> str:
 
 def summary(results: evaluations.Results, cell: Cell) -> str:
     """All tasks that count, model by model, with a cell for each density and phase."""
-    blocks = []
-    for (model,), where in _each(_reported(results), "model"):
-        own = rows_with(_reported(results), **where)
+    rows, blocks = _reported(results), []
+    for (model,), where in _each(rows, "model"):
+        own = rows_with(rows, **where)
         columns = {title: (where, cell) for title, where in _places(own).items()}
         blocks.append(f"**{model}, {longest(own):,} tokens**")
         blocks.append(grid(own, ["Method"], _policies(own), columns))

@@ -31,7 +31,8 @@ root_doc = "docs/index"
 include_patterns = [
     "docs/**",
     "*.md",
-    "benchmarks/**/*.md",
+    "benchmarks/*.md",
+    "benchmarks/appendix/*.md",
     "models/README.md",
     "models/sketchwalk_8m/README.md",
     "notebooks/*.ipynb",

@@ -206,5 +206,5 @@ if CONTEXTS:
     display(figure)
 
 # %% [markdown]
-# `benchmarks/KERNELS.md` has these measurements on an H200, and more: other shapes and batches, the
-# cost of selection, lower bounds, comparisons with transformers, and what was tried.
+# `benchmarks/KERNELS.md` has these measurements on an H200, with lower bounds. Its appendices have
+# other shapes and batches, the cost of selection, and what was tried.
