@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import pairwise
 
 from sketchwalk_jax.pallas_kernels.config import MAX_PROMPT_BLOCKS
 from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel, walk_operands_kernel
@@ -103,19 +104,15 @@ def compiled_reference(max_count: int):
 
 # All rows, last rows, and rows beyond the cache beside first ones.
 @pytest.mark.parametrize(
-    ("num_blocks", "num_rows", "first", "parts"),
-    [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)],
+    ("shape", "layers", "tail"),
+    pairwise(
+        [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)], [0, 1], [None, 70]
+    ),
 )
-@pytest.mark.parametrize("layers", [0, 1])
-@pytest.mark.parametrize("tail", [None, 70])
 def test_rows_and_lists_equal_the_reference(
-    num_blocks: int,
-    num_rows: int,
-    first: tuple[int, int],
-    parts: int,
-    layers: int,
-    tail: int | None,
+    shape: tuple[int, int, tuple[int, int], int], layers: int, tail: int | None
 ) -> None:
+    num_blocks, num_rows, first, parts = shape
     rng = np.random.default_rng(num_blocks + layers)
     batch, budget = len(first), budget_of(num_blocks)
     first_block = np.int32(first)
