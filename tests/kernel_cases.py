@@ -2,13 +2,12 @@
 
 A case is a shape of one kernel; its `program()` is that kernel as a function of arrays alone, and
 the shapes of these. `CASES` are computed, in the interpreter and on a GPU; `LARGE_CASES` on a GPU
-alone; `COMPILED` has all of them and every other shape that the kernels promise to take, by name.
+alone; `COMPILED` has all of them and pairs of all else that the kernels promise to take, by name.
 The kernels around the sketch and the walk are computed in tests of their own.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
+from pairwise import pairwise
 
 from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.pallas_kernels import kernel_selection
@@ -621,14 +621,13 @@ WRITE_CASES = (
 
 
 def _promised() -> tuple[Case, ...]:
-    """Every combination of dtype, head_dim, group, kind of list and block size."""
-    dtypes, head_dims, groups = ("bfloat16", "float16"), (64, 128), (1, 3, 4, 7, 8)
-    some = itertools.product(dtypes, head_dims, groups)
-    kinds = itertools.cycle(cases.LIST_KINDS)
+    """Every pair of dtype, head_dim, group and kind of list, and every block size."""
     attention = []
-    for dtype, head_dim, group in some:
+    for dtype, head_dim, group, lists in pairwise(
+        ("bfloat16", "float16"), (64, 128), (1, 3, 4, 7, 8), cases.LIST_KINDS
+    ):
         shape = {"dtype": dtype, "head_dim": head_dim, "heads": (group * 4, 4)}
-        shape |= {"lists": next(kinds), "list_blocks": 13}
+        shape |= {"lists": lists, "list_blocks": 13}
         attention.append(Prefill(lengths=(16384,), return_lse=False, **shape))
         attention.append(Decode(lengths=(16384,) * 4, return_lse=False, **shape))
     for head_dim in (64, 128):

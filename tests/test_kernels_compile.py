@@ -1,4 +1,4 @@
-"""Every kernel at every shape that it promises to take compiles for Hopper as it should.
+"""Every kernel compiles for Hopper as it should, at every pair of what it promises to take.
 
 Without spills, and without writing to registers that a matrix product still reads.
 

@@ -102,17 +102,13 @@ def compiled_reference(max_count: int):
 
 # All rows, last rows, and rows beyond the cache beside first ones.
 @pytest.mark.parametrize(
-    ("num_blocks", "num_rows", "first", "parts"),
-    [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)],
+    "shape", [(5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)]
 )
 @pytest.mark.parametrize("layers", [0, 1])
 def test_rows_and_lists_equal_the_reference(
-    num_blocks: int,
-    num_rows: int,
-    first: tuple[int, int],
-    parts: int,
-    layers: int,
+    shape: tuple[int, int, tuple[int, int], int], layers: int
 ) -> None:
+    num_blocks, num_rows, first, parts = shape
     rng = np.random.default_rng(num_blocks + layers)
     batch, budget = len(first), budget_of(num_blocks)
     first_block = np.int32(first)
