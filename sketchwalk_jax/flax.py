@@ -122,7 +122,8 @@ class Asked:
                 f"attention_fn must be called with the options of flax.nnx and flax.linen's "
                 f"dot_product_attention, got {unknown}; apply rotary embedding before attention"
             )
-        return cls(*arguments, is_causal=is_causal or is_always_causal, **known)
+        known["is_causal"] = is_causal or is_always_causal
+        return cls(*arguments, **known)
 
     def dense(self) -> Float[Array, "*batch T N H"]:
         """Flax's own attention. nnx and Linen round differently, so each uses its own."""
@@ -750,9 +751,9 @@ class LinenWalkSelfAttention(nn.Module):
         sizes = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
         options: dict[str, Any] = {"use_bias": self.use_bias, "dtype": self.dtype}
         options["param_dtype"] = self.param_dtype
-        projected = (
+        query, key, value = (
             nn.DenseGeneral((heads or self.num_heads, head_dim), name=name, **options)(x)
             for name, heads in sizes.items()
         )
-        out, rest = _attend(self, *projected, walk, cache, lengths)
+        out, rest = _attend(self, query, key, value, walk, cache, lengths)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), name="out", **options)(out), *rest
