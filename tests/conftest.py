@@ -37,6 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if find_spec("sketchwalk_jax") is None:  # a checkout that is not installed
     sys.path.append(str(ROOT))
 
+# Of the files here, only tests and the reference have examples; some others need torch.
+collect_ignore = [
+    *(path.name for path in ROOT.glob("tests/*.py") if not path.name.startswith("test_")),
+    "parity",
+    "ptx",
+]
+
 # Before any test module imports the packages: annotations are checked in tests only.
 install_import_hook(["sketchwalk_jax", "reference"], "runtime_checks.check_types")
 

@@ -9,7 +9,7 @@ import tiny
 from tolerances import tolerance
 
 matplotlib.use("Agg")
-from figures import panels, shown
+from drawn import panels, shown
 from matplotlib import pyplot
 from reference_model import ReferenceModel
 

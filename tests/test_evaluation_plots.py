@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 matplotlib.use("Agg")
-from figures import panels, shown
+from drawn import panels, shown
 from matplotlib import pyplot
 from quality_rows import LONGEST, POLICIES, RIVALS, TASKS, make_rows, right_answers
 

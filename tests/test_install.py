@@ -206,18 +206,18 @@ def test_command_is_installed(installed: Path, decoy: Path):
 # All that `import sketchwalk_jax` loads of this package: every user waits for it. A module that few
 # calls need is imported where it is used.
 LOADED = {
-    "": "_version auto cache cached_layer calls compiled dispatch generation inference layer "
-    "layer_cache memory plan precision progress renamed sampling scaled selection sharding sketch "
-    "validation walk",
+    "": "_version auto cache cached_layer calls compiled dispatch exchange generation inference "
+    "layer layer_cache memory padding plan precision progress renamed sampling scaled selection "
+    "sharding sketch validation walk",
     "attention": "api cudnn differentiable mass xla",
     "models": "checkpoint config family gguf_files gguf_header hf_config hub llama params plans "
     "qwen rope tensor_files transformer weights",
-    "pallas_kernels": "attention config selection",
+    "pallas_kernels": "config kernel_selection",
     "policies": "adamas base block_codes dense flexprefill lines minference oracle quest "
-    "random_blocks recommended released sketchwalk streaming",
+    "random_blocks ranks recommended released sketchwalk streaming",
 }
 # What the command line needs for a single command or never: its help must not wait for it.
-NOT_FOR_HELP = {"flax", "reference", "evaluation.harness", "models.flax"}
+NOT_FOR_HELP = {"flax", "evaluation.harness", "models.flax"}
 
 # Prints the names of all modules that a program loaded, and of the installed packages among them.
 LIST_MODULES = """
