@@ -781,6 +781,7 @@ def stream(
       ...                     max_new_tokens=64):  # doctest: +SKIP
       ...     print(chunk.tokens)
     """
+    keep_by_default()
     own = ("lengths", "sampling", "key", "cache")
     prompt = {name: options.pop(name) for name in own if name in options}
     return Stream(Options(**options).check(params, tokens, **prompt), params, every=every)

@@ -8,6 +8,7 @@ The kernels around the sketch and the walk are computed in tests of their own.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -648,6 +649,19 @@ def _promised() -> tuple[Case, ...]:
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}
+
+
+def _family(name: str, case: Case) -> tuple[str, ...]:
+    """What kernels share their code: the same operation, of rows or of a token, on such heads."""
+    heads = re.search(r"H\d+|of \d+", name)
+    of_token = "a token" if "a token" in name else ""
+    return type(case).__name__, re.split(r"\d", name)[0], of_token, heads[0] if heads else ""
+
+
+# The first case of each family, which is compiled on every change.
+FAMILIES = frozenset(
+    {_family(name, case): name for name, case in reversed(COMPILED.items())}.values()
+)
 
 
 def program(case: Case, *, kernel_config: KernelConfig | None = None) -> Program:

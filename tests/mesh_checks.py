@@ -1,13 +1,17 @@
-"""What tests say of meshes, in processes of their own with eight pretended devices.
+"""What tests say of meshes, in a process of its own with eight pretended devices.
 
-Each `check_...` raises what does not hold. The tests call them through `run_python(devices=8)`.
+Each `check_...` raises what does not hold. As a program, it reads calls of them, each a line of
+JSON, and answers each with a line: the traceback of what failed, or null.
 """
 
 import dataclasses
 import functools
 import gc
+import json
 import math
 import re
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -572,3 +576,22 @@ def run_process(directory: str, address: str, rank: int) -> None:
     out = sw.generate(weights, tokens, **call, max_new_tokens=8, max_tokens=128)
     print(np.asarray(out.tokens).tolist(), flush=True)
     jax.distributed.shutdown()
+
+
+def main() -> None:
+    """Runs the checks that standard input names, until it ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a check prints is no answer
+    for line in sys.stdin:
+        failure = None
+        try:
+            eval(json.loads(line))  # of the tests' own making
+        except BaseException:
+            failure = traceback.format_exc()
+        print(json.dumps(failure), file=answers, flush=True)
+        # Compiled programs hold memory maps, of which a process has 65,530.
+        jax.clear_caches()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -52,6 +52,7 @@ def run(capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
     plan = load(planned)[1].plan
@@ -66,6 +67,7 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
     assert not [path for path in planned.iterdir() if path.name.endswith(".partial")]
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
     out = tmp_path / "plan.json"
@@ -153,6 +155,7 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
     assert "refused:" in text and f"sketchwalk calibrate --model {other} --overwrite" in text
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, run):
     command = ["generate", "--model", planned, "--prompt", "walk " * 60, "--json"]

@@ -29,6 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, program_environment):
     environment = program_environment | {"XDG_CACHE_HOME": str(tmp_path)}
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

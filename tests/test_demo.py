@@ -167,6 +167,7 @@ def test_answer_ends_at_its_full_stop_and_commands_nothing(text, expected):
     assert cli.demo._one_line(text) == expected
 
 
+@pytest.mark.slow
 def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, tokenizer):
     options = (*PAPER, "--phase", "both")
     found = json.loads(demo(*options, "--no-plot", "--json")[0])

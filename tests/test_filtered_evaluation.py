@@ -87,6 +87,7 @@ def evaluate(model, out: Path, config=CONFIG, **options):
     return is_finished, file
 
 
+@pytest.mark.slow
 def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_path):
     out = tmp_path / "real.json"
     is_finished, file = evaluate(model, out)
@@ -203,6 +204,7 @@ def test_density_is_set_for_the_mean_over_all_layers(policy, phase):
     assert tight.density == tight.least > 0.01
 
 
+@pytest.mark.slow
 def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path):
     config = dataclasses.replace(
         CONFIG,
@@ -236,6 +238,7 @@ def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path
     ) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_long_decoding_is_that_of_decode_steps(monkeypatch):
     monkeypatch.setattr(long_decode, "NUM_DECODED", 140)  # three blocks, begun or ended
     model_config = dataclasses.replace(tiny.MODEL, max_position_embeddings=640)

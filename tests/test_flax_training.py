@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from tolerances import tolerance
 
@@ -83,6 +84,7 @@ def start(config):
     return model, nnx.Optimizer(model, optax.sgd(0.3), wrt=nnx.Param)
 
 
+@pytest.mark.slow
 def test_a_public_flax_model_trains_through_it():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, WORDS, (2, TOKENS)), jnp.int32)
     _, wanted = train_step(*start(None), tokens)

@@ -46,14 +46,15 @@ def _weights():
     """Weights of the layers as both kinds of Flax layer hold them, stacked; biases are zero."""
     shapes = {name: (WIDTH, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
     shapes["out"] = (HEADS, HEAD_DIM, WIDTH)
-    keys = jax.random.split(jax.random.key(5), len(shapes))
-    return {
-        name: {
-            "kernel": jax.random.normal(key, (LAYERS, *shape)) / np.sqrt(WIDTH).item(),
-            "bias": jnp.zeros((LAYERS, *(shape[-1:] if name == "out" else shape[1:]))),
+    with jax.ensure_compile_time_eval():  # the first call may be one that is traced
+        keys = jax.random.split(jax.random.key(5), len(shapes))
+        return {
+            name: {
+                "kernel": jax.random.normal(key, (LAYERS, *shape)) / np.sqrt(WIDTH).item(),
+                "bias": jnp.zeros((LAYERS, *(shape[-1:] if name == "out" else shape[1:]))),
+            }
+            for (name, shape), key in zip(shapes.items(), keys, strict=True)
         }
-        for (name, shape), key in zip(shapes.items(), keys, strict=True)
-    }
 
 
 def _layer_weights(index):

@@ -93,6 +93,7 @@ def test_the_twin_takes_what_the_kernel_leaves(
     assert called == ([True] if runs and may_run else [])
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_the_case_compiles_for_hopper_without_spills(folder):
     python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")

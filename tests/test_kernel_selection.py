@@ -94,7 +94,7 @@ def run(config, lengths, kernel_config, bad=None):
     return found
 
 
-@pytest.mark.parametrize("name", slow_unless(("paper", "damped").__contains__, CONFIGS))
+@pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
 def test_lists_sums_and_walk_are_the_same(name):
     config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
     pairs = zip(run(config, lengths, KERNELS), run(config, lengths, None), strict=True)

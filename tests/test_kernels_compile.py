@@ -9,8 +9,7 @@ import hopper
 import kernel_cases
 import pytest
 import sass
-
-pytestmark = pytest.mark.slow
+from variants import slow_unless
 
 SAID = """\
 ptxas info    : Compiling entry function 'one' for 'sm_90a'
@@ -31,7 +30,10 @@ LOOP = """\
 """
 
 
-@pytest.mark.parametrize("name", kernel_cases.COMPILED)
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "name", slow_unless(kernel_cases.FAMILIES.__contains__, kernel_cases.COMPILED)
+)
 def test_it_compiles(name, compiler):
     kernels = compiler.compile(name)
     assert kernels, "no kernel was compiled"
@@ -42,6 +44,8 @@ def test_it_compiles(name, compiler):
         assert found == nothing | {"complaints": [], "hazards": []}, kernel
 
 
+@pytest.mark.hopper
+@pytest.mark.slow
 def test_plain_jax_codes_keys_beside_the_centre_that_is_kept(compiler):
     """That in bfloat16: with a mere conversion to it XLA's programs for GPUs go on unrounded."""
     found = compiler.compile(f"program {kernel_cases.__file__}:plain_codes")

@@ -118,6 +118,7 @@ def _one_by_one(weights, some, prompts, rule, phase):
     return np.stack(found, axis=1), pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_are_written_as_by_prefill_and_decode_step(programs, weights, answers, rule):
     some, wanted = samples("multi_key"), {DENSE: ("both",), rule: PHASES}

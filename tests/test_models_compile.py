@@ -10,8 +10,7 @@ from pathlib import Path
 
 import hopper
 import pytest
-
-pytestmark = pytest.mark.slow
+from variants import slow_unless
 
 FILE = Path(__file__).parent / "model_cases.py"
 # Each with the most that one of its layers may launch.
@@ -41,7 +40,11 @@ def written(found: dict, *, limit: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", DECODING)
+KEPT = ("decode_llama_1b", "decode_llama_8b_paper", "read_llama_8b")  # on every change
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, DECODING))
 def test_a_decoded_token_copies_nothing(name, compiler):
     found = compiler.compile(f"program {FILE}:{name}")
     assert written(found, limit=A_FEW_ROWS) == []
@@ -49,13 +52,16 @@ def test_a_decoded_token_copies_nothing(name, compiler):
     assert found["launches"][0] <= DECODING[name]
 
 
-@pytest.mark.parametrize("name", READING)
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, READING))
 def test_a_piece_of_a_prompt_copies_neither_cache_nor_head(name, compiler):
     found = compiler.compile(f"program {FILE}:{name}")
     assert written(found, limit=ACTIVATIONS) == []
     assert found["temporary_bytes"] < 3 * 2**30
 
 
+@pytest.mark.hopper
+@pytest.mark.slow
 def test_two_gpus_share_a_piece_of_a_prompt(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_on_2")
     assert written(found, limit=2**29) == []
@@ -68,6 +74,8 @@ def test_two_gpus_share_a_piece_of_a_prompt(compiler):
     assert gathered[1] == 128256 * 2  # the logits
 
 
+@pytest.mark.hopper
+@pytest.mark.slow
 def test_two_gpus_share_the_rows_of_a_piece(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_by_rows")
     assert written(found, limit=2**29) == []
@@ -82,6 +90,8 @@ def test_two_gpus_share_the_rows_of_a_piece(compiler):
     assert len(behind) == 2 and min(behind) > 0
 
 
+@pytest.mark.hopper
+@pytest.mark.slow
 def test_a_prompt_travels_while_its_rows_are_computed(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_by_rows_at_once")
     assert written(found, limit=2**31) == []
@@ -91,6 +101,8 @@ def test_a_prompt_travels_while_its_rows_are_computed(compiler):
     assert during_keys > 0 and during_values > 2
 
 
+@pytest.mark.hopper
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "launches"), [("decode_llama_8b_on_2", 23), ("decode_llama_8b_by_blocks", 34)]
 )

@@ -36,6 +36,7 @@ def plan() -> Plan:
     return found
 
 
+@pytest.mark.slow
 def test_every_layer_is_measured_at_several_densities(plan):
     assert plan.num_layers == MODEL.num_layers and plan.fingerprint == "a" * 64
     for densities, errors in zip(plan.densities, plan.errors, strict=True):

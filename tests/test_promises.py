@@ -73,6 +73,7 @@ def assert_close(one, other):
     np.testing.assert_array_equal(one["tokens"], other["tokens"])
 
 
+@pytest.mark.slow
 @names
 def test_a_repeated_call_is_bit_equal(run, name):
     tokens, _ = prompts(*LENGTHS)
@@ -111,6 +112,7 @@ def test_chunks_change_no_more_than_the_tolerance(run, name, chunk_size):
     assert_close(run(name, tokens), run(name, tokens, chunk_size=chunk_size))
 
 
+@pytest.mark.slow
 @names
 def test_widths_and_batches_change_no_more_than_the_tolerance(run, name):
     tokens, lengths = prompts(*LENGTHS)

@@ -159,6 +159,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_who_interrupts_a_run_is_told_what_it_keeps(run, model, tmp_path):
     texts, prompts = tmp_path / "texts.jsonl", tmp_path / "prompts.jsonl"
     write_lines(prompts, PROMPTS)

@@ -72,6 +72,7 @@ def select(config):
     return np.asarray(query[0]), np.asarray(key[0]), np.asarray(walk.scores[0])
 
 
+@pytest.mark.slow
 def test_means_of_neighbours_stand_for_a_row():
     config = recommended_parts.MeansConfig(block_size=SIZE, representatives=4)
     query = select(config)[0]

@@ -272,15 +272,14 @@ def check_tokens_are_selected_alike(policy, drawn):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", slow_unless(("nan", "equal").__contains__, TOKEN_KINDS))
-@pytest.mark.parametrize(
-    "shape", slow_unless([TOKEN_SHAPES[0], TOKEN_SHAPES[2]].__contains__, TOKEN_SHAPES)
-)
+@pytest.mark.parametrize("kind", slow_unless("nan".__eq__, TOKEN_KINDS))
+@pytest.mark.parametrize("shape", slow_unless(TOKEN_SHAPES[0].__eq__, TOKEN_SHAPES))
 def test_tokens_are_selected_alike(shape, kind):
     policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
     check_tokens_are_selected_alike(policy, draw_token(*shape, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize("exponent", slow_unless((1).__eq__, [1, 2, 3, 8]))
 def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, monkeypatch):
@@ -290,6 +289,7 @@ def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, mo
     check_tokens_are_selected_alike(policy, draw_token(4, 1, 64, 80, "random"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     [(9, 1, 64, jnp.bfloat16), (2, 2, 32, jnp.bfloat16), (2, 1, 64, jnp.float32)],
@@ -301,6 +301,7 @@ def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, he
     np.testing.assert_array_equal(found.ids, wanted.ids)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
     heads, kv_heads, ranks = 6, 2, 2
     queries, codes, walk, lengths = draw_token(heads, kv_heads, 64, 45, "nan")

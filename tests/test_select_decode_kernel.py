@@ -145,6 +145,7 @@ def test_rows_that_end_in_either_half_of_a_tile(rows: tuple[int, int]) -> None:
     Step(shape(*TILED), positions).assert_layers_equal(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     slow_unless(lambda x: x == (300,), [(300,), (500, 3, 32, "relu_power", 5)]),
@@ -156,6 +157,7 @@ def test_more_tiles_than_parts(arguments: tuple, monkeypatch: pytest.MonkeyPatch
     Step(Shape(*arguments)).assert_layers_equal(2)
 
 
+@pytest.mark.slow
 def test_a_row_without_positive_entries_selects_by_its_scores() -> None:
     step = Step(shape(*WIDE))
     token, query, key = step.draw()

@@ -143,16 +143,35 @@ def test_without_a_mesh_there_is_no_placement():
     assert traced == [None]
 
 
+@pytest.fixture(scope="module")
+def devices(program_environment, repository: Path, tmp_path_factory):
+    """A process with eight devices, which runs one check of `mesh_checks` after another."""
+    process = subprocess.Popen(
+        [sys.executable, repository / "tests" / "mesh_checks.py"],
+        cwd=tmp_path_factory.mktemp("devices"),
+        env=program_environment | {"XLA_FLAGS": cpu_devices(8)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()  # ends it
+
+
 @pytest.fixture
-def check(run_python, repository: Path):
+def check(devices: subprocess.Popen):
     """Calls a function of `mesh_checks` where there are eight devices."""
 
-    def check(name: str, *arguments, **options) -> str:
-        folder = str(repository / "tests")
+    def check(name: str, *arguments, **options) -> None:
+        assert devices.stdin is not None and devices.stdout is not None
         call = ", ".join([*map(repr, arguments), *(f"{k}={v!r}" for k, v in options.items())])
-        code = f"import sys; sys.path.insert(0, {folder!r})\nimport mesh_checks\n"
-        code += "from mesh_checks import Rule\n"
-        return run_python(f"{code}mesh_checks.{name}({call})", devices=8)
+        print(json.dumps(f"{name}({call})"), file=devices.stdin, flush=True)
+        answer = devices.stdout.readline()
+        assert answer, "the process has ended"
+        if failure := json.loads(answer):
+            pytest.fail(failure, pytrace=False)
 
     return check
 

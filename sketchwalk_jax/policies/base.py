@@ -244,8 +244,9 @@ class Policy(abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Methods that have `kernel_config` under its former name, `kernels`, keep working."""
         super().__init_subclass__(**options)
-        for name in {"observe", "select"} & vars(cls).keys():
-            setattr(cls, name, takes_new_name(vars(cls)[name], "kernels", "kernel_config"))
+        for name in ("observe", "select"):
+            if callable(method := vars(cls).get(name)):
+                setattr(cls, name, takes_new_name(method, "kernels", "kernel_config"))
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer of the model attends to everything."""
