@@ -113,7 +113,6 @@ _FOLDERS = ("sketchwalk_jax", "pallas_kernels", "models", "tests", "benchmarks",
 _SCRIPTS = ("tests", "benchmarks", "training")  # which start programs and read files by name
 _PACKAGE = "sketchwalk_jax"
 _IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))", re.M)
-_MARK = re.compile(r"mark\.slow|slow_unless")
 
 
 def modules_of(group: str) -> list[Path]:
@@ -123,7 +122,7 @@ def modules_of(group: str) -> list[Path]:
         names = set(ALWAYS)
     elif group == "variants":
         files = {path.stem.removeprefix("test_"): path for path in ROOT.glob("tests/test_*.py")}
-        names = {name for name, path in files.items() if _MARK.search(path.read_text("utf-8"))}
+        names = {name for name, path in files.items() if _has_long_variants(path)}
         names -= named
     else:
         names = set(GROUPS[group])
@@ -131,6 +130,13 @@ def modules_of(group: str) -> list[Path]:
     if missing := [path.name for path in paths if not path.exists()]:
         raise FileNotFoundError(f"no such test modules, named by {group}: {', '.join(missing)}")
     return paths
+
+
+def _has_long_variants(path: Path) -> bool:
+    """Whether code, not a string, says `pytest.mark.slow` or `slow_unless`."""
+    nodes = list(ast.walk(_parse(path)))
+    marks = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return "slow" in marks or "slow_unless" in {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 @functools.cache
@@ -228,6 +234,8 @@ def _imports(path: Path) -> Iterator[Path]:
 
 def _named(text: str) -> Iterator[Path]:
     """The files that a string names: by path, by last name, as `python -m` or inside code."""
+    if text.endswith(".md"):  # pages are for the tests that always run
+        return
     if text in _tracked():
         yield _tracked()[text]
     elif text in _by_last_name():

@@ -31,11 +31,13 @@ FILES = {
     "sketchwalk_jax/other.py": "def other(): ...\n",
     "pallas_kernels/__init__.py": "",
     "pallas_kernels/kernel.py": "",
+    "PAGE.md": "",
     "benchmarks/measure.py": "",
     "tests/conftest.py": "",
     "tests/helper.py": "from sketchwalk_jax.pallas_kernels import kernel\n",
     "tests/test_one.py": (
-        "import helper\nimport sketchwalk_jax as sw\nsw.load()\nscript = 'measure.py'\n"
+        "import helper\nimport sketchwalk_jax as sw\nsw.load()\n"
+        "script = 'measure.py'\npage = 'PAGE.md'\n"
     ),
     "tests/test_two.py": "import pytest\npytestmark = pytest.mark.slow\n",
 }
