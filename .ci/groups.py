@@ -175,7 +175,7 @@ def _file_of(name: str) -> Path | None:
     if parts[0] == _PACKAGE and len(parts) > 1 and parts[1] in {"models", "pallas_kernels"}:
         parts = parts[1:]
     # A file of tests/, benchmarks/ or training/ is imported by its own name.
-    for folder in ("", "tests", "benchmarks", "training"):
+    for folder in ("", *_SCRIPTS):
         base = ROOT.joinpath(*filter(None, [folder]), *parts)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file() and path.relative_to(ROOT).parts[0] in _FOLDERS:
@@ -264,16 +264,17 @@ def files_of(group: str) -> list[Path]:
     return sorted(found)
 
 
-def _content(path: Path) -> bytes:
-    """A file without what changes no result: comments, docstrings and formatting of Python."""
+@functools.cache
+def _digest(path: Path) -> bytes:
+    """The hash of a file without what changes no result: comments, docstrings, formatting."""
     if path.suffix != ".py":
-        return path.read_bytes()
+        return hashlib.sha256(path.read_bytes()).digest()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]
-    return ast.dump(tree).encode()
+    return hashlib.sha256(ast.dump(tree).encode()).digest()
 
 
 def _versions() -> bytes:
@@ -293,7 +294,7 @@ def hash_of(group: str) -> str:
     hashed = hashlib.sha256(_versions())
     for path in files_of(group):
         hashed.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
-        hashed.update(hashlib.sha256(_content(path)).digest())
+        hashed.update(_digest(path))
     return hashed.hexdigest()[:32]
 
 
