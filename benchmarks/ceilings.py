@@ -56,6 +56,7 @@ OUT = common.RESULTS / "ceilings.json"
 NAMES = ("model", "tokens", "form", "density")
 BLOCK = 64
 HIDDEN, ASKED, TEXT_COLUMNS = 16, 8, 256
+EARLY = 1024  # tokens whose loss is told apart: rows that keep more than their share or suffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Form:
     """How pairs of queries and keys are dealt.
 
     Attributes:
-      queries: Queries that share a list.
+      queries: Queries that share a list: 64, 32, 16 or 1. With 1, attention is sparse only in the
+        rows that ask, as in decode after a prompt that was read densely.
       keys: Keys of a block.
       lists: Heads that share a list: `"all"`, `"kv"` (those of a key/value head) or `"query"`.
       pool: What shares a budget: `"row"` (each row gets its share), `"rows"` of a layer and list,
@@ -73,7 +75,8 @@ class Form:
       has_plan: Whether the recommended policy has the model's plan.
       decay: Of the evidence from layer to layer.
       sink: First keys that every row keeps.
-      local: Last keys that it keeps, up to the end of its own 64.
+      local: Last keys that it keeps, up to the end of its own 64 (of its own block if it is of one
+        query).
       floor: Keys that it keeps at least, where rows get their share.
       repays: Whether late rows give back what the floor gave to early ones.
       representatives: Queries that stand for a row in approximate scores.
@@ -184,7 +187,7 @@ def draw_prompts(
                 columns.astype(np.int32),
                 np.array([len(one) for one in spans]),
                 (column >= start) & (column < len(tokens)),
-                np.linspace(start // 3, start - 2, TEXT_COLUMNS).astype(np.int32),
+                np.linspace(2 * BLOCK, start - 2, TEXT_COLUMNS).astype(np.int32),
             )
         )
     return found
@@ -212,7 +215,8 @@ def forced_blocks(form: Form, num_tokens: int) -> tuple[Array, Array]:
     row = jnp.arange(num_tokens // form.queries)[:, None] * form.queries
     block = jnp.arange(num_tokens // form.keys)[None, :] * form.keys
     is_causal = block <= row + form.queries - 1
-    own_end = row // BLOCK * BLOCK + BLOCK
+    own = form.keys if form.queries == 1 else BLOCK
+    own_end = row // own * own + own
     return ((block < form.sink) | (block >= own_end - form.local)) & is_causal, is_causal
 
 
@@ -266,6 +270,8 @@ def approximate_evidence(
         return norm(by_head, form.exponent, 1)
 
     def represent(count: int) -> Float[Array, "1 I R N C"]:
+        if form.queries == 1:
+            return query[:, :, None][..., channels]
         found = representative_queries(query, span.valid, block_size=BLOCK, count=count)
         if form.scores == "all channels":
             return found
@@ -345,6 +351,8 @@ def read(
                 form, evidence, num_tokens, counts=counts[layer], threshold=thresholds[layer]
             )
             kept = jnp.repeat(jnp.repeat(kept, form.queries, axis=1), form.keys, axis=2)
+            if form.queries == 1:
+                kept = kept | ~asking[:, None]
             by_query = jnp.sum(kept & is_causal, axis=(0, 2), dtype=jnp.float32) / len(kept)
             blocks = jnp.sum(kept, axis=(0, 2), dtype=jnp.float32) / len(kept) / BLOCK
             told = (
@@ -532,7 +540,7 @@ def measure(
     density: float,
 ) -> dict[str, Any]:
     """What a form keeps of each prompt's answers, its density and its loss on text."""
-    kept, asked, densities, blocks, losses = [], [], [], [], []
+    kept, asked, densities, blocks, losses, early = [], [], [], [], [], []
     for prompt, before in zip(prompts, dense, strict=True):
         threshold = 0.0
         if form.pool == "layers":
@@ -548,21 +556,26 @@ def measure(
         asked.append(int(right.sum()))
         densities.append(float(found[2].mean()))
         blocks.append(float(found[3].mean()))
-        answered = prompt.columns.size
-        losses.append(float((found[1] - before[1])[answered:].mean()))
+        more = (found[1] - before[1])[prompt.columns.size :]
+        losses.append(float(more.mean()))
+        early.append(float(more[prompt.text < EARLY].mean()))
     return {
         "kept": kept,
         "asked": asked,
         "measured_density": densities,
         "asking_blocks": blocks,
         "text_loss": losses,
+        "early_loss": early,
     }
 
 
 def summary(found: dict[str, Any]) -> list[str]:
     """A line for people who wait."""
     share = sum(found["kept"]) / max(1, sum(found["asked"]))
-    means = [np.mean(found[name]) for name in ("measured_density", "asking_blocks", "text_loss")]
+    means = [
+        np.mean(found[name])
+        for name in ("measured_density", "asking_blocks", "text_loss", "early_loss")
+    ]
     return [f"{sum(found['kept'])}/{sum(found['asked'])}={share:.3f}", *(f"{x:.4f}" for x in means)]
 
 
