@@ -44,7 +44,7 @@ from sketchwalk_jax.models.transformer import embed, run_layers, unembed
 from sketchwalk_jax.policies.block_codes import BlockCodes, encode, round_queries
 from sketchwalk_jax.policies.recommended import (
     RecommendedConfig,
-    even_budget,
+    page_budget,
     representative_queries,
 )
 from sketchwalk_jax.precision import default_scale
@@ -204,10 +204,11 @@ def row_budget(form: Form, num_blocks: int, density: float) -> Int[np.ndarray, "
     per_block = BLOCK // form.keys
     if form.repays:
         floor = form.floor // BLOCK
-        return per_block * even_budget(num_blocks, density=density, least=floor)
-    row = np.arange(num_blocks)
-    wanted = np.round(per_block * (density * (row + 0.5) + 0.5)).astype(np.int32)
-    return np.minimum(np.maximum(wanted, form.floor // form.keys), per_block * (row + 1))
+        rule: dict[str, Any] = {"pages": 1, "least": floor, "repays": True}
+        return per_block * page_budget(num_blocks, density=density, **rule)
+    return page_budget(
+        num_blocks, density=density, pages=per_block, least=form.floor // form.keys
+    )
 
 
 def forced_blocks(form: Form, num_tokens: int) -> tuple[Array, Array]:
@@ -278,7 +279,10 @@ def approximate_evidence(
         own = query[..., channels]
         return representative_queries(own, span.valid, block_size=BLOCK, count=count)
 
-    return policy._score_rows(layer, represent, score)
+    counts = policy.sparse_representatives
+    kinds = sorted(set(counts))
+    kind = jnp.asarray([kinds.index(one) for one in counts])[jnp.minimum(layer, len(counts) - 1)]
+    return jax.lax.switch(kind, [partial(lambda n: score(represent(n)), one) for one in kinds])
 
 
 def kept_blocks(

@@ -74,7 +74,7 @@ class MeansConfig(RecommendedConfig):
     def represent(
         self,
         query: Float[Array, "B T N H"],
-        span: Span,
+        valid: Bool[Array, "B T"],
         count: int,
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:

@@ -25,6 +25,7 @@ WIDE = 128  # entries of heads that are read together, a number for each thread 
 LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
 LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
 SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
+SCORED_PAGES = (1, 4)  # parts of such a block that are listed by themselves
 SCORED_HEADS = (64, 128)  # features of their heads
 SCORED_GROUP = 8  # heads that share keys, for one token
 MAX_TOKEN_HEADS = 64  # of one token, put together by one program
@@ -146,12 +147,13 @@ def fills_rows(query: Any, key: Any) -> bool:
     return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
 
 
-def why_not_shape(query: Any, *, block_size: int) -> str | None:
+def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -> str | None:
     """Why the kernels cannot take queries of this shape and type, or `None` if they can.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
-      block_size: Tokens per block.
+      block_size: Tokens per key block.
+      row_size: Queries per row of lists in prefill, `block_size` unless given.
 
     Returns:
       A reason to show to the caller.

@@ -5,6 +5,7 @@ no kernel can take the call. `dispatch.selection_kernels` says whether to ask. T
 themselves import Pallas, which takes long, and are imported when one is called.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     SCORED_BLOCK,
     SCORED_GROUP,
     SCORED_HEADS,
+    SCORED_PAGES,
     WRITTEN_CHANNELS,
     KernelConfig,
     fills_rows,
@@ -79,6 +81,7 @@ def select_blocks(
     local_blocks: int,
     max_count: int,
     block_size: int,
+    row_size: int | None = None,
     kernel_config: KernelConfig,
 ) -> BlockSelection | None:
     """`selection.select_blocks` with exactly the same lists (Algorithm 1 step 7)."""
@@ -86,7 +89,7 @@ def select_blocks(
         return None
     from sketchwalk_jax.pallas_kernels.select import select_blocks_kernel
 
-    return select_blocks_kernel(
+    found = select_blocks_kernel(
         scores,
         rows,
         counts,
@@ -96,6 +99,7 @@ def select_blocks(
         block_size=block_size,
         interpret=kernel_config.interpret,
     )
+    return dataclasses.replace(found, row_size=row_size)
 
 
 def select_prompt(
@@ -275,11 +279,13 @@ def write_token(
     return write_token_kernel(key, value, keys, values, layer, span.valid, **where)
 
 
-def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int) -> bool:
-    """Whether kernels score blocks for these queries of a prompt's rows."""
+def takes_block_scores(
+    queries: Float[Array, "B I R N C"], *, block_size: int, pages: int = 1
+) -> bool:
+    """Whether kernels score blocks, or pages of them, for these queries of a prompt's rows."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
     is_token = queries.shape[1] * queries.shape[2] == 1
-    return is_right and block_size == SCORED_BLOCK and not is_token
+    return is_right and block_size == SCORED_BLOCK and pages in SCORED_PAGES and not is_token
 
 
 def select_token_by_evidence(

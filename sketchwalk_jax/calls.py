@@ -5,6 +5,7 @@ Made once for each call, before tracing. They compare shapes and dtypes, which a
 lengths, and how full a cache is.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -232,10 +233,10 @@ def first_rows(selection: BlockSelection | None, num_rows: int | None) -> BlockS
     """A selection of stacked layers with its first rows alone; all where `num_rows` is None."""
     if selection is None or num_rows is None or num_rows >= selection.counts.shape[3]:
         return selection
-    return BlockSelection(
-        selection.ids[:, :, :, :num_rows],
-        selection.counts[:, :, :, :num_rows],
-        selection.block_size,
+    return dataclasses.replace(
+        selection,
+        ids=selection.ids[:, :, :, :num_rows],
+        counts=selection.counts[:, :, :, :num_rows],
     )
 
 

@@ -32,12 +32,15 @@ def is_hopper() -> bool:
     return _compute_capability() == "9.0"
 
 
-def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) -> str | None:
+def why_not_mosaic_gpu(
+    query: Any, *, block_size: int, row_size: int | None = None, interpret: bool = False
+) -> str | None:
     """Why the Hopper kernels cannot take this call of attention, or `None` if they can.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
-      block_size: Tokens per block.
+      block_size: Tokens per key block.
+      row_size: Queries per row of lists in prefill, `block_size` unless given.
       interpret: Whether the kernels run in the interpreter, which needs no GPU.
 
     Returns:
@@ -45,7 +48,7 @@ def why_not_mosaic_gpu(query: Any, *, block_size: int, interpret: bool = False) 
     """
     if not interpret and not is_hopper():
         return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
-    return why_not_shape(query, block_size=block_size)
+    return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 
 def choose_implementation(
@@ -53,6 +56,7 @@ def choose_implementation(
     query: Any,
     *,
     block_size: int,
+    row_size: int | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> str:
     """The implementation of attention over lists that will run.
@@ -60,7 +64,8 @@ def choose_implementation(
     Args:
       implementation: `None` to choose; it always finds one. A name to insist.
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
-      block_size: Tokens per block.
+      block_size: Tokens per key block.
+      row_size: Queries per row of lists in prefill, `block_size` unless given.
       kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
         unasked.
 
@@ -75,7 +80,9 @@ def choose_implementation(
     is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
     if implementation is None and (interpret or is_small):
         return "xla"
-    reason = why_not_mosaic_gpu(query, block_size=block_size, interpret=interpret)
+    reason = why_not_mosaic_gpu(
+        query, block_size=block_size, row_size=row_size, interpret=interpret
+    )
     return _choose(implementation, IMPLEMENTATIONS, (reason, None))
 
 

@@ -143,7 +143,7 @@ def read_prompt(
     is_row = jnp.any(layout.valid.reshape(layout.valid.shape[0], -1, size), axis=-1)
     if num_chunks == 1:
         hidden, cache, selection = read(0, cache)
-        selection = _empty_others(selection, is_row, num_blocks=cache.capacity // size)
+        selection = _empty_others(selection, is_row, cache.capacity)
         return take(hidden, wanted), cache, selection
 
     def step(carry: tuple[Cache, Array], index: Array) -> Any:
@@ -159,7 +159,7 @@ def read_prompt(
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
     selection = jax.tree.map(_join_chunks, selection)
-    return taken, cache, _empty_others(selection, is_row, num_blocks=cache.capacity // size)
+    return taken, cache, _empty_others(selection, is_row, cache.capacity)
 
 
 def read_into_new_cache(
@@ -200,16 +200,16 @@ def read_into_new_cache(
 
 
 def _empty_others(
-    selection: BlockSelection | None, is_row: Bool[Array, "B I"], *, num_blocks: int
+    selection: BlockSelection | None, is_row: Bool[Array, "B I"], capacity: int
 ) -> BlockSelection | None:
     """Empties the lists of rows that have no token of the prompts, in stacked layers."""
     if selection is None:
         return None
     is_row = is_row[None, :, None]
-    return BlockSelection(
-        jnp.where(is_row[..., None], selection.ids, num_blocks),
-        jnp.where(is_row, selection.counts, 0),
-        selection.block_size,
+    return dataclasses.replace(
+        selection,
+        ids=jnp.where(is_row[..., None], selection.ids, capacity // selection.block_size),
+        counts=jnp.where(is_row, selection.counts, 0),
     )
 
 

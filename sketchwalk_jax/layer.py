@@ -47,7 +47,8 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
     check_integer("batch", batch)
     check_integer("num_tokens", num_tokens)
     num_blocks = -(-num_tokens // policy.block_size)
-    return WalkState.zeros(batch, num_blocks, num_blocks)
+    found = policy.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
+    return found if isinstance(found, WalkState) else WalkState.zeros(batch, num_blocks, num_blocks)
 
 
 @renamed_argument("config", "policy")
@@ -118,13 +119,14 @@ def sketchwalk_attention(
     batch, num_tokens, num_heads, head_dim = query.shape
     size = policy.block_size
     num_blocks = -(-num_tokens // size)
-    walk = init_walk(batch, num_tokens, policy=policy) if walk is None else walk
+    fresh = init_walk(batch, num_tokens, policy=policy)
+    walk = fresh if walk is None else walk
     if not isinstance(walk, WalkState):
         raise ValueError(f"walk must be a WalkState from init_walk, got {describe(walk)}")
-    if walk.scores.shape != (batch, num_blocks, num_blocks):
+    if walk.scores.shape != fresh.scores.shape:
         raise ValueError(
-            f"walk must have scores of shape {(batch, num_blocks, num_blocks)} (init_walk makes "
-            f"them), got {walk.scores.shape}"
+            f"walk must have scores of shape {fresh.scores.shape} (init_walk makes them), got "
+            f"{walk.scores.shape}"
         )
     lengths = check_lengths(lengths, batch, num_tokens, "query")
     if "prefill" not in policy.phases:
@@ -140,7 +142,11 @@ def sketchwalk_attention(
         return out, walk
     rows = jax.ShapeDtypeStruct((batch, num_blocks * size, num_heads, head_dim), query.dtype)
     chosen = choose_implementation(
-        implementation, rows, block_size=size, kernel_config=kernel_config
+        implementation,
+        rows,
+        block_size=getattr(policy, "unit_size", size),
+        row_size=size,
+        kernel_config=kernel_config,
     )
     return _one_layer(
         query,

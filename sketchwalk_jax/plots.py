@@ -35,7 +35,7 @@ def import_pyplot() -> Any:
 
 
 def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int = 0) -> np.ndarray:
-    """Which key blocks each query block attended to, as a dense array on the host.
+    """How much of each key block each query block attended to, as a dense array on the host.
 
     Args:
       selection: Lists `[B, M, I, P]`, or `[L, B, M, I, P]` as `generate(return_selection=True)`
@@ -44,9 +44,10 @@ def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int 
       first_block: Block of the selection's first row.
 
     Returns:
-      float32 `[L, I, first_block + I]` (`L = 1` without a layer axis): the share of the lists of a
-      row that hold the key block, 0 or 1 where all heads share one list. Blocks after the row's own
-      are NaN.
+      float32 `[L, I, first_block + I]` (`L = 1` without a layer axis), in blocks of the rows' size:
+      the share of a block that the lists of a row hold, a mean over its lists. It is 0 or 1 where
+      all heads share one list of such blocks, and in between where lists name pages of them. Blocks
+      after the row's own are NaN.
 
     Raises:
       ValueError: If the selection has another number of axes or no such sequence.
@@ -70,10 +71,11 @@ def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int 
     ids, counts = ids[:, sequence], counts[:, sequence]
     num_layers, num_lists, num_rows, width = ids.shape
     num_blocks = first_block + num_rows
-    listed = (np.arange(width) < counts[..., None]) & (ids >= 0) & (ids < num_blocks)
+    parts = selection.queries_per_row // selection.block_size
+    listed = (np.arange(width) < counts[..., None]) & (ids >= 0) & (ids < num_blocks * parts)
     layer, _, row, _ = place = np.nonzero(listed)
     shares = np.zeros((num_layers, num_rows, num_blocks), np.float32)
-    np.add.at(shares, (layer, row, ids[place]), 1.0 / num_lists)
+    np.add.at(shares, (layer, row, ids[place] // parts), 1.0 / (num_lists * parts))
     is_causal = np.tri(num_rows, num_blocks, first_block, dtype=bool)
     return np.where(is_causal, shares, np.nan).astype(np.float32)
 
@@ -120,7 +122,7 @@ def plot_block_map(
     if layer is not None and layer not in drawn:
         where = f"{drawn[0]}..{drawn[-1]}" if drawn[-1] - drawn[0] < len(drawn) else f"{drawn}"
         raise ValueError(f"layer must be in {where}, got {layer}")
-    size = selection.block_size
+    size = selection.queries_per_row
     num_rows = shares.shape[1]
     if num_tokens is not None:
         num_rows = -(-num_tokens // size) - first_block

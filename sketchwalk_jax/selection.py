@@ -18,21 +18,29 @@ class BlockSelection:
     """The key blocks that each query block attends to, as lists.
 
     The head axis `M` has size 1 (one list for all heads), `K` (one per key/value head) or `N` (one
-    per query head). In decode on XLA, blocks may have one token, which makes lists of tokens.
+    per query head). In decode on XLA, blocks may have one token, which makes lists of tokens. In
+    prefill, the blocks may be shorter than the rows: pages of 16 keys for rows of 64 queries.
 
     Attributes:
       ids: Key block indices, int32 `[B, M, I, P]`, in ascending order within a list. Entries beyond
         the count are padding (by convention the number of key blocks) and are never read.
       counts: Number of blocks in each list, int32 `[B, M, I]`. With a count of 0, the output row is
         zero.
-      block_size: Tokens per block.
+      block_size: Tokens per key block.
       has_diagonal: Whether every list is known to contain the block of its own row.
+      row_size: Queries per row in prefill, a multiple of `block_size`. `None` means `block_size`.
     """
 
     ids: Int[Array, "B M I P"]
     counts: Int[Array, "B M I"]
     block_size: int = dataclasses.field(default=64, metadata={"static": True})
     has_diagonal: bool = dataclasses.field(default=False, metadata={"static": True})
+    row_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def queries_per_row(self) -> int:
+        """Queries per row in prefill."""
+        return self.block_size if self.row_size is None else self.row_size
 
     def attended_pairs(
         self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
@@ -42,11 +50,14 @@ class BlockSelection:
         Args:
           first_query: Absolute position of the first query token of each row.
           num_queries: Number of query tokens of each row, 0 for padding rows. The queries of row
-            `i` have positions `first_query[i] + 0 .. num_queries[i] - 1`, all in one block.
+            `i` have positions `first_query[i] + 0 .. num_queries[i] - 1`, all in one block (of
+            `queries_per_row` tokens).
 
         Returns:
           Number of pairs for each sequence, float32.
         """
+        if self.queries_per_row != self.block_size:
+            return self._pairs_of_pages(first_query, num_queries)
         if self.has_diagonal:  # nothing lies behind it
             diagonal = jnp.minimum(self.counts, 1)
             below = self.counts - diagonal
@@ -65,6 +76,28 @@ class BlockSelection:
             + diagonal.astype(jnp.float32) * inside[:, None, :]
         )
         return jnp.sum(jnp.mean(pairs, axis=1), axis=-1)
+
+    def _pairs_of_pages(
+        self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
+    ) -> Float[Array, "B"]:
+        """`attended_pairs` of blocks that are shorter than the rows, each counted by itself.
+
+        A query at a distance `t` behind the first key of a block sees `min(t, block_size)` of it.
+        """
+        size = self.block_size
+        place = jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
+        start = self.ids * size
+
+        def seen_before(position: Int[Array, "B I"]) -> Int[Array, "B M I P"]:
+            """Pairs of a block's keys with all queries before a position."""
+            behind = jnp.maximum(position[:, None, :, None] - start, 0)
+            inside = jnp.minimum(behind, size)
+            return inside * (inside + 1) // 2 + (behind - inside) * size
+
+        found = seen_before(first_query + num_queries) - seen_before(first_query)
+        found = jnp.where(place < self.counts[..., None], found, 0)
+        by_row = jnp.sum(found, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+        return jnp.sum(jnp.mean(by_row, axis=1), axis=-1)
 
 
 def causal_pairs(
@@ -119,6 +152,7 @@ def select_blocks(
     local_blocks: int,
     max_count: int,
     block_size: int,
+    row_size: int | None = None,
 ) -> BlockSelection:
     """The `counts[i]` best causal blocks of every row, forced blocks included.
 
@@ -128,12 +162,13 @@ def select_blocks(
 
     Args:
       scores: Block scores of each row, float32; only their order within a row matters.
-      rows: Absolute block index of each row; blocks above it are not eligible.
+      rows: Index of the last block of each row; blocks above it are not eligible.
       counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       max_count: Static upper bound of `counts`: the length `P` of the lists.
       block_size: Tokens per block, recorded in the result.
+      row_size: Queries per row, recorded in the result.
 
     Returns:
       A `BlockSelection` shared by all heads.
@@ -151,7 +186,7 @@ def select_blocks(
     _, ids = jax.lax.top_k(ranked, max_count)
     kept = jnp.arange(max_count, dtype=jnp.int32)[None, None, :] < counts[..., None]
     ids = jnp.sort(jnp.where(kept, ids, num_blocks), axis=-1)
-    return BlockSelection(ids[:, None], counts[:, None], block_size)
+    return BlockSelection(ids[:, None], counts[:, None], block_size, row_size=row_size)
 
 
 def select_blocks_per_head(

@@ -98,6 +98,11 @@ def _check_selection(selection: BlockSelection, query: Any, key: Any, num_rows: 
         )
     if size < 1 or size & (size - 1):
         raise ValueError(f"selection.block_size must be a power of two, got {size}")
+    row = selection.queries_per_row
+    if row < size or row % size:
+        raise ValueError(
+            f"selection.row_size must be a multiple of the block size {size}, got {row}"
+        )
 
 
 def block_sparse_attention(
@@ -116,14 +121,14 @@ def block_sparse_attention(
 ) -> Float[Array, "B T N H"] | Any:
     """Exact causal attention over the selected key blocks (Algorithm 1 step 8).
 
-    A query at position `p` of block `i` gives `softmax(scale · q kᵀ) v` over the keys at positions
+    A query at position `p` of row `i` gives `softmax(scale · q kᵀ) v` over the keys at positions
     `<= p` in the blocks of list `i`. Grouped-query attention does not repeat keys and values. A row
     with an empty list gives 0 (and a log-sum-exp of -inf). A query, key or value that is not finite
     affects only the queries that see it. If these have no cotangents, it affects no gradient.
 
     Args:
       query: Queries. Row `i` of the selection covers the positions of block
-        `query_offset // block_size + i`.
+        `query_offset // queries_per_row + i`, of `selection.queries_per_row` tokens.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
       value: Values, with the shape of `key`.
       selection: Lists of key blocks, with `num_query_blocks(T, ...)` rows.
@@ -146,15 +151,15 @@ def block_sparse_attention(
       NotImplementedError: If `implementation` cannot run here.
     """
     batch, num_tokens = check_qkv(query, key, value, layer)
-    size = selection.block_size
-    num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
+    size, row = selection.block_size, selection.queries_per_row
+    num_rows = num_query_blocks(num_tokens, row, has_offset=query_offset is not None)
     _check_selection(selection, query, key, num_rows)
     check_per_sequence("query_offset", query_offset, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     kernel_config = kernel_config or default_kernel_config()
-    rows = jax.ShapeDtypeStruct((batch, num_rows * size, *query.shape[2:]), query.dtype)
+    rows = jax.ShapeDtypeStruct((batch, num_rows * row, *query.shape[2:]), query.dtype)
     chosen = choose_implementation(
-        implementation, rows, block_size=size, kernel_config=kernel_config
+        implementation, rows, block_size=size, row_size=row, kernel_config=kernel_config
     )
     return _attend_blocks(
         query,
@@ -186,7 +191,7 @@ def _attend_blocks(
 ) -> Float[Array, "B T N H"] | Any:
     """What `block_sparse_attention` does after its checks."""
     batch, num_tokens = query.shape[:2]
-    size = selection.block_size
+    size = selection.queries_per_row
     num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
     query = jnp.pad(query, ((0, 0), (0, num_rows * size - num_tokens), (0, 0), (0, 0)))
     offset = per_sequence(query_offset, 0, batch)
@@ -227,13 +232,17 @@ def attend_rows(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """`block_sparse_attention` for queries that already lie on block boundaries.
 
-    `T` is a multiple of the block size and the first column stands at block `first_block`; this is
+    `T` is a multiple of the row size and the first column stands at row `first_block`; this is
     what inference calls. Returns the output and its log-sum-exp, if that is wanted.
     """
-    batch, size = query.shape[0], selection.block_size
+    batch = query.shape[0]
     kernel_config = kernel_config or default_kernel_config()
     chosen = choose_implementation(
-        implementation, query, block_size=size, kernel_config=kernel_config
+        implementation,
+        query,
+        block_size=selection.block_size,
+        row_size=selection.queries_per_row,
+        kernel_config=kernel_config,
     )
     arrays = differentiable.alike(
         query,

@@ -76,7 +76,7 @@ def attend_lists(
     Queries lie on block boundaries from block `first_block` on; without one they are the last
     tokens of the sequences. Call it with what `alike` returns.
     """
-    key, value = (_in_blocks(x, layer, selection.block_size) for x in (key, value))
+    key, value = (_in_blocks(x, layer, selection.queries_per_row) for x in (key, value))
     layer = jnp.zeros((), jnp.int32) if layer is None else layer
     if options.implementation == "mosaic_gpu":
         arrays = (query, key, value, selection.ids, selection.counts)
@@ -95,7 +95,8 @@ def attend_lists(
             return block_sparse_decode_kernel(*arrays, **where)
         from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
-        return block_sparse_prefill(*arrays, first_block=first_block, **where)
+        where |= {"row_size": selection.queries_per_row, "first_block": first_block}
+        return block_sparse_prefill(*arrays, **where)
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
     out, lse = xla.attend_lists(
         by_row,
@@ -122,7 +123,7 @@ def _rows_of_lists(
     batch, num_tokens = query.shape[:2]
     if first_block is None:
         return query[:, None], (kv_lengths - 1)[:, None, None]
-    size = selection.block_size
+    size = selection.queries_per_row
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     positions = (first_block * size)[:, None] + column
     rows = (batch, num_tokens // size, size)
@@ -135,7 +136,9 @@ def _steps(
     """Sizes of the loops over lists."""
     kernel_config = options.kernel_config
     if first_block is not None:
-        return {"row_tile": kernel_config.row_tile, "block_step": kernel_config.block_step}
+        # As many keys in a step, whatever the size of what is listed.
+        pages = selection.queries_per_row // selection.block_size
+        return {"row_tile": kernel_config.row_tile, "block_step": kernel_config.block_step * pages}
     # A step over lists of tokens takes as many keys as one over pages of 16.
     pages = max(1, 16 // selection.block_size)
     return {"row_tile": 1, "block_step": kernel_config.decode_block_step * pages}
@@ -165,7 +168,7 @@ def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, A
         jnp.asarray, kept
     )
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
-    shape, blocks = by_row.shape[:4], selection.block_size
+    shape, blocks = by_row.shape[:4], selection.queries_per_row
     outputs, cotangents = jax.tree.map(
         lambda x: x.reshape(*shape, *x.shape[3:]), (tuple(found), grads)
     )

@@ -167,7 +167,7 @@ def listed_positions(
 
 def _first_lost(
     value: Float[Array, "L B J size K H"],
-    tile: tuple[Int[Array, "B M R P"], Int[Array, "B M R"], Int[Array, "B R"]],
+    tile: tuple[Int[Array, "B M R P"], Int[Array, "B M R"], Int[Array, "B R O"]],
     *,
     layer: Int[Array, ""],
     kv_head: Int[Array, "M"],
@@ -181,24 +181,24 @@ def _first_lost(
 
     Args:
       value: Values by block.
-      tile: Lists of the rows, how many blocks each has, and the rows' own blocks.
+      tile: Lists of the rows, how many blocks each has, and the blocks of the rows' own tokens.
       layer: Layer of the values.
       kv_head: Key/value head of each list.
       kv_lengths: Values present in each sequence.
 
     Returns:
-      Positions; the end of the block where all are finite or the block is not listed.
+      Positions; the end of the row where all that are listed are finite.
     """
     ids, counts, own = tile
     size = value.shape[3]
     place = jnp.arange(ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
-    is_own = (ids == own[:, None, :, None]) & (place < counts[..., None])
-    is_listed = jnp.any(is_own, axis=-1, keepdims=True)
-    blocks = jnp.broadcast_to(own[:, None, :, None], is_listed.shape)
+    blocks = jnp.broadcast_to(own[:, None], (*ids.shape[:3], own.shape[2]))
+    is_own = ids[..., None, :] == blocks[..., :, None]
+    is_listed = jnp.any(is_own & (place < counts[..., None])[..., None, :], axis=-1)
     position, is_real = listed_positions(blocks, is_listed, kv_lengths, size)
     taken = gather_blocks(value, blocks, layer=layer, kv_head=kv_head)
     is_lost = is_real & ~jnp.all(jnp.isfinite(taken), axis=-1)
-    end = (own + 1)[:, :, None] * size
+    end = (own[:, :, -1:] + 1) * size
     return jnp.minimum(end, jnp.min(jnp.where(is_lost, position, NOWHERE), axis=(3, 4)))
 
 
@@ -231,9 +231,9 @@ def attend_lists(
     """Attention of each row over its listed blocks, causal by `positions` (Algorithm 1 step 8).
 
     Tiles of `row_tile` rows follow one another. Each folds `block_step` blocks of its lists at a
-    time into a running softmax, until its longest list ends. `S` is a multiple of the block size,
-    and the queries of a row stand in one block. Returns the output and its log-sum-exp. A key or
-    value that is not finite reaches the queries that see it and no others.
+    time into a running softmax, until its longest list ends. `S` is a multiple of the row size, and
+    the queries of a row stand in one block of that size. Returns the output and its log-sum-exp. A
+    key or value that is not finite reaches the queries that see it and no others.
     """
     shape, size = query.shape, selection.block_size
     batch, num_rows, tokens, num_heads, head_dim = shape
@@ -259,7 +259,9 @@ def attend_lists(
             end = (last + 1)[:, :, None]  # of what the query sees
         else:
             where: dict[str, Any] = {"layer": layer, "kv_head": kv_head, "kv_lengths": kv_lengths}
-            end = _first_lost(value, (ids, counts, last // size), **where)
+            row = selection.queries_per_row
+            own = last[..., None] // row * (row // size) + jnp.arange(row // size, dtype=jnp.int32)
+            end = _first_lost(value, (ids, counts, own), **where)
 
         def load(index: Int[Array, ""]) -> Tile:
             listed = jax.lax.dynamic_slice_in_dim(ids, index * step, step, axis=3)

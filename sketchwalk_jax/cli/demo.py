@@ -388,7 +388,7 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
         chunks = start(question, ROOM, cache=_copy(cache))
         read, _, compiling_s = timed(chunks.__next__)
         if read.selection is not None:
-            size = read.selection.block_size
+            size = read.selection.queries_per_row
             first = len(text.tokens) // size
             last = (len(text.tokens) + len(question) - 1) // size
             asked.append(plots.block_map(read.selection, first_block=first)[:, last - first])
@@ -481,7 +481,7 @@ def draw_picture(
     from matplotlib.figure import Figure
 
     assert sparse.selection is not None
-    size = sparse.selection.block_size
+    size = sparse.selection.queries_per_row
     num_blocks = -(-len(text.tokens) // size)
     maps = plots.block_map(sparse.selection)[:, :num_blocks, :num_blocks]
     places = [(fact.position - 1) // size for fact in text.facts]

@@ -91,7 +91,12 @@ def make_plan(
       >>> policy = RecommendedConfig(density=0.1, plan=plan)  # doctest: +SKIP
     """
     policy = dataclasses.replace(
-        policy or RecommendedConfig(), plan=None, num_layers=None, dense_layers=0
+        policy or RecommendedConfig(),
+        plan=None,
+        num_layers=None,
+        dense_layers=0,
+        # All rows have the numbers that are tried.
+        early_representatives=(),
     )
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
@@ -256,7 +261,7 @@ def _losses(
         span: Span, query: Array, key: Array, value: Array, kernel: Array, walks: PyTree
     ) -> Any:
         length = span.end
-        rows = span.rows(size)
+        last = (span.rows(size) + 1) * tried[0].pages - 1
         column = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first_query, num_queries = span.queries_of_rows(size)
         late = (column >= length[:, None] // 3) & span.valid
@@ -269,7 +274,7 @@ def _losses(
         dense = dense_attention(query, key, value, kv_lengths=length)
 
         def measure(policy: RecommendedConfig, walk: WalkState) -> tuple[Array, Array]:
-            lists = policy.keep(walk.scores, rows, walk.layers, is_token=False)
+            lists = policy.keep(walk.scores, last, walk.layers, is_token=False)
             sparse = block_sparse_attention(query, key, value, lists, kv_lengths=length)
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
             halves = [jnp.mean(share, where=one) for one in (late, last)]
@@ -280,7 +285,7 @@ def _losses(
         pairs, errors = zip(*[measure(one, walks[own]) for one in tried], strict=True)
         shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
         misses = [
-            _missed(shares, policy.keep(walk.scores, rows, walk.layers, is_token=False), length)
+            _missed(shares, policy.keep(walk.scores, last, walk.layers, is_token=False), length)
             for policy, walk in zip(policies, walks, strict=True)
         ]
         return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))
@@ -299,13 +304,17 @@ def _losses(
 def _missed(
     shares: Float[Array, "1 I J"], lists: BlockSelection, length: Int[Array, "1"]
 ) -> Float[Array, ""]:
-    """The largest share outside the list, a mean over rows: half of it that of the last two."""
+    """The largest share outside the list, a mean over rows: half of it that of the last two.
+
+    A block is on the list if one of its pages is.
+    """
     place = jnp.arange(lists.ids.shape[-1], dtype=jnp.int32)
-    ids = jnp.where(place[None] < lists.counts[0, 0][:, None], lists.ids[0, 0], shares.shape[-1])
+    blocks = lists.ids[0, 0] // (lists.queries_per_row // lists.block_size)
+    ids = jnp.where(place[None] < lists.counts[0, 0][:, None], blocks, shares.shape[-1])
     row = jnp.arange(shares.shape[1], dtype=jnp.int32)
     kept = shares[0].at[row[:, None], ids].set(0.0, mode="drop")
     missed = jnp.max(kept, axis=-1)
-    end = (length[0] - 1) // lists.block_size
+    end = (length[0] - 1) // lists.queries_per_row
     late, last = (row >= end // 3) & (row <= end), (row >= end - 1) & (row <= end)
     return 0.5 * (jnp.mean(missed, where=late) + jnp.mean(missed, where=last))
 

@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[Policy]] = {
     "sketchwalk": SketchWalkConfig,
 }
 POLICIES = tuple(_CLASSES)
-PRESETS = ("recommended", "paper", "released", "damped", "one_hop")
+PRESETS = ("recommended", "recommended_v1", "paper", "released", "damped", "one_hop")
 
 
 def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Policy:
@@ -39,8 +39,8 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
 
     Args:
       policy: One of `POLICIES`.
-      preset: For `"sketchwalk"`, one of `PRESETS`: `"recommended"` (the default), `"paper"`,
-        `"released"`, `"damped"`, `"one_hop"`.
+      preset: For `"sketchwalk"`, one of `PRESETS`: `"recommended"` (the default),
+        `"recommended_v1"`, `"paper"`, `"released"`, `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
         The dense policy passes over a density; MInference and FlexPrefill have a knob in its
         place, of which `sketchwalk_jax.evaluation.calibrate` finds the value for a density.

@@ -1,4 +1,4 @@
-"""Four bits of what every key is beside its block, and the scores of blocks that they give.
+"""Four bits of what every key is beside its block, and the scores of pages that they give.
 
 A block of keys is kept as a centre and, for each key, small integers times a power of two:
 
@@ -271,18 +271,20 @@ def block_scores(
     kv_lengths: Int[Array, "B"],
     scale: float,
     exponent: int,
+    pages: int = 1,
     heads: Heads | None = None,
     kernel_config: KernelConfig | None = None,
-) -> Float[Array, "B I J"]:
-    """What shares of attention heads and representative queries give each block, put together.
+) -> Float[Array, "B I P"]:
+    """What shares of attention heads and representative queries give each page, put together.
 
-        m_{r, h}[i, j] = scale · (q_{r, h} · centre_j + max_{s in j} q'_{r, h} · step_j code_s)
-        P_{r, h}[i, ·] = softmax(m_{r, h}[i, ·]) over the blocks up to the row's own
-        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
+        m_{r, h}[i, p] = scale · (q_{r, h} · centre_j + max_{s in p} q'_{r, h} · step_j code_s)
+        P_{r, h}[i, ·] = softmax(m_{r, h}[i, ·]) over the pages up to the end of the row's own block
+        S[i, p] = ( Σ_{r, h} P_{r, h}[i, p]^exponent )^(1 / exponent)
 
-    with `q'` the query in eight bits (`round_queries`). The maximum within a block stands for its
-    log-sum-exp, so that one exponential is needed for each block and not for each key. What is not
-    a number, or of a magnitude of `LARGEST_LOGIT` or more, counts as no attention.
+    of the pages `p` of each block `j`, with `q'` the query in eight bits (`round_queries`). The
+    maximum within a page stands for its log-sum-exp, so that one exponential is needed for each
+    page and not for each key. What is not a number, or of a magnitude of `LARGEST_LOGIT` or more,
+    counts as no attention.
 
     Args:
       queries: Queries that stand for those of each row, in the channels that count.
@@ -291,17 +293,19 @@ def block_scores(
       kv_lengths: Keys present in each sequence.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
+      pages: Pages of a block, equal parts of it; 1 scores whole blocks.
       heads: How the heads are spread over ranks, if they are: the shares of all are added up on
         every rank, in the order of one device, so that all have its scores.
       kernel_config: What Hopper kernels run with, or `None` for plain JAX; they take prompts of
         bfloat16 and blocks of 64 tokens.
 
     Returns:
-      Float32 `[B, I, J]`; 0 where nothing that counts was seen.
+      Float32 `[B, I, J · pages]`; 0 where nothing that counts was seen.
     """
     if kernel_config is not None and isinstance(codes, BlockCodes | LayerCodes):
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
-        if kernel_selection.takes_block_scores(queries, block_size=of_layer.block_size):
+        takes = kernel_selection.takes_block_scores
+        if takes(queries, block_size=of_layer.block_size, pages=pages):
             return _scores_of_kernels(
                 queries,
                 of_layer,
@@ -309,6 +313,7 @@ def block_scores(
                 kv_lengths,
                 scale=scale,
                 exponent=exponent,
+                pages=pages,
                 heads=heads,
                 kernel_config=kernel_config,
             )
@@ -327,13 +332,12 @@ def block_scores(
         x = jnp.pad(x, ((0, 0), (0, -num_rows % tile)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, -1, tile, *x.shape[2:]), 1, 0)
 
-    def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
+    def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         queries, rows = part
         grouped = queries.reshape(batch, tile * count, kv_heads, -1, channels)
         grouped = jnp.moveaxis(grouped, 1, 3).reshape(batch, kv_heads, -1, channels)
-        peaks = _block_peaks(
-            round_queries(grouped), codes, jnp.max(rows) + 1, step=step, kv_lengths=kv_lengths
-        )
+        where: dict[str, Any] = {"step": step, "pages": pages, "kv_lengths": kv_lengths}
+        peaks = _page_peaks(round_queries(grouped), codes, jnp.max(rows) + 1, **where)
         shared = jnp.einsum(
             "bkmc,bjkc->bkmj",
             grouped,
@@ -341,20 +345,21 @@ def block_scores(
             precision=matmul_precision(grouped),
             preferred_element_type=jnp.float32,
         )
+        shared = jnp.repeat(shared, pages, axis=-1)
         logits = jnp.where(peaks > 0.5 * MASK_VALUE, (peaks + shared) * scale, jnp.nan)
-        logits = logits.reshape(batch, kv_heads * (num_heads // kv_heads), tile, count, num_blocks)
-        return _put_together(logits, rows, exponent, heads)
+        logits = logits.reshape(batch, num_heads, tile, count, num_blocks * pages)
+        return _put_together(logits, (rows + 1) * pages, exponent, heads)
 
     found = jax.lax.map(score, (tiles(queries), tiles(rows)))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
+    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
 
 
 def _put_together(
-    logits: Float[Array, "B N Q R J"], rows: Int[Array, "B Q"], exponent: int, heads: Heads | None
-) -> Float[Array, "B Q J"]:
-    """The norm, over heads and queries, of their softmax over the blocks up to each row's own."""
-    block = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-    is_before = (block <= rows[..., None])[:, None, :, None]  # [B 1 Q 1 J]
+    logits: Float[Array, "B N Q R P"], ends: Int[Array, "B Q"], exponent: int, heads: Heads | None
+) -> Float[Array, "B Q P"]:
+    """The norm, over heads and queries, of their softmax over the pages before each row's end."""
+    page = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
+    is_before = (page < ends[..., None])[:, None, :, None]  # [B 1 Q 1 P]
     is_seen = is_before & (jnp.abs(logits) < LARGEST_LOGIT)
     logits = jnp.where(is_seen, logits, MASK_VALUE)
     shares = jnp.where(is_seen, jax.nn.softmax(logits, axis=-1), 0.0) ** exponent
@@ -363,15 +368,16 @@ def _put_together(
     return jnp.sum(shares, axis=(1, 3)) ** (1.0 / exponent)
 
 
-def _block_peaks(
+def _page_peaks(
     queries: Float[Array, "B K M C"],
     codes: BlockKeys,
     reach: Int[Array, ""],
     *,
     step: int,
+    pages: int,
     kv_lengths: Int[Array, "B"],
-) -> Float[Array, "B K M J"]:
-    """`max_{s in block j} q · step_j code_s` of the blocks before `reach`, `step` at a time."""
+) -> Float[Array, "B K M P"]:
+    """`max_{s in page} q · step_j code_s` in the blocks before `reach`, `step` blocks at a time."""
     batch, kv_heads, num_queries = queries.shape[:3]
     num_blocks, size = codes.num_blocks, codes.block_size
 
@@ -389,10 +395,11 @@ def _block_peaks(
         position = block * size + jnp.arange(step * size, dtype=jnp.int32)[None, :]
         is_key = (position < kv_lengths[:, None])[:, None, None] & jnp.isfinite(products)
         products = jnp.where(is_key, products, MASK_VALUE)
-        found = jnp.max(products.reshape(*products.shape[:-1], step, size), axis=-1)
-        return jax.lax.dynamic_update_slice(peaks, found, (0, 0, 0, block))
+        by_page = products.reshape(*products.shape[:-1], step * pages, size // pages)
+        place = (0, 0, 0, block * pages)
+        return jax.lax.dynamic_update_slice(peaks, jnp.max(by_page, axis=-1), place)
 
-    shape = (batch, kv_heads, num_queries, num_blocks)
+    shape = (batch, kv_heads, num_queries, num_blocks * pages)
     nothing = jnp.full_like(queries, MASK_VALUE, jnp.float32, shape=shape)
     return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
 
@@ -405,9 +412,10 @@ def _scores_of_kernels(
     *,
     scale: float,
     exponent: int,
+    pages: int,
     heads: Heads | None,
     kernel_config: KernelConfig,
-) -> Float[Array, "B I J"]:
+) -> Float[Array, "B I P"]:
     """`block_scores` by the Hopper kernels, which have one axis for rows and queries."""
     from sketchwalk_jax.pallas_kernels import block_scores as kernel
     from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
@@ -420,7 +428,7 @@ def _scores_of_kernels(
     # Rows at a time: a multiple of what fills a program, and as many as the memory says.
     room = -(-num_blocks // kernel.STEP) * kernel.STEP
     least = kernel.TILE // math.gcd(kernel.TILE, per_row)
-    most = _MOST_PEAKS // (batch * kv_heads * room * per_row)
+    most = _MOST_PEAKS // (batch * kv_heads * room * pages * per_row)
     tile = min(max(least, most // least * least), -(-num_rows // least) * least)
     more_rows = -num_rows % tile
     grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
@@ -433,21 +441,22 @@ def _scores_of_kernels(
     own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
     centre = jnp.pad(own_centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
 
-    def score(part: tuple[Array, Array]) -> Float[Array, "B Q J"]:
+    def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         index, own = part
         where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
-        where["interpret"] = kernel_config.interpret
+        where |= {"pages": pages, "interpret": kernel_config.interpret}
         peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
         found = kernel.block_scores_kernel(
             peaks, factor, own, centre, scale=scale, exponent=exponent, **where
         )
-        found = found[..., :num_blocks]
+        found = found[..., : num_blocks * pages]
         if heads is not None:
             found = heads.gather(found, axis=1)
         return jnp.sum(found, axis=(1, 2))
 
     parts = jnp.moveaxis(grouped, 2, 0)
     found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
-    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks)[:, :num_rows]
-    is_before = jnp.arange(num_blocks, dtype=jnp.int32)[None, None] <= rows[..., None]
+    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
+    page = jnp.arange(num_blocks * pages, dtype=jnp.int32)[None, None]
+    is_before = page < (rows[..., None] + 1) * pages
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)

@@ -8,10 +8,12 @@ exactly over one list that all heads share. The parts are replaced by what real 
 * A block of keys is seen key by key, in the rotary channels that rotate slowly, in four bits
   relative to the block's centre (`block_codes`). These channels tell tokens apart by their content
   and not by their position. A mean over a block would hide a single key.
-* Scores are sharpened before they are combined: first by a softmax over blocks for each head and
-  query, then by a norm, with an exponent as in the paper. A retrieval is one head of one query. A
-  sum would outvote it, and a maximum would ignore what many heads look at a little.
-* The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
+* Scores are sharpened before they are combined: first by a softmax for each head and query, then by
+  a norm, with an exponent as in the paper. A retrieval is one head of one query. A sum would
+  outvote it, and a maximum would ignore what many heads look at a little.
+* Lists name pages of 16 keys, not whole blocks of 64. What a query looks for is seldom longer than
+  a page, so that the same number of keys reaches four times as many places.
+* The walk is a memory of evidence: a page that a layer looked at stays likely in the next layers.
 """
 
 import dataclasses
@@ -28,12 +30,12 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span, TokenWrite, take_layer
+from sketchwalk_jax.policies.base import LayerShape, ScorePolicy, Span, TokenWrite, take_layer
 from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
-from sketchwalk_jax.validation import check_integer, check_number
+from sketchwalk_jax.validation import check_flag, check_integer, check_number
 from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
@@ -41,42 +43,51 @@ PyTree = Any
 _REPAID = Fraction(1, 5)
 # Powers of shares below 1e-38 vanish: of 1e-5 with this one.
 _MAX_EXPONENT = 8
-# A token's own query has seen every key; what stands for a row may miss its neighbours.
-_LOCAL_OF_TOKEN = 1
 # A layer to which a plan gives so much attends to everything.
 _AS_GOOD_AS_DENSE = 0.9
+# Rows whose number of representatives is decided together.
+_SEGMENT = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecommendedConfig(BudgetPolicy):
+class RecommendedConfig(ScorePolicy):
     r"""The recommended policy: Sketch-and-Walk with token-level evidence.
 
     `SketchWalkConfig.recommended(**fields)` makes one too. Let `q_{r, h}` be the representative
     queries of row `i` (`representative_queries`; in decode, the token's own query). The score of
-    block `j` and the walk of layer `k` are
+    page `p` and the walk of layer `k` are
 
-        P_{r, h}[i, j] = softmax_j( max_{s in block j} q_{r, h} · k_s / sqrt(H) )
-        S[i, j] = ( Σ_{r, h} P_{r, h}[i, j]^exponent )^(1 / exponent)
+        P_{r, h}[i, p] = softmax_p( max_{s in page p} q_{r, h} · k_s / sqrt(H) )
+        S[i, p] = ( Σ_{r, h} P_{r, h}[i, p]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
     The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
-    block of queries) keeps the best blocks of `R_k[i]`, including those that every row keeps.
-    `budget` says how many. Early rows keep at least `min_blocks` blocks, and later rows keep fewer
-    to compensate. So prompts of more than a few thousand tokens measure the requested density.
+    block of queries) keeps the best pages of `R_k[i]`, including those that every row keeps.
+    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. So short
+    prompts measure a higher density than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
+    8,192, 0.102 with 16,384.
 
     Attributes:
-      block_size: Tokens per block (a power of two, at least 16).
-      density: Fraction of all causal blocks to keep, over all layers, dense ones included, in (0,
+      block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
+        at least 16).
+      page_size: Keys of a page, which lists name: a power of two, at least 16. Blocks that are
+        smaller are listed whole.
+      density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_blocks: Number of first blocks that every row keeps. They count towards its budget.
-      local_blocks: Number of last blocks, up to its own, that every row of a prompt keeps. They
-        count towards its budget. A decoded token keeps its own block.
-      min_blocks: Minimum number of blocks that a row keeps, if there are as many.
+      sink_tokens: First keys that every row keeps, in whole pages. They count towards its budget.
+      local_tokens: Keys before its own block that every row of a prompt keeps, and its own block,
+        in whole pages. They count towards its budget. A decoded token keeps the last `block_size`
+        keys, in whole pages.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
+      early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
+        least `count` representatives. Scoring is cheap there, and budgets are small.
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
         large value approaches their maximum.
-      decay: Factor of a block's evidence from one layer to the next, in [0, 1). 0 keeps none.
+      decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
+      repays: Whether later rows of a prompt give back what `min_tokens` gave to earlier ones. Then
+        the measured density is as asked for, and the rows that ask, mostly the last, pay for it.
       dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
         The other layers keep correspondingly less.
       plan: How the layers of the model share density and representatives. Without a plan, all
@@ -90,18 +101,22 @@ class RecommendedConfig(BudgetPolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([ 1,  4,  5, 26], dtype=int32)
+      array([  4,  16,  27, 104], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
 
-    local_blocks: int = 2
-    min_blocks: int = 4
+    page_size: int = 16
+    sink_tokens: int = 16
+    local_tokens: int = 32
+    min_tokens: int = 256
     representatives: int = 8
-    exponent: int = 4
-    decay: float = 0.7
+    early_representatives: tuple[tuple[int, int], ...] = ((8192, 32), (32768, 16))
+    exponent: int = 8
+    decay: float = 0.4
+    repays: bool = False
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
     num_layers: int | None = None
@@ -109,17 +124,22 @@ class RecommendedConfig(BudgetPolicy):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        check_integer("min_blocks", self.min_blocks)
-        check_integer("representatives", self.representatives)
-        if self.representatives > self.block_size:
-            raise ValueError(
-                f"representatives must be at most the {self.block_size} queries of a block, got "
-                f"{self.representatives}"
-            )
-        check_integer("exponent", self.exponent)
+        for name, least in (
+            ("page_size", 16),
+            ("sink_tokens", 0),
+            ("local_tokens", 0),
+            ("min_tokens", 1),
+            ("representatives", 1),
+            ("exponent", 1),
+        ):
+            check_integer(name, getattr(self, name), least=least)
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        self._check_representatives()
         if self.exponent > _MAX_EXPONENT:
             raise ValueError(f"exponent must be at most {_MAX_EXPONENT}, got {self.exponent}")
         check_number("decay", self.decay, "[0, 1)")
+        check_flag("repays", self.repays)
         check_integer("num_layers", self.num_layers, is_optional=True)
         if self.plan is not None and self.num_layers is None:
             object.__setattr__(self, "num_layers", self.plan.num_layers)
@@ -130,6 +150,44 @@ class RecommendedConfig(BudgetPolicy):
             )
         if self.num_layers is not None:
             _ = self.layer_densities  # which checks them
+
+    def _check_representatives(self) -> None:
+        """Raises unless the numbers of representatives are possible, and descend with tokens."""
+        if self.representatives > self.block_size:
+            raise ValueError(
+                f"representatives must be at most the {self.block_size} queries of a block, got "
+                f"{self.representatives}"
+            )
+        try:
+            early = tuple((int(tokens), int(count)) for tokens, count in self.early_representatives)
+        except (TypeError, ValueError):
+            early = ((0, 0),)
+        tokens, counts = [one for one, _ in early], [one for _, one in early]
+        is_ordered = tokens == sorted(set(tokens)) and counts == sorted(set(counts), reverse=True)
+        if not is_ordered or any(one < 1 for one in (*tokens, *counts)):
+            raise ValueError(
+                "early_representatives must be pairs (tokens, count) with ascending tokens and "
+                f"descending counts, got {self.early_representatives!r}"
+            )
+        object.__setattr__(self, "early_representatives", early)
+
+    @property
+    def unit_size(self) -> int:
+        """Keys of a page."""
+        return min(self.page_size, self.block_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block."""
+        return self.block_size // self.unit_size
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """First pages, and last ones of a row of a prompt, that are always kept."""
+        return self._in_pages(self.sink_tokens), self.pages + self._in_pages(self.local_tokens)
+
+    def _in_pages(self, tokens: int) -> int:
+        return -(-tokens // self.unit_size)
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """The same policy with the number of layers filled in."""
@@ -164,26 +222,34 @@ class RecommendedConfig(BudgetPolicy):
         return tuple(min(one, self.block_size) for one in found)
 
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
-        """Number of blocks that each of `num_units` rows keeps, in the layer that keeps most."""
+        """Pages that each of `num_units` rows keeps, in the layer that keeps most."""
         return self.budgets(num_units).max(axis=0)
 
     def budgets(self, num_units: int, *, is_token: bool = False) -> Int[np.ndarray, "Ls J"]:
-        """Number of blocks that each row keeps in every sparse layer, int32 on the host.
+        """Pages that each row keeps in every sparse layer, int32 on the host.
 
         Args:
-          num_units: Number of rows.
-          is_token: Whether a row is a decoded token. It does not compensate for the rows before it.
+          num_units: Number of rows of a prompt; of decoded tokens the number of pages, and the
+            result is indexed by the page of the token.
+          is_token: Whether a row is a decoded token.
         """
-        least = max(self.min_blocks, self.sink_blocks + self.local_blocks)
+        sink, local = self.forced
+        least = max(self._in_pages(self.min_tokens), sink + (self.pages if is_token else local))
         densities = self.layer_densities
         if self.num_layers is not None:
             densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
-        make = functools.partial(even_budget, num_units, least=least, repays=not is_token)
+        make = functools.partial(
+            page_budget,
+            num_units,
+            pages=1 if is_token else self.pages,
+            least=least,
+            repays=self.repays and not is_token,
+        )
         return np.stack([make(density=one) for one in densities])
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """A walk without evidence."""
-        return WalkState.zeros(batch, num_rows, num_blocks)
+        return WalkState.zeros(batch, num_rows, num_blocks * self.pages)
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> BlockCodes:
         """Codes of no keys."""
@@ -240,7 +306,7 @@ class RecommendedConfig(BudgetPolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """The blocks with the most evidence, for every query block or for the decoded token.
+        """The pages with the most evidence, for every query block or for the decoded token.
 
         `statistics` may be `LayerCodes`, which kernels read in place.
         """
@@ -254,20 +320,22 @@ class RecommendedConfig(BudgetPolicy):
         score = functools.partial(
             self.evidence,
             codes=statistics,
-            rows=rows,
             kv_lengths=span.end,
             scale=default_scale(query.shape[-1]),
             heads=span.heads,
             kernel_config=kernel_config,
         )
         if span.is_token:
-            scores = score(query[:, None][..., self.channels(query.shape[-1])])
+            scores = score(query[:, None][..., self.channels(query.shape[-1])], rows=rows)
         else:
-            represent = functools.partial(self.represent, query, span, kernel_config=kernel_config)
-            scores = self._score_rows(walk.layers, represent, score)
+            capacity = walk.scores.shape[-1] * self.unit_size
+            scores = self._score_rows(
+                query, span, walk.layers, score, capacity=capacity, kernel_config=kernel_config
+            )
         evidence = jnp.maximum(scores, self.decay * walk.scores)
+        pages = span.rows(self.unit_size) if span.is_token else (rows + 1) * self.pages - 1
         lists = self.keep(
-            evidence, rows, walk.layers, is_token=span.is_token, kernel_config=kernel_config
+            evidence, pages, walk.layers, is_token=span.is_token, kernel_config=kernel_config
         )
         return lists, WalkState(evidence, walk.layers + 1)
 
@@ -298,12 +366,13 @@ class RecommendedConfig(BudgetPolicy):
             walk,
             layer=statistics.layer,
             lengths=span.end,
-            budgets=self.budgets(stack.code.shape[2], is_token=True),
+            budgets=self.budgets(stack.code.shape[2] * self.pages, is_token=True),
             scale=default_scale(query.shape[-1]),
             exponent=self.exponent,
             decay=self.decay,
-            sink_blocks=self.sink_blocks,
-            local_blocks=_LOCAL_OF_TOKEN,
+            sink_blocks=self.forced[0],
+            local_blocks=self.pages,
+            pages=self.pages,
             ranks=span.heads,
             kernel_config=kernel_config,
         )
@@ -318,8 +387,8 @@ class RecommendedConfig(BudgetPolicy):
         scale: float,
         heads: Heads | None = None,
         kernel_config: KernelConfig | None = None,
-    ) -> Float[Array, "B I J"]:
-        """`S[i, j]` of the class, from the queries that represent each row."""
+    ) -> Float[Array, "B I P"]:
+        """`S[i, p]` of the class, from the queries that represent each row."""
         return block_scores(
             queries,
             codes,
@@ -327,6 +396,7 @@ class RecommendedConfig(BudgetPolicy):
             kv_lengths=kv_lengths,
             scale=scale,
             exponent=self.exponent,
+            pages=self.pages,
             heads=heads,
             kernel_config=kernel_config,
         )
@@ -334,7 +404,7 @@ class RecommendedConfig(BudgetPolicy):
     def represent(
         self,
         query: Float[Array, "B T N H"],
-        span: Span,
+        valid: Bool[Array, "B T"],
         count: int,
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
@@ -344,54 +414,130 @@ class RecommendedConfig(BudgetPolicy):
         kernel_config = self._of_slow(kernel_config, head_dim)
         if kernel_config is not None:
             found = kernel_selection.representatives(
-                query, span.valid, **sizes, kernel_config=kernel_config
+                query, valid, **sizes, kernel_config=kernel_config
             )
         if found is None:
             query = query[..., self.channels(head_dim)]
-            found = representative_queries(query, span.valid, **sizes)
+            found = representative_queries(query, valid, **sizes)
         return found
 
     def _score_rows(
         self,
+        query: Float[Array, "B T N H"],
+        span: Span,
         index: Int[Array, ""],
-        represent: Callable[[int], Float[Array, "B I R N C"]],
-        score: Callable[[Float[Array, "B I R N C"]], Float[Array, "B I J"]],
-    ) -> Float[Array, "B I J"]:
-        """The scores of rows, with the number of representatives of a sparse layer."""
-        counts = self.sparse_representatives
-        kinds = sorted(set(counts))
-        ways = [functools.partial(lambda count: score(represent(count)), count) for count in kinds]
+        score: Callable[..., Float[Array, "B I P"]],
+        *,
+        capacity: int,
+        kernel_config: KernelConfig | None,
+    ) -> Float[Array, "B I P"]:
+        """The scores of a prompt's rows, each with its number of representatives.
+
+        That depends on the row's position and on the sparse layer. Where several numbers are
+        possible, some rows at a time are scored, all of them with the largest number that one of
+        them has; the representatives of a smaller number are the first of those.
+        """
+        rows = span.rows(self.block_size)
+        by_layer = jnp.asarray(self.sparse_representatives)
+        least = by_layer[jnp.minimum(index, len(by_layer) - 1)]
+        counts = self._representatives_of_rows(rows, least)
+        kinds = self._numbers_of_representatives(capacity)
+
+        def score_with(count: int, part: tuple[Array, ...]) -> Float[Array, "B I P"]:
+            query, valid, rows, counts = part
+            found = self.represent(query, valid, count, kernel_config)
+            if len(kinds) > 1:
+                counts_here = jnp.arange(count)[None, None] < counts[..., None]
+                found = jnp.where(counts_here[..., None, None], found, jnp.nan)
+            return score(found, rows=rows)
+
+        ways = [functools.partial(score_with, count) for count in kinds]
+        every = query, span.valid, rows, counts
         if len(ways) == 1:
-            return ways[0]()
-        own = jnp.asarray([kinds.index(one) for one in counts])[jnp.minimum(index, len(counts) - 1)]
-        return jax.lax.switch(own, ways)
+            return ways[0](every)
+
+        def score_some(part: tuple[Array, ...]) -> Float[Array, "B I P"]:
+            most = jnp.max(part[-1])
+            return jax.lax.switch(jnp.sum(jnp.asarray(kinds) < most), ways, part)
+
+        number = rows.shape[1]
+        if number <= _SEGMENT:
+            return score_some(every)
+        some = -(-number // _SEGMENT)
+        parts = [
+            jnp.moveaxis(
+                jnp.pad(
+                    x, ((0, 0), (0, some * size - x.shape[1])) + ((0, 0),) * (x.ndim - 2)
+                ).reshape(x.shape[0], some, size, *x.shape[2:]),
+                1,
+                0,
+            )
+            for x, size in zip(
+                every, (_SEGMENT * self.block_size,) * 2 + (_SEGMENT,) * 2, strict=True
+            )
+        ]
+        found = jnp.moveaxis(jax.lax.map(score_some, tuple(parts)), 0, 1)
+        return found.reshape(found.shape[0], -1, found.shape[-1])[:, :number]
+
+    def _representatives_of_rows(
+        self, rows: Int[Array, "B I"], least: Int[Array, ""]
+    ) -> Int[Array, "B I"]:
+        """How many queries represent each row, of a layer that has `least` of them everywhere."""
+        found = jnp.broadcast_to(least, rows.shape)
+        for tokens, count in self.early_representatives:
+            count = min(count, self.block_size)
+            is_early = rows * self.block_size < tokens
+            found = jnp.where(is_early, jnp.maximum(found, count), found)
+        return found
+
+    def _numbers_of_representatives(self, capacity: int) -> list[int]:
+        """The numbers of representatives that rows before `capacity` tokens may have, ascending."""
+        by_layer = set(self.sparse_representatives)
+        found, first = set[int](), 0
+        for tokens, count in (*self.early_representatives, (capacity, 1)):
+            if first < capacity:
+                found |= {max(one, min(count, self.block_size)) for one in by_layer}
+            first = tokens
+        return sorted(found)
 
     def keep(
         self,
-        evidence: Float[Array, "B I J"],
-        rows: Int[Array, "B I"],
+        evidence: Float[Array, "B I P"],
+        last: Int[Array, "B I"],
         index: Int[Array, ""],
         *,
         is_token: bool,
         kernel_config: KernelConfig | None = None,
     ) -> BlockSelection:
-        """The blocks with the most evidence, up to the budget of a sparse layer."""
-        num_blocks = evidence.shape[-1]
-        budgets = self.budgets(num_blocks, is_token=is_token)
+        """The pages with the most evidence, up to the budget of a sparse layer.
+
+        Args:
+          evidence: Of every page, for every row.
+          last: The last page of each row: of its block, or the decoded token's own.
+          index: The layer among the sparse ones.
+          is_token: Whether a row is a decoded token.
+          kernel_config: What kernels run with, or `None` for plain JAX.
+        """
+        num_pages = evidence.shape[-1]
+        num_rows = num_pages if is_token else num_pages // self.pages
+        budgets = self.budgets(num_rows, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
-        counts = own[jnp.minimum(rows, num_blocks - 1)]
+        rows = last if is_token else last // self.pages
+        counts = own[jnp.minimum(rows, num_rows - 1)]
+        sink, local = self.forced
         rule: dict[str, Any] = dict(
-            sink_blocks=self.sink_blocks,
-            local_blocks=_LOCAL_OF_TOKEN if is_token else self.local_blocks,
+            sink_blocks=sink,
+            local_blocks=self.pages if is_token else local,
             max_count=int(budgets.max()),
-            block_size=self.block_size,
+            block_size=self.unit_size,
+            row_size=None if is_token else self.block_size,
         )
         lists = None
         if kernel_config is not None:
             lists = kernel_selection.select_blocks(
-                evidence, rows, counts, **rule, kernel_config=kernel_config
+                evidence, last, counts, **rule, kernel_config=kernel_config
             )
-        return lists or select_blocks(evidence, rows, counts, **rule)
+        return lists or select_blocks(evidence, last, counts, **rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,36 +674,40 @@ def _share_density(
 
 
 @functools.lru_cache(maxsize=1024)
-def even_budget(
-    num_blocks: int, *, density: float, least: int, repays: bool = True
-) -> Int[np.ndarray, "J"]:
-    """How many blocks each row keeps, so that all rows together keep the density.
+def page_budget(
+    num_rows: int, *, density: float, pages: int, least: int, repays: bool = False
+) -> Int[np.ndarray, "I"]:
+    """How many pages each row keeps, so that all rows together keep the density.
 
-    Half of a row's own block is in the future. So `c` blocks in row `i` count as `c - 1/2`, and the
-    causal blocks as `i + 1/2`. A row therefore keeps `density · (i + 1/2) + 1/2` blocks, rounded,
-    and at least `least` if there are as many. Later rows compensate for what earlier rows of a
-    prompt kept beyond the density; each gives up at most a fifth of its own. The budget of a row
-    depends on its position only, never on the length of the prompt.
+    Half of a row's own block is in the future. So `c` pages in row `i` count as `c - pages / 2`,
+    and the causal ones as `pages · (i + 1/2)`. A row therefore keeps `pages · (density · (i + 1/2)
+    + 1/2)` pages, rounded, and at least `least` if there are as many. What the first rows take
+    beyond the density makes the measured one higher, unless later rows give it back, at most a
+    fifth of their own. The budget of a row depends on its position only, never on the length of the
+    prompt.
 
     Args:
-      num_blocks: Number of rows.
-      density: Fraction of all causal blocks.
-      least: Minimum number of blocks of a row.
+      num_rows: Number of rows.
+      density: Fraction of all causal pairs.
+      pages: Pages of a block; a row is a block of queries.
+      least: Minimum number of pages of a row.
       repays: Whether later rows compensate for earlier ones.
 
     Returns:
-      int32 `[num_blocks]` on the host, read-only.
+      int32 `[num_rows]` on the host, read-only.
 
     Example:
-      >>> even_budget(128, density=0.1, least=4)[[3, 20, 63, 127]].tolist()
+      >>> page_budget(128, density=0.1, pages=4, least=16)[[0, 3, 20, 63, 127]].tolist()
+      [4, 16, 16, 27, 53]
+      >>> page_budget(128, density=0.1, pages=1, least=4, repays=True)[[3, 20, 63, 127]].tolist()
       [4, 4, 5, 13]
     """
     share = Fraction(repr(float(density)))
-    counts, excess, half = np.zeros(num_blocks, np.int32), Fraction(0), Fraction(1, 2)
-    for row in range(num_blocks):
-        wanted = share * (row + half) + half
+    counts, excess, half = np.zeros(num_rows, np.int32), Fraction(0), Fraction(1, 2)
+    for row in range(num_rows):
+        wanted = pages * (share * (row + half) + half)
         given_back = min(max(excess, Fraction(0)), wanted * _REPAID) if repays else 0
-        counts[row] = min(row + 1, max(least, round(wanted - given_back)))
+        counts[row] = min(pages * (row + 1), max(least, round(wanted - given_back)))
         excess += int(counts[row]) - wanted
     counts.setflags(write=False)
     return counts

@@ -177,6 +177,29 @@ class SketchWalkConfig(Policy):
         """
         return RecommendedConfig(**overrides)
 
+    @classmethod
+    def recommended_v1(cls, **overrides: Any) -> RecommendedConfig:
+        """The recommended policy as it was before it listed pages, for comparison.
+
+        It lists whole blocks of 64 keys, has 8 representatives of every row, and the last rows of a
+        prompt give back what the least budget gave to the first ones.
+
+        Args:
+          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
+        """
+        size = overrides.get("block_size", 64)
+        former = dict(
+            page_size=size,
+            sink_tokens=size,
+            local_tokens=size,
+            min_tokens=4 * size,
+            early_representatives=(),
+            exponent=4,
+            decay=0.7,
+            repays=True,
+        )
+        return RecommendedConfig(**{**former, **overrides})
+
     # The state.
 
     @property
