@@ -22,7 +22,7 @@ from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import changed_fields
+from sketchwalk_jax.policies import OVER, changed_fields
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.dense import Dense
@@ -31,9 +31,6 @@ from sketchwalk_jax.text import HELD_OUT, draw_passages, prompt_rng, read_text
 from sketchwalk_jax.validation import check_choice, check_number
 
 PyTree = Any
-
-OVER = ("sparse_layers", "all_layers")
-"""Layers whose mean density can be the one that is asked for."""
 
 _KEYS_OF_A_PROMPT = 1024
 _LEAST_TOKENS = 128  # of a prompt that a density is set on

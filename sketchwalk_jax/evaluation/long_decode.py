@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.programs import Programs, Together
+from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.rows import Outcome
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import NUM_DECODED, Sample
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import Policy

@@ -13,7 +13,7 @@ import numpy as np
 from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.probe import ProbeSums, decode_bytes, probe_decode, probe_prefill
-from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
+from sketchwalk_jax.evaluation.programs import Prefilled, Programs
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
     Prompts,
@@ -25,6 +25,7 @@ from sketchwalk_jax.evaluation.prompts import (
 from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
