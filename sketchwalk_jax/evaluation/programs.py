@@ -7,7 +7,7 @@ that it runs once for all of them (`together`).
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,16 +21,20 @@ from sketchwalk_jax.cache import (
     Cache,
     Density,
     empty_cache,
+    sparse_layers,
 )
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
 from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.sharding import (
+    Placement,
     constrain,
     constrain_logits,
     devices_of,
@@ -155,6 +159,60 @@ def decode_program(
     carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
     likeliest, losses = constrain(carry[2:], settings.placement)
     return Decoded(likeliest, losses, carry[1].density)
+
+
+class Readers:
+    """The policies of rules, and what reads prompts densely for each of them.
+
+    A rule that decodes sparsely after a dense prefill continues the cache of the reader that kept
+    its statistics; where there is none, plain dense attention reads.
+
+    Attributes:
+      policies: The policy of each rule.
+      all: Every reader; the first one serves rules that have none.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[Rule, Sequence[str]],
+        calibrated: Mapping[Rule, Policy],
+        model_config: ModelConfig,
+        placement: Placement | None,
+    ) -> None:
+        """Finds the readers.
+
+        Args:
+          wanted: Phases of each rule.
+          calibrated: Calibrated policies, of the rules that need it.
+          model_config: The model.
+          placement: Where it lies on a mesh, if it does.
+        """
+        self.policies = {rule: rule.make() for rule in wanted} | dict(calibrated)
+        self._model_config, self._placement = model_config, placement
+        watched = {
+            rule: self.policies[rule]
+            for rule, phases in wanted.items()
+            if rule != DENSE and "decode" in phases
+        }
+        self._watching = Together.watching(watched, placement)
+        readers = dict.fromkeys(together for together, _ in self._watching.values())
+        self.all: tuple[Policy, ...] = tuple(readers) or (Dense(),)
+
+    def of(self, rule: Rule) -> Policy:
+        """What reads prompts densely for a rule."""
+        return self._watching[rule][0] if rule in self._watching else self.all[0]
+
+    def cache_of(self, rule: Rule, cache: Cache) -> Cache:
+        """The cache of a rule's reader, with the statistics that the rule's policy expects."""
+        together, place = self._watching[rule]
+        return together.cache_of(cache, place, self._model_config, self._placement)
+
+    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
+        """Layers in which a rule does not select; none for dense attention itself."""
+        if rule == DENSE:
+            return ()
+        sparse = sparse_layers(self._model_config, self.policies[rule])
+        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
 
 class Programs:
