@@ -206,9 +206,7 @@ def row_budget(form: Form, num_blocks: int, density: float) -> Int[np.ndarray, "
         floor = form.floor // BLOCK
         rule: dict[str, Any] = {"pages": 1, "least": floor, "repays": True}
         return per_block * page_budget(num_blocks, density=density, **rule)
-    return page_budget(
-        num_blocks, density=density, pages=per_block, least=form.floor // form.keys
-    )
+    return page_budget(num_blocks, density=density, pages=per_block, least=form.floor // form.keys)
 
 
 def forced_blocks(form: Form, num_tokens: int) -> tuple[Array, Array]:

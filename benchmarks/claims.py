@@ -15,6 +15,7 @@ from sketchwalk_jax.evaluation.tables import (
     PHASES,
     Difference,
     check_choices,
+    longest,
     mean_by_layer,
     nominal_density,
     paired_difference,
@@ -57,30 +58,25 @@ class CheckedClaim:
     evidence: tuple[str, ...]
 
 
-def check_claims(
-    rows: Sequence[Row], *, density: float | None = None, tokens: int | None = None
-) -> list[CheckedClaim]:
-    """Checks every claim.
+def check_claims(rows: Sequence[Row]) -> list[CheckedClaim]:
+    """Checks every claim, at the longest length and the highest nominal density below 1.
 
     Args:
       rows: Rows of one evaluation.
-      density: Nominal density of the policies that take one; the highest below 1 by default.
-      tokens: Length; the longest by default.
 
     Returns:
       The claims in their order, with verdict and numbers.
 
     Raises:
-      ValueError: If there are no rows of this length or density.
+      ValueError: If there are no rows.
 
     Example:
       >>> [one.verdict for one in check_claims(rows)]  # doctest: +SKIP
       ['did not hold', 'held', 'not tested', ...]
     """
-    check_choices(rows, tokens=tokens)
-    density = nominal_density(rows, density)
-    tokens = values_of(rows, "tokens")[-1] if tokens is None else tokens
-    view = _View(rows_with(rows, density=density, tokens=tokens))
+    check_choices(rows)
+    density = nominal_density(rows, None)
+    view = _View(rows_with(rows, density=density, tokens=longest(rows)))
     found = []
     for number, (claim, check) in _CLAIMS.items():
         verdict, evidence = check(view)

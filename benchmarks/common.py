@@ -1,5 +1,6 @@
 """What the benchmarks share: compiling, timing, hardware and versions, JSON files."""
 
+import argparse
 import itertools
 import json
 import math
@@ -215,6 +216,19 @@ def memory(compiled: Any) -> dict[str, int]:
         "output_bytes": analysis.output_size_in_bytes,
         "aliased_bytes": analysis.alias_size_in_bytes,
     }
+
+
+def peak_gib(compiled: Any) -> float:
+    """What a program holds at a time, in GiB: arguments, temporary numbers and new results."""
+    found = memory(compiled)
+    held = sum(found[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
+    return (held - found["aliased_bytes"]) / 2**30
+
+
+def is_asked(options: argparse.Namespace, **values: Any) -> bool:
+    """Whether each value is one of those that the option of its name was given, if it was given."""
+    given = {name: getattr(options, name) for name in values}
+    return all(not given[name] or value in given[name] for name, value in values.items())
 
 
 def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -> dict[str, Any]:

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
+from sketchwalk_jax.layer import select_whole
+from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import init_params, param_shapes
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.base import Span
 
 DENSITY = 0.1
 LENGTHS = (4096, 8192, 16384)
@@ -94,17 +96,11 @@ def layer_selection(
     query: jax.Array, key: jax.Array, config: sw.SketchWalkConfig
 ) -> sw.BlockSelection:
     """The lists that `sketchwalk_attention` attends over in its first layer."""
-    batch, length, num_heads, head_dim = query.shape
-    num_blocks = length // config.block_size
+    batch, length = query.shape[:2]
     lengths = jnp.full((batch,), length, jnp.int32)
     span = Span(jnp.zeros((batch,), jnp.int32), jnp.ones((batch, length), bool), lengths, lengths)
-    shape = LayerShape(num_heads, key.shape[2], head_dim)
-    statistics = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
-    statistics = config.observe(query, key, statistics, span=span)
     walk = sw.init_walk(batch, length, policy=config)
-    return config.select(
-        query, key[None], statistics, walk, layer=jnp.zeros((), jnp.int32), span=span
-    )[0]
+    return select_whole([config], query, key, [walk], span=span)[0][0]
 
 
 def measure_attention(length: int, repeats: int) -> list[Row]:
@@ -170,7 +166,7 @@ def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
         cache = sw.init_cache(MODEL, config, batch=1, max_tokens=capacity)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (token, cache))
         program = jax.jit(step, donate_argnums=2).lower(param_shapes(MODEL), *arguments).compile()
-        facts[name] = common.memory(program) | {"cache_bytes": sum_bytes(cache)}
+        facts[name] = common.memory(program) | {"cache_bytes": num_bytes(cache)}
         first = capacity - DECODE_TOKENS * (repeats + 1)
         calls[name] = decoding(functools.partial(step, params, token), cache, first)
     times = common.alternate(calls, repeats=repeats)
@@ -179,11 +175,6 @@ def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
         for name, rounds in times.items()
     }
     return [row("decode", capacity, name, times) | facts[name] for name in POLICIES]
-
-
-def sum_bytes(tree: Any) -> int:
-    """Bytes of all arrays."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def decoding(step: Callable[[Any], Any], cache: Any, first: int) -> Callable[[], Any]:

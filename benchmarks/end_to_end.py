@@ -288,14 +288,13 @@ def rules(*, is_quick: bool) -> list[Rule]:
 
 def matches(cell: Cell, options: argparse.Namespace) -> bool:
     """Whether a measurement was asked for."""
-    name = cell.rule.preset or cell.rule.policy
-    return (
-        (not options.phase or cell.phase in options.phase)
-        and (not options.tokens or cell.tokens in options.tokens)
-        and (not options.batch or cell.batch in options.batch or cell.phase == "prefill")
-        and (not options.policy or name in options.policy)
-        and (not options.density or cell.rule == DENSE or cell.rule.density in options.density)
-    )
+    values: Row = {"phase": cell.phase, "tokens": cell.tokens}
+    values["policy"] = cell.rule.preset or cell.rule.policy
+    if cell.phase == "decode":
+        values["batch"] = cell.batch
+    if cell.rule != DENSE:
+        values["density"] = cell.rule.density
+    return common.is_asked(options, **values)
 
 
 def describe(row: Row) -> str:
@@ -375,31 +374,14 @@ class Model:
         """The program of a measurement, and what makes its input."""
         params, settings = shapes(self._params), self._settings(cell)
         if cell.phase == "prefill":
-            read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
-            program = jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
-            make = functools.partial(self._prompt, cell)
+            program = prompt_program(cell.tokens, settings)
+            make = functools.partial(draw_prompt, self.config, cell.batch, cell.tokens)
             arguments = (params, *jax.eval_shape(make))
         else:
-            decode = functools.partial(
-                decode_tokens,
-                num_tokens=NEW_TOKENS,
-                eos_token_ids=(),
-                pad_token_id=0,
-                settings=settings,
-            )
-            program = jax.jit(
-                lambda params, state, limit: decode(params, state, Sampling(), limit),
-                donate_argnums=1,
-            )
+            program = token_program(settings)
             make = functools.partial(self._state, cell)
             arguments = (params, jax.eval_shape(make), jax.ShapeDtypeStruct((), jnp.int32))
         return program.lower(*arguments).compile(), jax.jit(make).lower().compile()
-
-    def _prompt(self, cell: Cell) -> tuple[Any, Any, Any]:
-        tokens = jax.random.randint(
-            jax.random.key(1), (cell.batch, cell.tokens), 0, self.config.vocab_size
-        )
-        return tokens, jnp.full((cell.batch,), cell.tokens, jnp.int32), jax.random.key(2)
 
     def _state(self, cell: Cell) -> DecodeState:
         """A cache that is full but for the tokens that are to come."""
@@ -448,11 +430,9 @@ class Model:
         program, make = compiled()
         found = (self._prefill if cell.phase == "prefill" else self._decode)(cell, program, make())
         cache = jax.eval_shape(functools.partial(self._empty, cell))
-        memory = common.memory(program)
-        held = sum(memory[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
         return found | {
-            "peak_gib": (held - memory["aliased_bytes"]) / 2**30,
-            "temporary_bytes": memory["temporary_bytes"],
+            "peak_gib": common.peak_gib(program),
+            "temporary_bytes": common.memory(program)["temporary_bytes"],
             "method_state_bytes": num_bytes(cache.statistics),
             "kv_cache_bytes": num_bytes((cache.key, cache.value)),
         }
@@ -468,6 +448,30 @@ class Model:
         held = num_bytes((cache.key, cache.value)) * cell.tokens / cache.capacity
         read = token_bytes(self.config, cell.batch, held, found["measured_density"])
         return found | {"floor_seconds": (read + num_bytes(cache.statistics)) / self._copy}
+
+
+def draw_prompt(config: ModelConfig, batch: int, tokens: int) -> tuple[Any, Any, Any]:
+    """Prompts, their lengths and a key, as `start_decoding` takes them."""
+    drawn = jax.random.randint(jax.random.key(1), (batch, tokens), 0, config.vocab_size)
+    return drawn, jnp.full((batch,), tokens, jnp.int32), jax.random.key(2)
+
+
+def prompt_program(capacity: int, settings: Settings) -> Any:
+    """Reads a prompt into a new cache, as `generate` does; returns a `DecodeState`."""
+    read = functools.partial(start_decoding, capacity=capacity, settings=settings)
+    return jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
+
+
+def token_program(settings: Settings, **options: Any) -> Any:
+    """Decodes `NEW_TOKENS` tokens of each sequence, as `generate` does; gets options of `jit`."""
+    decode = functools.partial(
+        decode_tokens, num_tokens=NEW_TOKENS, eos_token_ids=(), pad_token_id=0, settings=settings
+    )
+    return jax.jit(
+        lambda params, state, limit: decode(params, state, Sampling(), limit),
+        donate_argnums=1,
+        **options,
+    )
 
 
 def time_prompt(program: Any, params: PyTree, prompt: tuple[Any, ...], repeats: int) -> Row:

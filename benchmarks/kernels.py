@@ -98,15 +98,21 @@ def main() -> None:
         raise SystemExit("\n".join(failed))
 
 
-def rounds(calls: dict[str, Call], repeats: int, *, step: int = 1) -> dict[str, list[float]]:
-    """Seconds per step of each call, in turns; rounds last about `ROUND_SECONDS`."""
+def rounds(
+    calls: dict[str, Call],
+    repeats: int,
+    *,
+    step: int = 1,
+    round_seconds: float = ROUND_SECONDS,
+) -> dict[str, list[float]]:
+    """Seconds per step of each call, in turns; rounds last about `round_seconds`."""
     counts = {}
     for name, call in calls.items():
         jax.block_until_ready(call(step))
         start = common.clock()
         jax.block_until_ready(call(step))
         seconds = (common.clock() - start) / step
-        counts[name] = max(1, min(500, math.ceil(ROUND_SECONDS / seconds / step))) * step
+        counts[name] = max(1, min(500, math.ceil(round_seconds / seconds / step))) * step
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

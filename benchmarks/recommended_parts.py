@@ -79,7 +79,7 @@ class MeansConfig(RecommendedConfig):
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
         """`count` means of as many neighbours each."""
-        query, valid = query[..., self.channels(query.shape[-1])], span.valid
+        query = query[..., self.channels(query.shape[-1])]
         parts = query.reshape(query.shape[0], -1, count, self.block_size // count, *query.shape[2:])
         is_query = valid.reshape(parts.shape[:4])[..., None, None]
         total = jnp.sum(jnp.where(is_query, parts, 0.0).astype(jnp.float32), axis=3)

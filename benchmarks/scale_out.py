@@ -21,7 +21,6 @@ in the layers of a call (`sketchwalk_jax.sharding`), and `rates` in `meta` how f
 
 import argparse
 import dataclasses
-import functools
 import gc
 import math
 import os
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import end_to_end
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,11 +42,14 @@ from end_to_end import (
     NEW_TOKENS,
     TINY,
     describe,
+    draw_prompt,
     measure_rates,
     prompt_flops,
+    prompt_program,
     time_prompt,
     time_tokens,
     token_bytes,
+    token_program,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -55,11 +58,9 @@ from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.generation import decode_tokens, start_decoding
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import Placement, place
 
 Row = dict[str, Any]
@@ -89,44 +90,23 @@ KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset",
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One measurement.
+class Cell(end_to_end.Cell):
+    """One measurement; its phase may also be `"lists"`.
 
     Attributes:
-      model: Name of the model.
-      phase: `"prefill"`, `"decode"` or `"lists"`.
       axis: Of the mesh over which the model is spread, or `"one"` for a single GPU.
-      tokens: Of a prompt, or in the cache of each sequence.
       batch: Sequences, of all ranks.
-      chunk_size: Tokens of a piece of the prompt, or None for one piece.
       rule: The policy.
     """
 
-    model: str
-    phase: str
     axis: str
-    tokens: int
     batch: int = 1
-    chunk_size: int | None = None
     rule: Rule = RULE
 
-    def row(self, ranks: int, **found: Any) -> Row:
+    def row(self, ranks: int = 1, **found: Any) -> Row:
         """What names it, and what was found."""
-        rule = self.rule
-        return {
-            "model": self.model,
-            "phase": self.phase,
-            "tokens": self.tokens,
-            "batch": self.batch,
-            "axis": self.axis,
-            "ranks": 1 if self.axis == "one" else ranks,
-            "policy": rule.policy,
-            "preset": rule.preset,
-            "density": rule.density,
-            "chunk_size": self.chunk_size,
-            "implementation": f"by {self.axis}",
-            **found,
-        }
+        own = {"axis": self.axis, "ranks": 1 if self.axis == "one" else ranks}
+        return super().row(**own, implementation=f"by {self.axis}") | found
 
 
 def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
@@ -165,17 +145,8 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
 
 def matches(cell: Cell, options: argparse.Namespace) -> bool:
     """Whether a measurement was asked for."""
-    wanted = {
-        "model": cell.model,
-        "axis": cell.axis,
-        "phase": cell.phase,
-        "tokens": cell.tokens,
-        "policy": cell.rule.preset or cell.rule.policy,
-    }
-    return all(
-        not getattr(options, name) or value in getattr(options, name)
-        for name, value in wanted.items()
-    )
+    values = {name: getattr(cell, name) for name in ("model", "axis", "phase", "tokens")}
+    return common.is_asked(options, policy=cell.rule.preset or cell.rule.policy, **values)
 
 
 def main() -> None:
@@ -370,28 +341,19 @@ class Model:
             return ()
         new = NEW_TOKENS if cell.phase == "decode" else 0
         settings = self._settings(cell)
-        read = functools.partial(start_decoding, capacity=cell.tokens, settings=settings)
-        reading = jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
+        reading = prompt_program(cell.tokens, settings)
         prompt = self._prompt(cell, cell.tokens - new)
         compiled = reading.lower(self._params, *prompt).compile()
         if not new:
             return compiled, prompt, None
-        decode = functools.partial(
-            decode_tokens,
-            num_tokens=new,
-            eos_token_ids=(),
-            pad_token_id=0,
-            settings=dataclasses.replace(settings, chunk_size=None),
-        )
         where = compiled.output_shardings
         state = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(reading, self._params, *prompt),
             where,
         )
-        decoding = jax.jit(
-            lambda params, state, limit: decode(params, state, Sampling(), limit),
-            donate_argnums=1,
+        decoding = token_program(
+            dataclasses.replace(settings, chunk_size=None),
             out_shardings=(None, where),  # it goes on from what it made
         )
         limit = jax.ShapeDtypeStruct((), jnp.int32)
@@ -408,8 +370,6 @@ class Model:
             if decoding
             else self._prefill(cell, reading, prompt)
         )
-        memory = common.memory(reading)
-        held = sum(memory[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
         sent = sent_bytes(
             self.config,
             policy=cell.rule.make(),
@@ -420,8 +380,7 @@ class Model:
             chunk_size=cell.chunk_size,
             is_token=cell.phase == "decode",
         )
-        found |= {"peak_gib": (held - memory["aliased_bytes"]) / 2**30}
-        return {**found, "sent_bytes": sent}
+        return {**found, "peak_gib": common.peak_gib(reading), "sent_bytes": sent}
 
     def _settings(self, cell: Cell) -> Settings:
         return Settings(
@@ -432,10 +391,7 @@ class Model:
         )
 
     def _prompt(self, cell: Cell, tokens: int) -> tuple[Any, Any, Any]:
-        drawn = jax.random.randint(
-            jax.random.key(1), (cell.batch, tokens), 0, self.config.vocab_size
-        )
-        found = drawn, jnp.full((cell.batch,), tokens, jnp.int32), jax.random.key(2)
+        found = draw_prompt(self.config, cell.batch, tokens)
         if self._where is None:
             return found
         return jax.device_put(found, (self._where.tokens, *[self._where.sharding()] * 2))

@@ -30,6 +30,7 @@ import common
 import jax
 import jax.numpy as jnp
 import kernel_inputs
+import kernels
 from jaxtyping import Array, Int
 from kernel_inputs import Shape, Step, loop
 from tqdm import tqdm
@@ -47,7 +48,6 @@ Row = dict[str, Any]
 Call = Callable[[int], Any]  # runs that many steps
 LAYERS = 4
 KERNELS = dispatch.selection_kernels(None)
-PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"
 ROUND_SECONDS = 0.04
 PROMPTS = 2  # layers that prefill rotates over: together far larger than any cache
 # Rounds over the layers between two looks at a loop's condition; where prompts take long, fewer.
@@ -293,12 +293,12 @@ class Length:
 
     def _dense_prefill(self) -> Callable[[], Row]:
         attend = functools.partial(
-            jax.nn.dot_product_attention, is_causal=True, implementation=PEER
+            jax.nn.dot_product_attention, is_causal=True, implementation=kernels.PEER
         )
         sets = list(self._inputs.layers)
         program = self._compile(attend, *sets[0])
         return lambda: {
-            "attention_implementation": PEER,
+            "attention_implementation": kernels.PEER,
             "measured_density": 1.0,
             **named("attention", timed(queued(program, sets), self._repeats)),
         }
@@ -308,7 +308,7 @@ class Length:
             layers, lengths = given
             key, value = layers[index]
             return jax.nn.dot_product_attention(
-                query, key, value, key_value_seq_lengths=lengths, implementation=PEER
+                query, key, value, key_value_seq_lengths=lengths, implementation=kernels.PEER
             )
 
         rounds, query = self._rounds(), self._inputs.layers[0][0][:, -1:]
@@ -317,7 +317,7 @@ class Length:
         program, step = self._compile(attention, jnp.int32(1), query, given), LAYERS * rounds
         run = looped(program, query, given, step)
         return lambda: {
-            "attention_implementation": PEER,
+            "attention_implementation": kernels.PEER,
             "measured_density": 1.0,
             **named("attention", timed(run, self._repeats, step=step)),
         }
@@ -439,18 +439,9 @@ class Length:
 
 def timed(call: Call, repeats: int, *, step: int = 1) -> dict[str, float]:
     """Milliseconds per step: median and distance of the quartiles over rounds of some time."""
-    jax.block_until_ready(call(step))
-    start = common.clock()
-    jax.block_until_ready(call(step))
-    seconds = (common.clock() - start) / step
-    count = max(1, min(1000, math.ceil(ROUND_SECONDS / seconds / step))) * step
-    found = []
-    for _ in range(repeats):
-        start = common.clock()
-        jax.block_until_ready(call(count))
-        found.append((common.clock() - start) / count * 1e3)
-    values = common.summarize(found)
-    return {"ms": values["median"], "ms_iqr": values["q75"] - values["q25"]}
+    times = kernels.rounds({"own": call}, repeats, step=step, round_seconds=ROUND_SECONDS)["own"]
+    values = common.summarize(times)
+    return {"ms": 1e3 * values["median"], "ms_iqr": 1e3 * (values["q75"] - values["q25"])}
 
 
 def named(part: str, values: Mapping[str, float]) -> Row:

@@ -25,6 +25,8 @@ from sketchwalk_jax.selection import BlockSelection
 _FORCED = 0x7F800000
 _BEYOND = ~0x7F800000
 _ABSENT = -(1 << 31)
+_WARPGROUPS = 4  # at most, that share a row
+_TILES = 8  # of key blocks, of which a warpgroup has a multiple
 
 
 class _Bracket(NamedTuple):
@@ -126,6 +128,16 @@ def row_threshold(
         start = narrow(start, (one, two, three))
     lower, upper, above, _ = jax.lax.while_loop(is_open, quarter, start)
     return lower, upper, count - above
+
+
+def room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
+    """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
+    height = -(-num_key_tiles // _TILES) * _TILES
+    if interpret:  # whose warpgroups cannot count together
+        return height, 1
+    warpgroups = min(height // _TILES, _WARPGROUPS)
+    together = _TILES * warpgroups
+    return -(-height // together) * together, warpgroups
 
 
 def select_row(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.config import LEAST_CHUNK, MAX_BLOCKS, MAX_POWER
-from sketchwalk_jax.pallas_kernels.select import select_row
+from sketchwalk_jax.pallas_kernels.select import room_of, select_row
 from sketchwalk_jax.pallas_kernels.walk_row import (
     LARGEST_EXPONENT,
     TILE,
@@ -39,18 +39,6 @@ from sketchwalk_jax.selection import BlockSelection
 
 # Keys of the rows' entries that are so many octaves below what no entry exceeds.
 _GUESSES = tuple((STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
-_WARPGROUPS = 4  # at most, that share a row
-_TILES = 8  # of key blocks, of which a warpgroup has a multiple
-
-
-def room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
-    """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
-    height = -(-num_key_tiles // _TILES) * _TILES
-    if interpret:  # whose warpgroups cannot count together
-        return height, 1
-    warpgroups = min(height // _TILES, _WARPGROUPS)
-    together = _TILES * warpgroups
-    return -(-height // together) * together, warpgroups
 
 
 def _select_token(

@@ -26,8 +26,7 @@ from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
-from sketchwalk_jax.pallas_kernels.select import select_row
-from sketchwalk_jax.pallas_kernels.select_decode import room_of
+from sketchwalk_jax.pallas_kernels.select import room_of, select_row
 from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
 from sketchwalk_jax.pallas_kernels.walk_row import TILE
 from sketchwalk_jax.precision import MASK_VALUE

@@ -22,7 +22,8 @@ from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies import changed_fields
+from sketchwalk_jax.padding import pad_right
+from sketchwalk_jax.policies import OVER, changed_fields
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.dense import Dense
@@ -31,9 +32,6 @@ from sketchwalk_jax.text import HELD_OUT, draw_passages, prompt_rng, read_text
 from sketchwalk_jax.validation import check_choice, check_number
 
 PyTree = Any
-
-OVER = ("sparse_layers", "all_layers")
-"""Layers whose mean density can be the one that is asked for."""
 
 _KEYS_OF_A_PROMPT = 1024
 _LEAST_TOKENS = 128  # of a prompt that a density is set on
@@ -271,11 +269,9 @@ def set_density(
     num_tokens = min(max(num_tokens, _LEAST_TOKENS), model_config.context_length)
     rng = prompt_rng("text_loss", num_tokens, HELD_OUT)
     (passage,) = draw_passages(read_text(), tokenizer, num_tokens=num_tokens, sources=[rng])
-    tokens = np.pad(np.array(passage, np.int32), (0, num_tokens - len(passage)))
     return calibrate(
         params,
-        tokens[None],
-        np.array([len(passage)], np.int32),
+        *pad_right([passage], num_tokens),
         policy=policy,
         model_config=model_config,
         density=density,

@@ -24,7 +24,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import ParamsSharding
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.padding import bucket_length, new_token_room
+from sketchwalk_jax.padding import bucket_length, new_token_room, pad_right
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.sampling import Sampling, check_key
@@ -342,10 +342,7 @@ class LanguageModel:
         for rows in batches_by_length([len(one) for one in prompts], batch_size):
             # In few sizes: what is missing to a power of two is the last prompt once more.
             padded = [*rows, *[rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
-            lengths = np.array([len(prompts[row]) for row in padded], np.int32)
-            tokens = np.zeros((len(padded), lengths.max()), np.int32)
-            for line, row in zip(tokens, padded, strict=True):
-                line[: len(prompts[row])] = prompts[row]
+            tokens, lengths = pad_right([prompts[row] for row in padded])
             keys = None
             if one_key is not None:
                 fold = jax.vmap(jax.random.fold_in, (None, 0))

@@ -17,7 +17,7 @@ from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
-from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer, check_lengths, check_qkv, check_scale, describe
@@ -42,7 +42,7 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
     Raises:
       ValueError: If a size is not positive, or `policy` is not a policy.
     """
-    policy = SketchWalkConfig.recommended() if policy is None else policy
+    policy = RecommendedConfig() if policy is None else policy
     check_policy(policy)
     check_integer("batch", batch)
     check_integer("num_tokens", num_tokens)
@@ -109,7 +109,7 @@ def sketchwalk_attention(
       >>> out.shape, walk.scores.shape
       ((1, 256, 4, 32), (1, 4, 4))
     """
-    policy = SketchWalkConfig.recommended() if policy is None else policy
+    policy = RecommendedConfig() if policy is None else policy
     check_policy(policy)
     check_qkv(query, key, value, None)
     if key.shape[1] != query.shape[1]:

@@ -18,7 +18,7 @@ from sketchwalk_jax.cache import Cache, Density, chunk_layout
 from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
-from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import (
@@ -90,7 +90,7 @@ def init_layer_cache(
     Raises:
       ValueError: If a size is not positive.
     """
-    policy = SketchWalkConfig.recommended() if policy is None else policy
+    policy = RecommendedConfig() if policy is None else policy
     check_policy(policy)
     sizes = {"batch": batch, "max_tokens": max_tokens, "num_heads": num_heads}
     for name, size in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
@@ -176,7 +176,7 @@ def sketchwalk_cached_attention(
       ((1, 1, 4, 32), [101])
     """
     settings = LayerSettings(
-        policy=SketchWalkConfig.recommended() if policy is None else policy,
+        policy=RecommendedConfig() if policy is None else policy,
         scale=check_scale(scale),
         implementation=implementation,
         kernel_config=kernel_config,

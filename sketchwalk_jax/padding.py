@@ -1,8 +1,9 @@
 """Few sizes, so that few programs are compiled: of prompts, and of the room for new tokens.
 
-Also from the padding of tokenizers, which is on any side, to padding on the right.
+Also padding on the right: of sequences, and in place of tokenizers' padding on any side.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,27 @@ def new_token_room(max_new_tokens: int) -> int:
       [256, 256, 512, 1024]
     """
     return max(256, 1 << (max_new_tokens - 1).bit_length())
+
+
+def pad_right(
+    sequences: Sequence[Any], width: int | None = None
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """Sequences of different lengths as one array with zeros on the right, and their lengths.
+
+    Args:
+      sequences: Token ids of each sequence, in lists or arrays.
+      width: Columns of the array; those of the longest sequence by default.
+
+    Example:
+      >>> tokens, lengths = pad_right([[5, 6], [7]])
+      >>> tokens.tolist(), lengths.tolist()
+      ([[5, 6], [7, 0]], [2, 1])
+    """
+    lengths = np.array([len(one) for one in sequences], np.int32)
+    tokens = np.zeros((len(sequences), lengths.max() if width is None else width), np.int32)
+    for row, one in zip(tokens, sequences, strict=True):
+        row[: len(one)] = one
+    return tokens, lengths
 
 
 def left_to_right_padding(

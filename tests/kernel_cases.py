@@ -417,7 +417,7 @@ class EvidenceKernelCase:
         def score(query: Any, codes: Any, lengths: Any) -> Any:
             valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
             span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-            queries = policy.represent(query, span, self.count, kernel_config=kernels)
+            queries = policy.represent(query, valid, self.count, kernel_config=kernels)
             return policy.evidence(
                 queries, codes, span.rows(64), kv_lengths=lengths, scale=0.1, kernel_config=kernels
             )

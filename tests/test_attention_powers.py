@@ -44,25 +44,14 @@ def test_attention_is_the_models_own_after_softmax(layer):
     assert not np.any(np.triu(found, 1))
 
 
-def test_attention_of_blocks_is_what_a_query_of_one_gives_to_another():
-    found = attention_matrix(PARAMS, TOKENS, model_config=MODEL, layer=2, block_size=16)
-    exact = reference_attention(2)
-    starts = np.arange(0, 100, 16)
-    sums = np.add.reduceat(np.add.reduceat(exact, starts, axis=0), starts, axis=1)
-    counts = np.diff([*starts, 100])[:, None]  # the last block has four queries
-    np.testing.assert_allclose(found, sums / counts, **tolerance("scores"))
-    np.testing.assert_allclose(found.sum(-1), 1.0, **tolerance("scores"))
-
-
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
         (TOKENS, {"layer": 4}, "layer must be in 0..3, got 4"),
-        (TOKENS, {"layer": 0, "block_size": 0}, "block_size must be a positive integer, got 0"),
         (TOKENS[:0], {"layer": 0}, "tokens must be one prompt"),
     ],
 )
-def test_wrong_layers_blocks_and_prompts_are_refused(tokens, options, message):
+def test_wrong_layers_and_prompts_are_refused(tokens, options, message):
     with pytest.raises(ValueError, match=message):
         attention_matrix(PARAMS, tokens, model_config=MODEL, **options)
 

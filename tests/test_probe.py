@@ -19,8 +19,8 @@ from sketchwalk_jax.evaluation.probe import (
     probe_prefill,
     tokens_read,
 )
-from sketchwalk_jax.evaluation.programs import Together
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape

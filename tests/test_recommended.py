@@ -16,16 +16,20 @@ from variants import slow_unless
 from sketchwalk_jax import SketchWalkConfig, generate
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.recommended import even_budget
+from sketchwalk_jax.policies.recommended import page_budget
 
-SIZE, NUM_LAYERS = 16, 3
-OPTIONS = {"block_size": SIZE, "density": 0.3}
+SIZE, PAGE, NUM_LAYERS = 32, 16, 3
+OPTIONS = {"block_size": SIZE, "density": 0.3, "min_tokens": 64}
+EARLY = ((64, 16), (160, 12))
 CONFIGS = {
-    "default": SketchWalkConfig.recommended(**OPTIONS),
+    "default": SketchWalkConfig.recommended(**OPTIONS, early_representatives=EARLY),
     "largest": SketchWalkConfig.recommended(
-        **OPTIONS, exponent=8, sink_blocks=2, local_blocks=1, min_blocks=2
+        **(OPTIONS | {"min_tokens": 32}), sink_tokens=32, local_tokens=0, early_representatives=()
     ),
-    "forgetful": SketchWalkConfig.recommended(**OPTIONS, decay=0.0, exponent=1, representatives=1),
+    "forgetful": SketchWalkConfig.recommended(
+        **OPTIONS, decay=0.0, exponent=1, representatives=1, early_representatives=()
+    ),
+    "version 1": SketchWalkConfig.recommended_v1(block_size=SIZE, density=0.3),
     "planned": SketchWalkConfig.recommended(
         **OPTIONS,
         plan=Plan(
@@ -35,8 +39,11 @@ CONFIGS = {
             representatives=(4, 8, 16),
             misses=((0.1, 0.1, 0.1), (0.1, 0.05, 0.04), (0.5, 0.1, 0.09)),
         ),
+        early_representatives=((64, 8),),
     ),
-    "all queries": SketchWalkConfig.recommended(**OPTIONS, representatives=SIZE, min_blocks=1),
+    "all queries": SketchWalkConfig.recommended(
+        **(OPTIONS | {"min_tokens": 1}), representatives=SIZE
+    ),
 }
 # Heads, head dimension and tokens of each sequence.
 SHAPES = {
@@ -49,6 +56,7 @@ KEPT = [
     ("default", "ragged"),
     ("planned", "ragged"),
     ("largest", "wide heads"),
+    ("version 1", "ragged"),
     ("default", "one block"),
 ]
 HOSTILE = ("random", "equal", "equal keys", "nan", "inf", "huge")
@@ -121,7 +129,7 @@ def batch(drawn, lengths):
 
 
 def assert_kept(ids, wanted, evidence):
-    """The same blocks, but for some whose evidence is the same but for rounding."""
+    """The same pages, but for some whose evidence is the same but for rounding."""
     assert len(ids) == len(wanted) and sorted(set(ids)) == ids
     differing = sorted(set(ids) ^ set(wanted))
     if differing:
@@ -156,15 +164,15 @@ def test_prompts_and_tokens_select_as_the_reference(case, kind):
                 own, token_state = reference.recommended_select_decode(
                     queries[layer], keys[layer], token_state, config, density=density
                 )
-            num_blocks = len(rows)
+            num_blocks, num_pages = state.shape
             ids, counts, walk = (np.asarray(x)[layer, place] for x in prompt)
-            np.testing.assert_allclose(walk[:num_blocks, :num_blocks], state, rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(walk[:num_blocks, :num_pages], state, rtol=2e-5, atol=1e-7)
             for row, wanted in enumerate(rows):
                 assert_kept(ids[row, : counts[row]].tolist(), wanted, state[row])
             ids, counts, walk = (np.asarray(x)[layer, place, 0] for x in token)
-            np.testing.assert_allclose(walk[:num_blocks], token_state, rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(walk[: len(token_state)], token_state, rtol=2e-5, atol=1e-7)
             assert_kept(ids[:counts].tolist(), own, token_state)
-            assert num_blocks - 1 in ids[:counts].tolist()
+            assert len(token_state) - 1 in ids[:counts].tolist()
 
 
 def test_layers_differ_by_the_plan():
@@ -180,23 +188,27 @@ def test_layers_differ_by_the_plan():
     density=st.floats(0.01, 1.0),
     least=st.integers(1, 9),
     num_blocks=st.integers(1, 300),
-    is_token=st.booleans(),
+    pages=st.sampled_from([1, 2, 4]),
+    repays=st.booleans(),
 )
 def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
-    density, least, num_blocks, is_token
+    density, least, num_blocks, pages, repays
 ):
-    make = functools.partial(even_budget, density=density, least=least, repays=not is_token)
-    counts = make(num_blocks)
+    rule = {"density": density, "least": least, "pages": pages, "repays": repays}
+    counts = page_budget(num_blocks, **rule)
     np.testing.assert_array_equal(
-        counts, reference.recommended_budget(num_blocks, density, least, is_token=is_token)
+        counts,
+        reference.recommended_budget(num_blocks, density, least, pages=pages, repays=repays),
     )
-    np.testing.assert_array_equal(counts, make(300)[:num_blocks])
-    assert (counts >= np.minimum(least, np.arange(1, num_blocks + 1))).all()
+    np.testing.assert_array_equal(counts, page_budget(300, **rule)[:num_blocks])
+    assert (counts >= np.minimum(least, pages * np.arange(1, num_blocks + 1))).all()
+    if not repays:
+        assert (np.diff(counts) >= 0).all()
 
 
 def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
     # Every representative is the token's query: evidence differs by a factor alone.
-    config = SketchWalkConfig.recommended(**OPTIONS, local_blocks=1)
+    config = SketchWalkConfig.recommended(**OPTIONS, local_tokens=0)
     length = 160
     layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
     queries, keys = (np.stack(x)[:, None] for x in (layers.queries, layers.keys))
@@ -229,7 +241,7 @@ def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
 def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
     density, length, new = 0.6, 480, 24
     config = SketchWalkConfig.recommended(
-        block_size=SIZE, density=density, dense_layers=dense_layers, min_blocks=2, local_blocks=1
+        block_size=SIZE, density=density, dense_layers=dense_layers, min_tokens=16, local_tokens=0
     )
     tokens, _ = tiny.prompts(length)
     out = generate(

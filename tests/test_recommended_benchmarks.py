@@ -78,9 +78,7 @@ def test_means_of_neighbours_stand_for_a_row():
     query = select(config)[0]
     padded = jnp.asarray(query[None])
     valid = jnp.arange(160)[None] < TOKENS
-    lengths = jnp.array([TOKENS], jnp.int32)
-    span = Span(jnp.zeros(1, jnp.int32), valid, lengths, lengths)
-    found = np.asarray(config.represent(padded, span, 4))[0]
+    found = np.asarray(config.represent(padded, valid, 4))[0]
     query = query[..., config.channels(HEAD_DIM)]
     assert found.shape == (10, 4, HEADS, HEAD_DIM // 2)
     np.testing.assert_allclose(found[2, 1], query[36:40].mean(axis=0), rtol=1e-5, atol=1e-6)

@@ -163,11 +163,9 @@ def test_representatives_are_those_of_plain_jax(size):
     begin, end = np.array([3, 0, 0]), np.array([150, 3 * SIZE, 2 * SIZE + 2])
     column = np.arange(3 * SIZE)[None]
     valid = jnp.asarray((column >= begin[:, None]) & (column < end[:, None]))
-    lengths = jnp.asarray(end, jnp.int32)
-    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     policy, query = RecommendedConfig(), jnp.asarray(query, jnp.bfloat16)
     found, wanted = (
-        np.asarray(policy.represent(query, span, count, kernel_config=one), np.float32)
+        np.asarray(policy.represent(query, valid, count, kernel_config=one), np.float32)
         for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())

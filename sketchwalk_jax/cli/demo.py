@@ -34,6 +34,7 @@ from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.generation import Stream, StreamChunk, stream
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.hub import checkpoint_name
+from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.progress import elapsed
@@ -363,12 +364,11 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
 
     def start(tokens: Int[np.ndarray, "_"], width: int, **more: Any) -> Stream:
         # One width for all texts, so that another seed does not compile anew.
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : len(tokens)] = tokens
+        padded, lengths = pad_right([tokens], width)
         return stream(
             lm.params,
             padded,
-            lengths=np.array([len(tokens)], np.int32),
+            lengths=lengths,
             model_config=lm.model_config,
             policy=lm.policy,
             phase=lm.phase,

@@ -36,26 +36,20 @@ def attention_matrix(
     *,
     model_config: ModelConfig,
     layer: int,
-    block_size: int = 1,
-) -> Float[np.ndarray, "I I"]:
+) -> Float[np.ndarray, "T T"]:
     """The attention of one layer after softmax, averaged over its heads.
-
-    With `block_size` tokens to a block, an entry is the mean over the queries of block `i` of what
-    they give to the keys of block `j` together: rows sum to 1 at any block size.
 
     Args:
       params: Parameters of the model.
       tokens: One prompt.
       model_config: The model.
       layer: Which layer, from 0.
-      block_size: Tokens per row and column. The result holds `(T / block_size)²` values, so use
-        blocks for prompts of more than about 2,000 tokens.
 
     Returns:
       Float32 on the host, lower triangular.
 
     Raises:
-      ValueError: If there is no such layer, no token, or the block size is not positive.
+      ValueError: If there is no such layer, or no token.
 
     Example:
       >>> attention = attention_matrix(  # doctest: +SKIP
@@ -65,36 +59,29 @@ def attention_matrix(
     """
     if not 0 <= layer < model_config.num_layers:
         raise ValueError(f"layer must be in 0..{model_config.num_layers - 1}, got {layer}")
-    check_integer("block_size", block_size)
     if np.ndim(tokens) != 1 or not len(tokens):
         raise ValueError(f"tokens must be one prompt [T], got shape {np.shape(tokens)}")
-    mass = _mass(
-        params,
-        jnp.asarray(tokens, jnp.int32)[None],
-        model_config=model_config,
-        layer=layer,
-        block_size=block_size,
-    )
-    # A row's mass is that of its queries in all heads: the last block may have fewer of them.
+    prompt = jnp.asarray(tokens, jnp.int32)[None]
+    mass = _mass(params, prompt, model_config=model_config, layer=layer)
+    # A row's mass is that of its query in all heads.
     return np.asarray(mass / jnp.sum(mass, axis=-1, keepdims=True))
 
 
-@functools.partial(jax.jit, static_argnames=("model_config", "layer", "block_size"))
+@functools.partial(jax.jit, static_argnames=("model_config", "layer"))
 def _mass(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     *,
     model_config: ModelConfig,
     layer: int,
-    block_size: int,
-) -> Float[Array, "I I"]:
+) -> Float[Array, "T T"]:
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def attend(query: Array, key: Array, value: Array, index: Array, state: PyTree) -> Any:
         return dense_attention(query, key, value), state, None
 
     def measure(query: Array, key: Array, value: Array, index: Array, state: PyTree) -> Any:
-        return jnp.zeros_like(query), state, block_mass(query, key, block_size=block_size)[0]
+        return jnp.zeros_like(query), state, block_mass(query, key, block_size=1)[0]
 
     run = functools.partial(
         run_layers, params, positions=positions, state=None, model_config=model_config
@@ -108,7 +95,6 @@ def plot_attention_powers(
     attention: Float[np.ndarray, "S S"],
     *,
     powers: Sequence[int] = (1, 4, 7),
-    block_size: int = 1,
     title: str | None = None,
 ) -> "Figure":
     """Draws powers of an attention matrix with logarithmic colours (Figure 2 of the paper).
@@ -120,7 +106,6 @@ def plot_attention_powers(
     Args:
       attention: Causal attention `[S, S]` of one layer after softmax, from `attention_matrix`.
       powers: Exponents, one panel each.
-      block_size: Tokens per row of `attention`, for the axes.
       title: Title of the figure.
 
     Returns:
@@ -158,13 +143,12 @@ def plot_attention_powers(
         layout="constrained",
     )
     factor = math.ceil(len(matrix) / _MAX_CELLS)
-    cell = factor * block_size
     scale = LinearSegmentedColormap.from_list(
         "attention", ["#F4F4F4", "#BBD9EA", "#56A5CF", "#0072B2", "#00304D"]
     )
     floor = 10.0 ** math.floor(math.log10(0.1 * factor / len(matrix)))
-    last = len(matrix) * block_size
-    num_first = min(max(1, _FIRST_TOKENS // block_size), len(matrix) - 1)
+    last = len(matrix)
+    num_first = min(_FIRST_TOKENS, last - 1)
     for power, axis in zip(powers, axes[0], strict=True):
         result = np.linalg.matrix_power(matrix, power)
         cells = _average(result, factor)
@@ -181,7 +165,7 @@ def plot_attention_powers(
         axis.text(
             0.97,
             0.97,
-            f"{share:.0%} on the\nfirst {num_first * block_size} tokens",
+            f"{share:.0%} on the\nfirst {num_first} tokens",
             transform=axis.transAxes,
             ha="right",
             va="top",
@@ -193,7 +177,8 @@ def plot_attention_powers(
         axis.spines[["top", "right"]].set_visible(False)
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
     bar.set_label(
-        "attention to a key" if cell == 1 else f"attention to {cell} neighbouring keys", fontsize=9
+        "attention to a key" if factor == 1 else f"attention to {factor} neighbouring keys",
+        fontsize=9,
     )
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)

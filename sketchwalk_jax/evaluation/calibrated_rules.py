@@ -28,6 +28,7 @@ from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples, text_for
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import Policy, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
@@ -72,8 +73,7 @@ def held_out_prompts(
         draw_samples(task, text_for(task, text), tokenizer, wording=wording, **options)[0].tokens
         for task in tasks
     ]
-    padded = [np.pad(one, (0, num_tokens - len(one))) for one in drawn]
-    return np.stack(padded).astype(np.int32), np.array([len(one) for one in drawn], np.int32)
+    return pad_right(drawn, num_tokens)
 
 
 def is_set_by_model(rule: Rule) -> bool:

@@ -29,7 +29,7 @@ from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.padding import bucket_length, pad_to_bucket
+from sketchwalk_jax.padding import bucket_length, pad_right, pad_to_bucket
 from sketchwalk_jax.policies import Policy, by_name, changed_fields, has_knob, with_plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
@@ -293,7 +293,7 @@ class SketchWalkLM(TemplateLM):
             fitted = {i: self._fit_prompt(prompts[i], option.max_new_tokens) for i in places}
             places.sort(key=lambda i: len(fitted[i]), reverse=True)
             for some, rows in batches(places, self.batch_size):
-                tokens, lengths = pad([fitted[i] for i in rows])
+                tokens, lengths = pad_right([fitted[i] for i in rows])
                 self._key, key = jax.random.split(self._key)
                 sampling = Sampling(**dict(option.sampling))
                 out = generate(self.params, tokens, lengths=lengths, sampling=sampling, key=key)
@@ -345,7 +345,7 @@ class SketchWalkLM(TemplateLM):
         for some, rows in batches(places, self.batch_size):
             given = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in rows]
             wanted = [requests[i][2][1 - len(x) :] for i, x in zip(rows, given, strict=True)]
-            tokens, lengths = pad([one[:-1] for one in given])
+            tokens, lengths = pad_right([one[:-1] for one in given])
             padded = pad_to_bucket(
                 tokens,
                 multiple=self.policy.block_size,
@@ -450,17 +450,6 @@ def batches(places: Sequence[int], size: int) -> Iterator[tuple[list[int], list[
         yield some, some + some[-1:] * (size - len(some))
 
 
-def pad(
-    sequences: Sequence[Sequence[int]],
-) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Sequences as one array, padded on the right, and their lengths."""
-    lengths = np.array([len(one) for one in sequences], np.int32)
-    tokens = np.zeros((len(sequences), int(lengths.max())), np.int32)
-    for row, one in zip(tokens, sequences, strict=True):
-        row[: len(one)] = one
-    return tokens, lengths
-
-
 def score_continuations(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -481,7 +470,7 @@ def score_continuations(
     Returns:
       Sums in nats, whether every token is the likeliest, and the density of the reading.
     """
-    targets, counts = pad(continuations)
+    targets, counts = pad_right(continuations)
     room = bucket_length(targets.shape[1], multiple=16)
     room = room if room <= _TARGETS else -(-room // _TARGETS) * _TARGETS
     targets = np.pad(targets, ((0, 0), (0, room - targets.shape[1])))

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, sparse_layers
+from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.programs import Programs, Together
+from sketchwalk_jax.evaluation.programs import Programs, Readers
 from sketchwalk_jax.evaluation.rows import Outcome
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import NUM_DECODED, Sample
 from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.sharding import constrain
@@ -127,32 +128,13 @@ class LongDecode:
         """
         self._programs, self._params, self._model_config = programs, params, model_config
         self.batch, self._num_tokens = batch, num_tokens
-        self._policies = {rule: rule.make() for rule in wanted} | dict(policies)
-        watched = {
-            rule: self._policies[rule]
-            for rule in wanted
-            if rule != DENSE and "decode" in wanted[rule]
-        }
-        self._watching = Together.watching(watched, programs.placement)
-        readers = [together for together, _ in self._watching.values()]
-        self._dense: Policy = readers[0] if readers else Dense()
-        for config in dict.fromkeys((self._dense, *readers)) if wanted else ():
+        self.readers = Readers(wanted, policies, model_config, programs.placement)
+        for config in self.readers.all if wanted else ():
             self._read_program(config)
         for rule, phases in wanted.items():
             if "both" in phases and rule != DENSE:
-                self._read_program(self._policies[rule])
+                self._read_program(self.readers.policies[rule])
             self._compare_program(rule)
-
-    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
-        """Layers in which a rule does not select; none for dense attention itself."""
-        if rule == DENSE:
-            return ()
-        sparse = sparse_layers(self._model_config, self._policies[rule])
-        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
-
-    def _reader(self, rule: Rule) -> Policy:
-        """What reads texts densely for a rule."""
-        return self._watching[rule][0] if rule in self._watching else self._dense
 
     def _read_program(self, config: Policy) -> Future[Any]:
         tokens = jax.ShapeDtypeStruct((self.batch, self._num_tokens), jnp.int32)
@@ -164,8 +146,8 @@ class LongDecode:
     def _compare_program(self, rule: Rule) -> Future[Any]:
         shape = {"batch": self.batch, "num_tokens": self._num_tokens}
         # On a mesh, blocks of the dense cache lie by their size.
-        dense = Dense(block_size=self._reader(rule).block_size)
-        policy = dense if rule == DENSE else self._policies[rule]
+        dense = Dense(block_size=self.readers.of(rule).block_size)
+        policy = dense if rule == DENSE else self.readers.policies[rule]
         plain, settings = (self._programs.settings(x) for x in (dense, policy))
         caches = (self._programs.cache(one, **shape) for one in (plain, settings))
         tokens = jax.ShapeDtypeStruct((self.batch, NUM_DECODED), jnp.int32)
@@ -191,17 +173,15 @@ class LongDecode:
           The outcome of every rule and phase.
         """
         rows = [*samples, *[samples[-1]] * (self.batch - len(samples))]
-        tokens = np.zeros((self.batch, self._num_tokens), np.int32)
-        for row, sample in zip(tokens, rows, strict=True):
-            row[: len(sample.tokens)] = sample.tokens
+        tokens, _ = pad_right([sample.tokens for sample in rows], self._num_tokens)
         lengths = np.array([sample.answer_start for sample in rows], np.int32)
         answers = np.stack([sample.answer for sample in rows])
         read = partial(self._read, tokens, lengths)
         dense, reader = None, None
         found: dict[tuple[Rule, str], Outcome] = {}
         for rule, phases in wanted.items():
-            if dense is None or self._reader(rule) != reader:
-                dense, reader = None, self._reader(rule)  # memory is for the cache of one
+            if dense is None or self.readers.of(rule) != reader:
+                dense, reader = None, self.readers.of(rule)  # memory is for the cache of one
                 dense = read(reader)
             for phase in phases:
                 compared = self._compare(read, dense, answers, rule, phase)
@@ -222,11 +202,9 @@ class LongDecode:
         if rule == DENSE:
             cache = plain
         elif phase == "both":
-            cache = read(self._policies[rule])
+            cache = read(self.readers.policies[rule])
         else:
-            together, place = self._watching[rule]
-            placement = self._programs.placement
-            cache = together.cache_of(dense, place, self._model_config, placement)
+            cache = self.readers.cache_of(rule, dense)
         compare = self._compare_program(rule).result()
         return jax.device_get(compare(self._params, plain, cache, answers))
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.cache import Cache, sparse_layers
+from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.probe import ProbeSums, decode_bytes, probe_decode, probe_prefill
-from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Together
+from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Readers
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
     Prompts,
@@ -25,6 +25,7 @@ from sketchwalk_jax.evaluation.prompts import (
 from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
@@ -93,15 +94,12 @@ class Measurement:
         self._programs, self._params, self._model_config = programs, params, model_config
         self.batch, self.probe_batch = batch, probe_batch
         self._shape = {"batch": batch, "num_tokens": num_tokens}
-        self._policies = {rule: rule.make() for rule in wanted} | dict(policies or {})
-        sparse = [rule for rule in wanted if rule != DENSE]
-        watched = {rule: self._policies[rule] for rule in sparse if "decode" in wanted[rule]}
-        self._watching = Together.watching(watched, programs.placement)
-        readers = [together for together, _ in self._watching.values()]
-        self._dense: Policy = readers[0] if readers else Dense()
+        self.readers = Readers(wanted, policies or {}, model_config, programs.placement)
+        self._policies = self.readers.policies
         by_layers: dict[tuple[int, ...], list[Rule]] = {}
-        for rule in sparse if probe_batch else ():
-            by_layers.setdefault(self.dense_layers(rule), []).append(rule)
+        for rule in wanted if probe_batch else ():
+            if rule != DENSE:
+                by_layers.setdefault(self.readers.dense_layers(rule), []).append(rule)
         self._probes = [
             some for rules in by_layers.values() for some in itertools.batched(rules, _MAX_PROBED)
         ]
@@ -110,29 +108,17 @@ class Measurement:
 
     def _start(self, wanted: Wanted) -> None:
         """Compiles in the order in which programs are needed."""
-        readers = (together for together, _ in self._watching.values())
-        for policy in dict.fromkeys((self._dense, *readers)):
+        for policy in self.readers.all:
             self._prefill_program(policy)
         start_programs(self._programs, wanted, self._policies, **self._shape)
         for rules in self._probes:
             self._probe_programs(rules)
-
-    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
-        """Layers in which a rule does not select; none for dense attention itself."""
-        if rule == DENSE:
-            return ()
-        sparse = sparse_layers(self._model_config, self._policies[rule])
-        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
     def _prefill_program(self, policy: Policy) -> Future[Any]:
         return self._programs.prefill(self._programs.settings(policy), **self._shape)
 
     def _decode_program(self, policy: Policy) -> Future[Any]:
         return self._programs.decode(self._programs.settings(policy), **self._shape)
-
-    def _reader(self, rule: Rule) -> Policy:
-        """What reads prompts densely for a rule."""
-        return self._watching[rule][0] if rule in self._watching else self._dense
 
     def run(
         self, prompts: Prompts, wanted: Wanted, tokenizer: Any, *, after: Any = None
@@ -154,7 +140,7 @@ class Measurement:
             sparse: dict[tuple[Policy, bool], Prefilled] = {}
             for phase in phases:
                 is_sparse = rule != DENSE and phase != "decode"
-                policy = self._policies[rule] if is_sparse else self._reader(rule)
+                policy = self._policies[rule] if is_sparse else self.readers.of(rule)
                 # Where the answer is not among the tokens, both are the same prompt.
                 reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
                 made = sparse if is_sparse else dense
@@ -222,10 +208,7 @@ class Measurement:
         """The cache with the statistics that the decode program of a rule expects."""
         if rule == DENSE or phase == "prefill":
             return dataclasses.replace(cache, statistics=None, made_for=())
-        if phase == "both":
-            return cache
-        together, place = self._watching[rule]
-        return together.cache_of(cache, place, self._model_config, self._programs.placement)
+        return cache if phase == "both" else self.readers.cache_of(rule, cache)
 
     def _probe_programs(self, rules: Sequence[Rule]) -> tuple[Future[Any], Future[Any]]:
         together = Together.of([self._policies[rule] for rule in rules])
@@ -272,7 +255,7 @@ class Measurement:
             for index, rule in enumerate(rules):
                 read = sums["decode"].bytes_per_token(index)
                 if read is not None:
-                    keys, values, metadata = _times(by_layer, len(self.dense_layers(rule)))
+                    keys, values, metadata = _times(by_layer, len(self.readers.dense_layers(rule)))
                     read = read[0] + keys, read[1] + values, read[2] + metadata
                 for phase, some in sums.items():
                     own = None if phase == "prefill" else read

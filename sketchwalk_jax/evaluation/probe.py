@@ -33,7 +33,7 @@ from sketchwalk_jax.cached_layer import (
     join_layers,
     write_and_observe,
 )
-from sketchwalk_jax.evaluation.programs import Together
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.exchange import Exchange
 from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig

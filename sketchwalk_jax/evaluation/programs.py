@@ -1,8 +1,8 @@
 """Compiled programs of an evaluation: one for each shape and policy, compiled side by side.
 
 A *prefill* program makes a cache; a *decode* program continues it and leaves it as it was, so that
-one prefill serves several phases. Dense prefill keeps the statistics of all policies at once
-(`Together`), so that it runs once for all of them; on a mesh, for those that see the same there.
+one prefill serves several phases. Dense prefill keeps the statistics of all policies at once, so
+that it runs once for all of them (`together`).
 """
 
 import dataclasses
@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -22,18 +21,18 @@ from sketchwalk_jax.cache import (
     Cache,
     Density,
     empty_cache,
-    made_for,
     sparse_layers,
 )
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import NUM_SCORED
+from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import Policy
-from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.sharding import (
     Placement,
     constrain,
@@ -80,129 +79,6 @@ class Decoded:
     likeliest: Int[Array, "B U"]
     losses: Float[Array, "B U"]
     density: Density
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Together(Policy):
-    """Keeps the statistics of several policies while attention is dense; it never selects.
-
-    Attributes:
-      policies: The policies. Statistics are tuples, one element for each.
-    """
-
-    policies: tuple[Policy, ...]
-
-    @classmethod
-    def of(cls, policies: Sequence[Policy]) -> "Together":
-        """With blocks that suit all of them."""
-        size = max(policy.block_size for policy in policies)
-        return cls(policies=tuple(policies), block_size=size)
-
-    @classmethod
-    def watching[Name](
-        cls, policies: Mapping[Name, Policy], placement: Placement | None
-    ) -> dict[Name, tuple["Together", int]]:
-        """Who keeps the statistics of each policy: all together, or on a mesh several groups.
-
-        There the policies of a group see the same of other ranks, and blocks of one size, which
-        ranks of `sequence` have in turn.
-
-        Args:
-          policies: The policies, by any name.
-          placement: Where the model lies on a mesh, if it does.
-
-        Returns:
-          By the same names the group, and the place among its policies.
-        """
-        groups: dict[Any, list[Name]] = {}
-        for name, policy in policies.items():
-            seen = policy.heads_on_mesh, policy.blocks_on_mesh, policy.block_size
-            groups.setdefault(None if placement is None else seen, []).append(name)
-        found: dict[Name, tuple[Together, int]] = {}
-        for names in groups.values():
-            together = cls.of([policies[name] for name in names])
-            found |= {name: (together, place) for place, name in enumerate(names)}
-        return found
-
-    @property
-    def heads_on_mesh(self) -> Literal["all", "combined", "own"]:  # type: ignore[override]
-        """What all of the policies see, of which a mesh has those of one group."""
-        return self.policies[0].heads_on_mesh
-
-    @property
-    def blocks_on_mesh(self) -> Literal["none", "keys", "own"]:  # type: ignore[override]
-        """As `heads_on_mesh`."""
-        return self.policies[0].blocks_on_mesh
-
-    def is_dense(self, layer: int) -> bool:
-        """Whether none of the policies selects in a layer."""
-        return all(policy.is_dense(layer) for policy in self.policies)
-
-    def for_layer(self, layer: int, num_layers: int) -> "Together":
-        """Every policy as it selects in a layer."""
-        policies = tuple(policy.for_layer(layer, num_layers) for policy in self.policies)
-        return dataclasses.replace(self, policies=policies)
-
-    @property
-    def statistics_key(self) -> tuple[tuple[str, Any], ...]:
-        """Those of all policies."""
-        return tuple(
-            (f"{index}.{name}", value)
-            for index, policy in enumerate(self.policies)
-            for name, value in policy.statistics_key
-        )
-
-    def init_statistics(
-        self, shape: LayerShape, *, batch: int, num_blocks: int
-    ) -> tuple[PyTree, ...]:
-        """Empty statistics of every policy."""
-        sizes = [num_blocks * self.block_size // policy.block_size for policy in self.policies]
-        return tuple(
-            policy.init_statistics(shape, batch=batch, num_blocks=size)
-            for policy, size in zip(self.policies, sizes, strict=True)
-        )
-
-    def observe(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        statistics: tuple[PyTree, ...],
-        *,
-        span: Span,
-        kernel_config: KernelConfig | None = None,
-    ) -> tuple[PyTree, ...]:
-        """Statistics of every policy. Prompts start with block 0, whatever its size."""
-        return tuple(
-            policy.observe(
-                query, key, own, span=self.span_of(policy, span), kernel_config=kernel_config
-            )
-            for policy, own in zip(self.policies, statistics, strict=True)
-        )
-
-    def span_of(self, policy: Policy, span: Span) -> Span:
-        """The span in blocks of one of the policies."""
-        if not span.is_token:
-            return span
-        return dataclasses.replace(span, first_block=span.positions // policy.block_size)
-
-    def select(self, *_: Any, **__: Any) -> NoReturn:
-        """Not for selection."""
-        raise NotImplementedError("statistics of several policies are for dense attention only")
-
-    def cache_of(
-        self, cache: Cache, index: int, model_config: ModelConfig, placement: Placement | None
-    ) -> Cache:
-        """The cache as if one of the policies alone had watched."""
-        watched = sparse_layers(model_config, self)
-        own = sparse_layers(model_config, self.policies[index])
-        statistics = cache.statistics[index]
-        if own != watched:
-            places = np.array([watched.index(layer) for layer in own], int)
-            statistics = jax.tree.map(lambda x: x[places], statistics)
-        if placement is not None:
-            statistics = jax.device_put(statistics, placement.statistics(self.policies[index]))
-        own_key = made_for(statistics, model_config, self.policies[index])
-        return dataclasses.replace(cache, statistics=statistics, made_for=own_key)
 
 
 def _next_tokens(
@@ -283,6 +159,60 @@ def decode_program(
     carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
     likeliest, losses = constrain(carry[2:], settings.placement)
     return Decoded(likeliest, losses, carry[1].density)
+
+
+class Readers:
+    """The policies of rules, and what reads prompts densely for each of them.
+
+    A rule that decodes sparsely after a dense prefill continues the cache of the reader that kept
+    its statistics; where there is none, plain dense attention reads.
+
+    Attributes:
+      policies: The policy of each rule.
+      all: Every reader; the first one serves rules that have none.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[Rule, Sequence[str]],
+        calibrated: Mapping[Rule, Policy],
+        model_config: ModelConfig,
+        placement: Placement | None,
+    ) -> None:
+        """Finds the readers.
+
+        Args:
+          wanted: Phases of each rule.
+          calibrated: Calibrated policies, of the rules that need it.
+          model_config: The model.
+          placement: Where it lies on a mesh, if it does.
+        """
+        self.policies = {rule: rule.make() for rule in wanted} | dict(calibrated)
+        self._model_config, self._placement = model_config, placement
+        watched = {
+            rule: self.policies[rule]
+            for rule, phases in wanted.items()
+            if rule != DENSE and "decode" in phases
+        }
+        self._watching = Together.watching(watched, placement)
+        readers = dict.fromkeys(together for together, _ in self._watching.values())
+        self.all: tuple[Policy, ...] = tuple(readers) or (Dense(),)
+
+    def of(self, rule: Rule) -> Policy:
+        """What reads prompts densely for a rule."""
+        return self._watching[rule][0] if rule in self._watching else self.all[0]
+
+    def cache_of(self, rule: Rule, cache: Cache) -> Cache:
+        """The cache of a rule's reader, with the statistics that the rule's policy expects."""
+        together, place = self._watching[rule]
+        return together.cache_of(cache, place, self._model_config, self._placement)
+
+    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
+        """Layers in which a rule does not select; none for dense attention itself."""
+        if rule == DENSE:
+            return ()
+        sparse = sparse_layers(self._model_config, self.policies[rule])
+        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
 
 class Programs:

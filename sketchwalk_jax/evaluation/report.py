@@ -53,7 +53,7 @@ from sketchwalk_jax.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
 from sketchwalk_jax.policies import Policy, by_name, with_plan
-from sketchwalk_jax.text import Text, read_text
+from sketchwalk_jax.text import read_text
 from sketchwalk_jax.validation import check_choice
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ TITLES = {
 _DPI = 110
 _LISTED = 12  # names in one sentence
 _MAP_TOKENS, _MATRIX_TOKENS = 4096, 2048
+_MAP_DENSITY = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -735,11 +736,8 @@ def model_drawings(
     model_config: ModelConfig,
     tokenizer: Any,
     *,
-    text: Text | None = None,
     preset: str = "recommended",
-    density: float = 0.2,
     layer: int | None = None,
-    seed: int = 0,
 ) -> dict[str, Drawing]:
     """Figures of a model that reads a prompt with one fact in it and a question at its end.
 
@@ -747,35 +745,31 @@ def model_drawings(
       params: Parameters of the model; float32 is best, for powers multiply rounding errors.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      text: Text to hide the fact in; Python's help topics by default.
-      preset: Preset of Sketch-and-Walk for the block map.
-      density: Its nominal density; not for `"released"`, which sets its own.
+      preset: Preset of Sketch-and-Walk for the block map, at density 0.2 where it has one.
       layer: Layer whose attention is raised to powers; the middle one by default.
-      seed: Seed of the prompts.
 
     Returns:
       `block_map`, blocks attended to layer by layer, and `attention_powers`, Figure 2 of the paper.
       Prompts are as long as the model's context allows, up to 4,096 and 2,048 tokens.
 
     Raises:
-      ValueError: When drawn, if the preset, the density or the layer does not suit.
+      ValueError: When drawn, if the preset or the layer does not suit.
 
     Example:
       >>> figures = model_drawings(params, model_config, tokenizer)  # doctest: +SKIP
       >>> figures["block_map"].draw().savefig("block_map.png")  # doctest: +SKIP
     """
-    text = read_text() if text is None else text
     layer = model_config.num_layers // 2 if layer is None else layer
 
     def draw_sample(most_tokens: int) -> Sample:
         size = min(most_tokens, model_config.context_length - 1)
-        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": seed}
         # The first one has its fact where every selection looks, at the beginning.
-        return draw_samples("single_needle", text, tokenizer, **options)[1]
+        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": 0}
+        return draw_samples("single_needle", read_text(), tokenizer, **options)[1]
 
     def draw_map() -> "Figure":
         sample = draw_sample(_MAP_TOKENS)
-        own = None if preset == "released" else density
+        own = None if preset == "released" else _MAP_DENSITY
         policy = with_plan(by_name("sketchwalk", preset=preset, density=own), model_config.plan)
         return _plot_needle_map(params, sample, model_config, policy, preset)
 

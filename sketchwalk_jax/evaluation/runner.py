@@ -29,6 +29,7 @@ from sketchwalk_jax.evaluation.results import ResultsFile
 from sketchwalk_jax.evaluation.rows import Outcome, Probed, empty_row, group_key, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, LEAST_KEPT, EvaluationConfig, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, text_for
+from sketchwalk_jax.memory import free_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
 from sketchwalk_jax.models.weights import load
@@ -298,10 +299,12 @@ def choose_batch(
 
 def _free_memory() -> int:
     """Bytes that the device has for this process; of a CPU, a quarter of the machine's memory."""
-    found = jax.devices()[0].memory_stats()
-    if found and "bytes_limit" in found:
-        return found["bytes_limit"] - found.get("bytes_in_use", 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    found = free_bytes(jax.devices()[0])
+    return (
+        found
+        if found is not None
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    )
 
 
 class _Run:
@@ -662,7 +665,7 @@ class _Run:
                 rule,
                 phase=phase,
                 tokens=num_tokens,
-                dense_layers=measurement.dense_layers(rule),
+                dense_layers=measurement.readers.dense_layers(rule),
                 probe=probed.get((rule, phase), Probed()),
                 settings=calibrated.settings if isinstance(calibrated, SetRule) else None,
                 more=more,

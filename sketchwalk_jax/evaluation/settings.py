@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.calibration import OVER
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
 from sketchwalk_jax.evaluation.wording import WORDINGS
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
+    OVER,
     POLICIES,
     PRESETS,
     Policy,

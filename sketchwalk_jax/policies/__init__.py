@@ -32,6 +32,8 @@ _CLASSES: dict[str, type[Policy]] = {
 }
 POLICIES = tuple(_CLASSES)
 PRESETS = ("recommended", "recommended_v1", "paper", "released", "damped", "one_hop")
+OVER = ("sparse_layers", "all_layers")
+"""Layers whose mean density a policy with a knob can be calibrated to."""
 
 
 def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Policy:
@@ -132,6 +134,7 @@ def changed_fields(policy: Policy) -> dict[str, Any]:
 
 
 __all__ = [
+    "OVER",
     "POLICIES",
     "PRESETS",
     "LayerShape",

@@ -1,4 +1,4 @@
-"""The recommended policy: representative queries against coded keys, a memory of evidence.
+"""The recommended policy: representative queries against coded keys, pages, a memory of evidence.
 
 On the host in float64, one sequence, one row and one head at a time.
 """
@@ -107,12 +107,13 @@ def recommended_scores(
     queries: Float[np.ndarray, "R N C"],
     key: Float[AnyArray, "S K H"],
     config: "RecommendedConfig",
-) -> Float[np.ndarray, "J"]:
-    """Scores every block of keys for one row: `(Σ_{r, h} P_{r, h}[j]^exponent)^(1 / exponent)`.
+) -> Float[np.ndarray, "P"]:
+    """Scores every page of keys for one row: `(Σ_{r, h} P_{r, h}[p]^exponent)^(1 / exponent)`.
 
-    `P_{r, h}` is the softmax over blocks of `(q · centre_j + max_s q' · k'_s) / sqrt(H)`, with the
-    rounded query and what each key is beside the centre. A product that is not finite counts as
-    none, and so does a sum of products of 1e29 or more.
+    `P_{r, h}` is the softmax over pages of `(q · centre_j + max_s q' · k'_s) / sqrt(H)`, with the
+    centre of the page's block, the rounded query and what each key of the page is beside the
+    centre. A product that is not finite counts as none, and so does a sum of products of 1e29 or
+    more.
 
     Args:
       queries: Representatives of the row, of every head, in the slow channels.
@@ -120,16 +121,17 @@ def recommended_scores(
       config: What is computed.
 
     Returns:
-      `[J]` float64, `J = ceil(S / block_size)`.
+      `[P]` float64, `P = ceil(S / page_size)`.
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> ones = np.ones((128, 1, 4))
-      >>> recommended_scores(ones[:1, :, :2], ones, SketchWalkConfig.recommended()).tolist()
+      >>> ones, policy = np.ones((32, 1, 4)), SketchWalkConfig.recommended(exponent=1)
+      >>> recommended_scores(ones[:1, :, :2], ones, policy).tolist()
       [0.5, 0.5]
     """
     num_heads, head_dim = queries.shape[1], key.shape[2]
     size, group = config.block_size, num_heads // key.shape[1]
+    page = min(config.page_size, size)
     keys = np.asarray(key)[:, :, slow_channels(head_dim)]
     blocks = [
         [coded_block(keys[start : start + size, head]) for start in range(0, len(keys), size)]
@@ -140,59 +142,63 @@ def recommended_scores(
         for query in np.asarray(queries, np.float64)[:, head]:
             rounded, peaks = rounded_query(query), []
             for centre, beside in blocks[head // group]:
-                products = np.array([-np.inf]) if beside is None else beside @ rounded
+                num_keys = min(size, len(keys) - size * (len(peaks) * page // size))
+                products = np.full(num_keys, -np.inf) if beside is None else beside @ rounded
                 products = np.where(np.isfinite(products), products, -np.inf)
                 shared = centre @ query
-                peaks.append(products.max() + shared if math.isfinite(shared) else -np.inf)
+                for start in range(0, num_keys, page):
+                    peak = products[start : start + page].max() + shared
+                    peaks.append(peak if math.isfinite(shared) else -np.inf)
             scores = np.array(peaks) / math.sqrt(head_dim)
             shares.append(softmax_over(scores, np.abs(scores) < 1e29))
     return (np.array(shares) ** config.exponent).sum(axis=0) ** (1.0 / config.exponent)
 
 
 def recommended_budget(
-    num_blocks: int, density: float, least: int, *, is_token: bool = False
+    num_rows: int, density: float, least: int, *, pages: int = 1, repays: bool = False
 ) -> np.ndarray:
-    """Returns how many blocks each row keeps, counted exactly.
+    """Returns how many pages each row keeps, counted exactly.
 
-    Row `i` wants `density · (i + 1/2) + 1/2` blocks. What all rows before it kept beyond what they
-    wanted, it gives back, up to a fifth of what it wants, unless it is a decoded token; the rest is
-    rounded, to the even one of two, to `least` at least and to all of its blocks at most.
+    Row `i` wants `pages · (density · (i + 1/2) + 1/2)` pages, rounded, to the even one of two, to
+    `least` at least and to all of its pages at most. Rows that repay give back what all rows before
+    them kept beyond what they wanted, up to a fifth of what they want.
 
     Args:
-      num_blocks: Rows wanted.
+      num_rows: Rows wanted.
       density: Share of all causal pairs.
-      least: Fewest blocks of a row.
-      is_token: Whether rows are decoded tokens.
+      least: Fewest pages of a row.
+      pages: Pages of a block of queries, which is a row.
+      repays: Whether rows give back what others kept.
 
     Returns:
-      `[num_blocks]` int32.
+      `[num_rows]` int32.
 
     Example:
-      >>> recommended_budget(6, 0.5, 3).tolist()
+      >>> recommended_budget(6, 0.5, 3, repays=True).tolist()
       [1, 2, 3, 3, 3, 3]
     """
     share, beyond, counts = Fraction(repr(density)), Fraction(0), []
-    for row in range(num_blocks):
-        wanted = share * Fraction(2 * row + 1, 2) + Fraction(1, 2)
-        given_back = Fraction(0) if is_token else min(wanted / 5, max(beyond, Fraction(0)))
-        counts.append(min(row + 1, max(least, round(wanted - given_back))))
+    for row in range(num_rows):
+        wanted = pages * (share * Fraction(2 * row + 1, 2) + Fraction(1, 2))
+        given_back = min(wanted / 5, max(beyond, Fraction(0))) if repays else Fraction(0)
+        counts.append(min(pages * (row + 1), max(least, round(wanted - given_back))))
         beyond += counts[-1] - wanted
     return np.array(counts, np.int32)
 
 
 def recommended_select(
-    evidence: Float[np.ndarray, "J"], count: int, *, sink_blocks: int, local_blocks: int
+    evidence: Float[np.ndarray, "P"], count: int, *, sink: int, local: int
 ) -> list[int]:
-    """Selects the best blocks of one row, the forced ones first, the lower index winning ties.
+    """Selects the best pages of one row, the forced ones first, the lower index winning ties.
 
     Example:
-      >>> recommended_select(np.array([0.1, 0.2, 0.4, 0.3]), 3, sink_blocks=1, local_blocks=1)
+      >>> recommended_select(np.array([0.1, 0.2, 0.4, 0.3]), 3, sink=1, local=1)
       [0, 2, 3]
     """
     last = len(evidence) - 1
     order = sorted(
         range(last + 1),
-        key=lambda j: (not (j < sink_blocks or j > last - local_blocks), -evidence[j], j),
+        key=lambda j: (not (j < sink or j > last - local), -evidence[j], j),
     )
     return sorted(order[:count])
 
@@ -217,28 +223,37 @@ def recommended_select_prefill(
       count: This layer's representatives, likewise.
 
     Returns:
-      Block ids of each row, and `R_k`, `[J, J]` float64.
+      Pages of each row, and `R_k`, `[J, P]` float64 with all pages of every block.
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
       >>> recommended_select_prefill(x, x, None, SketchWalkConfig.recommended())[0]
-      [[0], [0, 1]]
+      [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     size, num_heads = config.block_size, query.shape[1]
-    num_blocks = -(-len(query) // size)
-    scores = np.zeros((num_blocks, num_blocks))
+    page = min(config.page_size, size)
+    num_blocks, pages = -(-len(query) // size), size // page
+    scores = np.zeros((num_blocks, num_blocks * pages))
     for row in range(num_blocks):
         own = np.asarray(query[row * size : (row + 1) * size])[..., slow_channels(query.shape[2])]
         number = count or config.representatives
+        for tokens, least in config.early_representatives:
+            if row * size < tokens:
+                number = max(number, min(least, size))
         chosen = [representatives(own[:, h], number) for h in range(num_heads)]
         seen = key[: (row + 1) * size]
-        scores[row, : row + 1] = recommended_scores(np.stack(chosen, axis=1), seen, config)
+        found = recommended_scores(np.stack(chosen, axis=1), seen, config)
+        scores[row, : len(found)] = found
     state = scores if previous is None else np.maximum(scores, config.decay * previous)
-    counts = _counts(config, num_blocks, density)
-    forced = {"sink_blocks": config.sink_blocks, "local_blocks": config.local_blocks}
+    sink, before = -(-config.sink_tokens // page), -(-config.local_tokens // page)
+    least = max(-(-config.min_tokens // page), sink + pages + before)
+    density = config.density if density is None else density
+    counts = recommended_budget(num_blocks, density, least, pages=pages, repays=config.repays)
     rows = [
-        recommended_select(state[row, : row + 1], int(counts[row]), **forced)
+        recommended_select(
+            state[row, : (row + 1) * pages], int(counts[row]), sink=sink, local=pages + before
+        )
         for row in range(num_blocks)
     ]
     return rows, state
@@ -254,7 +269,7 @@ def recommended_select_decode(
 ) -> tuple[list[int], np.ndarray]:
     """Selects for the last of `T` tokens, whose own query stands for its row.
 
-    Of the last blocks it keeps its own alone, whatever `local_blocks` says.
+    Of the last pages it keeps as many as a block has, whatever `local_tokens` says.
 
     Args:
       query: Queries of all tokens so far, after RoPE; the last one counts.
@@ -264,25 +279,21 @@ def recommended_select_decode(
       density: This layer's, where the layers differ; the configuration's by default.
 
     Returns:
-      Block ids, and `R_k`, `[J]` float64.
+      Pages, and `R_k`, `[P]` float64.
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
       >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended())[0]
-      [0, 1]
+      [0, 1, 2, 3, 4]
     """
     own = np.asarray(query[-1:])[..., slow_channels(query.shape[2])]
     state = recommended_scores(own, key, config)
     if previous is not None:
         state = np.maximum(state, config.decay * previous)
-    count = int(_counts(config, len(state), density, is_token=True)[-1])
-    return recommended_select(state, count, sink_blocks=config.sink_blocks, local_blocks=1), state
-
-
-def _counts(
-    config: "RecommendedConfig", num_blocks: int, density: float | None, *, is_token: bool = False
-) -> np.ndarray:
-    least = max(config.min_blocks, config.sink_blocks + config.local_blocks)
+    page = min(config.page_size, config.block_size)
+    sink, pages = -(-config.sink_tokens // page), config.block_size // page
+    least = max(-(-config.min_tokens // page), sink + pages)
     density = config.density if density is None else density
-    return recommended_budget(num_blocks, density, least, is_token=is_token)
+    count = int(recommended_budget(len(state), density, least)[-1])
+    return recommended_select(state, count, sink=sink, local=pages), state
