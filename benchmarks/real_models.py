@@ -45,7 +45,6 @@ from sketchwalk_jax.evaluation.tables import (
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.text import Text
 from sketchwalk_jax.tokenizer import load_tokenizer
 
@@ -243,7 +242,7 @@ def make_rules(
 def exact_ceiling(density: float | None) -> Rule:
     """The exact ranking by largest shares, with the local blocks of the recommended policy."""
     fields = {"aggregation": "max", "dense_layers": 0}
-    fields["local_blocks"] = RecommendedConfig().local_blocks
+    fields["local_blocks"] = 2
     return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 

@@ -25,7 +25,7 @@ from sketchwalk_jax.evaluation.results import ResultsFile
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.base import LayerShape, ScorePolicy, Span
 from sketchwalk_jax.policies.block_codes import block_scores
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -34,7 +34,7 @@ OUT = common.RESULTS / "recommended_parts.json"
 TASKS = ("single_needle", "multi_key", "mid_prompt", "text_loss")
 PHASES = ("prefill", "decode")
 # What changes nothing for a decoded token, whose own query stands for itself beside its own block.
-_OF_PROMPTS = frozenset({"representatives", "local_blocks"})
+_OF_PROMPTS = frozenset({"representatives", "local_tokens"})
 CHANGES: tuple[dict[str, Any], ...] = (
     {"representatives": 1},
     {"representatives": 4},
@@ -44,8 +44,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"exponent": 2},
     {"exponent": 8},
     {"decay": 0.0},
-    {"local_blocks": 1},
-    {"local_blocks": 1, "min_blocks": 2},
+    {"local_tokens": 0},
+    {"local_tokens": 0, "min_tokens": 128},
 )
 NO_PLAN = "no plan"
 NO_WEIGHTS = "a plan of output errors alone"
@@ -213,9 +213,9 @@ class PartRule(Rule):
       made: The class.
     """
 
-    made: type[BudgetPolicy] = RecommendedConfig
+    made: type[ScorePolicy] = RecommendedConfig
 
-    def make(self) -> BudgetPolicy:
+    def make(self) -> ScorePolicy:
         """The policy itself."""
         return self.made(density=self.density, **dict(self.fields))
 

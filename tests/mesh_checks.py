@@ -79,7 +79,7 @@ POLICIES: dict[str, Policy] = {
     "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH),
     "released": sw.SketchWalkConfig.released(**_SPARSE),
     "recommended": sw.SketchWalkConfig.recommended(
-        block_size=SIZE, density=0.5, min_blocks=2, local_blocks=1
+        block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
     ),
     "oracle": by_name("oracle", **_SPARSE, density=0.4),
     "oracle_max": by_name("oracle", **_SPARSE, density=0.4, aggregation="max"),

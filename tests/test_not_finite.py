@@ -44,7 +44,8 @@ POLICIES = {
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
     "recommended": SketchWalkConfig.recommended(**SPARSE, representatives=4),
-    "largest": SketchWalkConfig.recommended(**SPARSE, exponent=8, local_blocks=1, min_blocks=2),
+    "pages": SketchWalkConfig.recommended(**(SPARSE | {"block_size": 32}), min_tokens=48),
+    "largest": SketchWalkConfig.recommended(**SPARSE, local_tokens=0, min_tokens=32),
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }
@@ -58,7 +59,7 @@ BAD_TOKENS = {
     "query inf": ("query", np.inf),
     "value nan": ("value", np.nan),
 }
-KEPT = ("paper", "damped", "recommended", "oracle")
+KEPT = ("paper", "damped", "pages", "oracle")
 
 
 def draw():
@@ -79,7 +80,7 @@ def spoiled(where, what):
 @functools.partial(jax.jit, static_argnames="config")
 def run(query, key, value, *, config):
     """Lists, walk states and outputs of every layer."""
-    batch, num_blocks = query.shape[1], LENGTH // SIZE
+    batch, num_blocks = query.shape[1], LENGTH // config.block_size
     lengths = jnp.full((batch,), LENGTH, jnp.int32)
     first = jnp.zeros_like(lengths)
     span = Span(first, jnp.ones((batch, LENGTH), bool), lengths, lengths)
@@ -107,12 +108,13 @@ def clean(name):
 
 def assert_forced(config, ids, counts):
     """Every row has its first blocks and its last ones, each block once, in ascending order."""
-    sink, local = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
-    num_blocks = LENGTH // SIZE
-    for row in range(num_blocks):
-        kept = np.asarray(ids)[row, : int(counts[row])].tolist()
-        assert kept == sorted(set(kept)) and max(kept) == row
-        assert {*range(min(sink, row + 1)), *range(max(0, row + 1 - local), row + 1)} <= set(kept)
+    blocks = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
+    sink, local = getattr(config, "forced", blocks)
+    pages = getattr(config, "pages", 1)
+    for row in range(LENGTH // config.block_size):
+        kept, end = np.asarray(ids)[row, : int(counts[row])].tolist(), (row + 1) * pages
+        assert kept == sorted(set(kept)) and max(kept) == end - 1
+        assert {*range(min(sink, end)), *range(max(0, end - local), end)} <= set(kept)
 
 
 @pytest.mark.parametrize("bad", BAD_TOKENS)
@@ -121,13 +123,14 @@ def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad)
     config, wanted = POLICIES[name], clean(name)
     found = run(*spoiled(*BAD_TOKENS[bad]), config=config)
     # Rows of the published code look at later blocks.
-    rows = 0 if name == "released" and "value" not in bad else BAD_ROW
+    size = config.block_size
+    rows = 0 if name == "released" and "value" not in bad else BAD // size
     for (ids, counts, out, state), expected in zip(found, wanted, strict=True):
         plain_ids, plain_counts, plain_out, plain_state = expected
-        for sequence, upto in ((0, rows), (1, LENGTH // SIZE)):
+        for sequence, upto in ((0, rows), (1, LENGTH // size)):
             np.testing.assert_array_equal(ids[sequence, :upto], plain_ids[sequence, :upto])
             np.testing.assert_array_equal(counts[sequence, :upto], plain_counts[sequence, :upto])
-            tokens = slice(0, upto * SIZE)
+            tokens = slice(0, upto * size)
             np.testing.assert_array_equal(out[sequence, tokens], plain_out[sequence, tokens])
             if state is not None:
                 np.testing.assert_array_equal(state[sequence, :upto], plain_state[sequence, :upto])

@@ -165,7 +165,8 @@ def test_no_policy_recalls_more_mass_than_the_oracle():
 
     def best_of(config):
         """The best lists that are as long as the policy's."""
-        forced = {"sink": config.sink_blocks, "local": config.local_blocks}
+        blocks = getattr(config, "sink_blocks", None), getattr(config, "local_blocks", None)
+        forced = dict(zip(("sink", "local"), getattr(config, "forced", blocks), strict=True))
         return [
             [float64_mass.best_rows(x, config.budget(len(x)), **forced)[0] for x in layer]
             for layer in masses

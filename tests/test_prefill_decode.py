@@ -39,7 +39,7 @@ PRESETS = {
 # Without a reference of its own for a whole model.
 OTHERS = {
     "recommended": SketchWalkConfig.recommended(
-        block_size=SIZE, dense_layers=(1,), density=0.5, min_blocks=2, local_blocks=1
+        block_size=SIZE, dense_layers=(1,), density=0.5, min_tokens=32, local_tokens=0
     ),
 }
 

@@ -29,7 +29,11 @@ CONFIGS = {
     "dense": POLICIES["dense"],
     "paper": POLICIES["paper"],
     "recommended": SketchWalkConfig.recommended(
-        block_size=SIZE, density=0.5, min_blocks=2, local_blocks=1
+        block_size=2 * SIZE,  # of two pages
+        density=0.5,
+        min_tokens=2 * SIZE,
+        local_tokens=0,
+        early_representatives=((64, 16),),
     ),
 }
 names = pytest.mark.parametrize("name", slow_unless(("paper",).__contains__, CONFIGS))

@@ -260,7 +260,8 @@ def attend_lists(
         else:
             where: dict[str, Any] = {"layer": layer, "kv_head": kv_head, "kv_lengths": kv_lengths}
             row = selection.queries_per_row
-            own = last[..., None] // row * (row // size) + jnp.arange(row // size, dtype=jnp.int32)
+            part = jnp.arange(row // size, dtype=jnp.int32)[None, None]
+            own = last[..., None] // row * (row // size) + part
             end = _first_lost(value, (ids, counts, own), **where)
 
         def load(index: Int[Array, ""]) -> Tile:

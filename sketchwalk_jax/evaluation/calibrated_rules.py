@@ -7,6 +7,7 @@ thresholds of the model's own keys.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -32,6 +33,7 @@ from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import Policy, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.sharding import whole_batch
 from sketchwalk_jax.text import HELD_OUT, Text
 from sketchwalk_jax.validation import check_number
@@ -101,9 +103,9 @@ def layers_density(
 ) -> float:
     """The density that a budget gives, mean over all layers, whatever the prompt says.
 
-    Row `i` keeps `budget[i]` units, its own among them. With `n` dense layers of `L`, and mean
-    density `s` of the others, it is `(n + (L - n) s) / L`. A policy with a plan has a budget for
-    each of these.
+    Row `i` keeps `budget[i]` units, all of its own among them. With `n` dense layers of `L`, and
+    mean density `s` of the others, it is `(n + (L - n) s) / L`. A policy with a plan has a budget
+    for each of these.
 
     Args:
       policy: The policy.
@@ -122,10 +124,12 @@ def layers_density(
         raise ValueError(f"policy must have a budget by its density, got {policy!r}")
     unit_size = getattr(policy, "unit_size", policy.block_size)
     positions = np.arange(num_tokens)[0 if phase == "prefill" else -_DECODED :]
-    units = positions // unit_size
-    budgets = getattr(policy, "budgets", budget)  # of the sparse layers, or of all alike
-    kept = np.atleast_2d(budgets(int(units[-1]) + 1))[:, units].astype(np.int64)
-    pairs = (kept - 1) * unit_size + positions % unit_size + 1
+    row_size = policy.block_size if phase == "prefill" else unit_size
+    rows = positions // row_size
+    if isinstance(policy, RecommendedConfig):  # a budget for each sparse layer
+        budget = functools.partial(policy.budgets, is_token=phase == "decode")
+    kept = np.atleast_2d(budget(int(rows[-1]) + 1))[:, rows].astype(np.int64)
+    pairs = (kept - row_size // unit_size) * unit_size + positions % row_size + 1
     sparse = float(pairs.mean(axis=0).sum() / (positions + 1).sum())
     num_layers = model_config.num_layers
     count = num_layers - len(sparse_layers(model_config, policy))

@@ -261,7 +261,7 @@ def _losses(
         span: Span, query: Array, key: Array, value: Array, kernel: Array, walks: PyTree
     ) -> Any:
         length = span.end
-        last = (span.rows(size) + 1) * tried[0].pages - 1
+        last_page = (span.rows(size) + 1) * tried[0].pages - 1
         column = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first_query, num_queries = span.queries_of_rows(size)
         late = (column >= length[:, None] // 3) & span.valid
@@ -274,7 +274,7 @@ def _losses(
         dense = dense_attention(query, key, value, kv_lengths=length)
 
         def measure(policy: RecommendedConfig, walk: WalkState) -> tuple[Array, Array]:
-            lists = policy.keep(walk.scores, last, walk.layers, is_token=False)
+            lists = policy.keep(walk.scores, last_page, walk.layers, is_token=False)
             sparse = block_sparse_attention(query, key, value, lists, kv_lengths=length)
             share = squares(sparse - dense) / jnp.maximum(squares(dense), 1e-30)
             halves = [jnp.mean(share, where=one) for one in (late, last)]
@@ -285,7 +285,9 @@ def _losses(
         pairs, errors = zip(*[measure(one, walks[own]) for one in tried], strict=True)
         shares = block_mass(query, key, block_size=size, kv_lengths=length, aggregate="max")
         misses = [
-            _missed(shares, policy.keep(walk.scores, last, walk.layers, is_token=False), length)
+            _missed(
+                shares, policy.keep(walk.scores, last_page, walk.layers, is_token=False), length
+            )
             for policy, walk in zip(policies, walks, strict=True)
         ]
         return dense, walks, tuple(map(jnp.stack, (pairs, errors, misses)))

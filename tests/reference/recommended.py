@@ -147,7 +147,8 @@ def recommended_scores(
                 products = np.where(np.isfinite(products), products, -np.inf)
                 shared = centre @ query
                 for start in range(0, num_keys, page):
-                    peak = products[start : start + page].max() + shared
+                    # Beside a very large centre, what single keys add is lost to float32.
+                    peak = np.float64(np.float32(products[start : start + page].max() + shared))
                     peaks.append(peak if math.isfinite(shared) else -np.inf)
             scores = np.array(peaks) / math.sqrt(head_dim)
             shares.append(softmax_over(scores, np.abs(scores) < 1e29))
