@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import real_models
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.evaluation.results import ResultsFile
 from sketchwalk_jax.evaluation.settings import Rule
@@ -155,13 +155,13 @@ class PagesConfig(ExactConfig):
     """Pages of keys in place of single keys: the bound `q · centre + width · |q| · radius`.
 
     Attributes:
-      page_size: Keys of a page.
+      keys_of_page: Keys of a page.
       shape: `"spread"`, mean and standard deviation, or `"box"`, middle and half the width.
       width: Factor of the radius.
     """
 
     channels_of: str = "all"
-    page_size: int = 8
+    keys_of_page: int = 8
     shape: str = "spread"
     width: float = 0.5
 
@@ -178,9 +178,9 @@ class PagesConfig(ExactConfig):
     ) -> Float[Array, "B I J"]:
         """The scores of the best page of each block, made of products with twice the channels."""
         keys = codes.key.astype(jnp.float32)
-        pages = self.block_size // self.page_size
-        keys = keys.reshape(*keys.shape[:2], pages, self.page_size, *keys.shape[3:])
-        place = jnp.arange(keys.shape[1] * self.block_size).reshape(1, -1, pages, self.page_size)
+        pages = self.block_size // self.keys_of_page
+        keys = keys.reshape(*keys.shape[:2], pages, self.keys_of_page, *keys.shape[3:])
+        place = jnp.arange(keys.shape[1] * self.block_size).reshape(1, -1, pages, self.keys_of_page)
         is_key = (place < kv_lengths[:, None, None, None])[..., None, None]
         if self.shape == "box":
             low = jnp.min(jnp.where(is_key, keys, jnp.inf), axis=3)
@@ -193,7 +193,7 @@ class PagesConfig(ExactConfig):
             radius = jnp.sqrt(jnp.sum(away**2, axis=3) / number)
         found = SingleKeys(jnp.concatenate([centre, radius], axis=-1).astype(codes.key.dtype))
         both = jnp.concatenate([queries, self.width * jnp.abs(queries)], axis=-1)
-        lengths = -(-kv_lengths // self.page_size)
+        lengths = -(-kv_lengths // self.keys_of_page)
         return block_scores(
             both.astype(queries.dtype),
             found,
@@ -257,11 +257,11 @@ def find_rules(
             _rule(density, every, "all queries, all of the keys", ExactConfig, is_of_prompts=True)
         )
         for page in (
-            {"page_size": 8},
-            {"page_size": 16},
-            {"page_size": 16, "shape": "box", "width": 1.0},
+            {"keys_of_page": 8},
+            {"keys_of_page": 16},
+            {"keys_of_page": 16, "shape": "box", "width": 1.0},
         ):
-            name = f"pages of {page['page_size']} keys, {page.get('shape', 'spread')}"
+            name = f"pages of {page['keys_of_page']} keys, {page.get('shape', 'spread')}"
             found.append(_rule(density, page, name, PagesConfig))
         found.append(real_models.exact_ceiling(density))
     return tuple(found)

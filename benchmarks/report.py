@@ -612,7 +612,7 @@ def listed_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
 
 def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
     """How often the block of an answer is among the best of its row, by ranking."""
-    least = RecommendedConfig().min_tokens // 64
+    least = RecommendedConfig().budget(8)[-1]
     for model, about in data["meta"]["models"].items():
         rows = some(data, model=model)
         by_layer = [some({"rows": rows}, layer=layer) for layer in values_of(rows, "layer")]

@@ -65,7 +65,7 @@ def policies(model_config: ModelConfig) -> dict[str, RecommendedConfig]:
     found["8 queries, no memory of layers before"] = RecommendedConfig(decay=0.0)
     found["8 means of 8 queries"] = MeansConfig()
     found["8 queries, pages of 8 keys"] = PagesConfig()
-    found["8 queries, boxes of 16 keys"] = PagesConfig(page_size=16, shape="box", width=1.0)
+    found["8 queries, boxes of 16 keys"] = PagesConfig(keys_of_page=16, shape="box", width=1.0)
     return found
 
 

@@ -44,8 +44,8 @@ POLICIES = {
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
     "recommended": SketchWalkConfig.recommended(**SPARSE, representatives=4),
-    "pages": SketchWalkConfig.recommended(**(SPARSE | {"block_size": 32}), min_tokens=48),
-    "largest": SketchWalkConfig.recommended(**SPARSE, local_tokens=0, min_tokens=32),
+    "pages": SketchWalkConfig.recommended_pages(**(SPARSE | {"block_size": 32}), min_tokens=48),
+    "largest": SketchWalkConfig.recommended(**SPARSE, exponent=8, local_tokens=0, min_tokens=32),
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }
@@ -59,7 +59,7 @@ BAD_TOKENS = {
     "query inf": ("query", np.inf),
     "value nan": ("value", np.nan),
 }
-KEPT = ("paper", "damped", "pages", "oracle")
+KEPT = ("paper", "damped", "recommended", "pages", "oracle")
 
 
 def draw():

@@ -29,6 +29,9 @@ CONFIGS = {
     "dense": POLICIES["dense"],
     "paper": POLICIES["paper"],
     "recommended": SketchWalkConfig.recommended(
+        block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
+    ),
+    "recommended_pages": SketchWalkConfig.recommended_pages(
         block_size=2 * SIZE,  # of two pages
         density=0.5,
         min_tokens=2 * SIZE,

@@ -22,15 +22,15 @@ SIZE, PAGE, NUM_LAYERS = 32, 16, 3
 OPTIONS = {"block_size": SIZE, "density": 0.3, "min_tokens": 64}
 EARLY = ((64, 16), (160, 12))
 CONFIGS = {
-    "default": SketchWalkConfig.recommended(**OPTIONS, early_representatives=EARLY),
-    "largest": SketchWalkConfig.recommended(
+    "blocks": SketchWalkConfig.recommended(block_size=SIZE, density=0.3),
+    "default": SketchWalkConfig.recommended_pages(**(OPTIONS | {"early_representatives": EARLY})),
+    "largest": SketchWalkConfig.recommended_pages(
         **(OPTIONS | {"min_tokens": 32}), sink_tokens=32, local_tokens=0, early_representatives=()
     ),
-    "forgetful": SketchWalkConfig.recommended(
+    "forgetful": SketchWalkConfig.recommended_pages(
         **OPTIONS, decay=0.0, exponent=1, representatives=1, early_representatives=()
     ),
-    "version 1": SketchWalkConfig.recommended_v1(block_size=SIZE, density=0.3),
-    "planned": SketchWalkConfig.recommended(
+    "planned": SketchWalkConfig.recommended_pages(
         **OPTIONS,
         plan=Plan(
             densities=((0.1, 0.6),) * 3,
@@ -41,7 +41,7 @@ CONFIGS = {
         ),
         early_representatives=((64, 8),),
     ),
-    "all queries": SketchWalkConfig.recommended(
+    "all queries": SketchWalkConfig.recommended_pages(
         **(OPTIONS | {"min_tokens": 1}), representatives=SIZE
     ),
 }
@@ -56,7 +56,7 @@ KEPT = [
     ("default", "ragged"),
     ("planned", "ragged"),
     ("largest", "wide heads"),
-    ("version 1", "ragged"),
+    ("blocks", "ragged"),
     ("default", "one block"),
 ]
 HOSTILE = ("random", "equal", "equal keys", "nan", "inf", "huge")
@@ -208,7 +208,7 @@ def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
 
 def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
     # Every representative is the token's query: evidence differs by a factor alone.
-    config = SketchWalkConfig.recommended(**OPTIONS, local_tokens=0)
+    config = SketchWalkConfig.recommended_pages(**OPTIONS, local_tokens=0)
     length = 160
     layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
     queries, keys = (np.stack(x)[:, None] for x in (layers.queries, layers.keys))

@@ -89,7 +89,7 @@ def test_means_of_neighbours_stand_for_a_row():
 @pytest.mark.parametrize(("shape", "width"), [("spread", 0.5), ("box", 1.0)])
 def test_pages_score_by_their_bound(shape, width):
     config = recommended_parts.PagesConfig(
-        block_size=SIZE, representatives=1, page_size=4, shape=shape, width=width, exponent=1
+        block_size=SIZE, representatives=1, keys_of_page=4, shape=shape, width=width, exponent=1
     )
     query, key, scores = select(config)
     row = 5

@@ -11,9 +11,10 @@ exactly over one list that all heads share. The parts are replaced by what real 
 * Scores are sharpened before they are combined: first by a softmax for each head and query, then by
   a norm, with an exponent as in the paper. A retrieval is one head of one query. A sum would
   outvote it, and a maximum would ignore what many heads look at a little.
-* Lists name pages of 16 keys, not whole blocks of 64. What a query looks for is seldom longer than
-  a page, so that the same number of keys reaches four times as many places.
-* The walk is a memory of evidence: a page that a layer looked at stays likely in the next layers.
+* The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
+
+Lists name blocks of 64 keys, or pages of 16 (the preset `recommended_pages`): what a query looks
+for is seldom longer than a page, so that the same number of keys reaches four times as many places.
 """
 
 import dataclasses
@@ -63,26 +64,31 @@ class RecommendedConfig(ScorePolicy):
 
     The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
     block of queries) keeps the best pages of `R_k[i]`, including those that every row keeps.
-    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. So short
-    prompts measure a higher density than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
-    8,192, 0.102 with 16,384.
+    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Later
+    rows give back what early ones take beyond the density, if `repays` says so; otherwise short
+    prompts measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with 8,192, 0.102
+    with 16,384.
+
+    `SketchWalkConfig.recommended_pages(**fields)` makes one that lists pages of 16 keys.
 
     Attributes:
       block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
         at least 16).
-      page_size: Keys of a page, which lists name: a power of two, at least 16. Blocks that are
-        smaller are listed whole.
+      page_size: Keys of a page, which lists name: a power of two, at least 16. By default, and
+        where blocks are smaller, lists name whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_tokens: First keys that every row keeps, in whole pages. They count towards its budget.
-      local_tokens: Keys before its own block that every row of a prompt keeps, and its own block,
-        in whole pages. They count towards its budget. A decoded token keeps the last `block_size`
-        keys, in whole pages.
-      min_tokens: Minimum number of keys that a row keeps, if there are as many.
+      sink_tokens: First keys that every row keeps, in whole pages; one block by default. They count
+        towards its budget.
+      local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
+        whole pages; one block by default. They count towards its budget. A decoded token keeps the
+        last `block_size` keys, in whole pages.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many; four blocks by
+        default.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
-        least `count` representatives. Scoring is cheap there, and budgets are small.
+        least `count` representatives, since budgets are small there. None by default.
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
         large value approaches their maximum.
       decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
@@ -101,22 +107,22 @@ class RecommendedConfig(ScorePolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([  4,  16,  27, 104], dtype=int32)
+      array([ 1,  4,  5, 26], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
 
-    page_size: int = 16
-    sink_tokens: int = 16
-    local_tokens: int = 32
-    min_tokens: int = 256
+    page_size: int | None = None
+    sink_tokens: int | None = None
+    local_tokens: int | None = None
+    min_tokens: int | None = None
     representatives: int = 8
-    early_representatives: tuple[tuple[int, int], ...] = ((8192, 32), (32768, 16))
-    exponent: int = 8
-    decay: float = 0.4
-    repays: bool = False
+    early_representatives: tuple[tuple[int, int], ...] = ()
+    exponent: int = 4
+    decay: float = 0.7
+    repays: bool = True
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
     num_layers: int | None = None
@@ -129,11 +135,11 @@ class RecommendedConfig(ScorePolicy):
             ("sink_tokens", 0),
             ("local_tokens", 0),
             ("min_tokens", 1),
-            ("representatives", 1),
-            ("exponent", 1),
         ):
-            check_integer(name, getattr(self, name), least=least)
-        if self.page_size & (self.page_size - 1):
+            check_integer(name, getattr(self, name), least=least, is_optional=True)
+        check_integer("representatives", self.representatives)
+        check_integer("exponent", self.exponent)
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         self._check_representatives()
         if self.exponent > _MAX_EXPONENT:
@@ -174,7 +180,7 @@ class RecommendedConfig(ScorePolicy):
     @property
     def unit_size(self) -> int:
         """Keys of a page."""
-        return min(self.page_size, self.block_size)
+        return self.block_size if self.page_size is None else min(self.page_size, self.block_size)
 
     @property
     def pages(self) -> int:
@@ -184,10 +190,14 @@ class RecommendedConfig(ScorePolicy):
     @property
     def forced(self) -> tuple[int, int]:
         """First pages, and last ones of a row of a prompt, that are always kept."""
-        return self._in_pages(self.sink_tokens), self.pages + self._in_pages(self.local_tokens)
+        sink, local = (
+            self._in_pages(tokens, blocks=1) for tokens in (self.sink_tokens, self.local_tokens)
+        )
+        return sink, self.pages + local
 
-    def _in_pages(self, tokens: int) -> int:
-        return -(-tokens // self.unit_size)
+    def _in_pages(self, tokens: int | None, *, blocks: int) -> int:
+        """Whole pages of so many tokens; by default those of so many blocks."""
+        return blocks * self.pages if tokens is None else -(-tokens // self.unit_size)
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """The same policy with the number of layers filled in."""
@@ -234,7 +244,8 @@ class RecommendedConfig(ScorePolicy):
           is_token: Whether a row is a decoded token.
         """
         sink, local = self.forced
-        least = max(self._in_pages(self.min_tokens), sink + (self.pages if is_token else local))
+        own = self.pages if is_token else local
+        least = max(self._in_pages(self.min_tokens, blocks=4), sink + own)
         densities = self.layer_densities
         if self.num_layers is not None:
             densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)

@@ -178,27 +178,27 @@ class SketchWalkConfig(Policy):
         return RecommendedConfig(**overrides)
 
     @classmethod
-    def recommended_v1(cls, **overrides: Any) -> RecommendedConfig:
-        """The recommended policy as it was before it listed pages, for comparison.
+    def recommended_pages(cls, **overrides: Any) -> RecommendedConfig:
+        """The recommended policy with lists of pages of 16 keys, not of blocks of 64.
 
-        It lists whole blocks of 64 keys, has 8 representatives of every row, and the last rows of a
-        prompt give back what the least budget gave to the first ones.
+        On real models it keeps more answers at the same density than `recommended` does, above all
+        of prompts of a few thousand tokens. Rows that begin before 32,768 tokens have more
+        representatives, and no row gives back what early rows take beyond the density.
 
         Args:
           **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
         """
-        size = overrides.get("block_size", 64)
-        former = dict(
-            page_size=size,
-            sink_tokens=size,
-            local_tokens=size,
-            min_tokens=4 * size,
-            early_representatives=(),
-            exponent=4,
-            decay=0.7,
-            repays=True,
+        fields: dict[str, Any] = dict(
+            page_size=16,
+            sink_tokens=16,
+            local_tokens=32,
+            min_tokens=256,
+            early_representatives=((8192, 32), (32768, 16)),
+            exponent=8,
+            decay=0.4,
+            repays=False,
         )
-        return RecommendedConfig(**{**former, **overrides})
+        return RecommendedConfig(**{**fields, **overrides})
 
     # The state.
 

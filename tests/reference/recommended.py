@@ -125,13 +125,13 @@ def recommended_scores(
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> ones, policy = np.ones((32, 1, 4)), SketchWalkConfig.recommended(exponent=1)
+      >>> ones, policy = np.ones((32, 1, 4)), SketchWalkConfig.recommended_pages(exponent=1)
       >>> recommended_scores(ones[:1, :, :2], ones, policy).tolist()
       [0.5, 0.5]
     """
     num_heads, head_dim = queries.shape[1], key.shape[2]
     size, group = config.block_size, num_heads // key.shape[1]
-    page = min(config.page_size, size)
+    page = min(config.page_size or size, size)
     keys = np.asarray(key)[:, :, slow_channels(head_dim)]
     blocks = [
         [coded_block(keys[start : start + size, head]) for start in range(0, len(keys), size)]
@@ -229,11 +229,11 @@ def recommended_select_prefill(
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
-      >>> recommended_select_prefill(x, x, None, SketchWalkConfig.recommended())[0]
+      >>> recommended_select_prefill(x, x, None, SketchWalkConfig.recommended_pages())[0]
       [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     size, num_heads = config.block_size, query.shape[1]
-    page = min(config.page_size, size)
+    page = min(config.page_size or size, size)
     num_blocks, pages = -(-len(query) // size), size // page
     scores = np.zeros((num_blocks, num_blocks * pages))
     for row in range(num_blocks):
@@ -247,8 +247,8 @@ def recommended_select_prefill(
         found = recommended_scores(np.stack(chosen, axis=1), seen, config)
         scores[row, : len(found)] = found
     state = scores if previous is None else np.maximum(scores, config.decay * previous)
-    sink, before = -(-config.sink_tokens // page), -(-config.local_tokens // page)
-    least = max(-(-config.min_tokens // page), sink + pages + before)
+    sink, before, fewest = _kept_always(config)
+    least = max(fewest, sink + pages + before)
     density = config.density if density is None else density
     counts = recommended_budget(num_blocks, density, least, pages=pages, repays=config.repays)
     rows = [
@@ -285,16 +285,26 @@ def recommended_select_decode(
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
-      >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended())[0]
+      >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended_pages())[0]
       [0, 1, 2, 3, 4]
     """
     own = np.asarray(query[-1:])[..., slow_channels(query.shape[2])]
     state = recommended_scores(own, key, config)
     if previous is not None:
         state = np.maximum(state, config.decay * previous)
-    page = min(config.page_size, config.block_size)
-    sink, pages = -(-config.sink_tokens // page), config.block_size // page
-    least = max(-(-config.min_tokens // page), sink + pages)
+    page = min(config.page_size or config.block_size, config.block_size)
+    pages = config.block_size // page
+    sink, _, fewest = _kept_always(config)
+    least = max(fewest, sink + pages)
     density = config.density if density is None else density
     count = int(recommended_budget(len(state), density, least)[-1])
     return recommended_select(state, count, sink=sink, local=pages), state
+
+
+def _kept_always(config: "RecommendedConfig") -> list[int]:
+    """First pages, pages before a row's own block and fewest pages; 1, 1 and 4 blocks if not set."""
+    size = config.block_size
+    page = min(config.page_size or size, size)
+    given = config.sink_tokens, config.local_tokens, config.min_tokens
+    pairs = zip(given, (size, size, 4 * size), strict=True)
+    return [-(-(usual if one is None else one) // page) for one, usual in pairs]
