@@ -302,7 +302,7 @@ def recommended_select_decode(
 
 
 def _kept_always(config: "RecommendedConfig") -> list[int]:
-    """First pages, pages before a row's own block and fewest pages; 1, 1 and 4 blocks if not set."""
+    """First pages, pages before a row's own block, fewest pages; unset: 1, 1 and 4 blocks."""
     size = config.block_size
     page = min(config.page_size or size, size)
     given = config.sink_tokens, config.local_tokens, config.min_tokens
