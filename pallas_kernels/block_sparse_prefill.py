@@ -39,6 +39,7 @@ of its tile, so that those of the next tile come while it finishes this one.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +141,9 @@ class _Tiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that loads, and of one that computes: all share the same."""
-        return (88, 248) if self.computing == 1 else (56, 224)
+        if self.computing == 1:
+            return 88, 248
+        return 56, 224
 
     def num_steps(self, count: Any) -> Any:
         """Steps of so many pieces."""
@@ -642,28 +645,34 @@ class _PageLoader(_Loader):
                     part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
                 pass_on()
 
+            def keep(is_kept: Callable[[Any], Any]) -> None:
+                for part in parts(1):
+                    kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
+                    part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
+
+            for index in range(number):
+                plgpu.barrier_wait(self.barriers.unchecked(index))
+
+            @pl.when((pages[0] * size >= extent.start) & (extent.count < number))
+            def _() -> None:
+                keep(lambda index: index >= (number - extent.count) * size)
+
             first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows of own pages, of the sequence
             for index, page in enumerate(pages):
                 is_own = (page * size >= extent.start) & (extent.count >= number - index)
                 first -= jnp.where(is_own, size, 0)
                 there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
-            unseen = jnp.where(pages[0] * size >= extent.start, first, 0)
-            for index in range(number):
-                plgpu.barrier_wait(self.barriers.unchecked(index))
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
             bad = warp_ops.first_not_finite(
                 loaded, scratch, start=first, interpret=tiling.interpret
             )
-            end = jnp.minimum(bad, first + there)
+            end = first + there
 
-            @pl.when((end < _PIECE) | (unseen > 0))
+            @pl.when(jnp.minimum(bad, end) < _PIECE)
             def _() -> None:
-                index = ops.matrix_index((_PIECE, 64), 0)
-                for part in parts(1):
-                    is_kept = (index >= unseen) & (index < end)
-                    part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
+                keep(lambda index: index < jnp.minimum(bad, end))
 
-                @pl.when(bad < first + there)
+                @pl.when(bad < end)
                 def _() -> None:
                     place = number + jax.lax.div(bad, size)
                     page = self.tile.page(refs, extent.count, 0, place)
@@ -765,7 +774,8 @@ class _Head:
         state = _Softmax(maximum, denominator)
 
         def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
-            return self._step(sums, done + index, index == rest - 1, count, *carry)
+            lacks = (index + 2) * tiling.pieces - count  # pieces, if any
+            return self._step(sums, done + index, index == rest - 1, lacks, *carry)
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
@@ -784,7 +794,7 @@ class _Head:
         sums: ops.Accumulator,
         done: Any,
         is_last: Any,
-        count: Any,
+        lacks: Any,
         weights: Any,
         state: _Softmax,
     ) -> tuple[Any, _Softmax]:
@@ -808,9 +818,8 @@ class _Head:
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         self._free_queries(is_last)
         if tiling.has_pages:
-            lacks = tiling.num_steps(count) * tiling.pieces - count  # pages of the last step
             hide = functools.partial(_hide, end=lacks * tiling.piece)
-            scores = jax.lax.cond(is_last & (lacks > 0), hide, lambda x: x, scores)
+            scores = jax.lax.cond(lacks > 0, hide, lambda x: x, scores)
         new_weights, decay, state = self._soften(scores, state)
         plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.value_stages)))
         total = sums.load()
