@@ -39,6 +39,7 @@ of its tile, so that those of the next tile come while it finishes this one.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +80,8 @@ class _Tiling:
       kv_heads: Key/value heads.
       head_dim: Features per head, 64 or 128.
       lists: Lists per row: 1, `kv_heads` or `heads`.
-      subblocks: Pieces of 64 keys in a block.
+      subblocks: Tiles of a row of lists, which are pieces of a block of 64 keys or more.
+      piece: Keys that one copy brings: 64, or the 16 of a page.
       stages: Steps of keys in shared memory.
       value_stages: Steps of values in shared memory.
       most_programs: Programs at most.
@@ -94,11 +96,22 @@ class _Tiling:
     head_dim: int
     lists: int
     subblocks: int
+    piece: int
     stages: int
     value_stages: int
     most_programs: int
     exponent: float
     interpret: bool
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a step."""
+        return _KEYS // self.piece
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether lists name pages, several of which may be a tile's own."""
+        return self.piece < _PIECE
 
     @property
     def group(self) -> int:
@@ -128,7 +141,13 @@ class _Tiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that loads, and of one that computes: all share the same."""
-        return (88, 248) if self.computing == 1 else (56, 224)
+        if self.computing == 1:
+            return 88, 248
+        return 56, 224
+
+    def num_steps(self, count: Any) -> Any:
+        """Steps of so many pieces."""
+        return jax.lax.div(count + self.pieces - 1, self.pieces)
 
     def turns(self, program: Any) -> Any:
         """Tiles of a program."""
@@ -168,7 +187,7 @@ class _Refs:
       lse: `[warpgroups, 64]`.
       lost: Of each slot of values, the first query of the tile that sees one that is not finite;
         then what the loader needs to find it.
-      filled: Barriers of the slots of keys, then of values; two copies make a slot.
+      filled: Barriers of the slots of keys, then of values; as many copies as a step has pieces.
       freed: The same; every computing warpgroup frees a slot.
       single: Barriers with one arrival; `_Barriers` says which.
     """
@@ -198,6 +217,7 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program, named as in `_Refs`."""
     warpgroups = tiling.computing
     num_barriers = tiling.stages + tiling.value_stages
+    num_single = _UNUSED_BARRIERS + _PIECE // tiling.piece + 2 * warpgroups
     return {
         "queries": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
         "outputs": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
@@ -206,9 +226,9 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
         "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
         "lost": plgpu.SMEM((tiling.value_stages + warp_ops.WARPS,), jnp.int32),
         # One register of each warpgroup keeps track of each of these arrays.
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=num_barriers),
+        "filled": plgpu.Barrier(num_arrivals=tiling.pieces, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
-        "single": plgpu.Barrier(num_arrivals=1, num_barriers=_UNUSED_BARRIERS + 1 + 2 * warpgroups),
+        "single": plgpu.Barrier(num_arrivals=1, num_barriers=num_single),
     }
 
 
@@ -229,20 +249,20 @@ class _Barriers:
 
     def queries(self, which: str, warpgroup: Any) -> Any:
         """For the queries of a warpgroup, which reads no others."""
-        first = _UNUSED_BARRIERS + 1 + (0 if which == "filled" else self.tiling.computing)
+        first = _UNUSED_BARRIERS + _PIECE // self.tiling.piece
+        first += 0 if which == "filled" else self.tiling.computing
         return self.refs.single.at[first + warpgroup]
 
-    @property
-    def unchecked(self) -> Any:
-        """Tells the loader that values have arrived which it must check."""
-        return self.refs.single.at[_UNUSED_BARRIERS]
+    def unchecked(self, index: Any = 0) -> Any:
+        """Tells the loader that a piece of values has arrived which it must check."""
+        return self.refs.single.at[_UNUSED_BARRIERS + index]
 
 
 class _Extent(NamedTuple):
     """What a tile attends to.
 
     Attributes:
-      count: Pieces of 64 keys in its list; 0 where the tile lies beyond the sequence.
+      count: Pieces in its list; 0 where the tile lies beyond the sequence.
       start: Position of its first query.
       length: Keys in the sequence.
     """
@@ -250,11 +270,6 @@ class _Extent(NamedTuple):
     count: Any
     start: Any
     length: Any
-
-
-def _num_steps(count: Any) -> Any:
-    """Steps of two pieces, for so many of them."""
-    return jax.lax.div(count + 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +321,14 @@ class _Tile:
         second = jnp.minimum(first + 1, count - 1)
         return self._piece(refs, first), self._piece(refs, second)
 
+    def page(self, refs: _Refs, count: Any, step: Any, place: Any) -> Any:
+        """The page of 16 keys in a place of a step.
+
+        The first step has the list's last pages, at its end those that are the tile's own. The last
+        one may lack some at its beginning, where it has the list's first page once more.
+        """
+        return self._piece(refs, jnp.maximum(count - self.tiling.pieces * (step + 1) + place, 0))
+
     def _list(self) -> Any:
         if self.tiling.lists == 1:
             return 0
@@ -329,11 +352,11 @@ def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
         done, extent = state  # steps of the tiles before; what this tile attends to
         following = tiling.tile(program, turn + 1).extent(refs)
         tile = tiling.tile(program, turn)
-        steps = _num_steps(extent.count)
+        steps = tiling.num_steps(extent.count)
 
         @pl.when(steps > 0)
         def _() -> None:
-            _Loader(tiling, refs, tile, layer).load(extent, done)
+            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(extent, done)
 
         return done + steps, following
 
@@ -359,7 +382,7 @@ class _Loader:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
         tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
-        value_slot, num_steps = jax.lax.rem(done, tiling.value_stages), _num_steps(count)
+        value_slot, num_steps = jax.lax.rem(done, tiling.value_stages), tiling.num_steps(count)
         self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
@@ -424,7 +447,7 @@ class _Loader:
             half = _own_half(pieces, start)
             piece = jax.lax.div(start, _PIECE)
             source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked)
+            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked())
 
     def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
         """Makes values zero of which some queries may know nothing, and tells which ones must.
@@ -454,7 +477,7 @@ class _Loader:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(filled)
 
-            plgpu.barrier_wait(self.barriers.unchecked)
+            plgpu.barrier_wait(self.barriers.unchecked())
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
             bad = warp_ops.first_not_finite(loaded, scratch, interpret=self.tiling.interpret)
             present = extent.length - extent.start
@@ -487,6 +510,177 @@ def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
     return jnp.where(pieces[0] * _PIECE >= start, 0, 1)
 
 
+class _PageLoader(_Loader):
+    """The same for lists of pages, of which each warp copies its part of every step."""
+
+    def load(self, extent: _Extent, done: Any) -> None:
+        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
+        count, start = extent.count, extent.start
+        num_steps, half = tiling.num_steps(count), tiling.pieces // 2
+        # The last page of the first half of a step, and those of the second one.
+        before, *pages = (
+            self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
+        )
+        slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.value_stages))
+
+        @warp_ops.on_each_warp
+        def _(warp: Any) -> None:
+            self._copy_keys(self._pages(extent, 0, warp), slot, warp)
+
+        self._load_queries()
+        plgpu.barrier_wait(barriers.values("freed", value_slot))
+        refs.lost[value_slot] = _QUERIES
+
+        @warp_ops.on_each_warp
+        def _(warp: Any) -> None:
+            self._copy_first_values(extent, before, pages[-1], value_slot, warp)
+
+            @pl.when(num_steps > 1)
+            def _() -> None:  # while the values are on their way
+                later = self._pages(extent, 1, warp)
+                self._copy_keys(later, jax.lax.rem(done + 1, tiling.stages), warp)
+
+        self._check_values(before, pages, value_slot, extent)
+
+        @warp_ops.on_each_warp
+        def _(warp: Any) -> None:
+            def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                pages, later = carry
+                following = self._pages(extent, index + 2, warp)  # in time for the next step
+                self._copy_values(pages, jax.lax.rem(done + index, tiling.value_stages), warp)
+
+                @pl.when(index + 1 < num_steps)
+                def _() -> None:
+                    self._copy_keys(later, jax.lax.rem(done + index + 1, tiling.stages), warp)
+
+                return later, following
+
+            ahead = (self._pages(extent, 1, warp), self._pages(extent, 2, warp))
+            jax.lax.fori_loop(1, num_steps, step, ahead)
+
+    def _places(self, warp: Any) -> list[Any]:
+        """Where the pages of a warp are in a step."""
+        share = self.tiling.pieces // warp_ops.WARPS
+        return [warp * share + index for index in range(share)]
+
+    def _pages(self, extent: _Extent, step: Any, warp: Any) -> tuple[Any, ...]:
+        """The pages of a warp."""
+        places = self._places(warp)
+        return tuple(self.tile.page(self.refs, extent.count, step, place) for place in places)
+
+    def _copy_keys(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
+        refs, barriers = self.refs, self.barriers
+        plgpu.barrier_wait(barriers.keys("freed", slot))
+        for place, page in zip(self._places(warp), pages, strict=True):
+            self._copy_page(refs.key, refs.keys, page, slot, place, barriers.keys("filled", slot))
+
+    def _copy_values(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
+        refs, barriers = self.refs, self.barriers
+        plgpu.barrier_wait(barriers.values("freed", slot))
+        for place, page in zip(self._places(warp), pages, strict=True):
+            filled = barriers.values("filled", slot)
+            self._copy_page(refs.value, refs.values, page, slot, place, filled)
+
+    def _copy_first_values(
+        self, extent: _Extent, before: Any, last: Any, slot: Any, warp: Any
+    ) -> None:
+        """Copies values of the first step, half of it unchecked if it has pages of the tile's own.
+
+        A list of no other pages leaves the other half empty.
+        """
+        refs, barriers = self.refs, self.barriers
+        is_first_half = warp < warp_ops.WARPS // 2
+        is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
+        pages = self._pages(extent, 0, warp)
+        for place, page in zip(self._places(warp), pages, strict=True):
+            copy = functools.partial(
+                self._copy_page, refs.value, refs.values, page, slot, place
+            )
+
+            @pl.when(~is_own)
+            def _(copy: Any = copy) -> None:
+                copy(barriers.values("filled", slot))
+
+            @pl.when(is_own & ~is_first_half)
+            def _(copy: Any = copy, place: Any = place) -> None:
+                copy(barriers.unchecked(place - self.tiling.pieces // 2))
+
+    def _copy_page(
+        self, source: Any, target: Any, page: Any, slot: Any, place: Any, barrier: Any
+    ) -> None:
+        """16 keys or values of the cache, to a place of a slot."""
+        tile, size = self.tile, self.tiling.piece
+        plgpu.copy_gmem_to_smem(
+            source.at[self.layer, tile.batch, pl.ds(page * size, size), tile.kv_head],
+            target.at[slot, pl.ds(place * size, size)],
+            barrier,
+        )
+
+    def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
+        """What `_check_first_values` does, where pages of the tile's own end the second half.
+
+        In that half, every query sees the pages before these. In a list of fewer pages than it has,
+        there are copies of the first page, which nobody sees: zeros, if it is the tile's own.
+        """
+        tiling, refs = self.tiling, self.refs
+        size, number = tiling.piece, len(pages)
+        filled = self.barriers.values("filled", slot)
+        scratch = refs.lost.at[pl.ds(tiling.value_stages, warp_ops.WARPS)]
+
+        def parts(half: int) -> list[Any]:
+            rows = pl.ds(half * _PIECE, _PIECE)
+            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, tiling.head_dim, 64)]
+
+        def pass_on() -> None:
+            plgpu.commit_smem()
+            for _ in range(number):
+                plgpu.barrier_arrive(filled)
+
+        @pl.when(pages[-1] * size >= extent.start)
+        def _() -> None:
+            @pl.when(before * size >= extent.start)
+            def _() -> None:
+                for part in parts(0):
+                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                pass_on()
+
+            def keep(is_kept: Callable[[Any], Any]) -> None:
+                for part in parts(1):
+                    kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
+                    part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
+
+            for index in range(number):
+                plgpu.barrier_wait(self.barriers.unchecked(index))
+
+            @pl.when((pages[0] * size >= extent.start) & (extent.count < number))
+            def _() -> None:
+                keep(lambda index: index >= (number - extent.count) * size)
+
+            first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows of own pages, of the sequence
+            for index, page in enumerate(pages):
+                is_own = (page * size >= extent.start) & (extent.count >= number - index)
+                first -= jnp.where(is_own, size, 0)
+                there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
+            bad = warp_ops.first_not_finite(
+                loaded, scratch, start=first, interpret=tiling.interpret
+            )
+            end = first + there
+
+            @pl.when(jnp.minimum(bad, end) < _PIECE)
+            def _() -> None:
+                keep(lambda index: index < jnp.minimum(bad, end))
+
+                @pl.when(bad < end)
+                def _() -> None:
+                    place = number + jax.lax.div(bad, size)
+                    page = self.tile.page(refs, extent.count, 0, place)
+                    refs.lost[slot] = page * size + jax.lax.rem(bad, size) - extent.start
+
+            pass_on()
+
+
 # The warpgroups that compute
 
 
@@ -503,7 +697,7 @@ def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -
         done, count = state
         following = tiling.tile(program, turn + 1).extent(refs).count  # in time
         tile = tiling.tile(program, turn)
-        steps = _num_steps(count)
+        steps = tiling.num_steps(count)
         head = _Head(tiling, refs, tile, warpgroup)
 
         @pl.when(steps > 0)
@@ -553,7 +747,9 @@ class _Head:
         """The first step and its mask, all further steps, the last product and the division."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         _, start, length = self.tile.extent(refs)
-        pieces = self.tile.pieces(refs, count, 0)
+        pieces: Any = self.tile.pieces(refs, count, 0)
+        if tiling.has_pages:
+            pieces = [self.tile.page(refs, count, 0, place) for place in range(tiling.pieces)]
         plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
         slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
@@ -564,9 +760,10 @@ class _Head:
 
         scores = self._with_scores(first_scores)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
-        rest = _num_steps(count) - 1
+        rest = tiling.num_steps(count) - 1
         self._free_queries(rest == 0)
-        scores = _mask(scores, pieces, count, start, length)
+        mask = _mask_pages if tiling.has_pages else _mask
+        scores = mask(scores, pieces, count, start, length)
         first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
         weights, _, (maximum, denominator) = self._soften(scores, state)
@@ -577,7 +774,8 @@ class _Head:
         state = _Softmax(maximum, denominator)
 
         def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
-            return self._step(sums, done + index, index == rest - 1, *carry)
+            lacks = (index + 2) * tiling.pieces - count  # pieces, if any
+            return self._step(sums, done + index, index == rest - 1, lacks, *carry)
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
@@ -592,7 +790,13 @@ class _Head:
         self._write(out, jnp.where(is_empty, -jnp.inf, lse))
 
     def _step(
-        self, sums: ops.Accumulator, done: Any, is_last: Any, weights: Any, state: _Softmax
+        self,
+        sums: ops.Accumulator,
+        done: Any,
+        is_last: Any,
+        lacks: Any,
+        weights: Any,
+        state: _Softmax,
     ) -> tuple[Any, _Softmax]:
         """Adds the previous step's values while this step's scores become weights.
 
@@ -613,6 +817,9 @@ class _Head:
         scores = self._with_scores(scores_beside_values)
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         self._free_queries(is_last)
+        if tiling.has_pages:
+            hide = functools.partial(_hide, end=lacks * tiling.piece)
+            scores = jax.lax.cond(lacks > 0, hide, lambda x: x, scores)
         new_weights, decay, state = self._soften(scores, state)
         plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.value_stages)))
         total = sums.load()
@@ -687,6 +894,25 @@ def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
     return jnp.where(column <= reach - own, scores, MASK_VALUE)
 
 
+def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
+    size = _KEYS // len(pages)
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6  # as above
+    column = column & ~6
+    last = jnp.minimum(start + ops.matrix_index(scores.shape, 0), length - 1)
+    reach = jnp.full_like(column, -1)
+    for place, page in enumerate(pages):
+        visible = jnp.where(count >= len(pages) - place, last - page * size, -1)
+        reach = jnp.where(column < place * size, reach, visible + place * size)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
+
+
+def _hide(scores: Any, end: Any) -> Any:
+    """Hides the keys of a step before one."""
+    return jnp.where(ops.matrix_index(scores.shape, 1) < end, MASK_VALUE, scores)
+
+
 # The kernel and its launch
 
 
@@ -724,6 +950,7 @@ def block_sparse_prefill(
     kv_lengths: Int[Array, "B"],
     scale: float,
     block_size: int = 64,
+    row_size: int | None = None,
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
@@ -732,17 +959,22 @@ def block_sparse_prefill(
     Row `i` of the lists covers the queries of block `first_block + i`. Its list is ascending and
     names no block beyond the row's own. Tiles of queries that lie beyond `kv_lengths` come out 0.
 
+    With a `block_size` of 16 and a `row_size` of 64, lists name pages of 16 keys for rows of 64
+    queries. A list names any number of the four pages that are its row's own, in which no query
+    sees a later key.
+
     Args:
-      query: Queries on block boundaries, bfloat16 or float16, with a head_dim up to 128.
+      query: Queries on row boundaries, bfloat16 or float16, with a head_dim up to 128.
       key: Stacked cache of keys; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
       ids: Lists for all heads (`M = 1`), each key/value head, or each query head.
       counts: Blocks in each list; what follows in `ids` is never read.
       layer: Layer of the cache.
-      first_block: Block of each sequence's first query.
+      first_block: Row of each sequence's first query, counted from position 0.
       kv_lengths: Keys present in each sequence; later ones may hold anything.
       scale: Factor of the scores, greater than 0.
-      block_size: Tokens per block, 64 or 128.
+      block_size: Keys per entry of a list: 64, 128, or the 16 of a page.
+      row_size: Queries per row of lists: `block_size` if left out, which pages do not take.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
       kernel_config: Sizes; the result does not depend on them beyond rounding.
 
@@ -754,7 +986,8 @@ def block_sparse_prefill(
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    _check(query, key, scale, block_size)
+    row_size = block_size if row_size is None else row_size
+    _check(query, key, scale, block_size, row_size)
     head_dim = query.shape[-1]
     index = jnp.asarray(layer, jnp.int32)
     padded = 64 if head_dim <= 64 else 128
@@ -768,7 +1001,8 @@ def block_sparse_prefill(
         kv_heads=key.shape[3],
         head_dim=padded,
         lists=ids.shape[1],
-        subblocks=block_size // _PIECE,
+        subblocks=row_size // _QUERIES,
+        piece=min(block_size, _PIECE),
         stages=kernel_config.prefill_stages or stages,
         value_stages=kernel_config.prefill_value_stages or stages,
         most_programs=kernel_config.prefill_programs or num_multiprocessors(),
@@ -806,15 +1040,14 @@ def block_sparse_prefill(
     return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
 
 
-def _check(query: Any, key: Any, scale: float, block_size: int) -> None:
+def _check(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
     """Raises an error for arguments that the kernel cannot take."""
-    if reason := why_not_shape(query, block_size=block_size):
-        raise ValueError(f"query and block_size must fit the kernel: {reason}")
-    if query.shape[1] % block_size or key.shape[2] % block_size:
-        raise ValueError(
-            f"query and key must hold whole blocks of {block_size} tokens, "
-            f"got {query.shape[1]} and {key.shape[2]}"
-        )
+    if reason := why_not_shape(query, block_size=block_size, row_size=row_size):
+        raise ValueError(f"query, block_size and row_size must fit the kernel: {reason}")
+    if query.shape[1] % row_size:
+        raise ValueError(f"query must hold whole rows of {row_size}, got {query.shape[1]} tokens")
+    if key.shape[2] % block_size:
+        raise ValueError(f"key must hold whole blocks of {block_size}, got {key.shape[2]} tokens")
     if not scale > 0.0:
         raise ValueError(f"scale must be greater than 0, got {scale}")
 

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import jax
 
 # Limits of the attention kernels.
-PREFILL_BLOCK_SIZES = (64, 128)
+PREFILL_BLOCK_SIZES = (64, 128)  # of lists and of their rows
+PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys of a page, and queries of a row of lists of pages
 DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
 # The decode kernel would pad smaller heads, and copy the whole cache for each token.
@@ -159,14 +160,22 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
       A reason to show to the caller.
     """
     num_tokens, head_dim = query.shape[1], query.shape[3]
-    sizes = DECODE_BLOCK_SIZES if num_tokens == 1 else PREFILL_BLOCK_SIZES
+    row_size = block_size if row_size is None else row_size
     if query.dtype.name not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {query.dtype.name}"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
-    if block_size not in sizes:
-        phase = "decode" if num_tokens == 1 else "prefill"
-        return f"it takes a block_size of {' or '.join(map(str, sizes))} in {phase}"
+    if num_tokens == 1:
+        if block_size not in DECODE_BLOCK_SIZES:
+            return f"it takes a block_size of {' or '.join(map(str, DECODE_BLOCK_SIZES))} in decode"
+    elif row_size != block_size:
+        if (block_size, row_size) != (PREFILL_PAGE, PREFILL_PAGE_ROW):
+            return (
+                f"it takes a row_size like the block_size, or a block_size of {PREFILL_PAGE} with "
+                f"a row_size of {PREFILL_PAGE_ROW}, in prefill, not {block_size} and {row_size}"
+            )
+    elif block_size not in PREFILL_BLOCK_SIZES:
+        return f"it takes a block_size of {' or '.join(map(str, PREFILL_BLOCK_SIZES))} in prefill"
     return None
 
 

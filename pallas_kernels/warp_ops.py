@@ -11,6 +11,7 @@ a row.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,6 +111,15 @@ def program_barrier(*, interpret: bool) -> None:
         wait()
 
 
+def on_each_warp(body: Callable[[Any], None]) -> None:
+    """Runs what each warp of a warpgroup does by itself: `body`, of the warp's number from 0 on.
+
+    Copies and barriers of a warp wait for no other warp. All warps wait for each other before and
+    after that. A `body` may use references and integers from outside.
+    """
+    plgpu.warp_map(body)
+
+
 def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
     """The largest of the integers of one warpgroup, at the price of one barrier.
 
@@ -139,7 +149,11 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
 
 
 def first_not_finite(
-    parts: list[Float[Array, "64 _"]], scratch: Any, *, interpret: bool
+    parts: list[Float[Array, "64 _"]],
+    scratch: Any,
+    *,
+    start: Int[Array, ""] | None = None,
+    interpret: bool,
 ) -> Int[Array, ""]:
     """The first of 64 rows with a number that is not finite, or 64, at the price of one barrier.
 
@@ -148,20 +162,31 @@ def first_not_finite(
     Args:
       parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
       scratch: As many integers in shared memory as there are warps; no warp is still reading them.
+      start: The first row that counts, if not all do.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
         is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
+        if start is not None:
+            is_bad = is_bad & (jnp.arange(64, dtype=jnp.int32) >= start)
         return jnp.min(jnp.where(is_bad, jnp.arange(64, dtype=jnp.int32), 64))
 
     layout = ops.ACCUMULATOR
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
 
+    starts = [] if start is None else [start]
+
     @plgpu.inline_mgpu(
-        arg_types=(*[layout] * len(parts), plgpu.RefType()), return_type=words.integer_type()
+        arg_types=(
+            plgpu.RefType(),
+            *[layout] * len(parts),
+            *[plgpu.Layout.WG_SPLAT(())] * len(starts),
+        ),
+        return_type=words.integer_type(),
     )
-    def find(_: Any, *arguments: Any) -> Any:
-        *parts, scratch = arguments
+    def find(_: Any, scratch: Any, *arguments: Any) -> Any:
+        parts = arguments[: len(arguments) - len(starts)]
+        counted = [words.scalars(x)[0] for x in arguments[len(parts) :]]
         zero, nobody = words.constant(0), words.constant(64)
         first = nobody
         own = arith.andi(words.warp(), words.constant(WARPS - 1))
@@ -175,7 +200,11 @@ def first_not_finite(
                 code = f"fma.rn.{kind} $0, $1, $2, $3;"
                 total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=words.i32())
             is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
-            first = arith.select(is_bad, arith.addi(row, words.constant(8 * half)), first)
+            own_row = arith.addi(row, words.constant(8 * half))
+            for least in counted:
+                counts = arith.cmpi(arith.CmpIPredicate.sge, own_row, least)
+                is_bad = arith.andi(is_bad, counts)
+            first = arith.select(is_bad, own_row, first)
         first = words.over_lanes(first, nvvm.ReductionKind.MIN)
         memref.store(first, scratch, [words.index(own)])
         mgpu.warpgroup_barrier()
@@ -183,7 +212,7 @@ def first_not_finite(
         theirs = memref.load(scratch, [words.index(other)])
         return words.as_array(words.over_lanes(theirs, nvvm.ReductionKind.MIN))
 
-    return find(*parts, scratch)
+    return find(scratch, *parts, *starts)
 
 
 def maxima(

@@ -46,9 +46,10 @@ class AttentionKernelCase:
       head_dim: Features per head.
       lists: `"shared"`, `"kv_head"` or `"head"`.
       block_size: Tokens per block.
-      first_blocks: Block of each sequence's first query row, in prefill. Rows go on to the block of
-        the longest sequence's last key.
-      room: Blocks of the cache beyond the longest sequence.
+      row_size: Queries per row of lists in prefill; a block's tokens if left out.
+      first_blocks: Row of each sequence's first query, in prefill. Rows go on to the one of the
+        longest sequence's last key.
+      room: Blocks of the cache beyond the longest sequence, in rows.
       list_blocks: Capacity `P` of the lists; as many as there are blocks if left out.
       dtype: Type of queries, keys and values.
       return_lse: Whether the kernel is to return the log-sum-exp.
@@ -60,6 +61,7 @@ class AttentionKernelCase:
     head_dim: int = 128
     lists: str = "shared"
     block_size: int = 64
+    row_size: int | None = None
     first_blocks: tuple[int, ...] | None = None
     room: int = 0
     list_blocks: int | None = None
@@ -67,17 +69,22 @@ class AttentionKernelCase:
     return_lse: bool = True
 
     @property
+    def row_tokens(self) -> int:
+        """Queries per row of lists."""
+        return self.row_size or self.block_size
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
-        return -(-max(self.lengths) // self.block_size) + self.room
+        rows = -(-max(self.lengths) // self.row_tokens) + self.room
+        return rows * (self.row_tokens // self.block_size)
 
     @property
     def num_rows(self) -> int:
         """Query blocks, or 1 in decode."""
         if self.op == "decode":
             return 1
-        first = min(self.first_blocks or (0,))
-        return self.num_blocks - self.room - first
+        return -(-max(self.lengths) // self.row_tokens) - min(self.first_blocks or (0,))
 
     @property
     def num_lists(self) -> int:
@@ -89,6 +96,7 @@ class AttentionKernelCase:
         lengths = ",".join(map(str, self.lengths[:3])) + (",.." if len(self.lengths) > 3 else "")
         parts = [self.op, "x".join(map(str, self.heads)), f"H{self.head_dim}", f"T{lengths}"]
         parts += [self.lists, f"block{self.block_size}", self.dtype]
+        parts += [f"rows{self.row_size}"] if self.row_size else []
         parts += [f"from{','.join(map(str, self.first_blocks))}"] if self.first_blocks else []
         parts += [f"room{self.room}"] if self.room else []
         return "-".join(parts if self.return_lse else [*parts, "nolse"])
@@ -100,7 +108,7 @@ class AttentionKernelCase:
 
         batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
         is_prefill = self.op == "prefill"
-        tokens = self.num_rows * self.block_size if is_prefill else 1
+        tokens = self.num_rows * self.row_tokens if is_prefill else 1
         lists = (batch, self.num_lists, self.num_rows)
         keys = self.num_blocks * self.block_size
         cache = (NUM_LAYERS, batch, keys, num_kv_heads, self.head_dim)
@@ -119,7 +127,8 @@ class AttentionKernelCase:
             options = {"layer": layer, "kv_lengths": kv_lengths, **static}
             arrays = (query, key, value, ids, counts)
             if is_prefill:
-                out, lse = block_sparse_prefill(*arrays, first_block=first_block, **options)
+                options |= {"first_block": first_block, "row_size": self.row_size}
+                out, lse = block_sparse_prefill(*arrays, **options)
             else:
                 out, lse = block_sparse_decode_kernel(*arrays, **options)
             return (out,) if lse is None else (out, lse)
@@ -311,6 +320,7 @@ class WalkOperandsCase:
 
 
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
+Pages = functools.partial(Prefill, block_size=16, row_size=64)
 Decode = functools.partial(AttentionKernelCase, op="decode")
 Select = SelectionKernelCase
 
@@ -324,6 +334,11 @@ CASES: tuple[AttentionKernelCase | SelectionKernelCase, ...] = (
     Prefill(heads=(2, 1), lengths=(300, 200), first_blocks=(3, 1), return_lse=False),
     Prefill(heads=(2, 1), lengths=(100,), head_dim=96),
     Prefill(heads=(2, 1), lengths=(300,), block_size=128),
+    Pages(heads=(3, 1), lengths=(65, 390), head_dim=64, room=1),
+    Pages(heads=(4, 2), lengths=(300,), lists="kv_head", dtype="float16"),
+    Pages(heads=(4, 2), lengths=(250,), lists="head", head_dim=64),
+    Pages(heads=(2, 1), lengths=(330, 200), first_blocks=(3, 1), return_lse=False),
+    Pages(heads=(2, 1), lengths=(150,), head_dim=96),
     Decode(heads=(2, 2), lengths=(1,), head_dim=64),
     Decode(heads=(4, 1), lengths=(130, 64, 7)),
     Decode(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1, dtype="float16"),
@@ -630,16 +645,19 @@ def _promised() -> tuple[Case, ...]:
         shape = {"dtype": dtype, "head_dim": head_dim, "heads": (group * 4, 4)}
         shape |= {"lists": lists, "list_blocks": 13}
         attention.append(Prefill(lengths=(16384,), return_lse=False, **shape))
+        attention.append(Pages(lengths=(16384,), return_lse=False, **shape))
         attention.append(Decode(lengths=(16384,) * 4, return_lse=False, **shape))
     for head_dim in (64, 128):
         attention += [
             Prefill(heads=(32, 8), lengths=(131072,), head_dim=head_dim, list_blocks=205),
             Prefill(heads=(32, 8), lengths=(8192,), head_dim=head_dim, block_size=128),
+            Pages(heads=(32, 8), lengths=(131072,), head_dim=head_dim, list_blocks=820),
             Decode(heads=(32, 8), lengths=(131072,), head_dim=head_dim, list_blocks=205),
             Decode(heads=(32, 8), lengths=(4096,) * 128, head_dim=head_dim),
             Decode(heads=(32, 8), lengths=(65536,) * 8, head_dim=head_dim, block_size=16),
         ]
     attention += [Prefill(heads=(32, 8), lengths=(4096,), head_dim=size) for size in (80, 96)]
+    attention.append(Pages(heads=(32, 8), lengths=(4096,), head_dim=80))
     select = [
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))

@@ -30,11 +30,11 @@ def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...
     """Arguments of the kernel, and the mask of blocks `[B, M, I, J]` that its lists spell.
 
     The cache is NaN beyond every sequence's length and in all other layers. In prefill the second
-    row, if it is not the last, has an empty list.
+    row, if it is not the last, has an empty list. Lists of pages name some of their row's own.
     """
     rng = np.random.default_rng(seed)
     batch, (num_heads, num_kv_heads) = len(case.lengths), case.heads
-    tokens = case.num_rows * case.block_size if case.op == "prefill" else 1
+    tokens = case.num_rows * case.row_tokens if case.op == "prefill" else 1
     query = rng.standard_normal((batch, tokens, num_heads, case.head_dim), np.float32)
     blocks = case.num_blocks
     one = (batch, blocks * case.block_size, num_kv_heads, case.head_dim)
@@ -50,10 +50,14 @@ def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...
     absolute = first[:, None] + np.arange(case.num_rows)
     columns = np.arange(blocks)
     mask = rng.random((batch, case.num_lists, case.num_rows, blocks)) < 0.5
-    mask |= (columns == absolute[..., None])[:, None]
+    row = columns * case.block_size // case.row_tokens
+    if case.row_size is None:
+        mask |= (columns == absolute[..., None])[:, None]
     # As selections do, lists name blocks up to the diagonal, none of them without a token.
     there = columns * case.block_size < np.array(case.lengths)[:, None]
-    mask &= ((columns <= absolute[..., None]) & there[:, None])[:, None]
+    if case.row_size is not None:  # beside their own some may be without
+        there |= row == (np.array(case.lengths)[:, None] - 1) // case.row_tokens
+    mask &= ((row <= absolute[..., None]) & there[:, None])[:, None]
     if case.num_rows > 2:
         mask[:, :, 1] = False
     ids, counts = cases.pack_lists(mask, padding=blocks)
@@ -70,10 +74,10 @@ def expected_attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output and log-sum-exp of one sequence, in float32."""
     query, key, value = (x.astype(jnp.float32) for x in arguments[:3])
-    first, length = int(arguments[-1][row]) * case.block_size, case.lengths[row]
+    first, length = int(arguments[-1][row]) * case.row_tokens, case.lengths[row]
     tokens = query.shape[1]
     positions = first + np.arange(tokens) if case.op == "prefill" else np.array([length - 1])
-    rows = np.arange(tokens) // case.block_size
+    rows = np.arange(tokens) // case.row_tokens
     keys = np.arange(key.shape[2])
     allowed = mask[row][:, rows][:, :, keys // case.block_size]
     allowed = allowed & (keys <= positions[:, None]) & (keys < length)
@@ -90,8 +94,8 @@ def drop_own_block(
     *others, counts, layer, lengths, first = arguments
     if case.op == "decode" or case.num_rows < 3:
         return arguments, mask
-    mask = mask.copy()
-    mask[0, 0, 2, int(first[0]) + 2] = False
+    mask, size = mask.copy(), case.row_tokens // case.block_size
+    mask[0, 0, 2, (int(first[0]) + 2) * size :] = False
     counts = jnp.asarray(mask.sum(-1), jnp.int32)
     return (*others, counts, layer, lengths, first), mask
 
@@ -109,12 +113,13 @@ def spoil(
     arrays = [np.array(x, np.float32) for x in arguments[:3]]
     batch, tokens, num_heads, features = arrays[0].shape
     kv_heads, size = case.heads[1], case.block_size
+    row_tokens = case.row_tokens
     sees = np.zeros((batch, tokens, num_heads), bool)
     must = np.zeros_like(sees)
     for row, length in enumerate(case.lengths):
         which = (2, 1, 2, 0)[(row + seed) % 4]
         what = rng.choice([np.nan, np.inf, -np.inf])
-        first = int(arguments[-1][row]) * size if case.op == "prefill" else length - 1
+        first = int(arguments[-1][row]) * row_tokens if case.op == "prefill" else length - 1
         start = 0 if rng.random() < 0.3 else first
         position = int(rng.integers(first if which == 0 else start, length))
         head = int(rng.integers(num_heads if which == 0 else kv_heads))
@@ -123,7 +128,7 @@ def spoil(
         arrays[which][place if which == 0 else (LAYER, row, position, head, feature)] = what
         where = first + np.arange(tokens)
         lists = np.repeat(mask[row], num_heads // mask.shape[1], axis=0)[
-            :, np.arange(tokens) // size
+            :, np.arange(tokens) // row_tokens
         ]
         if which == 0:
             sees[row, :, head] = (where == position) & lists[head].any(-1)
@@ -152,8 +157,8 @@ def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
     """Queries of a sequence that stand at real positions; what follows is padding."""
     if case.op == "decode":
         return 1
-    there = case.lengths[row] - first * case.block_size
-    return int(np.clip(there, 0, case.num_rows * case.block_size))
+    there = case.lengths[row] - first * case.row_tokens
+    return int(np.clip(there, 0, case.num_rows * case.row_tokens))
 
 
 def draw_scores(case: SelectionKernelCase, seed: int) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ pytestmark = [
 
 # Together they have every form of lists, offsets, block sizes and both widths of heads.
 KEPT = {
-    "prefill": ("3x1-H64-T65,191-shared", "2x1-H128-T300,200-", "4x2-H64-T193-head"),
+    "prefill": ("3x1-H64-T65,191-shared", "2x1-H128-T300,200-", "4x2-H64-T193-head", "4x2-H64-T250"),
     "decode": ("8x1-H128-T500", "4x2-H128-T193-head", "14x2-H128-T129-kv_head", "4x1-H128-T130"),
 }
 
@@ -268,6 +268,9 @@ NOT_FINITE = [
     kernel_cases.Prefill(heads=(4, 2), lengths=(193, 70), lists="head", dtype="float16"),
     kernel_cases.Prefill(heads=(2, 2), lengths=(130, 192), head_dim=64, block_size=128),
     kernel_cases.Prefill(heads=(2, 1), lengths=(300, 230), first_blocks=(2, 1)),
+    kernel_cases.Pages(heads=(3, 1), lengths=(300, 65), head_dim=64),
+    kernel_cases.Pages(heads=(4, 2), lengths=(193, 270), lists="head", dtype="float16"),
+    kernel_cases.Pages(heads=(2, 1), lengths=(330, 250), first_blocks=(2, 1), return_lse=False),
     kernel_cases.Decode(heads=(8, 1), lengths=(300, 77), block_size=16),
     kernel_cases.Decode(heads=(14, 2), lengths=(500,), head_dim=64),
 ]
