@@ -412,10 +412,10 @@ def _scores(
         limit = jnp.where(is_seen, _SLACK, -jnp.inf)
         return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
 
-    def beside(step: Any, page: int, factors: Any) -> Any:
-        """What the keys of a page add to the products of a step."""
+    def of_page(step: Any, page: int, shared: Any) -> Any:
+        """Logits of a page of each block of a step."""
         slot = jnp.bitwise_and(step, stages - 1)
-        return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors
+        return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
 
     def gather_pages(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         """`gather` where blocks have several pages, all in powers of two."""
@@ -424,10 +424,10 @@ def _scores(
         after = step + stages - 1
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
-        base = jnp.where(is_seen, shared - reference, -jnp.inf)
+        seen = jnp.where(is_seen, shared, -jnp.inf)
         more, is_far = ops.full(shape, 0.0), None
         for page in range(tiling.pages):
-            away = beside(step, page, factors) + base
+            away = of_page(step, page, seen) - reference
             is_farther = away > _SLACK
             is_far = is_farther if is_far is None else is_far | is_farther
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
@@ -437,8 +437,8 @@ def _scores(
 
         def move() -> tuple[Any, Any]:
             def values(page: int) -> tuple[Any, Any]:
-                found = beside(step, page, factors) + shared
-                return found, is_seen & (jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e))
+                found = of_page(step, page, seen)
+                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e)
 
             higher = reference
             for page in range(tiling.pages):
@@ -486,21 +486,19 @@ def _scores(
     def share_pages(index: Any, _: Any) -> Any:
         """`share` where blocks have several pages."""
         step = steps - 1 - index
-        shared = products(step, is_new=index >= stages, following=step - stages)
+        shared = products(step, is_new=index >= stages, following=step - stages) * tiling.factor
         before = step + 1 - stages
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
-        base = shared * (tiling.factor * tiling.exponent) - offset
         parts = []
         for page in range(tiling.pages):
-            away = beside(step, page, powers) + base
+            # What is large is taken away first: then it may be large.
+            away = (of_page(step, page, shared) - offset) * tiling.exponent
             parts.append(jnp.where(away <= 1.0, jnp.exp2(away), 0.0))
         outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
         warp_ops.write_sums(parts, outs, step * _STEP, interpret=tiling.interpret)
         return ()
 
-    if has_pages:
-        offset, powers = offset * tiling.exponent, factors * tiling.exponent
     jax.lax.fori_loop(0, steps, share_pages if has_pages else share, ())
 
 
