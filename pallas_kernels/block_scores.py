@@ -413,21 +413,21 @@ def _scores(
         return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
 
     def of_page(step: Any, page: int, shared: Any) -> Any:
-        """Logits of a page of each block of a step."""
+        """Products of a page of each block of a step: a sum that is rounded once, and alike."""
         slot = jnp.bitwise_and(step, stages - 1)
         return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
 
     def gather_pages(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        """`gather` where blocks have several pages, all in powers of two."""
+        """`gather` where blocks have several pages."""
         reference, total = state
-        shared = products(step, is_new=True, following=step + stages) * tiling.factor
+        shared = products(step, is_new=True, following=step + stages)
         after = step + stages - 1
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
         seen = jnp.where(is_seen, shared, -jnp.inf)
         more, is_far = ops.full(shape, 0.0), None
         for page in range(tiling.pages):
-            away = of_page(step, page, seen) - reference
+            away = (of_page(step, page, seen) - reference) * tiling.factor
             is_farther = away > _SLACK
             is_far = is_farther if is_far is None else is_far | is_farther
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
@@ -438,34 +438,38 @@ def _scores(
         def move() -> tuple[Any, Any]:
             def values(page: int) -> tuple[Any, Any]:
                 found = of_page(step, page, seen)
-                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e)
+                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor
 
             higher = reference
             for page in range(tiling.pages):
                 found, counts = values(page)
                 higher = jnp.where(counts, jnp.maximum(higher, found), higher)
-            less = total * jnp.exp2(reference - higher)
+            less = total * jnp.exp2((reference - higher) * tiling.factor)
             for page in range(tiling.pages):
                 found, counts = values(page)
-                less = less + jnp.where(counts, jnp.exp2(found - higher), 0.0)
+                away = (found - higher) * tiling.factor
+                less = less + jnp.where(counts, jnp.exp2(away), 0.0)
             return higher, less
 
         is_far = warp_ops.any_of_warp(is_far, layout=ops.ACCUMULATOR, interpret=tiling.interpret)
         return jax.lax.cond(is_far != 0, move, keep)
 
     has_pages = tiling.pages > 1
-    unit = 1.0 if has_pages else tiling.factor  # of references, to powers of two
-    factors = factors * tiling.factor if has_pages else factors
-    start = (ops.full(shape, FIRST_MAXIMUM / unit), ops.full(shape, 0.0))
+    common = 0.0  # what of the denominators is not in `offset`
+    start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
     reference, total = jax.lax.fori_loop(0, steps, gather_pages if has_pages else gather, start)
     over_rows = functools.partial(
         ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
     )
     highest = over_rows(reference, "max")
-    below = (reference - ops.spread(highest, shape, 1)) * unit
+    below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
     # Of a query that saw nothing any number will do: nothing that it saw counts.
-    offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / unit), 0.0)
+    if has_pages:
+        offset = jnp.where(total > 0.0, highest, 0.0)
+        common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
+    else:
+        offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / tiling.factor), 0.0)
     offset = ops.spread(offset, shape, 1)
 
     def share(index: Any, _: Any) -> Any:
@@ -486,14 +490,15 @@ def _scores(
     def share_pages(index: Any, _: Any) -> Any:
         """`share` where blocks have several pages."""
         step = steps - 1 - index
-        shared = products(step, is_new=index >= stages, following=step - stages) * tiling.factor
+        shared = products(step, is_new=index >= stages, following=step - stages)
         before = step + 1 - stages
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
         parts = []
         for page in range(tiling.pages):
-            # What is large is taken away first: then it may be large.
-            away = (of_page(step, page, shared) - offset) * tiling.exponent
+            # What is large is taken away first: what is left counts to the last bit.
+            away = of_page(step, page, shared) - offset
+            away = away * (tiling.factor * tiling.exponent) - common
             parts.append(jnp.where(away <= 1.0, jnp.exp2(away), 0.0))
         outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
         warp_ops.write_sums(parts, outs, step * _STEP, interpret=tiling.interpret)
