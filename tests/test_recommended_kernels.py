@@ -210,6 +210,8 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
     is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
     peaks = np.where(is_written, np.asarray(peaks), 0.0)
+    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
     np.testing.assert_allclose(peaks, np.where(is_written, wanted, 0.0), rtol=2**-10, atol=2**-9)
     wanted, is_seen = shares_of_pages(
         peaks, factor, query, codes, first_row, per_row=per_row, **how
