@@ -53,6 +53,7 @@ _WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
 _PART = 32  # queries of each
 _STEP = 64  # blocks that it takes at a time
 _STAGES = 4  # steps in shared memory, a power of two
+_STAGES_OF_PAGES = 2  # likewise, where blocks have several pages
 _SLACK = 64.0  # how far above its reference a logit may be, in powers of two
 
 TILE = _QUERIES * _COMPUTING
@@ -83,6 +84,7 @@ class _PeaksTiling:
       per_row: Queries of a row.
       wanted: Those of them that are queries; the others fill up.
       groups: Groups of keys that there are.
+      pages: Pages of a block, which have maxima of their own.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -90,6 +92,7 @@ class _PeaksTiling:
     per_row: int
     wanted: int
     groups: int
+    pages: int
     interpret: bool
 
 
@@ -159,18 +162,21 @@ def _peaks(
             for step in range(eight_bits.STEPS):
                 if step == eight_bits.STEPS - 1:
                     plgpu.barrier_wait(filled.at[after])
-                blocks = pl.ds(step * eight_bits.BLOCKS, eight_bits.BLOCKS)
+                of_step = tiling.pages * eight_bits.BLOCKS
+                blocks = pl.ds(step * of_step, of_step)
                 eight_bits.write_maxima(
                     mine,
                     keys.at[slot],
                     keys.at[after],
                     found.at[warpgroup, buffer, blocks],
                     step=step,
+                    pages=tiling.pages,
                     interpret=tiling.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
-            target = out.at[batch, kv_head, pl.ds(index * _GROUP, _GROUP), own]
+            of_group = tiling.pages * _GROUP
+            target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
             eight_bits.settle(interpret=tiling.interpret)
@@ -187,9 +193,12 @@ def block_peaks_kernel(
     first_row: Int[Array, "B"],
     per_row: int,
     wanted: int,
+    pages: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K J M"], Float[Array, "B K M"]]:
     """`peaks` of the module in two factors; those of blocks after a query's own row are anything.
+
+    With 4 pages of a block `J` counts pages: page `p` has the keys `16 p .. 16 p + 15`.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
@@ -198,11 +207,12 @@ def block_peaks_kernel(
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
       wanted: Those of them that count; of the others the factor is NaN.
+      pages: Pages of a block that have a maximum each: 4, or 1; as `block_residuals_kernel` had it.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The largest products in float16, with the number of blocks rounded up to a multiple of `STEP`,
-      and the power of two of each query, float32.
+      times pages of a block, and the power of two of each query, float32.
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
@@ -211,9 +221,11 @@ def block_peaks_kernel(
         per_row=per_row,
         wanted=wanted,
         groups=groups,
+        pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP, num_queries)
+    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * pages, num_queries)
+    found = (_COMPUTING, 2, _GROUP * pages, _QUERIES)
     row = channels * query.dtype.itemsize
     kernel = plgpu.kernel(
         functools.partial(_peaks, tiling=tiling),
@@ -224,7 +236,7 @@ def block_peaks_kernel(
         scratch_types={
             "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=row),
             "keys": ops.tiled((_KEY_STAGES, lines, eight_bits.LINE), key.dtype),
-            "found": plgpu.SMEM((_COMPUTING, 2, _GROUP, _QUERIES), jnp.float16),
+            "found": (plgpu.SMEM if pages == 1 else ops.tiled)(found, jnp.float16),
             "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
@@ -253,6 +265,7 @@ class _ScoresTiling:
       blocks: Blocks, a multiple of 64.
       factor: Factor of the products in powers of two.
       exponent: Order of the norm.
+      pages: Pages of a block, which have shares of their own.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -261,7 +274,13 @@ class _ScoresTiling:
     blocks: int
     factor: float
     exponent: int
+    pages: int
     interpret: bool
+
+    @property
+    def stages(self) -> int:
+        """Steps in shared memory, a power of two."""
+        return _STAGES if self.pages == 1 else _STAGES_OF_PAGES
 
     @property
     def rows(self) -> int:
@@ -302,14 +321,19 @@ def _scores(
     last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
-    mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
+    mine, ready, stages = tiles.at[warpgroup], arrived.at[warpgroup], tiling.stages
 
     def load(step: Any, *, waits: Any) -> None:
         """Brings a step; `waits` if another one is to be read in its place first."""
-        slot = jnp.bitwise_and(step, _STAGES - 1)
+        slot = jnp.bitwise_and(step, stages - 1)
         some = pl.ds(step * _STEP, _STEP)
-        source = peaks.at[batch, kv_head, some, own]
-        plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
+        if tiling.pages == 1:
+            source = peaks.at[batch, kv_head, some, own]
+            plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
+        else:
+            for page in range(tiling.pages):
+                source = peaks.at[batch, kv_head, some, page, own]
+                plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -321,7 +345,7 @@ def _scores(
             plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
 
     plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
-    for step in range(_STAGES - 1):
+    for step in range(stages - 1):
         pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
     plgpu.barrier_wait(ready)
     factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
@@ -332,19 +356,23 @@ def _scores(
     def products(step: Any, *, is_new: Any, following: Any) -> Any:
         """Of one step, and what stays of it in the kernel's memory may then be written over.
 
+        If blocks have several pages, these are the products with centres alone, and what pages add
+        to them may still be read.
+
         Args:
           step: The step.
           is_new: Whether nobody has waited for it yet.
           following: The step that is to take its place, if there is such a one.
         """
-        slot = jnp.bitwise_and(step, _STAGES - 1)
+        slot = jnp.bitwise_and(step, stages - 1)
 
         @pl.when(is_new)
         def _() -> None:
             plgpu.barrier_wait(filled.at[slot])
 
         def product(accumulator: ops.Accumulator) -> Any:
-            accumulator.store(ops.read(mine.at[slot]).astype(jnp.float32) * factors)
+            if tiling.pages == 1:
+                accumulator.store(ops.read(mine.at[slot]).astype(jnp.float32) * factors)
             right = queries.at[warpgroup].transpose((1, 0))
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
@@ -361,8 +389,8 @@ def _scores(
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         reference, total = state
-        values = products(step, is_new=True, following=step + _STAGES)
-        after = step + _STAGES - 1
+        values = products(step, is_new=True, following=step + stages)
+        after = step + stages - 1
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
         away = (values - reference) * tiling.factor
@@ -384,8 +412,52 @@ def _scores(
         limit = jnp.where(is_seen, _SLACK, -jnp.inf)
         return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
 
+    def of_page(step: Any, page: int, shared: Any) -> Any:
+        """Products of a page of each block of a step: a sum that is rounded once, and alike."""
+        slot = jnp.bitwise_and(step, stages - 1)
+        return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
+
+    def gather_pages(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        """`gather` where blocks have several pages."""
+        reference, total = state
+        shared = products(step, is_new=True, following=step + stages)
+        after = step + stages - 1
+        pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
+        is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
+        seen = jnp.where(is_seen, shared, -jnp.inf)
+        more, is_far = ops.full(shape, 0.0), None
+        for page in range(tiling.pages):
+            away = (of_page(step, page, seen) - reference) * tiling.factor
+            is_farther = away > _SLACK
+            is_far = is_farther if is_far is None else is_far | is_farther
+            more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
+
+        def keep() -> tuple[Any, Any]:
+            return reference, total + more
+
+        def move() -> tuple[Any, Any]:
+            def values(page: int) -> tuple[Any, Any]:
+                found = of_page(step, page, seen)
+                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor
+
+            higher = reference
+            for page in range(tiling.pages):
+                found, counts = values(page)
+                higher = jnp.where(counts, jnp.maximum(higher, found), higher)
+            less = total * jnp.exp2((reference - higher) * tiling.factor)
+            for page in range(tiling.pages):
+                found, counts = values(page)
+                away = (found - higher) * tiling.factor
+                less = less + jnp.where(counts, jnp.exp2(away), 0.0)
+            return higher, less
+
+        is_far = warp_ops.any_of_warp(is_far, layout=ops.ACCUMULATOR, interpret=tiling.interpret)
+        return jax.lax.cond(is_far != 0, move, keep)
+
+    has_pages = tiling.pages > 1
+    common = 0.0  # what of the denominators is not in `offset`
     start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
-    reference, total = jax.lax.fori_loop(0, steps, gather, start)
+    reference, total = jax.lax.fori_loop(0, steps, gather_pages if has_pages else gather, start)
     over_rows = functools.partial(
         ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
     )
@@ -393,14 +465,18 @@ def _scores(
     below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
     # Of a query that saw nothing any number will do: nothing that it saw counts.
-    offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / tiling.factor), 0.0)
+    if has_pages:
+        offset = jnp.where(total > 0.0, highest, 0.0)
+        common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
+    else:
+        offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / tiling.factor), 0.0)
     offset = ops.spread(offset, shape, 1)
 
     def share(index: Any, _: Any) -> Any:
         step = steps - 1 - index
-        is_new = index >= _STAGES
-        values = products(step, is_new=is_new, following=step - _STAGES)
-        before = step + 1 - _STAGES
+        is_new = index >= stages
+        values = products(step, is_new=is_new, following=step - stages)
+        before = step + 1 - stages
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
         away = (values - offset) * (tiling.factor * tiling.exponent)
@@ -411,22 +487,42 @@ def _scores(
             ops.write(out.at[batch, kv_head, part, first + index, blocks], jnp.sum(some, axis=1))
         return ()
 
-    jax.lax.fori_loop(0, steps, share, ())
+    def share_pages(index: Any, _: Any) -> Any:
+        """`share` where blocks have several pages."""
+        step = steps - 1 - index
+        shared = products(step, is_new=index >= stages, following=step - stages)
+        before = step + 1 - stages
+        is_needed = (before >= 0) & (index > 0)
+        pl.when(is_needed)(functools.partial(load, before, waits=True))
+        parts = []
+        for page in range(tiling.pages):
+            # What is large is taken away first: what is left counts to the last bit.
+            away = of_page(step, page, shared) - offset
+            away = away * (tiling.factor * tiling.exponent) - common
+            parts.append(jnp.where(away <= 1.0, jnp.exp2(away), 0.0))
+        outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
+        warp_ops.write_sums(parts, outs, step * _STEP, interpret=tiling.interpret)
+        return ()
+
+    jax.lax.fori_loop(0, steps, share_pages if has_pages else share, ())
 
 
 def block_scores_kernel(
     peaks: Float[Array, "B K J M"],
     factor: Float[Array, "B K M"],
     query: Float[Array, "B K M C"],
-    centre: Float[Array, "B J K C"],
+    centre: Float[Array, "B blocks K C"],
     *,
     first_row: Int[Array, "B"],
     per_row: int,
     scale: float,
     exponent: int,
+    pages: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B K P I J"]:
     """`S` of the module, of each key/value head and each 32 queries of a row.
+
+    With 4 pages of a block, of pages, of which a row sees those of the blocks up to its own.
 
     Args:
       peaks: From `block_peaks_kernel`; NaN leaves one out.
@@ -437,6 +533,7 @@ def block_scores_kernel(
       per_row: Queries of a row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.
+      pages: Pages of a block: 4 if `J` counts pages, or 1.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -446,25 +543,32 @@ def block_scores_kernel(
     tiling = _ScoresTiling(
         programs=num_queries // (_WARPGROUPS * _PART),
         per_row=per_row,
-        blocks=peaks.shape[2],
+        blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
+        pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks)
+    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, peaks.shape[2])
+    step = (_STEP, _PART)
+    if pages > 1:
+        peaks = peaks.reshape(batch, kv_heads, tiling.blocks, pages, num_queries)
+        step = (pages, *step)
     swizzle = channels * query.dtype.itemsize
     kernel = plgpu.kernel(
         functools.partial(_scores, tiling=tiling),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
-            "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
+            "centres": ops.tiled((tiling.stages, _STEP, channels), centre.dtype, swizzle=swizzle),
             "tiles": ops.tiled(
-                (_WARPGROUPS, _STAGES, _STEP, _PART), peaks.dtype, swizzle=2 * _PART
+                (_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART
             ),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
-            "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS + 1, num_barriers=_STAGES),
-            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
+            "filled": plgpu.Barrier(
+                num_arrivals=_WARPGROUPS * pages + 1, num_barriers=tiling.stages
+            ),
+            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=tiling.stages),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),
         },
         grid=(tiling.programs, kv_heads, batch),

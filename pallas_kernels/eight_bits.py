@@ -18,6 +18,10 @@ So one step, of two blocks of keys, is emitted in the assembler's own language (
 Keys lie as they are copied and multiplied best: in lines of 128 bytes, which hold the channels of
 two or four keys. Of a group of eight blocks, key `i` has the bytes from `i // lines * channels` on
 of line `i % lines`: so the 128 keys of a step lie below each other, and one step beside another.
+
+Where each page of 16 keys has a maximum of its own, the keys of a block are in another order
+(`place_of_key`): that in which each of the four threads has all keys of one page. So no thread asks
+another one, and four maxima of a block are no more work than one.
 """
 
 from collections.abc import Sequence
@@ -44,8 +48,11 @@ QUERIES = 64  # of a warpgroup
 BLOCK = 64  # keys of a block
 BLOCKS, STEPS = 2, 4  # blocks of a step, steps of a group
 GROUP = BLOCKS * STEPS  # blocks of a group
+PAGES = 4  # pages of a block, if they have maxima of their own
 LINE = 128  # bytes
 _KEYS = BLOCKS * BLOCK  # of a step
+_TOGETHER = 2  # keys of a page that lie side by side: a thread has them in one register
+_CHUNK = 8  # queries that lie together in swizzled shared memory, 16 bytes
 LAYOUT = plgpu.Layout.WGMMA_8BIT
 """How a warpgroup holds queries."""
 BY_ROW = LAYOUT.reduce(1)
@@ -102,6 +109,24 @@ def lines(channels: int) -> int:
     return GROUP * BLOCK * channels // LINE
 
 
+def place_of_key(key: Any, pages: int) -> Any:
+    """The place, in its block, of a key of a block (an integer or an array).
+
+    Args:
+      key: From 0 to 63.
+      pages: 1 or `PAGES`, if pages have maxima of their own.
+
+    Example:
+      >>> [place_of_key(key, 4) for key in (0, 1, 2, 3, 15, 16, 17, 18, 63)]
+      [0, 1, 8, 9, 57, 2, 3, 10, 63]
+    """
+    if pages == 1:
+        return key
+    of_page = BLOCK // pages
+    page, pair, one = key // of_page, key % of_page // _TOGETHER, key % _TOGETHER
+    return (pair * pages + page) * _TOGETHER + one
+
+
 def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
     """Starts to multiply with the first two blocks, once in a kernel and before any loop.
 
@@ -130,9 +155,12 @@ def write_maxima(
     found: Any,
     *,
     step: int,
+    pages: int = 1,
     interpret: bool,
 ) -> None:
     """The largest product of each query with the keys of each of two blocks; NaN if one is.
+
+    Or of each page of the two.
 
     `begin` or the last call has started to multiply with the two; this one starts with the two that
     follow. It ends once the tensor cores have read the keys of the first two. What it writes is
@@ -142,8 +170,10 @@ def write_maxima(
       queries: In float8_e4m3fn, in `LAYOUT`.
       keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
       following: Those of the next group.
-      found: Where the maxima go: float16, `[2, 64]` in shared memory.
+      found: Where the maxima go: float16, `[2, 64]` in shared memory; those of pages `[8, 64]`,
+        swizzled whole.
       step: Which two of the group; the steps of all groups are taken in order.
+      pages: Pages of a block: 1 or `PAGES`.
       interpret: Whether the interpreter runs the kernel.
     """
     channels = queries.shape[1]
@@ -152,8 +182,9 @@ def write_maxima(
         products = jnp.dot(
             own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
         )
-        products = products.astype(jnp.float16).reshape(BLOCKS, BLOCK, QUERIES)
-        found[...] = jnp.max(products, axis=1)
+        shape = (BLOCKS, BLOCK // (pages * _TOGETHER), pages, _TOGETHER, QUERIES)
+        products = products.astype(jnp.float16).reshape(shape)
+        found[...] = jnp.max(products, axis=(1, 3)).reshape(BLOCKS * pages, QUERIES)
         # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
         plgpu.commit_smem()
         return
@@ -161,13 +192,18 @@ def write_maxima(
     coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
     reference = plgpu.RefType(ops.transforms(coming.dtype, LINE))
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, plgpu.RefType()))
+    kind = plgpu.RefType(() if pages == 1 else ops.transforms(jnp.float16, LINE))
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, kind))
     def write(_: Any, queries: Any, coming: Any, found: Any) -> None:
         place = step % 2
         _start(queries, coming, range(first, first + channels, _CHANNELS), 1 - place)
         # Of the four threads that share two queries, every other one has the second block, and two
         # have the second query.
         lane = words.lane()
+        if pages > 1:
+            _write_pages(place, found)
+            return
         block, query = (arith.andi(lane, words.constant(which)) for which in (1, 2))
         value = _maximum(place, block, query)
         warp = arith.andi(words.warp(), words.constant(warp_ops.WARPS - 1))
@@ -242,15 +278,7 @@ def _maximum(place: int, block: ir.Value, query: ir.Value) -> ir.Value:
     """
     code = ["wgmma.wait_group.sync.aligned 1;", ".reg .b32 a, b, other, best<2>;"]
     for index in range(BLOCKS):
-        of_block = _sums(place)[index * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
-        for which, name in enumerate("ab"):
-            first, second, *others = of_block[which::2]
-            code.append(f"max.NaN.f16x2 {name}, {first}, {second};")
-            code += [f"max.NaN.f16x2 {name}, {name}, {x};" for x in others]
-        # What two keys have with each query becomes the best of both queries, side by side.
-        code.append("prmt.b32 other, a, b, 0x7632;")
-        code.append("prmt.b32 a, a, b, 0x5410;")
-        code.append(f"max.NaN.f16x2 best{index}, a, other;")
+        code += _best(place, index, f"best{index}")
     code += [
         ".reg .pred is_second, is_high; .reg .b16 low, high;",
         "setp.ne.b32 is_second, $1, 0; setp.ne.b32 is_high, $2, 0;",
@@ -266,6 +294,49 @@ def _maximum(place: int, block: ir.Value, query: ir.Value) -> ir.Value:
         result=ir.F16Type.get(),
         outputs=["=h"],
     )
+
+
+def _best(place: int, block: int, name: str) -> list[str]:
+    """What gives the best of a thread's keys of one of two blocks, of both queries side by side."""
+    of_block = _sums(place)[block * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
+    code = []
+    for which, own in enumerate("ab"):
+        first, second, *others = of_block[which::2]
+        code.append(f"max.NaN.f16x2 {own}, {first}, {second};")
+        code += [f"max.NaN.f16x2 {own}, {own}, {x};" for x in others]
+    # What two keys have with each query becomes the best of both queries.
+    code.append("prmt.b32 other, a, b, 0x7632;")
+    code.append("prmt.b32 a, a, b, 0x5410;")
+    code.append(f"max.NaN.f16x2 {name}, a, other;")
+    return code
+
+
+def _write_pages(place: int, found: ir.Value) -> None:
+    """Writes what each thread has found of a page of each of two blocks, for two queries.
+
+    Args:
+      place: Where the products are held.
+      found: Lines of 128 bytes, swizzled whole.
+    """
+    lane, own = words.lane(), arith.andi(words.warp(), words.constant(warp_ops.WARPS - 1))
+    page, row = (arith.andi(lane, words.constant(PAGES - 1)), arith.shrui(lane, words.constant(2)))
+    chunk = arith.muli(own, words.constant(QUERIES // warp_ops.WARPS // _CHUNK))
+    zero = words.index(words.constant(0))
+    for block in range(BLOCKS):
+        code = ["wgmma.wait_group.sync.aligned 1;"] if block == 0 else []
+        code += [".reg .b32 a, b, other;", *_best(place, block, "$0")]
+        value = _run(f"{{ {' '.join(code)} }}", result=words.i32(), outputs=["=r"])
+        both = vector.bitcast(
+            ir.VectorType.get((2,), ir.F16Type.get()),
+            vector.broadcast(ir.VectorType.get((1,), words.i32()), value),
+        )
+        line = arith.addi(page, words.constant(block * PAGES))
+        for query in range(2):
+            # A line's pieces of 16 bytes change places by its number.
+            swizzled = arith.xori(arith.addi(chunk, words.constant(query)), line)
+            column = arith.addi(arith.muli(swizzled, words.constant(_CHUNK)), row)
+            best = vector.extract(both, [], ir.DenseI64ArrayAttr.get([query]))
+            memref.store(best, found, [zero, zero, words.index(line), words.index(column)])
 
 
 def _sums(place: int) -> list[str]:

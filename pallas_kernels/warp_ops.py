@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -265,6 +266,72 @@ def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> I
         return words.as_array(arith.extui(words.i32(), words.is_any(is_set)))
 
     return vote(flags)
+
+
+def write_sums(
+    parts: list[Float[Array, "64 M"]], outs: list[Any], first: Int[Array, ""], *, interpret: bool
+) -> None:
+    """Writes sums of four matrices over columns, side by side: those of row `j` from `4 j` on.
+
+    The four threads that share two rows exchange halves: each ends up with the sums of one matrix.
+
+    Args:
+      parts: Four matrices, float32, in an accumulator's layout.
+      outs: Where the sums go, `[4 J]` in global memory; several share the columns evenly, in
+        multiples of eight.
+      first: The row that the first one is there.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    columns = parts[0].shape[1] // len(outs)
+    if interpret:
+        for index, out in enumerate(outs):
+            own = [jnp.sum(x[:, index * columns :][:, :columns], axis=1) for x in parts]
+            place = pl.ds(len(parts) * first, len(parts) * own[0].size)
+            out[place] = jnp.stack(own, axis=1).reshape(-1)
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[ops.ACCUMULATOR] * len(parts), *[plgpu.RefType()] * len(outs), scalar)
+    )
+    def write(_: Any, *arguments: Any) -> None:
+        held, outs, first = arguments[: len(parts)], arguments[len(parts) : -1], arguments[-1]
+        lane, own = words.lane(), arith.andi(words.warp(), _int(WARPS - 1))
+        is_odd, is_high = (
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _int(bit)), _int(0))
+            for bit in (1, 2)
+        )
+        start = arith.addi(words.scalars(first)[0], arith.muli(own, _int(16)))
+        start = arith.shli(arith.addi(start, arith.shrui(lane, _int(2))), _int(2))
+        start = arith.addi(start, arith.andi(lane, _int(len(parts) - 1)))
+        for half in (0, 1):  # registers of a thread are of its row and of the one 8 below, in turn
+            for index, out in enumerate(outs):
+                sums = []
+                for matrix in held:
+                    registers = list(matrix.registers.flat)[half::2]
+                    registers = registers[index * columns // 8 :][: columns // 8]
+                    numbers = [x for one in registers for x in _both(one)]
+                    sums.append(functools.reduce(arith.addf, numbers))
+                pairs = [_exchange_sums(*sums[x : x + 2], is_odd, 1) for x in (0, 2)]
+                place = arith.addi(start, _int(8 * len(parts) * half))
+                found = _exchange_sums(*pairs, is_high, 2)
+                memref.store(found, out, [words.index(place)])
+
+    write(*parts, *outs, first)
+
+
+def _both(register: ir.Value) -> list[ir.Value]:
+    """The two numbers of a register."""
+    return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
+
+
+def _exchange_sums(
+    first: ir.Value, second: ir.Value, is_second: ir.Value, distance: int
+) -> ir.Value:
+    """The first number of two threads, added up, where it is wanted, and the second elsewhere."""
+    own, other = arith.select(is_second, second, first), arith.select(is_second, first, second)
+    return arith.addf(own, mgpu.utils.shfl_bfly(other, distance))
 
 
 def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
@@ -952,3 +1019,6 @@ def _as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu
         _layout=target,
         _is_signed=None,
     )
+
+
+_int = words.constant

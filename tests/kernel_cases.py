@@ -443,6 +443,62 @@ class EvidenceKernelCase:
         return select if self.count is None else score, arguments
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageScoresCase:
+    """Keys in eight bits, peaks and scores of pages, `per_row` queries of a row and a key's head.
+
+    Attributes:
+      per_row: Queries of a row, as `queries_per_row` gives them.
+      channels: Channels that count.
+      blocks: Blocks of keys.
+    """
+
+    per_row: int
+    channels: int
+    blocks: int = 64
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        return f"scores of pages of {self.channels}, {self.per_row} queries, {self.blocks}"
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """Sums of powers of the shares of pages."""
+        from sketchwalk_jax.pallas_kernels import block_scores as kernel
+        from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+        kv_heads, rows = 2, max(1, kernel.TILE // self.per_row)
+        interpret = kernel_config is not None and kernel_config.interpret
+        where: dict[str, Any] = {"pages": 4, "interpret": interpret}
+
+        def score(query: Any, code: Any, step: Any, centre: Any, layer: Any, lengths: Any) -> Any:
+            key = block_residuals_kernel(code, step, layer=layer, lengths=lengths, **where)
+            own = where | {"first_row": lengths // 64, "per_row": self.per_row}
+            peaks = kernel.block_peaks_kernel(query, key, wanted=self.per_row, **own)
+            return kernel.block_scores_kernel(
+                *peaks, query, centre, scale=0.1, exponent=8, **own
+            )
+
+        size = (1, self.blocks)
+        shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]
+        shapes.append(((1, *size, 64, kv_heads, self.channels // 2), jnp.uint8))
+        shapes.append(((1, *size, kv_heads, self.channels), jnp.int8))
+        shapes.append(((*size, kv_heads, self.channels), jnp.bfloat16))
+        shapes += [((), jnp.int32), ((1,), jnp.int32)]
+        return score, tuple(jax.ShapeDtypeStruct(*one) for one in shapes)
+
+
+PAGE_CASES = tuple(
+    PageScoresCase(per_row=per_row, channels=channels, blocks=blocks)
+    for per_row, channels, blocks in (
+        (32, 64, 2048),
+        (8, 64, 64),
+        (16, 32, 64),
+        (64, 32, 2048),
+        (128, 64, 2048),
+        (8, 32, 64),
+    )
+)
+
 EVIDENCE_CASES = (
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, count=8),
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=64, count=32),
@@ -663,7 +719,7 @@ def _promised() -> tuple[Case, ...]:
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
     token = (*CODES_CASES, *WRITE_CASES, *LINEAR_CASES)
-    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *token)
+    return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *PAGE_CASES, *token)
 
 
 COMPILED: dict[str, Case] = {str(case): case for case in (*CASES, *LARGE_CASES, *_promised())}

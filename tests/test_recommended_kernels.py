@@ -18,6 +18,7 @@ from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.precision import LARGEST_LOGIT
 from sketchwalk_jax.walk import WalkState
 
 token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
@@ -104,6 +105,122 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     # The largest products have the 11 bits of float16, and tensor cores add eight bits in few more.
     bound = {"rtol": 5e-3, "atol": 1e-6} if KERNELS.interpret else {"rtol": 5e-2, "atol": 1e-3}
     np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **bound)
+
+
+PAGES = 4
+OF_PAGE = SIZE // PAGES
+# Case, what is drawn, blocks before each sequence's first row.
+PAGE_CASES = [
+    ("eight of a row", "random", (0, 0)),
+    ("three heads for one", "nan", (2, 0)),
+    ("three heads for one", "huge", (0, 2)),
+    ("three heads for one", "below", (2, 2)),
+    ("several parts", "random", (1, 1)),
+    ("a row of two warpgroups", "nan", (0, 1)),
+    ("sixteen of a row", "equal", (1, 0)),
+    ("a hundred blocks", "random", (70, 41)),
+]
+CASES_OF_PAGES = CASES | {
+    "a row of two warpgroups": (4, 1, 64, 16, 1, (2 * SIZE + 17, SIZE + 16)),
+    "sixteen of a row": (4, 2, 64, 7, 1, (3 * SIZE, 2 * SIZE + 50)),
+}
+
+
+def peaks_of_pages(query, factor, codes, lengths):
+    """What the first kernel finds: products of queries `[B K M C]` in eight bits, in float16."""
+    key = codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
+    is_key = jnp.arange(key.shape[1])[None] < lengths[:, None]
+    small = (query.astype(jnp.float32) / factor[..., None]).astype(jnp.float16)
+    products = np.einsum(
+        "bkmc,bskc->bkms",
+        np.asarray(small.astype(jnp.float8_e4m3fn), np.float64),
+        np.asarray(key, np.float64),
+    )
+    products = np.where(np.asarray(is_key)[:, None, None], products, -np.inf)
+    peaks = products.reshape(*products.shape[:3], -1, OF_PAGE).max(axis=-1)
+    peaks = np.where(np.isinf(peaks), np.nan, peaks)  # of a page without a key
+    return np.swapaxes(peaks.astype(np.float16), 2, 3)
+
+
+def shares_of_pages(peaks, factor, query, codes, first_row, *, per_row, scale, exponent):
+    """Sums of powers of the shares of pages, `[B I P]`, and which of them rows see."""
+    batch, kv_heads, num_pages, num_queries = peaks.shape
+    row = np.asarray(first_row)[:, None] + np.arange(num_queries // per_row)
+    is_seen = np.arange(num_pages) < PAGES * (row + 1)[..., None]
+    with np.errstate(all="ignore"):
+        shared = np.einsum(
+            "bkmc,bjkc->bkjm", *(np.asarray(x, np.float64) for x in (query, codes.centre))
+        )
+        shared = shared.repeat(PAGES, axis=2).astype(np.float32)
+        logits = peaks.astype(np.float32) * np.asarray(factor)[:, :, None] + shared
+        logits = logits.reshape(batch, kv_heads, num_pages, -1, per_row).astype(np.float64) * scale
+        counts = is_seen.swapaxes(1, 2)[:, None, ..., None] & (np.abs(logits) < LARGEST_LOGIT)
+        logits = np.where(counts, logits, -1e300)
+        shares = np.exp(logits - logits.max(axis=2, keepdims=True))
+        shares = np.where(counts, shares / shares.sum(axis=2, keepdims=True), 0.0)
+    return (shares**exponent).sum(axis=(1, 4)).swapaxes(1, 2), is_seen
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "exponent"))
+def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
+    """What kernels find, from queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
+    from sketchwalk_jax.pallas_kernels import block_scores as kernel
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+    batch, num_rows, count, heads, channels = queries.shape
+    num_blocks, kv_heads = codes.centre.shape[1:3]
+    wanted = count * heads // kv_heads
+    per_row = kernel.queries_per_row(wanted)
+    more_rows = -num_rows % (kernel.TILE // np.gcd(kernel.TILE, per_row))
+    own = jnp.moveaxis(queries.reshape(batch, num_rows, count, kv_heads, -1, channels), 3, 1)
+    own = own.reshape(batch, kv_heads, num_rows, wanted, channels)
+    own = jnp.pad(own, ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0)))
+    own = own.reshape(batch, kv_heads, -1, channels)
+    where = {"pages": PAGES, "interpret": KERNELS.interpret}
+    stack = codes.as_layer().stack
+    key = block_residuals_kernel(
+        stack.code, stack.step, layer=jnp.int32(0), lengths=lengths, **where
+    )
+    where |= {"first_row": first_row, "per_row": per_row}
+    peaks, factor = kernel.block_peaks_kernel(own, key, wanted=wanted, **where)
+    more = ((0, 0), (0, -num_blocks % kernel.STEP), (0, 0), (0, 0))
+    found = kernel.block_scores_kernel(
+        peaks, factor, own, jnp.pad(codes.centre, more), scale=scale, exponent=exponent, **where
+    )
+    assert found.shape[2:] == (-(-per_row // 32), own.shape[2] // per_row, peaks.shape[2])
+    found = found[..., : PAGES * num_blocks].sum(axis=(1, 2))
+    return peaks[:, :, : PAGES * num_blocks], factor, own, found
+
+
+@pytest.mark.parametrize(
+    "drawn", slow_unless((lambda one: one[:2] == ("three heads for one", "nan")), PAGE_CASES)
+)
+def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
+    case, kind, first_row = drawn
+    monkeypatch.setitem(CASES, case, CASES_OF_PAGES[case])
+    queries, codes, rows, lengths = draw(case, kind)
+    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are behind the end
+    first_row = jnp.array(first_row, jnp.int32)
+    lengths, how = lengths.astype(jnp.int32), {"scale": 0.2, "exponent": 4}
+    run_all = functools.partial(run_pages, queries, codes, first_row, lengths, **how)
+    peaks, factor, query, found = run_all()
+    wanted, found = peaks_of_pages(query, factor, codes, lengths), np.asarray(found)
+    per_row = query.shape[2] // found.shape[1]
+    row = np.asarray(first_row)[:, None] + np.arange(query.shape[2]) // per_row
+    is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
+    is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
+    peaks = np.where(is_written, np.asarray(peaks), 0.0)
+    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
+    np.testing.assert_allclose(peaks, np.where(is_written, wanted, 0.0), rtol=2**-10, atol=2**-9)
+    wanted, is_seen = shares_of_pages(
+        peaks, factor, query, codes, first_row, per_row=per_row, **how
+    )
+    found, again = (np.where(is_seen, x, 0.0) for x in (found, np.asarray(run_all()[3])))
+    np.testing.assert_array_equal(found, again)
+    assert np.isfinite(found).all() and (kind != "random" or found.max() > 0.1)
+    bound = {"rtol": 1e-3, "atol": 1e-6} if jax.default_backend() == "cpu" else {"rtol": 1e-2}
+    np.testing.assert_allclose(found, np.where(is_seen, wanted, 0.0), **bound)
 
 
 @pytest.mark.parametrize(
