@@ -3,6 +3,8 @@
     peaks[j, n]  = max_{s in block j} q'_n · step_j code_s
     shared[j, n] = q_n · centre_j
 
+The maxima may also be those of each page of a block, 16 keys.
+
 A warp takes whole blocks of one key/value head and shares nothing with the others: a thread reads
 its codes from global memory to registers, 8 bytes of each of 8 rows, several blocks ahead, makes
 numbers of them there and multiplies with `mma.sync`. So there is no shared memory to wait for, and
@@ -44,6 +46,7 @@ MOST_BLOCKS = 64  # of a program: 16 rows of centres for each of four warps
 _WORD = 4  # bytes
 _STAGES = 2  # blocks that a warp has under way
 _GROUPS = KEYS // 8  # of eight rows, one for each four threads
+_TILES = KEYS // 16  # of the rows of a product
 _LARGEST_SHIFT = 100  # of a query's power of two
 _NO_STEP = -128  # in the place of a step: there is no key
 # How codes are read: once, and the rest of the line, which other heads have, to the second cache.
@@ -70,18 +73,19 @@ def block_products(
     count: int,
     there: Array,
     length: Array,
+    pages: int = 1,
     interpret: bool,
 ) -> None:
     """Writes what the blocks of a program give to shared memory, those that are there.
 
-    Where a block has no key, its peaks are -inf.
+    Where a block or a page has no key, its peaks are -inf.
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
       code: As `BlockCodes` has it, of one sequence `[J, S, K, C/2]`.
       centre: Likewise, `[J, K, C]`.
       step: Likewise, `[J, K, C]`.
-      peaks: The peaks of the module, `[64, 8]` in shared memory.
+      peaks: The peaks of the module, `[64, 8]` in shared memory; of pages `[pages, 64, 8]`.
       shared: The other products, likewise.
       kv_head: Which key/value head.
       group: Query heads of each.
@@ -89,11 +93,12 @@ def block_products(
       count: Blocks of a program, a multiple of 4.
       there: Those of them that the sequence has.
       length: Keys of the sequence.
+      pages: Of a block, 1 or 4.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
         _products_interpreted(
-            query, code, centre, step, peaks, shared, kv_head, group, first, count, length
+            query, code, centre, step, peaks, shared, kv_head, group, first, count, length, pages
         )
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
@@ -102,7 +107,7 @@ def block_products(
     def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
         peaks, shared, *numbers = rest
         numbers = [words.scalars(x)[0] for x in numbers]
-        warp = _Warp(query, code, centre, step, peaks, shared, group, count, *numbers)
+        warp = _Warp(query, code, centre, step, peaks, shared, group, count, pages, *numbers)
         warp.run()
 
     products(query, code, centre, step, peaks, shared, kv_head, first, there, length)
@@ -120,6 +125,7 @@ def _products_interpreted(
     first: Array,
     count: int,
     length: Array,
+    pages: int,
 ) -> None:
     num_blocks = code.shape[0]
     block = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), num_blocks - 1)
@@ -142,8 +148,12 @@ def _products_interpreted(
     products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
     is_key = (place < length) & (step[:, :1] != _NO_STEP)
-    found = jnp.max(jnp.where(is_key[..., None], products, -jnp.inf), axis=1) * up.T
-    peaks[:count, :] = found
+    products = jnp.where(is_key[..., None], products, -jnp.inf)
+    found = jnp.max(products.reshape(count, pages, -1, QUERIES), axis=2) * up.T[None]
+    if pages == 1:
+        peaks[:count, :] = found[:, 0]
+    else:
+        peaks[:, :count, :] = found.transpose(1, 0, 2)
     shared[:count, :] = jnp.dot(
         centre.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
     )
@@ -169,6 +179,7 @@ class _Warp:
         shared: ir.Value,
         group: int,
         count: int,
+        pages: int,
         kv_head: ir.Value,
         first: ir.Value,
         there: ir.Value,
@@ -177,7 +188,7 @@ class _Warp:
         """Finds the thread's place."""
         self._query, self._code, self._centre, self._step = query, code, centre, step
         self._peaks, self._shared = peaks, shared
-        self._group, self._count = group, count
+        self._group, self._count, self._pages = group, count, pages
         self._kv_head, self._first, self._there, self._length = kv_head, first, there, length
         _, _, self._kv_heads, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
@@ -328,7 +339,7 @@ class _Warp:
         rounded: list[list[ir.Value]],
         scales: list[ir.Value],
     ) -> None:
-        """The largest products with the keys of one block."""
+        """The largest products with the keys of one block, or of each of its pages."""
         words = self._words
         codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
         factors = self._factors(steps)
@@ -339,8 +350,9 @@ class _Warp:
         left = arith.select(is_empty, _int(0), left)
         f32 = ir.F32Type.get()
         least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
-        peaks = [least, least]
-        for tile in range(_GROUPS // 2):
+        of_pages = [[least, least] for _ in range(self._pages)]
+        for tile in range(_TILES):
+            peaks = of_pages[tile * self._pages // _TILES]
             total = []
             for group in (2 * tile, 2 * tile + 1):
                 row = arith.addi(self._row, _int(8 * group))
@@ -359,11 +371,35 @@ class _Warp:
             for column in range(2):
                 for value in (total[column], total[2 + column]):
                     peaks[column] = _larger(peaks[column], value)
+        if self._pages > 1:
+            self._store_pages(of_pages, local, scales)
+            return
+        (peaks,) = of_pages
         for distance in (4, 8, 16):
             peaks = [_larger(x, mgpu.utils.shfl_bfly(x, distance)) for x in peaks]
         values = [arith.mulf(x, scale) for x, scale in zip(peaks, scales, strict=True)]
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, self._row, _int(0))):
             self._store(self._peaks, local, values)
+
+    def _store_pages(
+        self, peaks: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
+    ) -> None:
+        """Writes the largest of all rows, of two columns of four pages: a thread of each row one.
+
+        Of the numbers that two rows have, each goes on with half: with the column of the row's
+        lowest bit, then with the pages of its other bits.
+        """
+        bits = [
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
+            for bit in range(3)
+        ]
+        values = [_larger_of_rows(*columns, bits[0], 4) for columns in peaks]
+        values = [_larger_of_rows(*values[two : two + 2], bits[1], 8) for two in (0, 2)]
+        value = _larger_of_rows(*values, bits[2], 16)
+        value = arith.mulf(value, arith.select(bits[0], scales[1], scales[0]))
+        page = arith.shrui(self._row, _int(1))
+        column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
+        memref.store(value, self._peaks, [words.index(x) for x in (page, local, column)])
 
     def _factors(self, steps: list[ir.Value]) -> list[list[tuple[ir.Value, ir.Value]]]:
         """Of both halves, for the bytes 0 and 2, then 1 and 3, of each word: product and sum."""
@@ -411,6 +447,12 @@ def _in_pairs(words: list[ir.Value]) -> list[ir.Value]:
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
     """The larger number; of a number and NaN the number."""
     return mgpu.utils.inline_ptx("max.f32 $0, $1, $2;", left, right, result_types=left.type)
+
+
+def _larger_of_rows(low: ir.Value, high: ir.Value, bit: ir.Value, distance: int) -> ir.Value:
+    """Of the lanes at a distance, the one whose bit is set takes the larger `high`, else `low`."""
+    own, other = arith.select(bit, high, low), arith.select(bit, low, high)
+    return _larger(own, mgpu.utils.shfl_bfly(other, distance))
 
 
 def _load(

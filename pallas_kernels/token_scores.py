@@ -16,6 +16,12 @@ whose denominators no program knows, so that each writes what its own blocks say
 and `token_lists` puts the programs' parts together. Exponentials are taken here, by all of the GPU.
 What is not a number or too large (`LARGEST_LOGIT`) counts as no attention. Each code is read once,
 half a byte.
+
+With `pages`, what is scored are pages of 16 keys, four in a block. Centres, steps and programs are
+those of the blocks, and `j` above stands for a page, but in `centre_j` and `step_j`. A thread has
+all pages of a block. Their powers are rounded to bfloat16, 8 bytes for the four: the one program
+that reads all of them would take twice as long to read float32. A share, the root of a power, is
+then right within `2^-9 / exponent` of itself.
 """
 
 import dataclasses
@@ -36,6 +42,7 @@ from sketchwalk_jax.pallas_kernels.code_products import (
     QUERIES,
     block_products,
 )
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
@@ -48,10 +55,10 @@ class TokenParts(NamedTuple):
     """What programs say of their blocks; what is beyond a sequence is not written.
 
     Attributes:
-      powers: `[B, N, room]` as in the module's text, float32.
+      powers: `[B, N, room]` as in the module's text, float32, or bfloat16 those of pages.
       top: `[B, more than N, parts]`, float32.
       total: Likewise.
-      size: Blocks of a part, a divisor of 64.
+      size: Columns of a part: blocks, a divisor of 64, or their pages.
     """
 
     powers: Float[Array, "B N W"]
@@ -67,6 +74,7 @@ class _Sizes:
     Attributes:
       group: Query heads of a key/value head.
       count: Blocks of a program.
+      pages: Of a block.
       scale: Factor of the logits.
       exponent: Of the shares.
       interpret: Whether the interpreter runs the kernel.
@@ -74,6 +82,7 @@ class _Sizes:
 
     group: int
     count: int
+    pages: int
     scale: float
     exponent: int
     interpret: bool
@@ -108,16 +117,16 @@ def _score(
     """One program: some blocks of one key/value head."""
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
     first = part * sizes.count
-    length, own = lengths[batch], layer[0]
+    length, index = lengths[batch], layer[0]
     there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, sizes.count)
 
     @pl.when(there > 0)
     def _() -> None:
         block_products(
             query.at[batch],
-            code.at[own, batch],
-            centre.at[own, batch],
-            step.at[own, batch],
+            code.at[index, batch],
+            centre.at[index, batch],
+            step.at[index, batch],
             peaks,
             shared,
             kv_head=kv_head,
@@ -126,20 +135,24 @@ def _score(
             count=sizes.count,
             there=there,
             length=length,
+            pages=sizes.pages,
             interpret=sizes.interpret,
         )
         warp_ops.barrier(interpret=sizes.interpret)
+        own = [peaks.at[page] for page in range(sizes.pages)] if sizes.pages > 1 else [peaks]
+        own, beside = [ops.read(x) for x in own], ops.read(shared)
         # As powers of two.
-        logits = (ops.read(peaks) + ops.read(shared)) * (sizes.scale * math.log2(math.e))
-        counts = jnp.abs(logits) < LARGEST_LOGIT * math.log2(math.e)
-        is_seen = (ops.matrix_index(_SHAPE, 0) < there) & counts
-        logits = jnp.where(is_seen, logits, MASK_VALUE)
-        top = jnp.max(logits, axis=0)
-        shares = jnp.exp2(logits - ops.spread(top, _SHAPE, 1))
-        shares = jnp.where(is_seen, shares, 0.0)
-        total = jnp.sum(shares, axis=0)
+        logits = [(x + beside) * (sizes.scale * math.log2(math.e)) for x in own]
+        counts = [jnp.abs(x) < LARGEST_LOGIT * math.log2(math.e) for x in logits]
+        is_block = ops.matrix_index(_SHAPE, 0) < there
+        is_seen = [is_block & x for x in counts]
+        logits = [jnp.where(seen, x, MASK_VALUE) for seen, x in zip(is_seen, logits, strict=True)]
+        top = jnp.max(functools.reduce(jnp.maximum, logits), axis=0)
+        shares = [jnp.exp2(x - ops.spread(top, _SHAPE, 1)) for x in logits]
+        shares = [jnp.where(seen, x, 0.0) for seen, x in zip(is_seen, shares, strict=True)]
+        total = jnp.sum(functools.reduce(jnp.add, shares), axis=0)
         _write(
-            integer_power(shares, sizes.exponent),
+            [integer_power(x, sizes.exponent) for x in shares],
             (top, total),
             powers_ref.at[batch],
             (top_ref.at[batch], total_ref.at[batch]),
@@ -151,7 +164,7 @@ def _score(
 
 
 def _write(
-    powers: Array,
+    powers: list[Array],
     sums: tuple[Array, Array],
     powers_ref: Any,
     sum_refs: tuple[Any, Any],
@@ -163,19 +176,22 @@ def _write(
 ) -> None:
     """Writes what is of heads and blocks that there are."""
     if sizes.interpret:
-        heads = pl.ds(head, sizes.group)
-        powers_ref[heads, pl.ds(part * sizes.count, sizes.count)] = powers[
-            : sizes.count, : sizes.group
-        ].T
+        heads, size = pl.ds(head, sizes.group), sizes.count * sizes.pages
+        found = jnp.stack([x[: sizes.count, : sizes.group].T for x in powers], axis=-1)
+        found = found.reshape(sizes.group, size).astype(powers_ref.dtype)
+        powers_ref[heads, pl.ds(part * size, size)] = found
         for ref, one in zip(sum_refs, sums, strict=True):
             ref[heads, pl.ds(part, 1)] = one[: sizes.group, None]
         return
     row, column = (ops.matrix_index(_SHAPE, axis) for axis in range(2))
     own = plgpu.layout_cast(jnp.max(column, axis=0), ops.BY_COLUMN)
-    width = powers_ref.shape[1]
+    width = powers_ref.shape[1] // sizes.pages
     place = (head + column) * width + part * sizes.count + row
     place = jnp.where((row < there) & (column < sizes.group), place, place * 0 - 1)
-    warp_ops.write_places(powers, place, powers_ref, layout=ops.ACCUMULATOR)
+    if sizes.pages > 1:
+        warp_ops.write_fours(powers, place, powers_ref, layout=ops.ACCUMULATOR)
+    else:
+        warp_ops.write_places(powers[0], place, powers_ref, layout=ops.ACCUMULATOR)
     place = (head + own) * sum_refs[0].shape[1] + part
     place = jnp.where(own < sizes.group, place, place * 0 - 1)
     for ref, one in zip(sum_refs, sums, strict=True):
@@ -193,6 +209,7 @@ def token_scores_kernel(
     scale: float,
     exponent: int,
     room: tuple[int, int],
+    pages: int = 1,
     all_kv_heads: int | None = None,
     interpret: bool = False,
 ) -> TokenParts:
@@ -208,11 +225,19 @@ def token_scores_kernel(
       lengths: Keys present in each sequence.
       scale: Factor of the products.
       exponent: Of the shares.
-      room: Heads and blocks that there is to be room for in the result.
+      room: Heads and columns that there is to be room for in the result, of these a multiple of
+        256.
+      pages: How many pages of a block are scored, 1 (the block) or 4; the columns are those of
+        all blocks, in order.
       all_kv_heads: Key/value heads of all ranks, where these are one rank's: parts are those of
         one device.
       interpret: Whether the interpreter runs the kernel.
+
+    Raises:
+      ValueError: If there are neither 1 nor 4 pages.
     """
+    if pages not in SCORED_PAGES:
+        raise ValueError(f"pages must be one of {SCORED_PAGES}, got {pages}")
     batch, num_heads, _ = query.shape
     num_blocks, kv_heads = code.shape[2], code.shape[4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
@@ -220,16 +245,18 @@ def token_scores_kernel(
     sizes = _Sizes(
         group=num_heads // kv_heads,
         count=count,
+        pages=pages,
         scale=scale,
         exponent=exponent,
         interpret=interpret,
     )
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
+    dtype = jnp.float32 if pages == 1 else jnp.bfloat16
     found = plgpu.kernel(
         functools.partial(_score, sizes=sizes),
-        out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.float32), sums, sums],
+        out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), dtype), sums, sums],
         scratch_types={
-            "peaks": plgpu.SMEM(_SHAPE, jnp.float32),
+            "peaks": plgpu.SMEM(_SHAPE if pages == 1 else (pages, *_SHAPE), jnp.float32),
             "shared": plgpu.SMEM(_SHAPE, jnp.float32),
         },
         grid=(batch, parts, kv_heads),
@@ -239,4 +266,4 @@ def token_scores_kernel(
         kernel_name="token_scores",
     )(query, code, centre, step, lengths, layer.astype(jnp.int32)[None])
     powers, top, total = found
-    return TokenParts(powers, top, total, count)
+    return TokenParts(powers, top, total, count * pages)
