@@ -561,9 +561,7 @@ def block_scores_kernel(
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((tiling.stages, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled(
-                (_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART
-            ),
+            "tiles": ops.tiled((_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(
                 num_arrivals=_WARPGROUPS * pages + 1, num_barriers=tiling.stages

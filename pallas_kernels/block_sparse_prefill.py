@@ -356,7 +356,9 @@ def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
 
         @pl.when(steps > 0)
         def _() -> None:
-            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(extent, done)
+            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(
+                extent, done
+            )
 
         return done + steps, following
 
@@ -594,9 +596,7 @@ class _PageLoader(_Loader):
         is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
         pages = self._pages(extent, 0, warp)
         for place, page in zip(self._places(warp), pages, strict=True):
-            copy = functools.partial(
-                self._copy_page, refs.value, refs.values, page, slot, place
-            )
+            copy = functools.partial(self._copy_page, refs.value, refs.values, page, slot, place)
 
             @pl.when(~is_own)
             def _(copy: Any = copy) -> None:

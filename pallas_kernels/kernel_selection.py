@@ -297,25 +297,29 @@ def select_token_by_evidence(
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
-    budgets: Int[np.ndarray, "Ls J"],
+    budgets: Int[np.ndarray, "Ls P"],
     scale: float,
     exponent: int,
     decay: float,
     sink_blocks: int,
     local_blocks: int,
+    pages: int = 1,
     ranks: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
     The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
-    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are.
+    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. With 4 pages of
+    a block, pages of 16 keys are listed: budgets, evidence, and first and last blocks are theirs.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
     num_blocks, block_size, kv_heads = code.shape[2:5]
+    num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
-    fits = num_blocks <= MAX_BLOCKS and num_heads * num_blocks <= MAX_TOKEN_SCORES
+    is_right = is_right and pages in SCORED_PAGES
+    fits = num_columns <= MAX_BLOCKS and num_heads * num_columns <= MAX_TOKEN_SCORES
     fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
     if not is_right or block_size != SCORED_BLOCK or not fits:
         return None
@@ -336,6 +340,7 @@ def select_token_by_evidence(
         decay=decay,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
+        pages=pages,
         ranks=ranks,
         interpret=kernel_config.interpret,
     )

@@ -11,6 +11,9 @@ A program has one sequence, whose row lies in the registers of up to four warpgr
 which all then read from shared memory; the powers come from the GPU's cache, 4 bytes for each head
 and block, and are what takes the time: those of the first heads are on their way before there are
 factors.
+
+With pages, four in a block, `j` is a page, and so are the list's entries. There are four times as
+many columns, of 2 bytes for each head, which are added up in float32.
 """
 
 import dataclasses
@@ -25,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels.code_products import KEYS
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
 from sketchwalk_jax.pallas_kernels.select import room_of, select_row
 from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
@@ -33,7 +37,6 @@ from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 from sketchwalk_jax.selection import BlockSelection
 
-_KEYS = 64  # of a block
 _HEADS = 8  # of which a warpgroup has a multiple
 _PARTS = 64  # side by side in registers
 # Keys of 2^-12, 2^-8 and 2^-4: a share that decides is seldom beyond these.
@@ -46,8 +49,9 @@ class _Sizes:
 
     Attributes:
       num_heads: Query heads.
-      num_blocks: Blocks of a sequence.
-      count: Blocks of a part.
+      num_columns: Blocks of a sequence, or their pages.
+      keys: Of a column.
+      count: Columns of a part.
       warpgroups: That share a row.
       exponent: Of the norm over heads.
       decay: What remains of the evidence of the layer before.
@@ -55,7 +59,8 @@ class _Sizes:
     """
 
     num_heads: int
-    num_blocks: int
+    num_columns: int
+    keys: int
     count: int
     warpgroups: int
     exponent: int
@@ -86,10 +91,10 @@ def _list_blocks(
     where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
-    there = jax.lax.div(length_ref[sequence] + _KEYS - 1, _KEYS)
+    there = jax.lax.div(length_ref[sequence] + sizes.keys - 1, sizes.keys)
     row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
-    place = jnp.where(there > 0, jnp.minimum(row, sizes.num_blocks - 1), sizes.num_blocks - 1)
+    place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
     powers = powers_ref.at[sequence]
     tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
@@ -115,7 +120,7 @@ def _list_blocks(
         count,
         ids_ref.at[sequence],
         scratch,
-        num_blocks=sizes.num_blocks,
+        num_blocks=sizes.num_columns,
         guesses=_GUESSES,
         **where,
         **lists,
@@ -164,10 +169,10 @@ def select_token_by_evidence_kernel(
     code: UInt8[Array, "L B J S K C2"],
     centre: Float[Array, "L B J K C"],
     step: Int8[Array, "L B J K C"],
-    state: Float[Array, "B J"],
+    state: Float[Array, "B P"],
     layers: Int[Array, ""],
     lengths: Int[Array, "B"],
-    budgets: Int[np.ndarray, "Ls J"],
+    budgets: Int[np.ndarray, "Ls P"],
     *,
     layer: Int[Array, ""],
     scale: float,
@@ -175,10 +180,14 @@ def select_token_by_evidence_kernel(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
+    pages: int = 1,
     ranks: Any = None,
     interpret: bool = False,
-) -> tuple[BlockSelection, Float[Array, "B J"]]:
+) -> tuple[BlockSelection, Float[Array, "B P"]]:
     """Scores of one token per sequence, evidence and list: both kernels.
+
+    What is listed are `P` pages, `pages` of each block: the blocks themselves, or their pages of
+    16 keys.
 
     Args:
       query: Queries in bfloat16, of at most eight heads for one of keys.
@@ -189,32 +198,35 @@ def select_token_by_evidence_kernel(
       state: Evidence of the layer before, in whose place the new one comes under `jit`.
       layers: Layers walked so far.
       lengths: Keys present in each sequence, the token's own included.
-      budgets: Blocks to keep, by layer and by the token's block.
+      budgets: Pages to keep, by layer and by the token's page.
       layer: Which of the codes.
       scale: Factor of the products.
       exponent: Order of the norm over heads.
       decay: What remains of the evidence of the layer before.
-      sink_blocks: Number of first blocks that are always kept.
-      local_blocks: Number of last blocks up to the token's own that are always kept.
+      sink_blocks: Number of first pages that are always kept.
+      local_blocks: Number of last pages up to the token's own that are always kept.
+      pages: Of a block, 1 or 4.
       ranks: How heads are spread over ranks (`policies.base.Heads`), of which these are one's: the
         parts of all are gathered between the kernels.
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
-      A `BlockSelection` shared by all heads, and the evidence.
+      A `BlockSelection` of pages, shared by all heads, and the evidence.
 
     Raises:
-      ValueError: If there are more than 16,384 blocks, 64 heads or half a million of both together.
+      ValueError: If there are more than 16,384 pages, 64 heads or half a million of both together,
+        or neither 1 nor 4 pages of a block.
     """
-    batch, num_blocks = step.shape[1:3]
+    batch, num_columns = step.shape[1], step.shape[2] * pages
     num_heads = query.shape[1] if ranks is None else ranks.num_heads
-    is_long = num_blocks > MAX_BLOCKS or num_heads * num_blocks > MAX_TOKEN_SCORES
+    is_long = num_columns > MAX_BLOCKS or num_heads * num_columns > MAX_TOKEN_SCORES
     if is_long or num_heads > MAX_TOKEN_HEADS:
+        what = "blocks" if pages == 1 else "pages"
         raise ValueError(
-            f"there must be at most {MAX_BLOCKS} blocks, {MAX_TOKEN_HEADS} heads and "
-            f"{MAX_TOKEN_SCORES} of both together, got {num_blocks} and {num_heads}"
+            f"there must be at most {MAX_BLOCKS} {what}, {MAX_TOKEN_HEADS} heads and "
+            f"{MAX_TOKEN_SCORES} of both together, got {num_columns} and {num_heads}"
         )
-    height, warpgroups = room_of(-(-num_blocks // TILE), interpret=interpret)
+    height, warpgroups = room_of(-(-num_columns // TILE), interpret=interpret)
     together = _HEADS * warpgroups
     heads = -(-num_heads // together) * together
     lengths = lengths.astype(jnp.int32)
@@ -229,6 +241,7 @@ def select_token_by_evidence_kernel(
         scale=scale,
         exponent=exponent,
         room=room,
+        pages=pages,
         all_kv_heads=None if ranks is None else ranks.num_kv_heads,
         interpret=interpret,
     )
@@ -237,20 +250,21 @@ def select_token_by_evidence_kernel(
         parts = [powers, *(jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in sums)]
     sizes = _Sizes(
         num_heads=num_heads,
-        num_blocks=num_blocks,
+        num_columns=num_columns,
+        keys=KEYS // pages,
         count=count,
         warpgroups=warpgroups,
         exponent=exponent,
         decay=decay,
         interpret=interpret,
     )
-    max_count = min(int(budgets.max()), num_blocks)
+    max_count = min(int(budgets.max()), num_columns)
     evidence = jax.new_ref(state)
     ids, kept = plgpu.kernel(
         functools.partial(
             _list_blocks,
             sizes=sizes,
-            is_padded=height * TILE != num_blocks,
+            is_padded=height * TILE != num_columns,
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
         ),
@@ -271,6 +285,6 @@ def select_token_by_evidence_kernel(
         kernel_name="token_lists",
     )(*parts, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
     selection = BlockSelection(
-        ids[:, None, None], kept[:, None, None], _KEYS, has_diagonal=local_blocks > 0
+        ids[:, None, None], kept[:, None, None], KEYS // pages, has_diagonal=local_blocks > 0
     )
     return selection, jax.freeze(evidence)

@@ -41,6 +41,7 @@ _MOST_AHEAD = 8  # of one head
 _HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
 ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 PAIR = 2  # channels of a key, likewise
+_PACKED = 2  # numbers in bfloat16 in a word
 _COUNTS_PER_WARP = 5  # two turns of two, and one
 _LEAST_INTEGER = -(1 << 31)
 
@@ -54,13 +55,14 @@ def row_layout(width: int) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
 
 
-def tiles_layout(height: int, columns: int) -> Any:
+def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
     """A row as a matrix of tiles over a warpgroup, a quarter of the tiles per warp, in order.
 
-    Each register of a thread holds four adjacent columns, those of a warp 128 adjacent ones.
+    Each register of a thread holds four adjacent columns (`adjacent`), those of a warp 128 adjacent
+    ones.
     """
     tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
-    tiles = (*tiles, (LANES * ADJACENT // columns, columns), (1, ADJACENT))
+    tiles = (*tiles, (LANES * adjacent // columns, columns), (1, adjacent))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
 
 
@@ -534,6 +536,31 @@ def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None
     write(values, places, ref)
 
 
+def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) -> None:
+    """Writes four arrays side by side in bfloat16, 8 bytes at a place.
+
+    Args:
+      values: The arrays, float32.
+      places: Where the first of each four numbers goes, in fours through all axes, from 0 on.
+      ref: Global memory in bfloat16.
+      layout: Of the arrays and of the places.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(*[layout] * ADJACENT, layout, plgpu.RefType()))
+    def write(_: Any, *arguments: Any) -> None:
+        *values, places, ref = arguments
+        code = (
+            "{ .reg .pred p; .reg .b32 x, y; setp.ge.s32 p, $1, 0; cvt.rn.bf16x2.f32 x, $3, $2; "
+            "cvt.rn.bf16x2.f32 y, $5, $4; @p st.global.v2.b32 [$0], {x, y}; }"
+        )
+        columns = zip(*map(words.scalars, values), strict=True)
+        for four, place in zip(columns, words.scalars(places), strict=True):
+            start = words.address(ref, arith.muli(place, words.constant(ADJACENT)))
+            mgpu.utils.inline_ptx(code, start, place, *four)
+
+    write(*values, places, ref)
+
+
 def write_kept(
     keys: Int[Array, "..."],
     lower: Int[Array, ""],
@@ -822,19 +849,25 @@ def _sum_of_tile(
 
 
 def _load(
-    pointer: ir.Value, offset: int, least: ir.Value, index: int, kind: ir.Type, name: str
+    pointer: ir.Value,
+    offset: int,
+    least: ir.Value,
+    index: int,
+    kind: ir.Type,
+    name: str,
+    number: int = ADJACENT,
 ) -> list[ir.Value]:
-    """Four adjacent numbers, or zeros unless `index` is at least `least`."""
-    zeros = " ".join(f"mov.b32 ${x}, 0;" for x in range(ADJACENT))
-    targets = ", ".join(f"${x}" for x in range(ADJACENT))
+    """Four adjacent numbers (`number`), or zeros unless `index` is at least `least`."""
+    zeros = " ".join(f"mov.b32 ${x}, 0;" for x in range(number))
+    targets = ", ".join(f"${x}" for x in range(number))
     code = (
-        f"{{ .reg .pred p; setp.le.s32 p, ${ADJACENT + 1}, {index}; {zeros} "
-        f"@p ld.global.v4.{name} {{{targets}}}, [${ADJACENT} + {offset}]; }}"
+        f"{{ .reg .pred p; setp.le.s32 p, ${number + 1}, {index}; {zeros} "
+        f"@p ld.global.v{number}.{name} {{{targets}}}, [${number} + {offset}]; }}"
     )
     # In order with what waits for the kernel that writes the numbers.
     return list(
         mgpu.utils.inline_ptx(
-            code, pointer, least, result_types=[kind] * ADJACENT, has_side_effects=True
+            code, pointer, least, result_types=[kind] * number, has_side_effects=True
         )
     )
 
@@ -844,29 +877,31 @@ def _load(
 
 def read_powers(
     power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
-) -> list[Float[Array, "height columns"]]:
+) -> list[Array]:
     """Starts to read the row of the first heads, as many as registers have room for.
 
     Args:
-      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      power_ref: Numbers in float32 or bfloat16, `[heads, tiles * columns]` in global memory.
       there: Columns that there are in all warpgroups; those beyond are anything.
       height: Tiles of each warpgroup.
       columns: Of a tile.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      What `add_powers` takes, in `tiles_layout(height, columns)`.
+      What `add_powers` takes, in `tiles_layout(height, columns)`; of bfloat16 words of two columns.
     """
-    shape = (height, columns)
-    of_head = height * columns // THREADS
+    shape, packed = (height, columns), _packed(power_ref)
+    of_head = height * columns // (THREADS * packed)
     # None of long rows, which leave no room beside what makes the factors.
     number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
     if interpret:
         return [power_ref[head, :].reshape(shape) for head in range(number)]
     if not number:
         return []
-    layout = tiles_layout(*shape)
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+    held = (height, columns // packed)
+    layout = tiles_layout(*held, ADJACENT // packed)
+    dtype = jnp.dtype(jnp.float32 if packed == 1 else jnp.int32)
+    result = plgpu.ShapeDtypeStruct(held, dtype, layout)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
@@ -877,13 +912,18 @@ def read_powers(
             [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
             for head in range(number)
         ]
-        return [_as_row(row, shape, layout) for row in rows]
+        return [_as_row(row, held, layout, ADJACENT // packed) for row in rows]
 
     return list(read(power_ref, there))
 
 
+def _packed(power_ref: Any) -> int:
+    """How many of the numbers are in a word."""
+    return _PACKED if power_ref.dtype == jnp.bfloat16 else 1
+
+
 def add_powers(
-    read: list[Float[Array, "height columns"]],
+    read: list[Array],
     power_ref: Any,
     factors: Any,
     there: Int[Array, ""],
@@ -897,7 +937,7 @@ def add_powers(
 
     Args:
       read: What `read_powers` has read.
-      power_ref: Floats, `[heads, tiles * columns]` in global memory.
+      power_ref: Numbers in float32 or bfloat16, `[heads, tiles * columns]` in global memory.
       factors: `[heads or more, parts]` in shared memory.
       there: Columns that there are in all warpgroups.
       height: Tiles of each warpgroup.
@@ -910,14 +950,15 @@ def add_powers(
     """
     shape = (height, columns)
     if interpret:
-        powers = power_ref[...]
+        powers = power_ref[...].astype(jnp.float32)
         places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
         weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
         return jnp.sum(powers * weights, axis=0).reshape(shape)
-    layout = tiles_layout(*shape)
+    layout, packed = tiles_layout(*shape), _packed(power_ref)
+    held_layout = tiles_layout(height, columns // packed, ADJACENT // packed)
 
     @plgpu.inline_mgpu(
-        arg_types=(*[layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
+        arg_types=(*[held_layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
     )
     def add(_: Any, *arguments: Any) -> Any:
@@ -926,7 +967,7 @@ def add_powers(
         held = [words.scalars(row) for row in rows]
         found: list[ir.Value] = []
         for index, (start, unread, column) in enumerate(places):
-            own = slice(ADJACENT * index, ADJACENT * (index + 1))
+            own = slice(ADJACENT // packed * index, ADJACENT // packed * (index + 1))
             first = [row[own] for row in held]
             found += _sum_of_heads(powers, factors, first, start, unread, column, part)
         return _as_row(found, shape, layout)
@@ -967,14 +1008,30 @@ def _sum_of_heads(
         ]
         for head, values in zip(heads, loaded, strict=True):
             factor = memref.load(factors, [words.index(words.constant(head)), own])
+            values = _unpacked(values)
             totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
     return totals
 
 
 def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
-    """Four adjacent numbers of a head, or zeros."""
-    width = ir.MemRefType(powers.type).shape[1]
-    return _load(start, 4 * head * width, unread, 0, ir.F32Type.get(), "f32")
+    """Four adjacent numbers of a head, or zeros: as they are, or in bfloat16 in two words."""
+    kind = ir.MemRefType(powers.type)
+    if isinstance(kind.element_type, ir.F32Type):
+        return _load(start, 4 * head * kind.shape[1], unread, 0, ir.F32Type.get(), "f32")
+    number = ADJACENT // _PACKED
+    return _load(start, 2 * head * kind.shape[1], unread, 0, words.i32(), "b32", number)
+
+
+def _unpacked(values: list[ir.Value]) -> list[ir.Value]:
+    """Numbers in float32, of such or of words of two in bfloat16."""
+    if isinstance(values[0].type, ir.F32Type):
+        return values
+    found = []
+    for word in values:
+        low = arith.shli(word, words.constant(16))
+        high = arith.andi(word, words.constant(-(1 << 16)))
+        found += [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
+    return found
 
 
 def _places_of_tiles(
@@ -1007,17 +1064,19 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
     return [arith.addi(arith.muli(tile, words.constant(columns)), column) for tile in tiles]
 
 
-def _as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
+def _as_row(
+    values: list[ir.Value], shape: tuple[int, ...], layout: Any, adjacent: int = ADJACENT
+) -> mgpu.FragmentedArray:
     """Numbers of a thread, four adjacent columns after the other, as an array of tiles."""
-    kind = ir.VectorType.get((ADJACENT,), values[0].type)
-    groups = [values[start : start + ADJACENT] for start in range(0, len(values), ADJACENT)]
+    kind = ir.VectorType.get((adjacent,), values[0].type)
+    groups = [values[start : start + adjacent] for start in range(0, len(values), adjacent)]
     registers = np.empty(len(groups), dtype=object)
     registers[:] = [vector.from_elements(kind, group) for group in groups]
     target = layout.to_mgpu()
     return mgpu.FragmentedArray(
         _registers=registers.reshape(target.registers_shape(shape)),
         _layout=target,
-        _is_signed=None,
+        _is_signed=None if isinstance(values[0].type, ir.F32Type) else True,
     )
 
 

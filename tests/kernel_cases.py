@@ -399,7 +399,7 @@ class EvidenceKernelCase:
     """The kernels of the recommended policy.
 
     Of a prompt, with `count` representatives of a row, from queries to scores of blocks; or of one
-    token of each sequence, from its queries to its list.
+    token of each sequence, from its queries to its list, of blocks or of `pages` of each.
     """
 
     heads: int
@@ -407,10 +407,12 @@ class EvidenceKernelCase:
     head_dim: int
     count: int | None = None
     blocks: int = 40
+    pages: int = 1
 
     def __str__(self) -> str:
         """The name of the case."""
         what = "a token" if self.count is None else f"{self.count} queries"
+        what += f", {self.pages} pages" if self.pages > 1 else ""
         return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
@@ -422,12 +424,34 @@ class EvidenceKernelCase:
         codes = jax.eval_shape(make)
 
         def select(query: Any, codes: Any, lengths: Any) -> Any:
+            if self.pages > 1:
+                return select_pages(query, codes, lengths)
             walk = policy.init_walk(batch=1, num_rows=1, num_blocks=blocks)
             key = jnp.zeros((1, 1, 1, self.kv_heads, self.head_dim), query.dtype)  # not read
             span, layer = Span.of_tokens(lengths - 1, 64), jnp.zeros((), jnp.int32)
             return policy.select(
                 query, key, codes, walk, layer=layer, span=span, kernel_config=kernels
             )
+
+        def select_pages(query: Any, codes: Any, lengths: Any) -> Any:
+            columns = blocks * self.pages
+            found = kernel_selection.select_token_by_evidence(
+                query,
+                *(x[None] for x in (codes.code, codes.centre, codes.step)),
+                policy.init_walk(batch=1, num_rows=1, num_blocks=columns),
+                layer=jnp.zeros((), jnp.int32),
+                lengths=lengths,
+                budgets=policy.budgets(columns, is_token=True),
+                scale=0.1,
+                exponent=policy.exponent,
+                decay=policy.decay,
+                sink_blocks=4,
+                local_blocks=1,
+                pages=self.pages,
+                kernel_config=kernels,
+            )
+            assert found is not None
+            return found
 
         def score(query: Any, codes: Any, lengths: Any) -> Any:
             valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
@@ -474,9 +498,7 @@ class PageScoresCase:
             key = block_residuals_kernel(code, step, layer=layer, lengths=lengths, **where)
             own = where | {"first_row": lengths // 64, "per_row": self.per_row}
             peaks = kernel.block_peaks_kernel(query, key, wanted=self.per_row, **own)
-            return kernel.block_scores_kernel(
-                *peaks, query, centre, scale=0.1, exponent=8, **own
-            )
+            return kernel.block_scores_kernel(*peaks, query, centre, scale=0.1, exponent=8, **own)
 
         size = (1, self.blocks)
         shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]
@@ -515,6 +537,21 @@ EVIDENCE_CASES = (
     EvidenceKernelCase(heads=64, kv_heads=8, head_dim=128, blocks=8192),
     EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, blocks=2048),
     EvidenceKernelCase(heads=3, kv_heads=3, head_dim=64, blocks=1),
+    *(
+        EvidenceKernelCase(heads=heads, kv_heads=kv_heads, head_dim=size, blocks=n, pages=4)
+        for heads, kv_heads, size, n in (
+            (32, 8, 128, 40),
+            (14, 2, 64, 45),
+            (3, 3, 64, 1),
+            (32, 8, 128, 256),
+            (28, 4, 128, 512),
+            (32, 8, 128, 1024),
+            (32, 8, 128, 2048),
+            (32, 8, 64, 2048),
+            (64, 8, 128, 2048),
+            (32, 8, 128, 4096),
+        )
+    ),
 )
 
 

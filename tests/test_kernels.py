@@ -51,7 +51,12 @@ pytestmark = [
 
 # Together they have every form of lists, offsets, block sizes and both widths of heads.
 KEPT = {
-    "prefill": ("3x1-H64-T65,191-shared", "2x1-H128-T300,200-", "4x2-H64-T193-head", "4x2-H64-T250"),
+    "prefill": (
+        "3x1-H64-T65,191-shared",
+        "2x1-H128-T300,200-",
+        "4x2-H64-T193-head",
+        "4x2-H64-T250",
+    ),
     "decode": ("8x1-H128-T500", "4x2-H128-T193-head", "14x2-H128-T129-kv_head", "4x1-H128-T130"),
 }
 

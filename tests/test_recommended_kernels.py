@@ -6,12 +6,15 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from reference.recommended import coded_block, slow_channels
+from tolerances import tolerance
 from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax.cached_layer import observe_layer
+from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
@@ -19,6 +22,7 @@ from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_sc
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.precision import LARGEST_LOGIT
+from sketchwalk_jax.selection import block_budget
 from sketchwalk_jax.walk import WalkState
 
 token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
@@ -324,10 +328,10 @@ TOKEN_KINDS = ("random", "equal", "nan", "huge")
 TOKEN_SHAPES = [(4, 1, 128, 32), (4, 1, 64, 33), (6, 2, 64, 45), (14, 2, 64, 63), (4, 1, 128, 64)]
 
 
-def draw_token(heads, kv_heads, head_dim, blocks, kind):
+def draw_token(heads, kv_heads, head_dim, blocks, kind, *, pages=1, second=17 * SIZE):
     """Queries, codes, evidence of the layer before and lengths, down to one token and none."""
     rng = np.random.default_rng(heads)
-    lengths = np.array([blocks * SIZE - 9, 17 * SIZE, 1, 0])
+    lengths = np.array([blocks * SIZE - 9, second, 1, 0])
     key = rng.normal(size=(4, blocks * SIZE, kv_heads, head_dim // 2))
     key += 3.0 * rng.normal(size=(1, 1, kv_heads, head_dim // 2))
     queries = rng.normal(size=(4, 1, heads, head_dim)) * 2.0
@@ -348,7 +352,7 @@ def draw_token(heads, kv_heads, head_dim, blocks, kind):
     codes = BlockCodes.zeros(**sizes, num_channels=head_dim // 2, dtype=jnp.bfloat16)
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     codes = codes.add(jnp.asarray(key, jnp.bfloat16), span)
-    evidence = jnp.asarray(rng.random((4, 1, blocks)) ** 4, jnp.float32)
+    evidence = jnp.asarray(rng.random((4, 1, blocks * pages)) ** 4, jnp.float32)
     return jnp.asarray(queries, jnp.bfloat16), codes, WalkState(evidence, jnp.int32(1)), lengths
 
 
@@ -454,6 +458,235 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
     found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+PAGES, PAGE = 4, 16  # of a block, keys of each
+SINKS, LOCAL = 3, 2  # pages
+SCALE, DECAY = 0.1, 0.7
+# Beside the first sequence, whose last page has 7 keys: one of 5, a full one, one key in a block.
+PAGE_CASES = [
+    (TOKEN_SHAPES[0], "nan", 17 * SIZE + 21),
+    (TOKEN_SHAPES[1], "random", 17 * SIZE + 32),
+    (TOKEN_SHAPES[2], "huge", 17 * SIZE + 1),
+    (TOKEN_SHAPES[2], "nan", 17 * SIZE),
+    (TOKEN_SHAPES[3], "random", 17 * SIZE + 21),
+    (TOKEN_SHAPES[4], "equal", 17 * SIZE + 50),
+    ((8, 1, 64, 19), "random", 17 * SIZE + 21),
+    ((3, 3, 128, 150), "random", 130 * SIZE + 47),
+]
+
+
+def page_budgets(columns):
+    """Pages that are kept by layer and page: all in the first layer, some in the others."""
+    forced = {"sink_blocks": SINKS, "local_blocks": LOCAL}
+    return np.stack([block_budget(columns, density=x, **forced) for x in (1.0, 0.3)])
+
+
+@functools.partial(jax.jit, static_argnames="exponent")
+def select_pages(queries, codes, walk, lengths, *, exponent=4, ranks=None):
+    stack = codes.as_layer().stack
+    found = kernel_selection.select_token_by_evidence(
+        queries,
+        stack.code,
+        stack.centre,
+        stack.step,
+        walk,
+        layer=jnp.zeros((), jnp.int32),
+        lengths=lengths,
+        budgets=page_budgets(PAGES * codes.num_blocks),
+        scale=SCALE,
+        exponent=exponent,
+        decay=DECAY,
+        sink_blocks=SINKS,
+        local_blocks=LOCAL,
+        pages=PAGES,
+        ranks=ranks,
+        kernel_config=KERNELS,
+    )
+    assert found is not None
+    return found
+
+
+def page_evidence(queries, codes, previous, length, exponent):
+    """Evidence of all pages of one sequence, in float64 on the host."""
+    query = np.asarray(queries, np.float64)[0][:, slow_channels(queries.shape[-1])]
+    code = np.asarray(codes.code).astype(int)
+    code = np.concatenate([(code & 15 ^ 8) - 8, (code >> 4 ^ 8) - 8], axis=-1)
+    step, centre = (np.asarray(x, np.float64) for x in (codes.step, codes.centre))
+    heads, kv_heads, last = len(query), step.shape[1], -(-length // PAGE)
+    powers = np.zeros(len(previous))
+    for head in range(heads):
+        q, own = query[head], head // (heads // kv_heads)
+        largest = np.abs(q).max()
+        unit = 2.0 ** np.ceil(np.log2(largest / 448.0)) if np.isfinite(largest) else 1.0
+        rounded = (q / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit
+        logits = np.full(len(previous), -np.inf)
+        for page in range(last):
+            block, first = page // PAGES, page % PAGES * PAGE
+            keys = code[block, first : first + min(PAGE, length - page * PAGE), own]
+            is_coded = step[block, own, 0] != block_codes.NO_KEY
+            beside = (keys * 2.0 ** step[block, own]) @ rounded
+            logit = SCALE * (q @ centre[block, own] + beside.max())
+            if is_coded and np.abs(logit) < LARGEST_LOGIT:
+                logits[page] = logit
+        if np.isfinite(logits).any():
+            shares = np.exp(logits - logits.max())
+            powers += (shares / shares.sum()) ** exponent
+    return np.maximum(powers ** (1.0 / exponent), DECAY * np.asarray(previous, np.float64))
+
+
+def check_pages(drawn, exponent=4):
+    queries, codes, walk, lengths = drawn
+    found, again = (select_pages(*drawn, exponent=exponent) for _ in range(2))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    lists, after = found
+    assert (lists.block_size, lists.has_diagonal, after.layers) == (PAGE, True, walk.layers + 1)
+    columns = PAGES * codes.num_blocks
+    budgets = page_budgets(columns)[1]
+    assert lists.ids.shape == (4, 1, 1, page_budgets(columns).max())
+    bound = {"rtol": 2.0**-8 / exponent, "atol": 1e-6}  # powers are rounded to bfloat16
+    for index, length in enumerate(np.asarray(lengths)):
+        own = jax.tree.map(operator.itemgetter(index), codes)
+        with np.errstate(invalid="ignore", over="ignore"):
+            wanted = page_evidence(queries[index], own, walk.scores[index, 0], length, exponent)
+        np.testing.assert_allclose(after.scores[index, 0], wanted, **bound)
+        last = (length - 1) // PAGE
+        count = int(lists.counts[index, 0, 0])
+        assert count == budgets[last]
+        if not length:
+            continue
+        ids = np.asarray(lists.ids)[index, 0, 0]
+        assert (ids[count:] == columns).all()
+        assert (np.diff(ids[:count]) > 0).all() and ids[count - 1] == last
+        forced = {*range(min(SINKS, last + 1)), *range(max(0, last - LOCAL + 1), last + 1)}
+        ranked = sorted(range(last + 1), key=lambda x: (x not in forced, -wanted[x], x))
+        kept, listed = set(ranked[:count]), set(ids[:count].tolist())
+        assert forced <= listed
+        # The same pages, but for ties within rounding.
+        for missed, taken in zip(sorted(kept - listed), sorted(listed - kept), strict=True):
+            np.testing.assert_allclose(wanted[missed], wanted[taken], rtol=2.0 * bound["rtol"])
+
+
+@pytest.mark.parametrize("case", slow_unless(PAGE_CASES[0].__eq__, PAGE_CASES), ids=str)
+def test_pages_are_scored_and_listed(case):
+    shape, kind, second = case
+    check_pages(draw_token(*shape, kind, pages=PAGES, second=second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exponent", "programs"), [(1, 64), (3, 1), (8, 64)])
+def test_pages_are_scored_and_listed_from_parts_of_any_size(exponent, programs, monkeypatch):
+    monkeypatch.setattr(token_scores, "_PROGRAMS", programs)
+    jax.clear_caches()
+    check_pages(draw_token(4, 1, 64, 80, "random", pages=PAGES, second=23 * SIZE + 5), exponent)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_heads_list_the_pages_of_one_device():
+    heads, kv_heads, ranks = 6, 2, 2
+    queries, codes, walk, lengths = draw_token(
+        heads, kv_heads, 64, 45, "nan", pages=PAGES, second=17 * SIZE + 21
+    )
+    wanted = select_pages(queries, codes, walk, lengths)
+
+    def select_on(rank, gather):
+        class Ranks(Heads):
+            def gather(self, x, *, axis):
+                return gather(x, axis)
+
+        own = BlockCodes(codes.code[:, :, :, rank, None], *(x[:, :, rank, None] for x in others))
+        shared = Ranks("tensor", ranks, heads, kv_heads)
+        own_queries = jnp.split(queries, ranks, axis=2)[rank]
+        return select_pages.__wrapped__(own_queries, own, walk, lengths, ranks=shared)
+
+    others = codes.centre, codes.step, codes.unfinished
+    sent = [[], []]
+    for rank in range(ranks):
+
+        def keep(x, axis, own=sent[rank]):
+            own.append(x)
+            return jnp.concatenate([x] * ranks, axis=axis)
+
+        select_on(rank, keep)
+    turns = zip(*sent, strict=True)
+    found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_attention_reads_the_pages_that_are_listed():
+    from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+
+    shape = heads, kv_heads, head_dim, blocks = 4, 2, 64, 20
+    queries, codes, walk, lengths = draw_token(*shape, "random", pages=PAGES, second=17 * SIZE + 21)
+    lists, _ = select_pages(queries, codes, walk, lengths)
+    rng = np.random.default_rng(1)
+    size = (1, 4, blocks * SIZE, kv_heads, head_dim)
+    key, value = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for _ in range(2))
+    found, _ = block_sparse_decode_kernel(
+        queries,
+        key,
+        value,
+        lists.ids,
+        lists.counts,
+        layer=jnp.zeros((), jnp.int32),
+        kv_lengths=lengths,
+        scale=SCALE,
+        block_size=lists.block_size,
+        kernel_config=KERNELS,
+    )
+    for index, length in enumerate(np.asarray(lengths)[:3]):
+        count = int(lists.counts[index, 0, 0])
+        pages = np.asarray(lists.ids)[index, 0, 0, :count]
+        tokens = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
+        tokens = tokens[tokens < length]
+        for head in range(heads):
+            own = head // (heads // kv_heads)
+            k, v = (np.asarray(x, np.float64)[0, index, tokens, own] for x in (key, value))
+            weights = SCALE * k @ np.asarray(queries, np.float64)[index, 0, head]
+            weights = np.exp(weights - weights.max())
+            wanted = weights @ v / weights.sum()
+            np.testing.assert_allclose(
+                np.asarray(found, np.float64)[index, 0, head],
+                wanted,
+                **tolerance("attention", jnp.bfloat16),
+            )
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "pages"), [(8, 4097, 4), (33, 4096, 4), (1, 20, 2), (65, 20, 4)]
+)
+def test_what_has_too_many_pages_is_not_taken(heads, blocks, pages):
+    codes = jax.eval_shape(
+        functools.partial(
+            BlockCodes.zeros,
+            batch=1,
+            num_blocks=blocks,
+            block_size=SIZE,
+            num_kv_heads=heads,
+            num_channels=32,
+            dtype=jnp.bfloat16,
+        )
+    )
+    found = kernel_selection.select_token_by_evidence(
+        jax.ShapeDtypeStruct((1, 1, heads, 64), jnp.bfloat16),
+        *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (codes.code, codes.centre)),
+        jax.ShapeDtypeStruct((1, *codes.step.shape), codes.step.dtype),
+        WalkState(jnp.zeros((1, 1, blocks * pages)), jnp.int32(0)),
+        layer=jnp.int32(0),
+        lengths=jnp.array([1], jnp.int32),
+        budgets=page_budgets(blocks * pages),
+        scale=SCALE,
+        exponent=4,
+        decay=DECAY,
+        sink_blocks=SINKS,
+        local_blocks=LOCAL,
+        pages=pages,
+        kernel_config=KERNELS,
+    )
+    assert found is None
 
 
 # Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).

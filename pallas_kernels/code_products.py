@@ -1,0 +1,492 @@
+"""Products of one token's queries with keys at four bits, by single warps, from memory to maxima.
+
+    peaks[j, n]  = max_{s in block j} q'_n · step_j code_s
+    shared[j, n] = q_n · centre_j
+
+The maxima may also be those of each page of a block, 16 keys.
+
+A warp takes whole blocks of one key/value head and shares nothing with the others: a thread reads
+its codes from global memory to registers, 8 bytes of each of 8 rows, several blocks ahead, makes
+numbers of them there and multiplies with `mma.sync`. So there is no shared memory to wait for, and
+what is in flight is registers of all warps.
+
+*Which channel is where.* The sum over channels knows no order, so a thread keeps those it reads:
+with `t` its place among the four threads of a row and `w` 32-bit words of codes for each, the bytes
+`4 w t` to `4 w (t + 1)`; of these the low four bits are channels of the first half, the high ones
+of the second. Queries and centres are read in the same places. The words of a product are bytes 0
+and 2, then 1 and 3, of a word of codes.
+
+*Numbers.* A code is made float16 by two instructions for two: its four bits into the mantissa of
+1024, and a product and a sum that take off what is too much and multiply by the step. All of it is
+exact: `q'` is float8_e4m3 times a power of two, which is left to the end, and `step · code` is
+exact in eight bits. The steps are halved and the queries doubled, or constants would exceed 65504.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import memref
+from jaxlib.mlir.dialects import scf as typed_scf
+from jaxtyping import Array
+
+from sketchwalk_jax.pallas_kernels import warp_ops, words
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+scf: Any = typed_scf
+
+KEYS = 64  # of a block
+QUERIES = 8  # of a product
+MOST_BLOCKS = 64  # of a program: 16 rows of centres for each of four warps
+_WORD = 4  # bytes
+_STAGES = 2  # blocks that a warp has under way
+_GROUPS = KEYS // 8  # of eight rows, one for each four threads
+_TILES = KEYS // 16  # of the rows of a product
+_LARGEST_SHIFT = 100  # of a query's power of two
+_NO_STEP = -128  # in the place of a step: there is no key
+# How codes are read: once, and the rest of the line, which other heads have, to the second cache.
+_ONCE = ".nc.L1::no_allocate.L2::128B"
+_LOW, _HIGH = 0, 1  # halves of the channels, and of a byte
+_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
+_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
+_STEP_BIAS = (14, 10)  # what makes the field of an exponent: step / 2, and step / 32
+_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152: what is taken off, in units of the above
+_TWICE = 0x40004000
+
+
+def block_products(
+    query: Any,
+    code: Any,
+    centre: Any,
+    step: Any,
+    peaks: Any,
+    shared: Any,
+    *,
+    kv_head: Array,
+    group: int,
+    first: Array,
+    count: int,
+    there: Array,
+    length: Array,
+    pages: int = 1,
+    interpret: bool,
+) -> None:
+    """Writes what the blocks of a program give to shared memory, those that are there.
+
+    Where a block or a page has no key, its peaks are -inf.
+
+    Args:
+      query: Queries of one sequence `[N, H]`, bfloat16.
+      code: As `BlockCodes` has it, of one sequence `[J, S, K, C/2]`.
+      centre: Likewise, `[J, K, C]`.
+      step: Likewise, `[J, K, C]`.
+      peaks: The peaks of the module, `[64, 8]` in shared memory; of pages `[pages, 64, 8]`.
+      shared: The other products, likewise.
+      kv_head: Which key/value head.
+      group: Query heads of each.
+      first: The program's first block.
+      count: Blocks of a program, a multiple of 4.
+      there: Those of them that the sequence has.
+      length: Keys of the sequence.
+      pages: Of a block, 1 or 4.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        _products_interpreted(
+            query, code, centre, step, peaks, shared, kv_head, group, first, count, length, pages
+        )
+        return
+    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(*(reference,) * 6, *(scalar,) * 4))
+    def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
+        peaks, shared, *numbers = rest
+        numbers = [words.scalars(x)[0] for x in numbers]
+        warp = _Warp(query, code, centre, step, peaks, shared, group, count, pages, *numbers)
+        warp.run()
+
+    products(query, code, centre, step, peaks, shared, kv_head, first, there, length)
+
+
+def _products_interpreted(
+    query: Any,
+    code: Any,
+    centre: Any,
+    step: Any,
+    peaks: Any,
+    shared: Any,
+    kv_head: Array,
+    group: int,
+    first: Array,
+    count: int,
+    length: Array,
+    pages: int,
+) -> None:
+    num_blocks = code.shape[0]
+    block = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), num_blocks - 1)
+    code, centre, step = (
+        jnp.take(x[...][..., kv_head, :], block, axis=0) for x in (code, centre, step)
+    )
+    quarter = query.shape[1] // 4
+    heads = jax.lax.dynamic_slice_in_dim(query[...], kv_head * group, group)
+    heads = jnp.concatenate([heads[:, quarter : 2 * quarter], heads[:, 3 * quarter :]], axis=-1)
+    heads = jnp.pad(heads, ((0, QUERIES - group), (0, 0))).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(heads), axis=1, keepdims=True), jnp.int32)
+    is_above = (bits & 0x7FFFFF) > 0x600000
+    shift = (bits >> 23) - 135 + is_above.astype(jnp.int32)
+    shift = jnp.clip(shift, -_LARGEST_SHIFT, _LARGEST_SHIFT)
+    up, down = _power_of_two(shift), _power_of_two(-shift)
+    rounded = (heads * down).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    signed = jax.lax.bitcast_convert_type(code, jnp.int8).astype(jnp.int32)
+    codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
+    beside = codes * _power_of_two(step.astype(jnp.int32))[:, None]
+    products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
+    place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
+    is_key = (place < length) & (step[:, :1] != _NO_STEP)
+    products = jnp.where(is_key[..., None], products, -jnp.inf)
+    found = jnp.max(products.reshape(count, pages, -1, QUERIES), axis=2) * up.T[None]
+    if pages == 1:
+        peaks[:count, :] = found[:, 0]
+    else:
+        peaks[:, :count, :] = found.transpose(1, 0, 2)
+    shared[:count, :] = jnp.dot(
+        centre.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def _power_of_two(exponent: Array) -> Array:
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+class _Warp:
+    """What one warp does; every value here is one thread's.
+
+    A thread has row `lane / 4` of eight, and place `lane % 4` in it.
+    """
+
+    def __init__(
+        self,
+        query: ir.Value,
+        code: ir.Value,
+        centre: ir.Value,
+        step: ir.Value,
+        peaks: ir.Value,
+        shared: ir.Value,
+        group: int,
+        count: int,
+        pages: int,
+        kv_head: ir.Value,
+        first: ir.Value,
+        there: ir.Value,
+        length: ir.Value,
+    ) -> None:
+        """Finds the thread's place."""
+        self._query, self._code, self._centre, self._step = query, code, centre, step
+        self._peaks, self._shared = peaks, shared
+        self._group, self._count, self._pages = group, count, pages
+        self._kv_head, self._first, self._there, self._length = kv_head, first, there, length
+        _, _, self._kv_heads, self._row_bytes = ir.MemRefType(code.type).shape
+        self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
+        lane = words.lane()
+        self._warp = words.warp()
+        self._row = arith.shrui(lane, _int(2))
+        self._place = arith.andi(lane, _int(3))
+        self._channel = arith.muli(self._place, _int(_WORD * self._words))
+
+    def run(self) -> None:
+        """All blocks of the warp: every fourth of the program."""
+        blocks = self._count // warp_ops.WARPS
+        ahead = [self._load(_int(index)) for index in range(_STAGES)]
+        own = arith.muli(self._kv_head, _int(self._group))
+        head = arith.addi(own, self._row)
+        is_head = _flag(arith.cmpi(arith.CmpIPredicate.slt, self._row, _int(self._group)))
+        width = ir.MemRefType(self._query.type).shape[1]
+        place = arith.addi(arith.muli(head, _int(width)), self._channel)
+        queries = [
+            _load(_address(self._query, arith.addi(place, _int(start))), 2 * self._words, is_head)
+            for start in (width // 4, 3 * width // 4)
+        ]
+        centres = [self._load_centres(8 * part) for part in range(-(-blocks // 8))]
+        pairs = [_in_pairs(x) for x in queries]
+        self._write_shared(pairs, centres)
+        rounded, scale = self._round(pairs)
+        # The two columns of a product that a thread has are queries of other threads' rows.
+        first_column = arith.shli(self._place, _int(3))
+        scales = [
+            _shuffle(scale, arith.addi(first_column, _int(4 * column))) for column in range(2)
+        ]
+        scales = [arith.bitcast(ir.F32Type.get(), x) for x in scales]
+
+        flat = [x for stage in ahead for x in stage]
+        each = len(flat) // _STAGES
+        index = ir.IndexType.get()
+        turns = -(-blocks // _STAGES)
+        loop = scf.ForOp(
+            arith.constant(index, 0), arith.constant(index, turns), arith.constant(index, 1), flat
+        )
+        with ir.InsertionPoint(loop.body):
+            turn = arith.muli(arith.index_cast(_i32(), loop.induction_variable), _int(_STAGES))
+            carried = list(loop.inner_iter_args)
+            for stage in range(_STAGES):
+                own_index = arith.addi(turn, _int(stage))
+                held = carried[stage * each : (stage + 1) * each]
+                local, is_there = self._local(own_index)
+                with mgpu.when(is_there):
+                    self._write_peaks(held, local, rounded, scales)
+                following = self._load(arith.addi(own_index, _int(_STAGES)))
+                carried[stage * each : (stage + 1) * each] = following
+            scf.yield_(carried)
+
+    # Memory
+
+    def _local(self, index: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Place in the program of a warp's block, and whether the block is there."""
+        local = arith.addi(arith.muli(index, _int(warp_ops.WARPS)), self._warp)
+        return local, arith.cmpi(arith.CmpIPredicate.slt, local, self._there)
+
+    def _load(self, index: ir.Value) -> list[ir.Value]:
+        """Starts to read the codes of one block, a row of each group, and its steps."""
+        local, is_there = self._local(index)
+        flag = _flag(is_there)
+        block = arith.addi(self._first, local)
+        token = arith.addi(arith.muli(block, _int(KEYS)), self._row)
+        place = arith.addi(arith.muli(token, _int(self._kv_heads)), self._kv_head)
+        place = arith.muli(place, _int(self._row_bytes))
+        start = _address(self._code, arith.addi(place, self._channel))
+        stride = 8 * self._kv_heads * self._row_bytes
+        found: list[ir.Value] = []
+        for group in range(_GROUPS):
+            found += _load(start, self._words, flag, offset=group * stride, how=_ONCE)
+        start = _address(self._step, self._place_of(block))
+        for half in (_LOW, _HIGH):
+            found += _load(start, self._words, flag, offset=half * self._row_bytes)
+        return found
+
+    def _place_of(self, block: ir.Value) -> ir.Value:
+        """Of the thread's first channel in centres and steps."""
+        place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
+        place = arith.muli(place, _int(2 * self._row_bytes))
+        return arith.addi(place, self._channel)
+
+    def _load_centres(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
+        """The centre of the warp's block of this thread's row, from one on, and its place."""
+        local, is_there = self._local(arith.addi(self._row, _int(start)))
+        block = arith.addi(self._first, local)
+        pointer = _address(self._centre, self._place_of(block))
+        halves = [
+            _load(pointer, 2 * self._words, _flag(is_there), offset=2 * half * self._row_bytes)
+            for half in (_LOW, _HIGH)
+        ]
+        return local, [_in_pairs(x) for x in halves]
+
+    # Numbers
+
+    def _round(self, pairs: list[list[ir.Value]]) -> tuple[list[list[ir.Value]], ir.Value]:
+        """Twice the queries in eight bits, as float16, and the power of two that they lack."""
+        peak = _int(0)
+        for pair in (x for half in pairs for x in half):
+            peak = _ptx(
+                "{ .reg .b32 x; and.b32 x, $2, 0x7fff7fff; max.u16x2 $0, $1, x; }", peak, pair
+            )
+        for distance in (1, 2):
+            peak = _ptx("max.u16x2 $0, $1, $2;", peak, mgpu.utils.shfl_bfly(peak, distance))
+        peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
+        # 448 is 1.75 · 2^8.
+        is_above = arith.cmpi(arith.CmpIPredicate.sgt, arith.andi(peak, _int(0x7F)), _int(0x60))
+        shift = arith.addi(arith.shrui(peak, _int(7)), _int(-135))
+        shift = arith.addi(shift, _flag(is_above))
+        shift = arith.minsi(arith.maxsi(shift, _int(-_LARGEST_SHIFT)), _int(_LARGEST_SHIFT))
+        up, down = (
+            arith.shli(arith.addi(x, _int(127)), _int(23))
+            for x in (shift, arith.subi(_int(0), shift))
+        )
+        code = (
+            "{ .reg .f32 a, b; .reg .b32 x, y; .reg .b16 e; shl.b32 x, $1, 16; "
+            "and.b32 y, $1, 0xffff0000; mov.b32 a, x; mov.b32 b, y; mul.f32 a, a, $2; "
+            "mul.f32 b, b, $2; cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.f16x2.e4m3x2 x, e; "
+            f"mov.b32 y, {_TWICE}; mul.rn.f16x2 $0, x, y; }}"
+        )
+        factor = arith.bitcast(ir.F32Type.get(), down)
+        return [[_ptx(code, x, factor) for x in half] for half in pairs], up
+
+    def _write_shared(
+        self,
+        pairs: list[list[ir.Value]],
+        centres: list[tuple[ir.Value, list[list[ir.Value]]]],
+    ) -> None:
+        """The products with the centres: the rows of one product are up to 16 blocks."""
+        zero = arith.constant(ir.F32Type.get(), 0.0)
+        none = [[_int(0)] * len(half) for half in pairs]
+        both = [found for _, found in centres] + [none] * (2 - len(centres))
+        total = [zero] * 4
+        for half in (_LOW, _HIGH):
+            for word in range(self._words):
+                left = [rows[half][2 * word + k] for k in range(2) for rows in both]
+                right = pairs[half][2 * word : 2 * word + 2]
+                total = _multiply("bf16", left, right, total)
+        for part, (local, _) in enumerate(centres):
+            self._store(self._shared, local, total[2 * part : 2 * part + 2])
+
+    def _write_peaks(
+        self,
+        held: list[ir.Value],
+        local: ir.Value,
+        rounded: list[list[ir.Value]],
+        scales: list[ir.Value],
+    ) -> None:
+        """The largest products with the keys of one block, or of each of its pages."""
+        words = self._words
+        codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
+        factors = self._factors(steps)
+        block = arith.addi(self._first, local)
+        left = arith.subi(self._length, arith.muli(block, _int(KEYS)))
+        byte = arith.andi(steps[0], _int(0xFF))
+        is_empty = arith.cmpi(arith.CmpIPredicate.eq, byte, _int(_NO_STEP & 0xFF))
+        left = arith.select(is_empty, _int(0), left)
+        f32 = ir.F32Type.get()
+        least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
+        of_pages = [[least, least] for _ in range(self._pages)]
+        for tile in range(_TILES):
+            peaks = of_pages[tile * self._pages // _TILES]
+            total = []
+            for group in (2 * tile, 2 * tile + 1):
+                row = arith.addi(self._row, _int(8 * group))
+                is_key = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+                total += [arith.select(is_key, zero, least)] * 2  # whatever is added, none
+            for word in range(words):
+                rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
+                rows += [arith.shrui(x, _int(8)) for x in rows]
+                for half in (_LOW, _HIGH):
+                    numbers = [
+                        _numbers(x, half, *factors[half][2 * word + index // 2])
+                        for index, x in enumerate(rows)
+                    ]
+                    right = rounded[half][2 * word : 2 * word + 2]
+                    total = _multiply("f16", numbers, right, total)
+            for column in range(2):
+                for value in (total[column], total[2 + column]):
+                    peaks[column] = _larger(peaks[column], value)
+        if self._pages > 1:
+            self._store_pages(of_pages, local, scales)
+            return
+        (peaks,) = of_pages
+        for distance in (4, 8, 16):
+            peaks = [_larger(x, mgpu.utils.shfl_bfly(x, distance)) for x in peaks]
+        values = [arith.mulf(x, scale) for x, scale in zip(peaks, scales, strict=True)]
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, self._row, _int(0))):
+            self._store(self._peaks, local, values)
+
+    def _store_pages(
+        self, peaks: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
+    ) -> None:
+        """Writes the largest of all rows, of two columns of four pages: a thread of each row one.
+
+        Of the numbers that two rows have, each goes on with half: with the column of the row's
+        lowest bit, then with the pages of its other bits.
+        """
+        bits = [
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
+            for bit in range(3)
+        ]
+        values = [_larger_of_rows(*columns, bits[0], 4) for columns in peaks]
+        values = [_larger_of_rows(*values[two : two + 2], bits[1], 8) for two in (0, 2)]
+        value = _larger_of_rows(*values, bits[2], 16)
+        value = arith.mulf(value, arith.select(bits[0], scales[1], scales[0]))
+        page = arith.shrui(self._row, _int(1))
+        column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
+        memref.store(value, self._peaks, [words.index(x) for x in (page, local, column)])
+
+    def _factors(self, steps: list[ir.Value]) -> list[list[tuple[ir.Value, ir.Value]]]:
+        """Of both halves, for the bytes 0 and 2, then 1 and 3, of each word: product and sum."""
+        found = []
+        for half in (_LOW, _HIGH):
+            pairs = []
+            for word in steps[half * self._words : (half + 1) * self._words]:
+                for shift in (0, 8):
+                    x = arith.andi(arith.shrui(word, _int(shift)), _int(0x00FF00FF))
+                    bias = _STEP_BIAS[half]
+                    x = arith.addi(x, _int(bias << 16 | bias))
+                    x = arith.shli(arith.andi(x, _int(0x001F001F)), _int(10))
+                    code = f"{{ .reg .b32 x; mov.b32 x, {_EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
+                    pairs.append((x, _ptx(code, x)))
+            found.append(pairs)
+        return found
+
+    def _store(self, ref: ir.Value, local: ir.Value, values: list[ir.Value]) -> None:
+        """Writes the two columns of this thread."""
+        column = arith.shli(self._place, _int(1))
+        for index, value in enumerate(values):
+            place = arith.addi(column, _int(index))
+            memref.store(value, ref, [words.index(local), words.index(place)])
+
+
+def _numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir.Value:
+    """Two of the codes of a word, times their steps, in float16."""
+    code = (
+        f"{{ .reg .b32 x; lop3.b32 x, $1, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        "fma.rn.f16x2 $0, x, $2, $3; }"
+    )
+    return _ptx(code, word, factor, excess)
+
+
+def _in_pairs(words: list[ir.Value]) -> list[ir.Value]:
+    """Of each four numbers of 16 bits, the first and the third, then the second and the fourth."""
+    found = []
+    for start in range(0, len(words), 2):
+        for selector in ("0x5410", "0x7632"):
+            code = f"prmt.b32 $0, $1, $2, {selector};"
+            found.append(_ptx(code, words[start], words[start + 1]))
+    return found
+
+
+def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
+    """The larger number; of a number and NaN the number."""
+    return mgpu.utils.inline_ptx("max.f32 $0, $1, $2;", left, right, result_types=left.type)
+
+
+def _larger_of_rows(low: ir.Value, high: ir.Value, bit: ir.Value, distance: int) -> ir.Value:
+    """Of the lanes at a distance, the one whose bit is set takes the larger `high`, else `low`."""
+    own, other = arith.select(bit, high, low), arith.select(bit, low, high)
+    return _larger(own, mgpu.utils.shfl_bfly(other, distance))
+
+
+def _load(
+    pointer: ir.Value, count: int, flag: ir.Value, *, offset: int = 0, how: str = ""
+) -> list[ir.Value]:
+    """So many adjacent words of global memory, or zeros unless the flag is set; starts at once."""
+    targets = [f"${index}" for index in range(count)]
+    names = targets[0] if count == 1 else f"{{{', '.join(targets)}}}"
+    vector = "" if count == 1 else f".v{count}"
+    zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
+    code = (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} "
+        f"@p ld.global{how}{vector}.b32 {names}, [${count} + {offset}]; }}"
+    )
+    found = mgpu.utils.inline_ptx(
+        code, pointer, flag, result_types=[_i32()] * count, has_side_effects=True
+    )
+    return list(found)
+
+
+def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
+    """What another lane of the warp has."""
+    code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return mgpu.utils.inline_ptx(code, value, lane, result_types=value.type, has_side_effects=True)
+
+
+def _ptx(code: str, *operands: ir.Value) -> ir.Value:
+    """One integer of an instruction or a few."""
+    return mgpu.utils.inline_ptx(code, *operands, result_types=_i32())
+
+
+def _flag(condition: ir.Value) -> ir.Value:
+    """1 or 0."""
+    return arith.extui(_i32(), condition)
+
+
+_i32, _int, _address, _multiply = words.i32, words.constant, words.address, words.multiply
