@@ -29,7 +29,6 @@ SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
 SCORED_PAGES = (1, 4)  # parts of such a block that are listed by themselves
 SCORED_HEADS = (64, 128)  # features of their heads
 SCORED_GROUP = 8  # heads that share keys, for one token
-SCORED_PAGES = (1, 4)  # of such a block that are listed for one token
 MAX_TOKEN_HEADS = 64  # of one token, put together by one program
 MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block or page
 WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
