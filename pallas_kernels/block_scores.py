@@ -28,6 +28,14 @@ and once back for the shares, which are never written: it begins with what is st
 memory, and goes on with what came last into the GPU's cache. A thread adds powers beside references
 of its own, which move only when a logit exceeds one by far. So a number takes seven instructions
 the first time and six the second, and the steps about as many.
+
+*Pages.* With `pages=4` each page of 16 keys of a block has a maximum and a share of its own: `j`
+counts pages, and what keys have in common is still that of their block. The first kernel takes as
+long (`eight_bits`) and writes four times as much. The second one multiplies with the centres of 64
+blocks and adds that to four pages of each, one after another: so references, masks and products
+are there once for four numbers. Peaks are read in place, page by page. A number is the rounded sum
+of both, the same one in both passes, and powers are taken beside the largest one, so that equal
+pages have equal shares however large they are.
 """
 
 import dataclasses
@@ -575,9 +583,7 @@ def block_scores_kernel(
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((tiling.stages, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled(
-                (_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART
-            ),
+            "tiles": ops.tiled((_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(
                 num_arrivals=_WARPGROUPS * pages + 1, num_barriers=tiling.stages

@@ -459,9 +459,7 @@ class PageScoresCase:
             key = block_residuals_kernel(code, step, layer=layer, lengths=lengths, **where)
             own = where | {"first_row": lengths // 64, "per_row": self.per_row}
             peaks = kernel.block_peaks_kernel(query, key, wanted=self.per_row, **own)
-            return kernel.block_scores_kernel(
-                *peaks, query, centre, scale=0.1, exponent=8, **own
-            )
+            return kernel.block_scores_kernel(*peaks, query, centre, scale=0.1, exponent=8, **own)
 
         size = (1, self.blocks)
         shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]
