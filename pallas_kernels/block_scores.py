@@ -28,6 +28,14 @@ and once back for the shares, which are never written: it begins with what is st
 memory, and goes on with what came last into the GPU's cache. A thread adds powers beside references
 of its own, which move only when a logit exceeds one by far. So a number takes seven instructions
 the first time and six the second, and the steps about as many.
+
+*Pages.* With `pages=4` each page of 16 keys of a block has a maximum and a share of its own: `j`
+counts pages, and what keys have in common is still that of their block. The first kernel takes as
+long (`eight_bits`) and writes four times as much. The second one multiplies with the centres of 64
+blocks and adds that to four pages of each, one after another: so references, masks and products
+are there once for four numbers. Peaks are read in place, page by page. A number is the rounded sum
+of both, the same one in both passes, and powers are taken beside the largest one, so that equal
+pages have equal shares however large they are.
 """
 
 import dataclasses
@@ -412,7 +420,7 @@ def _scores(
         limit = jnp.where(is_seen, _SLACK, -jnp.inf)
         return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
 
-    def of_page(step: Any, page: int, shared: Any) -> Any:
+    def of_page(step: Any, page: Any, shared: Any) -> Any:
         """Products of a page of each block of a step: a sum that is rounded once, and alike."""
         slot = jnp.bitwise_and(step, stages - 1)
         return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
@@ -425,33 +433,43 @@ def _scores(
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
         seen = jnp.where(is_seen, shared, -jnp.inf)
-        more, is_far = ops.full(shape, 0.0), None
-        for page in range(tiling.pages):
+
+        def add(page: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            more, is_far = state
             away = (of_page(step, page, seen) - reference) * tiling.factor
-            is_farther = away > _SLACK
-            is_far = is_farther if is_far is None else is_far | is_farther
+            is_farther = warp_ops.any_of_warp(
+                away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
+            )
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
+            return more, is_far | is_farther
+
+        # Not one by one in the program: the numbers of all pages need more registers.
+        start = (ops.full(shape, 0.0), jnp.int32(0))
+        more, is_far = jax.lax.fori_loop(0, tiling.pages, add, start)
 
         def keep() -> tuple[Any, Any]:
             return reference, total + more
 
         def move() -> tuple[Any, Any]:
-            def values(page: int) -> tuple[Any, Any]:
+            def values(page: Any) -> tuple[Any, Any]:
                 found = of_page(step, page, seen)
                 return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor
 
-            higher = reference
-            for page in range(tiling.pages):
+            def raise_(page: Any, higher: Any) -> Any:
                 found, counts = values(page)
-                higher = jnp.where(counts, jnp.maximum(higher, found), higher)
-            less = total * jnp.exp2((reference - higher) * tiling.factor)
-            for page in range(tiling.pages):
+                return jnp.where(counts, jnp.maximum(higher, found), higher)
+
+            higher = jax.lax.fori_loop(0, tiling.pages, raise_, reference)
+
+            def add(page: Any, total: Any) -> Any:
                 found, counts = values(page)
                 away = (found - higher) * tiling.factor
-                less = less + jnp.where(counts, jnp.exp2(away), 0.0)
+                return total + jnp.where(counts, jnp.exp2(away), 0.0)
+
+            less = total * jnp.exp2((reference - higher) * tiling.factor)
+            less = jax.lax.fori_loop(0, tiling.pages, add, less)
             return higher, less
 
-        is_far = warp_ops.any_of_warp(is_far, layout=ops.ACCUMULATOR, interpret=tiling.interpret)
         return jax.lax.cond(is_far != 0, move, keep)
 
     has_pages = tiling.pages > 1
@@ -494,14 +512,17 @@ def _scores(
         before = step + 1 - stages
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
-        parts = []
-        for page in range(tiling.pages):
+        outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
+
+        def write(page: Any, _: Any) -> Any:
             # What is large is taken away first: what is left counts to the last bit.
             away = of_page(step, page, shared) - offset
             away = away * (tiling.factor * tiling.exponent) - common
-            parts.append(jnp.where(away <= 1.0, jnp.exp2(away), 0.0))
-        outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
-        warp_ops.write_sums(parts, outs, step * _STEP, interpret=tiling.interpret)
+            parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)
+            warp_ops.write_sums(parts, outs, step * _STEP, page, interpret=tiling.interpret)
+            return ()
+
+        jax.lax.fori_loop(0, tiling.pages, write, ())
         return ()
 
     jax.lax.fori_loop(0, steps, share_pages if has_pages else share, ())
@@ -549,9 +570,10 @@ def block_scores_kernel(
         pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, peaks.shape[2])
+    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks)
     step = (_STEP, _PART)
     if pages > 1:
+        shape = (*shape, pages)
         peaks = peaks.reshape(batch, kv_heads, tiling.blocks, pages, num_queries)
         step = (pages, *step)
     swizzle = channels * query.dtype.itemsize
@@ -577,4 +599,5 @@ def block_scores_kernel(
         interpret=ops.interpreter(interpret),
         kernel_name="block_scores",
     )
-    return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+    found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+    return found if pages == 1 else found.reshape(*shape[:4], -1)

@@ -271,69 +271,57 @@ def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> I
 
 
 def write_sums(
-    parts: list[Float[Array, "64 M"]], outs: list[Any], first: Int[Array, ""], *, interpret: bool
+    matrix: Float[Array, "64 M"],
+    outs: list[Any],
+    first: Int[Array, ""],
+    turn: Int[Array, ""],
+    *,
+    interpret: bool,
 ) -> None:
-    """Writes sums of four matrices over columns, side by side: those of row `j` from `4 j` on.
-
-    The four threads that share two rows exchange halves: each ends up with the sums of one matrix.
+    """Writes the sums of a matrix over columns to a column.
 
     Args:
-      parts: Four matrices, float32, in an accumulator's layout.
-      outs: Where the sums go, `[4 J]` in global memory; several share the columns evenly, in
+      matrix: Float32, in an accumulator's layout.
+      outs: Where the sums go, `[J, 4]` in global memory; several share the columns evenly, in
         multiples of eight.
-      first: The row that the first one is there.
+      first: The row there of the first row's sum.
+      turn: The column there. It is also which of the four threads that share rows writes.
       interpret: Whether the interpreter runs the kernel.
     """
-    columns = parts[0].shape[1] // len(outs)
+    columns = matrix.shape[1] // len(outs)
     if interpret:
         for index, out in enumerate(outs):
-            own = [jnp.sum(x[:, index * columns :][:, :columns], axis=1) for x in parts]
-            place = pl.ds(len(parts) * first, len(parts) * own[0].size)
-            out[place] = jnp.stack(own, axis=1).reshape(-1)
+            own = jnp.sum(matrix[:, index * columns :][:, :columns], axis=1)
+            out[pl.ds(first, own.size), turn] = own
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(*[ops.ACCUMULATOR] * len(parts), *[plgpu.RefType()] * len(outs), scalar)
-    )
-    def write(_: Any, *arguments: Any) -> None:
-        held, outs, first = arguments[: len(parts)], arguments[len(parts) : -1], arguments[-1]
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, *[plgpu.RefType()] * len(outs), *[scalar] * 2))
+    def write(_: Any, matrix: Any, *arguments: Any) -> None:
+        *outs, first, turn = arguments
+        first, turn = (words.scalars(x)[0] for x in (first, turn))
         lane, own = words.lane(), arith.andi(words.warp(), _int(WARPS - 1))
-        is_odd, is_high = (
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _int(bit)), _int(0))
-            for bit in (1, 2)
-        )
-        start = arith.addi(words.scalars(first)[0], arith.muli(own, _int(16)))
-        start = arith.shli(arith.addi(start, arith.shrui(lane, _int(2))), _int(2))
-        start = arith.addi(start, arith.andi(lane, _int(len(parts) - 1)))
+        row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
+        start = arith.addi(first, row)
+        is_turn = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _int(3)), turn)
         for half in (0, 1):  # registers of a thread are of its row and of the one 8 below, in turn
             for index, out in enumerate(outs):
-                sums = []
-                for matrix in held:
-                    registers = list(matrix.registers.flat)[half::2]
-                    registers = registers[index * columns // 8 :][: columns // 8]
-                    numbers = [x for one in registers for x in _both(one)]
-                    sums.append(functools.reduce(arith.addf, numbers))
-                pairs = [_exchange_sums(*sums[x : x + 2], is_odd, 1) for x in (0, 2)]
-                place = arith.addi(start, _int(8 * len(parts) * half))
-                found = _exchange_sums(*pairs, is_high, 2)
-                memref.store(found, out, [words.index(place)])
+                registers = list(matrix.registers.flat)[half::2]
+                registers = registers[index * columns // 8 :][: columns // 8]
+                total = functools.reduce(arith.addf, (x for one in registers for x in _both(one)))
+                for distance in (1, 2):
+                    total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+                place = arith.addi(start, _int(8 * half))
+                with mgpu.when(is_turn):
+                    memref.store(total, out, [words.index(place), words.index(turn)])
 
-    write(*parts, *outs, first)
+    write(matrix, *outs, first, turn)
 
 
 def _both(register: ir.Value) -> list[ir.Value]:
     """The two numbers of a register."""
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
-
-
-def _exchange_sums(
-    first: ir.Value, second: ir.Value, is_second: ir.Value, distance: int
-) -> ir.Value:
-    """The first number of two threads, added up, where it is wanted, and the second elsewhere."""
-    own, other = arith.select(is_second, second, first), arith.select(is_second, first, second)
-    return arith.addf(own, mgpu.utils.shfl_bfly(other, distance))
 
 
 def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
