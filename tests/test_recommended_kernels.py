@@ -659,34 +659,35 @@ def test_attention_reads_the_pages_that_are_listed():
     ("heads", "blocks", "pages"), [(8, 4097, 4), (33, 4096, 4), (1, 20, 2), (65, 20, 4)]
 )
 def test_what_has_too_many_pages_is_not_taken(heads, blocks, pages):
-    codes = jax.eval_shape(
-        functools.partial(
-            BlockCodes.zeros,
-            batch=1,
-            num_blocks=blocks,
-            block_size=SIZE,
-            num_kv_heads=heads,
-            num_channels=32,
-            dtype=jnp.bfloat16,
+    def select(query, code, centre, walk):
+        return kernel_selection.select_token_by_evidence(
+            query,
+            code,
+            centre,
+            centre.astype(jnp.int8),
+            walk,
+            layer=jnp.int32(0),
+            lengths=jnp.array([1], jnp.int32),
+            budgets=page_budgets(blocks * pages),
+            scale=SCALE,
+            exponent=4,
+            decay=DECAY,
+            sink_blocks=SINKS,
+            local_blocks=LOCAL,
+            pages=pages,
+            kernel_config=KERNELS,
         )
-    )
-    found = kernel_selection.select_token_by_evidence(
+
+    drawn = (
         jax.ShapeDtypeStruct((1, 1, heads, 64), jnp.bfloat16),
-        *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (codes.code, codes.centre)),
-        jax.ShapeDtypeStruct((1, *codes.step.shape), codes.step.dtype),
-        WalkState(jnp.zeros((1, 1, blocks * pages)), jnp.int32(0)),
-        layer=jnp.int32(0),
-        lengths=jnp.array([1], jnp.int32),
-        budgets=page_budgets(blocks * pages),
-        scale=SCALE,
-        exponent=4,
-        decay=DECAY,
-        sink_blocks=SINKS,
-        local_blocks=LOCAL,
-        pages=pages,
-        kernel_config=KERNELS,
+        jax.ShapeDtypeStruct((1, 1, blocks, SIZE, heads, 16), jnp.uint8),
+        jax.ShapeDtypeStruct((1, 1, blocks, heads, 32), jnp.bfloat16),
+        WalkState(
+            jax.ShapeDtypeStruct((1, 1, blocks * pages), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        ),
     )
-    assert found is None
+    assert jax.eval_shape(select, *drawn) is None
 
 
 # Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).
