@@ -775,7 +775,8 @@ class _Head:
 
         def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
             lacks = (index + 2) * tiling.pieces - count  # pieces, if any
-            return self._step(sums, done + index, index == rest - 1, lacks, *carry)
+            is_last = lacks >= 0 if tiling.has_pages else index == rest - 1
+            return self._step(sums, done + index, is_last, lacks, *carry)
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
@@ -909,8 +910,9 @@ def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) ->
 
 
 def _hide(scores: Any, end: Any) -> Any:
-    """Hides the keys of a step before one."""
-    return jnp.where(ops.matrix_index(scores.shape, 1) < end, MASK_VALUE, scores)
+    """Hides the keys of a step before one, the first of a page."""
+    column = ops.matrix_index(scores.shape, 1) & ~7  # constants, as above
+    return jnp.where(column < end, MASK_VALUE, scores)
 
 
 # The kernel and its launch
