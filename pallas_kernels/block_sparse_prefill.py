@@ -34,6 +34,13 @@ arrived, `freed` that all who read it are done. In every step
 Slots of keys and of values are taken in turn and have barriers of their own, since values are freed
 later than keys. The queries of each warpgroup are a place too, which it frees after the last scores
 of its tile, so that those of the next tile come while it finishes this one.
+
+Lists may name pages of 16 keys instead, for the same tiles. A step is then eight pages, of which
+each warp of the loader reads and copies two, without waiting for the others. The first step has the
+last eight pages of a list, so that all that are the tile's own are in its second half, and no other
+step needs to know which query sees what. The last step lacks pages if their count is no multiple of
+eight. It hides the places of these, where it has the list's first page once more: one that every
+query sees, or zeros in the place of its values if it is the tile's own.
 """
 
 import dataclasses
@@ -356,7 +363,9 @@ def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
 
         @pl.when(steps > 0)
         def _() -> None:
-            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(extent, done)
+            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(
+                extent, done
+            )
 
         return done + steps, following
 
@@ -516,8 +525,8 @@ class _PageLoader(_Loader):
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
-        count, start = extent.count, extent.start
-        num_steps, half = tiling.num_steps(count), tiling.pieces // 2
+        count, half = extent.count, tiling.pieces // 2
+        num_steps = tiling.num_steps(count)
         # The last page of the first half of a step, and those of the second one.
         before, *pages = (
             self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
@@ -594,9 +603,7 @@ class _PageLoader(_Loader):
         is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
         pages = self._pages(extent, 0, warp)
         for place, page in zip(self._places(warp), pages, strict=True):
-            copy = functools.partial(
-                self._copy_page, refs.value, refs.values, page, slot, place
-            )
+            copy = functools.partial(self._copy_page, refs.value, refs.values, page, slot, place)
 
             @pl.when(~is_own)
             def _(copy: Any = copy) -> None:
@@ -747,9 +754,11 @@ class _Head:
         """The first step and its mask, all further steps, the last product and the division."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         _, start, length = self.tile.extent(refs)
-        pieces: Any = self.tile.pieces(refs, count, 0)
+        pieces: Any
         if tiling.has_pages:
             pieces = [self.tile.page(refs, count, 0, place) for place in range(tiling.pieces)]
+        else:
+            pieces = self.tile.pieces(refs, count, 0)
         plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
         slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))

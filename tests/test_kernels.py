@@ -6,6 +6,7 @@ On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_
 import dataclasses
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import kernel_cases
@@ -51,7 +52,12 @@ pytestmark = [
 
 # Together they have every form of lists, offsets, block sizes and both widths of heads.
 KEPT = {
-    "prefill": ("3x1-H64-T65,191-shared", "2x1-H128-T300,200-", "4x2-H64-T193-head", "4x2-H64-T250"),
+    "prefill": (
+        "3x1-H64-T65,191-shared",
+        "2x1-H128-T300,200-",
+        "4x2-H64-T193-head",
+        "4x2-H64-T250",
+    ),
     "decode": ("8x1-H128-T500", "4x2-H128-T193-head", "14x2-H128-T129-kv_head", "4x1-H128-T130"),
 }
 
@@ -125,6 +131,36 @@ def test_selection_equals_the_reference_exactly(case, seed, capfd):
     np.testing.assert_array_equal(selection.counts[:, 0], arguments[2])
     wanted = kernel_draws.expected_ids(case, arguments)
     np.testing.assert_array_equal(selection.ids[:, 0], wanted)
+
+
+def test_lists_name_any_of_a_rows_own_pages(capfd):
+    """Each head lists another subset of the four, behind pages of which it has any number."""
+    skip_unless_it_runs("prefill")
+    case = kernel_cases.Pages(heads=(16, 1), lengths=(250,), lists="head", head_dim=64)
+    (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
+    for head, row, place in np.ndindex(16, case.num_rows, 4):
+        mask[0, head, row, 4 * row + place] = head >> place & 1
+    packed, counts = cases.pack_lists(mask)
+    # Whoever attends to what no list names sees NaN.
+    is_listed = np.pad(mask.any((0, 1, 2)), (0, case.num_blocks - mask.shape[-1]))
+    unlisted = np.repeat(~is_listed, 16)[:, None, None]
+    floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
+    padding = ((0, 0),) * 3 + ((0, ids.shape[-1] - packed.shape[-1]),)
+    ids = jnp.asarray(np.pad(packed, padding, constant_values=2**30), jnp.int32)
+    assert set(np.unique(counts % 8)) == set(range(8)) and counts.max() > 8
+    arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
+    found = run_twice(case, arguments, capfd)
+    assert_attention(case, arguments, mask, found)
+    for one, other in zip(found, run_twice(case, arguments, capfd), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("row_size", [16, 32, 128])
+def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
+    case = kernel_cases.Pages(heads=(2, 1), lengths=(128,), row_size=row_size)
+    function, shapes = kernel_cases.program(case)
+    with pytest.raises(ValueError, match="row_size must fit the kernel: it takes a"):
+        jax.eval_shape(function, *shapes)
 
 
 # The public functions, which shift queries to block boundaries and bring lists of their own.
