@@ -34,6 +34,13 @@ arrived, `freed` that all who read it are done. In every step
 Slots of keys and of values are taken in turn and have barriers of their own, since values are freed
 later than keys. The queries of each warpgroup are a place too, which it frees after the last scores
 of its tile, so that those of the next tile come while it finishes this one.
+
+Lists may name pages of 16 keys instead, for the same tiles. A step is then eight pages, of which
+each warp of the loader reads and copies two, without waiting for the others. The first step has the
+last eight pages of a list, so that all that are the tile's own are in its second half, and no other
+step needs to know which query sees what. The last step lacks pages if their count is no multiple of
+eight. It hides the places of these, where it has the list's first page once more: one that every
+query sees, or zeros in the place of its values if it is the tile's own.
 """
 
 import dataclasses
@@ -518,8 +525,8 @@ class _PageLoader(_Loader):
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
-        count, start = extent.count, extent.start
-        num_steps, half = tiling.num_steps(count), tiling.pieces // 2
+        count, half = extent.count, tiling.pieces // 2
+        num_steps = tiling.num_steps(count)
         # The last page of the first half of a step, and those of the second one.
         before, *pages = (
             self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
@@ -747,9 +754,11 @@ class _Head:
         """The first step and its mask, all further steps, the last product and the division."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         _, start, length = self.tile.extent(refs)
-        pieces: Any = self.tile.pieces(refs, count, 0)
+        pieces: Any
         if tiling.has_pages:
             pieces = [self.tile.page(refs, count, 0, place) for place in range(tiling.pieces)]
+        else:
+            pieces = self.tile.pieces(refs, count, 0)
         plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
         slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
@@ -775,7 +784,8 @@ class _Head:
 
         def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
             lacks = (index + 2) * tiling.pieces - count  # pieces, if any
-            return self._step(sums, done + index, index == rest - 1, lacks, *carry)
+            is_last = lacks >= 0 if tiling.has_pages else index == rest - 1
+            return self._step(sums, done + index, is_last, lacks, *carry)
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
@@ -909,8 +919,9 @@ def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) ->
 
 
 def _hide(scores: Any, end: Any) -> Any:
-    """Hides the keys of a step before one."""
-    return jnp.where(ops.matrix_index(scores.shape, 1) < end, MASK_VALUE, scores)
+    """Hides the keys of a step before one, the first of a page."""
+    column = ops.matrix_index(scores.shape, 1) & ~7  # constants, as above
+    return jnp.where(column < end, MASK_VALUE, scores)
 
 
 # The kernel and its launch

@@ -6,6 +6,7 @@ On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_
 import dataclasses
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import kernel_cases
@@ -130,6 +131,45 @@ def test_selection_equals_the_reference_exactly(case, seed, capfd):
     np.testing.assert_array_equal(selection.counts[:, 0], arguments[2])
     wanted = kernel_draws.expected_ids(case, arguments)
     np.testing.assert_array_equal(selection.ids[:, 0], wanted)
+
+
+@pytest.mark.slow
+def test_lists_name_any_of_a_rows_own_pages(capfd):
+    """Each head lists another subset of the four, behind pages of which it has any number."""
+    skip_unless_it_runs("prefill")
+    case = kernel_cases.Pages(heads=(16, 1), lengths=(250,), lists="head", head_dim=64)
+    (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
+    for head, row, place in np.ndindex(16, case.num_rows, 4):
+        mask[0, head, row, 4 * row + place] = head >> place & 1
+    packed, counts = cases.pack_lists(mask)
+    # Whoever attends to what no list names sees NaN.
+    is_listed = np.pad(mask.any((0, 1, 2)), (0, case.num_blocks - mask.shape[-1]))
+    unlisted = np.repeat(~is_listed, 16)[:, None, None]
+    floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
+    padding = ((0, 0),) * 3 + ((0, ids.shape[-1] - packed.shape[-1]),)
+    ids = jnp.asarray(np.pad(packed, padding, constant_values=2**30), jnp.int32)
+    assert set(np.unique(counts % 8)) == set(range(8)) and counts.max() > 8
+    arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
+    found = run_twice(case, arguments, capfd)
+    assert_attention(case, arguments, mask, found)
+    # A value that is not finite in the first row, of which some lists are of less than four pages,
+    # and one in the last row reach later queries of the heads that list their pages, bit for bit.
+    sees = np.zeros((1, 4 * 64, 16), bool)
+    for position in (20, 210):
+        floats[2] = floats[2].at[kernel_cases.LAYER, 0, position].set(jnp.nan)
+        lists = mask[0, :, np.arange(256) // 64, position // 16]
+        sees[0] |= lists & (np.arange(256) >= position)[:, None]
+    spoiled = run_twice(case, (*floats, *arguments[3:]), capfd)
+    must = sees & (np.arange(256) < 250)[:, None]
+    kernel_draws.assert_reaches_those_who_see(spoiled, found, sees, must)
+
+
+@pytest.mark.parametrize("row_size", [16, 32, 128])
+def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
+    case = kernel_cases.Pages(heads=(2, 1), lengths=(128,), row_size=row_size)
+    function, shapes = kernel_cases.program(case)
+    with pytest.raises(ValueError, match="row_size must fit the kernel: it takes a"):
+        jax.eval_shape(function, *shapes)
 
 
 # The public functions, which shift queries to block boundaries and bring lists of their own.
