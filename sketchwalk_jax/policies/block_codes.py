@@ -436,7 +436,12 @@ def _scores_of_kernels(
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
     beside = block_residuals_kernel(
-        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=kernel_config.interpret
+        stack.code,
+        stack.step,
+        layer=layer,
+        lengths=kv_lengths,
+        pages=pages,
+        interpret=kernel_config.interpret,
     )
     own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
     centre = jnp.pad(own_centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
