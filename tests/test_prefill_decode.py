@@ -44,9 +44,12 @@ OTHERS = {
 }
 
 
+draw_parameters = jax.jit(init_params, static_argnums=1)
+
+
 @functools.cache
 def parameters():
-    return init_params(jax.random.key(0), MODEL)
+    return draw_parameters(jax.random.key(0), MODEL)
 
 
 def draw_tokens(seed: int, num_tokens: int) -> np.ndarray:
@@ -243,7 +246,7 @@ def test_full_density_equals_dense_in_both_phases(make, dense_layers):
     config = make(density=1.0, dense_layers=dense_layers)
     lengths = jnp.array([1, 63, 64, 65, 129], jnp.int32)
     tokens = jnp.stack([draw_tokens(seed, 140) for seed in range(5)])
-    params = init_params(jax.random.key(1), model)
+    params = draw_parameters(jax.random.key(1), model)
     wanted = forward(params, tokens, model_config=model, policy=Dense())
     cache = init_cache(model, config, batch=5, max_tokens=140)
     options = {"model_config": model, "policy": config}
