@@ -163,7 +163,7 @@ def test_recall_is_the_listed_share(kind):
     numbers = np.asarray(mass).reshape(2, heads, 7, 7).astype(np.float64)
     held = (numbers * np.repeat(mask, heads // num_lists, axis=1)).sum(-1)
     wanted = held / np.maximum(numbers.sum(-1), 1e-9)
-    recall = mass_recall(mass, selection)
+    recall = mass_recall(jnp.asarray(mass), selection)
     np.testing.assert_allclose(np.reshape(recall, wanted.shape), wanted, **tolerance("density"))
     assert 0 < np.mean(wanted[0]) < 1 and not wanted[1, :, 4:].any()
 
@@ -172,7 +172,7 @@ def test_everything_is_recalled_by_everything():
     query, key = draw((CAPACITY,))
     mass = mass_of(query, key, block_size=SIZE)
     full = full_selection(jnp.arange(7, dtype=jnp.int32)[None], 7, block_size=SIZE)
-    np.testing.assert_allclose(mass_recall(mass, full), 1.0, **tolerance("density"))
+    np.testing.assert_allclose(mass_recall(jnp.asarray(mass), full), 1.0, **tolerance("density"))
 
 
 @pytest.mark.unchecked
