@@ -42,14 +42,16 @@ def _layers(weights, tokens):
     def attend(query, key, value, layer, state):
         return dense_attention(query, key, value), state, (query, key, value)
 
-    @jax.jit
-    def run(weights, tokens):
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        layers = [(range(MODEL.num_layers), attend)]
-        hidden = embed(weights, tokens)
-        return run_layers(weights, hidden, positions, None, model_config=MODEL, layers=layers)[2][0]
-
-    return [np.asarray(x, np.float64) for x in run(weights, tokens)]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    found = run_layers(
+        weights,
+        embed(weights, jnp.asarray(tokens)),
+        positions,
+        None,
+        model_config=MODEL,
+        layers=[(range(MODEL.num_layers), attend)],
+    )[2][0]
+    return [np.asarray(x, np.float64) for x in found]
 
 
 def _kept_by_streaming(row: int) -> list[int]:
@@ -75,12 +77,10 @@ def _expected(query, key, value, positions):
     return np.mean(shares), math.sqrt(np.sum(errors) / np.sum(norms))
 
 
-prefill = jax.jit(probe_prefill, static_argnames=("model_config", "together"))
-
-
 def _probe(weights, tokens, lengths):
     static = {"model_config": MODEL, "together": POLICIES}
-    return jax.device_get(prefill(weights, tokens, lengths, **static))
+    program = jax.jit(probe_prefill, static_argnames=("model_config", "together"))
+    return program(weights, tokens, lengths, **static)
 
 
 def test_prefill_equals_numpy(weights):
@@ -104,9 +104,13 @@ def test_decode_equals_numpy(weights):
     continuation = np.zeros((1, MAX_STEPS), np.int32)
     continuation[0, :told] = tokens[0, start : start + told]
     program = jax.jit(probe_decode, static_argnames=("model_config", "together"))
-    told_tokens = np.array([told], np.int32)
-    sums = jax.device_get(
-        program(weights, cache, continuation, told_tokens, model_config=MODEL, together=POLICIES)
+    sums = program(
+        weights,
+        cache,
+        continuation,
+        np.array([told], np.int32),
+        model_config=MODEL,
+        together=POLICIES,
     )
     recall, error = sums.by_layer(0)
     for index, (query, key, value) in enumerate(zip(*_layers(weights, tokens), strict=True)):

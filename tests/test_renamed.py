@@ -1,6 +1,5 @@
 """Former names: `config=` of all that takes a policy, and `sharding.plan`."""
 
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -19,9 +18,8 @@ from sketchwalk_jax import flax as adapters
 from sketchwalk_jax.evaluation.planning import make_plan
 from sketchwalk_jax.models.flax import CausalLM, LinenCausalLM
 
-ONE_LAYER = dataclasses.replace(tiny.MODEL, num_layers=1)
-POLICY = sw.SketchWalkConfig.paper(**tiny.SPARSE | {"dense_layers": 0})
-MODEL = {"model_config": ONE_LAYER}
+POLICY = tiny.POLICIES["paper"]
+MODEL = {"model_config": tiny.MODEL}
 TOKENS = np.arange(40, dtype=np.int32)[None] % 60
 X = jnp.ones((1, 32, 4, 16))
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -29,11 +27,11 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 @functools.cache
 def params():
-    return tiny.params(model=ONE_LAYER)
+    return tiny.params()
 
 
 def cache():
-    return sw.init_cache(ONE_LAYER, POLICY, batch=1, max_tokens=64)
+    return sw.init_cache(tiny.MODEL, POLICY, batch=1, max_tokens=64)
 
 
 def layer_cache():
@@ -42,12 +40,12 @@ def layer_cache():
 
 def linen(method, *arguments):
     """Calls a Linen model's method; options as its own."""
-    model = LinenCausalLM(ONE_LAYER)
+    model = LinenCausalLM(tiny.MODEL)
     return lambda **options: model.apply({"params": params()}, *arguments, method=method, **options)
 
 
 def nnx_model():
-    return CausalLM.from_params(params(), ONE_LAYER)
+    return CausalLM.from_params(params(), tiny.MODEL)
 
 
 # Of every public name that takes a policy: a call that lacks the policy alone.
@@ -58,14 +56,14 @@ CALLS = {
     "sketchwalk_cached_attention": lambda **given: sw.sketchwalk_cached_attention(
         X, X, X, layer_cache(), **given
     ),
-    "init_cache": lambda **given: sw.init_cache(ONE_LAYER, batch=1, max_tokens=64, **given),
+    "init_cache": lambda **given: sw.init_cache(tiny.MODEL, batch=1, max_tokens=64, **given),
     "prefill": lambda **given: sw.prefill(params(), TOKENS, cache(), **MODEL, **given),
     "decode_step": lambda **given: sw.decode_step(
         params(), TOKENS[:, 0], cache(), **MODEL, **given
     ),
     "forward": lambda **given: sw.forward(params(), TOKENS, **MODEL, **given),
     "generate": lambda **given: sw.generate(params(), TOKENS, max_new_tokens=2, **MODEL, **given),
-    "make_generate": lambda **given: sw.make_generate(ONE_LAYER, max_new_tokens=2, **given).policy,
+    "make_generate": lambda **given: sw.make_generate(tiny.MODEL, max_new_tokens=2, **given).policy,
     "stream": lambda **given: (
         next(sw.stream(params(), TOKENS, max_new_tokens=2, **MODEL, **given)).measured_density
     ),
@@ -162,9 +160,10 @@ def test_a_policy_may_declare_kernels_with_a_warning():
             def observe(self, *arrays, span, kernels=None):
                 return super().observe(*arrays, span=span, kernel_config=kernels)
 
-    tokens, fields = tiny.prompts(100)[0], {"block_size": 16, "dense_layers": 0}
+    options = {"model_config": tiny.MODEL, "max_new_tokens": 4}
+    tokens = tiny.prompts(100)[0]
     found, wanted = (
-        sw.generate(params(), tokens, policy=policy(**fields), max_new_tokens=4, **MODEL).tokens
+        sw.generate(tiny.params(), tokens, policy=policy(block_size=16), **options).tokens
         for policy in (Own, sw.SketchWalkConfig)
     )
     np.testing.assert_array_equal(found, wanted)
