@@ -19,6 +19,8 @@ from sketchwalk_jax.policies.base import LayerShape, Span
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import ablations  # noqa: E402
+import figures  # noqa: E402
+import report  # noqa: E402
 
 PROMPTS = 20
 BATCH, BLOCKS, SIZE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 2, 10, 16, 4, 2, 16, 3
@@ -79,13 +81,17 @@ def select_in_layers(config, layers, lengths=LENGTHS):
     valid = jnp.arange(BLOCKS * SIZE)[None, :] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     walk = config.init_walk(batch=BATCH, num_rows=BLOCKS, num_blocks=BLOCKS)
-    found = []
-    for query, key in layers:
-        query, key = jnp.asarray(query), jnp.asarray(key)
+
+    @jax.jit
+    def select(query, key, walk):
         shape = LayerShape(HEADS, KV_HEADS, HEAD_DIM)
         sums = config.init_statistics(shape, batch=BATCH, num_blocks=BLOCKS)
         sums = config.observe(query, key, sums, span=span)
-        selection, walk = config.select(query, key[None], sums, walk, layer=jnp.int32(0), span=span)
+        return config.select(query, key[None], sums, walk, layer=jnp.int32(0), span=span)
+
+    found = []
+    for query, key in layers:
+        selection, walk = select(query, key, walk)
         found.append(selection)
     return found
 
@@ -145,13 +151,15 @@ def test_what_follows_changes_a_rows_list():
     assert config.phases == ("prefill",)  # and so decoding could not go on with its walk
 
 
-def test_page_has_every_variant_with_paired_differences(run_benchmark, rows, tmp_path):
+def test_page_has_every_variant_with_paired_differences(rows, tmp_path, monkeypatch):
     data = {"meta": META | {"prompts": PROMPTS}, "rows": rows}
     (tmp_path / "ablations.json").write_text(json.dumps(data), encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:ablations -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    run_benchmark("report.py", "--results", tmp_path, "--page", page)
-    run_benchmark("figures.py", "ablations", "--results", tmp_path, "--plots", tmp_path)
+    where = ["--results", str(tmp_path)]
+    assert report.main([*where, "--page", str(page)]) == 0
+    monkeypatch.setattr(sys, "argv", ["figures.py", "ablations", *where, "--plots", str(tmp_path)])
+    figures.main()
     text = page.read_text(encoding="utf-8")
     for preset in ("paper", "damped"):
         assert f"**`{preset}` with one thing changed, density 0.2**" in text

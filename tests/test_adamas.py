@@ -13,13 +13,13 @@ from tolerances import tolerance
 
 from sketchwalk_jax import init_cache
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies.adamas import (
-    AdamasConfig,
-    calibrate_thresholds,
-    code_distance,
-    encode_channels,
-    hadamard_transform,
-)
+from sketchwalk_jax.policies import adamas
+from sketchwalk_jax.policies.adamas import AdamasConfig, calibrate_thresholds
+
+# Whole functions are one program each, and not one for each of their operations.
+code_distance = jax.jit(adamas.code_distance)
+encode_channels = jax.jit(adamas.encode_channels, static_argnames="thresholds")
+hadamard_transform = jax.jit(adamas.hadamard_transform)
 
 SIZES = (8, 16, 64, 128)
 THRESHOLDS = ((-10.0, 0.0, 10.0), (-1.5, 0.25, 3.0))

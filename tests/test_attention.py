@@ -76,8 +76,8 @@ def expected(case, query, key, value, mask, row, first=0):
     allowed = np.repeat(mask[row], SIZE, axis=-1)[:, blocks, : len(keys)]
     allowed = allowed & (keys <= positions[:, None]) & (keys < case.lengths[row])
     allowed = np.repeat(allowed, case.heads[0] // len(allowed), axis=0)
-    key, value = (jnp.nan_to_num(x[row].astype(jnp.float32)) for x in (key, value))
-    return reference.masked_attention(query[row], key, value, allowed)
+    query, key, value = (np.asarray(x)[row].astype(np.float32) for x in (query, key, value))
+    return reference.masked_attention(query, np.nan_to_num(key), np.nan_to_num(value), allowed)
 
 
 def assert_close(case, actual, lse, wanted, length=None):
@@ -94,6 +94,7 @@ def test_lists_equal_the_masked_reference(case):
     lengths = jnp.array(case.lengths, jnp.int32)
     out, lse = attend(query, key, value, selection, kv_lengths=lengths, return_lse=True)
     assert out.dtype == query.dtype and lse.dtype == jnp.float32
+    out, lse = jax.device_get((out, lse))
     assert np.isfinite(np.asarray(out, np.float32)).all()
     for row, length in enumerate(case.lengths):
         assert_close(case, out[row], lse[row], expected(case, query, key, value, mask, row), length)
@@ -114,8 +115,11 @@ def test_full_lists_equal_dense_attention_and_jax(case):
     lists, lse = attend(query, key, value, selection, kv_lengths=lengths, return_lse=True)
     whole, whole_lse = dense(query, key, value, kv_lengths=lengths, return_lse=True)
     # Nobody here wrote this one. It computes in the dtype of its inputs: give it float32.
-    wide = (jnp.nan_to_num(x.astype(jnp.float32)) for x in (query, key, value))
+    wide = (np.nan_to_num(np.asarray(x).astype(np.float32)) for x in (query, key, value))
     wanted, residual = jax_attention(*wide, key_value_seq_lengths=lengths)
+    lists, lse, whole, whole_lse, wanted, residual = jax.device_get(
+        (lists, lse, whole, whole_lse, wanted, residual)
+    )
     for row, length in enumerate(case.lengths):
         expected = wanted[row], residual[row]
         assert_close(case, lists[row], lse[row], expected, length)
@@ -132,6 +136,7 @@ def test_decode_equals_the_masked_reference(case):
     out, lse = decode(query, key, value, selection, kv_lengths=lengths, return_lse=True)
     arguments = {"query_offset": lengths - 1, "kv_lengths": lengths, "return_lse": True}
     whole, whole_lse = dense(query, key, value, **arguments)
+    out, lse, whole, whole_lse = jax.device_get((out, lse, whole, whole_lse))
     for row, length in enumerate(case.lengths):
         wanted = expected(case, query, key, value, mask, row, length - 1)
         assert_close(case, out[row], lse[row], wanted)
@@ -142,10 +147,10 @@ def test_decode_equals_the_masked_reference(case):
 def rows_at(selection: BlockSelection, rows: np.ndarray) -> BlockSelection:
     """The lists of the given rows `[B, I]` of each sequence."""
     ids, counts = (
-        jnp.stack([x[row][:, place] for row, place in enumerate(rows)])
+        np.stack([x[row][:, place] for row, place in enumerate(rows)])
         for x in (np.asarray(selection.ids), np.asarray(selection.counts))
     )
-    return BlockSelection(ids, counts, selection.block_size)
+    return BlockSelection(jnp.asarray(ids), jnp.asarray(counts), selection.block_size)
 
 
 @settings(max_examples=12)
@@ -165,6 +170,7 @@ def test_queries_may_start_at_any_position(offsets):
     }
     out, lse = attend(query, key, value, rows_at(selection, rows), **arguments)
     whole, whole_lse = dense(query, key, value, **arguments)
+    out, lse, whole, whole_lse = jax.device_get((out, lse, whole, whole_lse))
     for row, offset in enumerate(offsets):
         assert_close(case, out[row], lse[row], expected(case, query, key, value, mask, row, offset))
         wanted = expected(case, query, key, value, np.ones_like(mask), row, offset)
@@ -185,7 +191,7 @@ def test_queries_beyond_the_keys_see_only_keys():
 def test_a_layer_of_a_stacked_cache_equals_the_layer_alone(lists):
     case = AttentionCase(4, 32, (130, 77), lists)
     layers = [draw(case, seed=seed) for seed in range(3)]
-    key, value = (jnp.stack([layer[part] for layer in layers]) for part in (1, 2))
+    key, value = (np.stack([layer[part] for layer in layers]) for part in (1, 2))
     query = layers[0][0]
     _, selection = draw_selection(case, 3, 3)
     lengths = jnp.array(case.lengths, jnp.int32)
@@ -236,7 +242,9 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_the_batch():
     query, key, value = draw(case)
     _, selection = draw_selection(case, 4, 4)
     lengths = jnp.array(case.lengths, jnp.int32)
-    first = attend(query, key, value, selection, kv_lengths=lengths)
+    first = np.asarray(attend(query, key, value, selection, kv_lengths=lengths))
+    query, key, value, lengths = jax.device_get((query, key, value, lengths))
+    selection = jax.device_get(selection)
     np.testing.assert_array_equal(first, attend(query, key, value, selection, kv_lengths=lengths))
     for row, length in enumerate(case.lengths):
         one = slice(row, row + 1)
@@ -247,7 +255,8 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_the_batch():
             BlockSelection(selection.ids[one], selection.counts[one], SIZE),
             kv_lengths=lengths[one],
         )
-        np.testing.assert_allclose(alone[0, :length], first[row, :length], **tolerance("attention"))
+        alone = np.asarray(alone)[0, :length]
+        np.testing.assert_allclose(alone, first[row, :length], **tolerance("attention"))
 
 
 def test_calls_by_themselves_give_what_they_give_inside_transformations():

@@ -21,8 +21,16 @@ TILES = {
     "all at once": KernelConfig(dense_rows=4096, dense_keys=4096, dense_decode_keys=4096),
 }
 STATIC = ("block_size", "sum_heads", "aggregate", "kernel_config")
-mass_of = jax.jit(block_mass, static_argnames=STATIC)
-mass_of_token = jax.jit(token_mass, static_argnames=STATIC)
+_block_mass = jax.jit(block_mass, static_argnames=STATIC)
+_token_mass = jax.jit(token_mass, static_argnames=STATIC)
+
+
+def mass_of(*arrays, **options):
+    return np.asarray(_block_mass(*arrays, **options))
+
+
+def mass_of_token(*arrays, **options):
+    return np.asarray(_token_mass(*arrays, **options))
 
 
 def draw(lengths, num_tokens=CAPACITY, dtype=jnp.float32, num_layers=None):
@@ -32,7 +40,7 @@ def draw(lengths, num_tokens=CAPACITY, dtype=jnp.float32, num_layers=None):
     key = 2.0 * rng.standard_normal((len(lengths), CAPACITY, HEADS[1], HEAD_DIM))
     for row, length in enumerate(lengths):
         query[row, length:] = key[row, length:] = np.nan
-    query, key = (np.asarray(jnp.asarray(x, dtype)) for x in (query, key))
+    query, key = (x.astype(np.float32).astype(jnp.dtype(dtype)) for x in (query, key))
     if num_layers is None:
         return query, key
     stacked = np.full((num_layers, *key.shape), np.nan, key.dtype)
@@ -155,7 +163,7 @@ def test_recall_is_the_listed_share(kind):
     numbers = np.asarray(mass).reshape(2, heads, 7, 7).astype(np.float64)
     held = (numbers * np.repeat(mask, heads // num_lists, axis=1)).sum(-1)
     wanted = held / np.maximum(numbers.sum(-1), 1e-9)
-    recall = mass_recall(mass, selection)
+    recall = mass_recall(jnp.asarray(mass), selection)
     np.testing.assert_allclose(np.reshape(recall, wanted.shape), wanted, **tolerance("density"))
     assert 0 < np.mean(wanted[0]) < 1 and not wanted[1, :, 4:].any()
 
@@ -164,7 +172,7 @@ def test_everything_is_recalled_by_everything():
     query, key = draw((CAPACITY,))
     mass = mass_of(query, key, block_size=SIZE)
     full = full_selection(jnp.arange(7, dtype=jnp.int32)[None], 7, block_size=SIZE)
-    np.testing.assert_allclose(mass_recall(mass, full), 1.0, **tolerance("density"))
+    np.testing.assert_allclose(mass_recall(jnp.asarray(mass), full), 1.0, **tolerance("density"))
 
 
 @pytest.mark.unchecked

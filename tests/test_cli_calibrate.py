@@ -14,7 +14,7 @@ from sketchwalk_jax.models.weights import fingerprint, load
 from sketchwalk_jax.plan import Plan, plan_path
 
 NUM_LAYERS = 3
-MEASURE = ("--tokens", "2048", "--prompts", "2")
+MEASURE = ("--tokens", "2048", "--prompts", "1")
 
 
 def write_model(directory: Path) -> Path:
@@ -60,7 +60,7 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
     assert plan.fingerprint == fingerprint(planned)
     content = json.loads(plan_path(planned).read_text())
     measured = content["measured"]
-    assert (measured["prompts"], measured["tokens"], len(measured["tasks"])) == (2, 2048, 2)
+    assert (measured["prompts"], measured["tokens"], len(measured["tasks"])) == (1, 2048, 1)
     assert set(measured["text"]) == {"name", "sha256"}
     assert {"device", "versions", "date", "command"} <= set(measured)
     assert str(planned.parent) not in plan_path(planned).read_text()
@@ -71,7 +71,9 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
 @pytest.mark.unchecked
 def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
     out = tmp_path / "plan.json"
-    printed, err = run("calibrate", "--model", model, *MEASURE, "--out", out)
+    printed, err = run("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
+    measured = json.loads(out.read_text())["measured"]
+    assert (measured["prompts"], len(measured["tasks"])) == (2, 2)
     header, *lines = printed.splitlines()
     assert len(lines) == NUM_LAYERS and len({len(line) for line in lines}) == 1
     plan = Plan.read(out)

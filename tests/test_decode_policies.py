@@ -237,7 +237,7 @@ def test_lists_of_tokens_equal_the_masked_reference():
             heads = np.repeat(mask[row], num_heads // num_lists, axis=0)
             clean = (np.nan_to_num(x[row]) for x in (key, value))
             wanted, _ = reference.masked_attention(query[row], *clean, heads)
-            np.testing.assert_allclose(out[row], wanted, **tolerance("attention"))
+            np.testing.assert_allclose(np.asarray(out)[row], wanted, **tolerance("attention"))
         pairs = selection.attended_pairs(
             jnp.asarray(lengths - 1)[:, None], jnp.ones((2, 1), jnp.int32)
         )

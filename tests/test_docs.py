@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import report  # noqa: E402
+
 PAGES = (
     "README.md",
     "ARCHITECTURE.md",
@@ -37,14 +41,6 @@ has_quality = pytest.mark.skipif(
 )
 
 
-def report(repository: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, repository / "benchmarks" / "report.py", *arguments],
-        capture_output=True,
-        text=True,
-    )
-
-
 def section(text: str, name: str) -> str:
     found = re.search(rf"<!-- benchmark:{name} -->\n(.*?)<!-- /benchmark -->", text, re.DOTALL)
     assert found is not None, f"the page has no section benchmark:{name}"
@@ -52,7 +48,8 @@ def section(text: str, name: str) -> str:
 
 
 def test_tables_equal_the_results(repository):
-    done = report(repository, "--check")
+    command = [sys.executable, repository / "benchmarks" / "report.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -81,8 +78,8 @@ def test_a_typed_number_is_found_and_replaced(repository, tmp_path):
     original = (repository / NUMBERS).read_text(encoding="utf-8")
     table = section(original, "cpu-attention")
     readme.write_text(original.replace(table, table.replace("**", "**1", 1)), encoding="utf-8")
-    assert report(repository, "--check", "--page", readme).returncode == 1
-    assert report(repository, "--page", readme).returncode == 0
+    assert report.main(["--check", "--page", str(readme)]) == 1
+    assert report.main(["--page", str(readme)]) == 0
     assert readme.read_text(encoding="utf-8") == original
 
 
@@ -147,8 +144,8 @@ def test_results_of_a_quick_run_are_refused(repository, tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps(results))
     readme = tmp_path / "README.md"
     readme.write_text("<!-- benchmark:cpu-prefill -->\n<!-- /benchmark -->\n")
-    done = report(repository, "--page", readme, "--results", tmp_path)
-    assert done.returncode != 0 and "--quick" in done.stderr
+    with pytest.raises(ValueError, match="must be of a whole run, got one with --quick"):
+        report.main(["--page", str(readme), "--results", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

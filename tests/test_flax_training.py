@@ -111,11 +111,13 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
     linen = LinenWalkSelfAttention(HEADS, policy=FULL, **LAYER)
     params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
     apply = jax.jit(functools.partial(linen.apply, params))
-    out, walk = layer(x, lengths=lengths)
+    call = nnx.jit(WalkSelfAttention.__call__)
+    of_nnx = functools.partial(call, layer)
+    out, walk = of_nnx(x, lengths=lengths)
     other, same = apply(x, None, lengths=lengths)
     np.testing.assert_allclose(other, out, **tolerance("attention"))
     np.testing.assert_array_equal(same.scores, walk.scores)
-    assert int(layer(x, walk)[1].layers) == 2
+    assert int(of_nnx(x, walk)[1].layers) == 2
     # The same tokens in pieces, with a density of 1, from caches.
     caches = [layer.init_cache(2, TOKENS)]
     caches.append(
@@ -123,7 +125,7 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
             2, TOKENS, num_heads=HEADS, num_kv_heads=1, head_dim=WIDTH // HEADS, policy=FULL
         )
     )
-    for call, cache in zip((layer, apply), caches, strict=True):
+    for call, cache in zip((of_nnx, apply), caches, strict=True):
         first, cache, _ = call(x[:, :49], cache=cache)
         token, cache, _ = call(x[:, 49:50], cache=cache)
         pieces = jnp.concatenate([first, token], axis=1)

@@ -161,8 +161,8 @@ def expected(case: Case) -> tuple[np.ndarray, ...]:
             total += jnp.sum(jnp.where(sees[row].any(-1).T, lse, 0.0) * grad_lse[row])
         return total
 
-    wide = (jnp.nan_to_num(x.astype(jnp.float32)) for x in arrays)
-    return tuple(np.asarray(x) for x in jax.grad(total, (0, 1, 2))(*wide))
+    wide = (np.nan_to_num(np.asarray(x).astype(np.float32)) for x in arrays)
+    return tuple(np.asarray(x) for x in jax.jit(jax.grad(total, (0, 1, 2)))(*wide))
 
 
 def gradients(case: Case, **options: Any) -> tuple[jax.Array, ...]:

@@ -95,7 +95,8 @@ def test_templates_that_attack_are_stopped(source, model, monkeypatch):
     ],
 )
 def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
-    monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
+    # Where time is not what stops it, a busy machine has enough.
+    monkeypatch.setattr(chat_templates, "SECONDS", 1.0 if "seconds" in message else 600.0)
     monkeypatch.setattr(chat_templates, "GROWTH", 2**27)
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = source

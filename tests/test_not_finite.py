@@ -361,7 +361,7 @@ MODELS = {
     "paper": SketchWalkConfig.paper(**SPARSE | {"dense_layers": 1}),
     "damped": SketchWalkConfig.damped(**SPARSE | {"dense_layers": (0, 2)}),
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
-    "recommended": SketchWalkConfig.recommended(**SPARSE | {"dense_layers": (1,), "density": 0.5}),
+    "recommended": SketchWalkConfig.recommended(**SPARSE | {"dense_layers": 1, "density": 0.5}),
     "oracle": OracleConfig(**SPARSE),
 }
 

@@ -231,8 +231,8 @@ def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
 @pytest.mark.parametrize(
     ("dense_layers", "phase"),
     [
-        (1, "both"),
         ((1, 3), "both"),
+        pytest.param(1, "both", marks=pytest.mark.slow),
         pytest.param(0, "both", marks=pytest.mark.slow),
         pytest.param((1, 3), "prefill", marks=pytest.mark.slow),
         pytest.param(1, "decode", marks=pytest.mark.slow),

@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import checkpoints
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,9 +67,14 @@ def select(config):
     walk = config.init_walk(batch=1, num_rows=10, num_blocks=10)
     layer = jnp.zeros((), jnp.int32)
     shape = LayerShape(HEADS, KV_HEADS, HEAD_DIM)
-    kept = config.init_statistics(shape, batch=1, num_blocks=10)
-    kept = config.observe(query, key, kept, span=span)
-    _, walk = config.select(query, key[None], kept, walk, layer=layer, span=span)
+
+    @jax.jit
+    def run(walk):
+        kept = config.init_statistics(shape, batch=1, num_blocks=10)
+        kept = config.observe(query, key, kept, span=span)
+        return config.select(query, key[None], kept, walk, layer=layer, span=span)[1]
+
+    walk = run(walk)
     return np.asarray(query[0]), np.asarray(key[0]), np.asarray(walk.scores[0])
 
 

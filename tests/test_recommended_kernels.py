@@ -43,6 +43,17 @@ HOSTILE = ("equal", "nan", "huge", "below")
 KEPT = [("eight of a row", "random"), ("three heads for one", "nan")]
 
 
+@jax.jit
+def coded(key, lengths):
+    """Codes of the first tokens of each sequence."""
+    batch, tokens, kv_heads, channels = key.shape
+    sizes = {"batch": batch, "num_blocks": tokens // SIZE, "block_size": SIZE}
+    sizes |= {"num_kv_heads": kv_heads, "num_channels": channels}
+    valid = jnp.arange(tokens)[None] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    return BlockCodes.zeros(**sizes, dtype=key.dtype).add(key, span)
+
+
 def draw(case, kind):
     """Queries, codes, rows and lengths."""
     heads, kv_heads, channels, count, before, tokens = CASES[case]
@@ -69,18 +80,9 @@ def draw(case, kind):
         for channel in range(channels):
             key[:, channel % SIZE :: SIZE, :, channel] += 30.0
     lengths = jnp.asarray(lengths, jnp.int32)
-    valid = jnp.arange(num_blocks * SIZE)[None] < lengths[:, None]
-    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    codes = BlockCodes.zeros(
-        batch=len(tokens),
-        num_blocks=num_blocks,
-        block_size=SIZE,
-        num_kv_heads=kv_heads,
-        num_channels=channels,
-        dtype=jnp.bfloat16,
-    ).add(jnp.asarray(key, jnp.bfloat16), span)
-    rows = jnp.arange(before, before + num_rows, dtype=jnp.int32)[None]
-    rows = jnp.broadcast_to(rows, (len(tokens), num_rows))
+    codes = coded(jnp.asarray(key, jnp.bfloat16), lengths)
+    rows = np.arange(before, before + num_rows, dtype=np.int32)[None]
+    rows = jnp.asarray(np.broadcast_to(rows, (len(tokens), num_rows)))
     return jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths
 
 
@@ -284,9 +286,12 @@ def test_representatives_are_those_of_plain_jax(size):
     begin, end = np.array([3, 0, 0]), np.array([150, 3 * SIZE, 2 * SIZE + 2])
     column = np.arange(3 * SIZE)[None]
     valid = jnp.asarray((column >= begin[:, None]) & (column < end[:, None]))
-    policy, query = RecommendedConfig(), jnp.asarray(query, jnp.bfloat16)
+    query = jnp.asarray(query, jnp.bfloat16)
+    represent = jax.jit(
+        RecommendedConfig().represent, static_argnums=2, static_argnames="kernel_config"
+    )
     found, wanted = (
-        np.asarray(policy.represent(query, valid, count, kernel_config=one), np.float32)
+        np.asarray(represent(query, valid, count, kernel_config=one), np.float32)
         for one in (KERNELS, None)
     )
     np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())
@@ -303,7 +308,7 @@ def test_a_prompt_is_selected_alike():
     lengths = jnp.array([tokens - 9], jnp.int32)
     valid = jnp.arange(tokens)[None] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    policy = RecommendedConfig(density=0.6, min_blocks=3)
+    policy = RecommendedConfig(density=0.6, min_tokens=192)
     shape = LayerShape(heads, kv_heads, head_dim, jnp.bfloat16)
     empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
     walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
@@ -347,11 +352,7 @@ def draw_token(heads, kv_heads, head_dim, blocks, kind, *, pages=1, second=17 * 
         queries[0, :, ::2] *= 1e18  # as above
         queries[0, :, 1::2] *= 1e12
     lengths = jnp.asarray(lengths, jnp.int32)
-    valid = jnp.arange(blocks * SIZE)[None] < lengths[:, None]
-    sizes = {"batch": 4, "num_blocks": blocks, "block_size": SIZE, "num_kv_heads": kv_heads}
-    codes = BlockCodes.zeros(**sizes, num_channels=head_dim // 2, dtype=jnp.bfloat16)
-    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    codes = codes.add(jnp.asarray(key, jnp.bfloat16), span)
+    codes = coded(jnp.asarray(key, jnp.bfloat16), lengths)
     evidence = jnp.asarray(rng.random((4, 1, blocks * pages)) ** 4, jnp.float32)
     return jnp.asarray(queries, jnp.bfloat16), codes, WalkState(evidence, jnp.int32(1)), lengths
 
@@ -729,7 +730,7 @@ def piece(key, starts, ends):
 
 def assert_same_codes(found, wanted, lengths):
     for name in ("code", "centre", "step"):
-        a, b = (np.asarray(getattr(x, name).astype(jnp.float32)) for x in (found, wanted))
+        a, b = (np.asarray(getattr(x, name)).astype(np.float32) for x in (found, wanted))
         np.testing.assert_array_equal(a, b, err_msg=name)
     a, b = (np.asarray(x.unfinished, np.float32) for x in (found, wanted))
     size = a.shape[1]
@@ -737,10 +738,15 @@ def assert_same_codes(found, wanted, lengths):
     np.testing.assert_array_equal(np.where(is_there, a, 0.0), np.where(is_there, b, 0.0))
 
 
+@jax.jit
+def beside_centres(codes):
+    return codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
+
+
 def assert_codes_of_host(codes, key, lengths, maker):
     """On the host no compiler has a hand in what is rounded."""
     slow = slow_channels(key.shape[-1])
-    found = np.asarray(codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32))
+    found = np.asarray(beside_centres(codes))
     found, centre = found.reshape(len(key), -1, SIZE, *found.shape[2:]), np.asarray(codes.centre)
     for batch, length in enumerate(lengths):
         for block, begin in enumerate(range(0, length, SIZE)):
@@ -827,6 +833,7 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
         return one.take() if isinstance(one, LayerCodes) else one, stacked
 
     found, wanted = (observe_second(before, kernel_config=one) for one in (KERNELS, None))
+    found, wanted, before = jax.device_get((found, wanted, before))
     assert_same_codes(found[0], wanted[0], ends)
     for layer in range(3):
         take = functools.partial(jax.tree.map, operator.itemgetter(layer))
