@@ -152,16 +152,22 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
     arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
     found = run_twice(case, arguments, capfd)
     assert_attention(case, arguments, mask, found)
-    # A value that is not finite in the first row, of which some lists are of less than four pages,
-    # and one in the last row reach later queries of the heads that list their pages, bit for bit.
+    # Values that are not finite, one of them in the first row, some of whose lists have less than
+    # four pages, reach later queries of the heads that list their pages; all others are the same.
     sees = np.zeros((1, 4 * 64, 16), bool)
-    for position in (20, 210):
-        floats[2] = floats[2].at[kernel_cases.LAYER, 0, position].set(jnp.nan)
+    for position, features in ((20, slice(None)), (70, 5), (210, slice(None))):
+        place = (kernel_cases.LAYER, 0, position, 0, features)
+        floats[2] = floats[2].at[place].set(jnp.nan)
         lists = mask[0, :, np.arange(256) // 64, position // 16]
         sees[0] |= lists & (np.arange(256) >= position)[:, None]
     spoiled = run_twice(case, (*floats, *arguments[3:]), capfd)
     must = sees & (np.arange(256) < 250)[:, None]
     kernel_draws.assert_reaches_those_who_see(spoiled, found, sees, must)
+    # A later row sees no more of a value than the feature that is not finite.
+    heads = mask[0, :, 2, 70 // 16] & ~mask[0, :, 2, 20 // 16]
+    one, other = (np.asarray(x[0], np.float32)[0, 128:192, heads] for x in (spoiled, found))
+    assert len(one) and np.isnan(one[..., 5]).all()
+    np.testing.assert_array_equal(np.delete(one, 5, -1), np.delete(other, 5, -1))
 
 
 @pytest.mark.parametrize("row_size", [16, 32, 128])
