@@ -97,6 +97,10 @@ class Form:
     representatives: int = 8
 
 
+_PAGES = Form(keys=16, sink=16, local=BLOCK + 32, floor=128, repays=False)
+_SHARP = dataclasses.replace(_PAGES, exponent=8)
+_NEAR = dataclasses.replace(_SHARP, scores="codes", decay=0.4)
+_TOKEN = Form(queries=1, local=BLOCK, floor=128, repays=False)
 FORMS: dict[str, Form] = {
     "shared": Form(),
     "per key/value head": Form(lists="kv"),
@@ -111,6 +115,36 @@ FORMS: dict[str, Form] = {
     "remembered across layers": Form(decay=0.7),
     "approximate, no plan": Form(scores="codes", decay=0.7),
     "approximate, plan": Form(scores="codes", decay=0.7, has_plan=True),
+    "no repayment": Form(floor=192, repays=False),
+    "no repayment, floor of 256 keys": Form(repays=False),
+    "pages of 16 keys, as much forced": Form(keys=16, floor=192, repays=False),
+    "pages of 16 keys": _PAGES,
+    "pages of 8 keys": dataclasses.replace(_PAGES, keys=8),
+    "pages of 32 keys": dataclasses.replace(_PAGES, keys=32, sink=32),
+    "pages, rows of 16 queries": dataclasses.replace(_PAGES, queries=16),
+    "pages, rows of 32 queries": dataclasses.replace(_PAGES, queries=32),
+    "pages, per key/value head": dataclasses.replace(_PAGES, lists="kv"),
+    "pages, per query head": dataclasses.replace(_PAGES, lists="query"),
+    "pages, pooled over rows": dataclasses.replace(_PAGES, pool="rows"),
+    "pages, pooled over rows and heads": dataclasses.replace(_PAGES, lists="kv", pool="heads"),
+    "pages, exponent 8": _SHARP,
+    "pages, largest share": dataclasses.replace(_PAGES, exponent=0),
+    "pages, approximate, 8 queries": _NEAR,
+    "pages, approximate, 16 queries": dataclasses.replace(_NEAR, representatives=16),
+    "pages, approximate, 32 queries": dataclasses.replace(_NEAR, representatives=32),
+    "pages, approximate, 8 queries, plan": dataclasses.replace(_NEAR, has_plan=True),
+    "pages, approximate, 16 queries, plan": dataclasses.replace(
+        _NEAR, representatives=16, has_plan=True
+    ),
+    "pages, approximate, 16 queries, floor of 256 keys": dataclasses.replace(
+        _NEAR, representatives=16, floor=256
+    ),
+    "a token, exact, blocks": _TOKEN,
+    "a token, exact, pages": dataclasses.replace(_TOKEN, keys=16, sink=16, exponent=8),
+    "a token, approximate, blocks": dataclasses.replace(_TOKEN, scores="codes", decay=0.7),
+    "a token, approximate, pages": dataclasses.replace(
+        _TOKEN, keys=16, sink=16, exponent=8, scores="codes", decay=0.4
+    ),
 }
 
 

@@ -635,6 +635,37 @@ def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
             yield own
 
 
+def ceiling_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """Answers that a form of lists keeps, beside `shared` on the prompts that both have read.
+
+    The interval is a paired bootstrap over prompts, of the difference in percentage points.
+    """
+    from scipy import stats
+
+    for row in rows:
+        own = {"share": sum(row["kept"]) / sum(row["asked"]), "prompts": len(row["kept"])}
+        for name in ("measured_density", "asking_blocks", "text_loss"):
+            own[name] = float(np.mean(row[name]))
+        own["difference"] = own["interval"] = None
+        where = {name: row[name] for name in ("model", "tokens", "density")}
+        base = [one for one in rows if one["form"] == "shared" and where.items() <= one.items()]
+        is_prompt = not row["form"].startswith("a token")
+        if base and is_prompt and row["form"] != "shared":
+            count = min(own["prompts"], len(base[0]["kept"]))
+            arrays = [np.array(x[:count]) for x in (row["kept"], base[0]["kept"], row["asked"])]
+
+            def points(kept: Any, others: Any, asked: Any, axis: int = -1) -> Any:
+                return 100 * (kept - others).sum(axis=axis) / asked.sum(axis=axis)
+
+            found = stats.bootstrap(
+                arrays, points, paired=True, n_resamples=2000, method="percentile", rng=0
+            )
+            low, high = found.confidence_interval
+            own["difference"] = f"{points(*arrays):+.0f}"
+            own["interval"] = f"{low:+.0f} to {high:+.0f}"
+        yield row | own
+
+
 def ruler_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """Scores with the mean density of the sparse layers over tasks."""
     for row in rows:
@@ -693,6 +724,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         estimated_rows,
         listed_rows,
         retrieval_rows,
+        ceiling_rows,
         ruler_rows,
         paper_rows,
     )
@@ -1245,6 +1277,12 @@ EVALUATIONS = {
     "short-prompts": short_prompts,
     "methods-intervals": _REAL(functools.partial(summary, cell=_interval)),
     "real-data": _REAL(instruction_data),
+    "recommended-pages": _evaluated(
+        "recommended_pages.json",
+        functools.partial(summary, cell=_interval),
+        "`python benchmarks/real_models.py --model FILE.gguf --policy sketchwalk --preset "
+        "recommended recommended_pages`",
+    ),
     "recommended-parts": _evaluated(
         "recommended_parts.json",
         parts,
