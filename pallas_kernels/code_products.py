@@ -393,9 +393,9 @@ class _Warp:
             arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
             for bit in range(3)
         ]
-        values = [_larger_of_rows(*columns, bits[0], 4) for columns in peaks]
-        values = [_larger_of_rows(*values[two : two + 2], bits[1], 8) for two in (0, 2)]
-        value = _larger_of_rows(*values, bits[2], 16)
+        values = [_larger_of_rows(columns, bits[0], 4) for columns in peaks]
+        values = [_larger_of_rows(values[two : two + 2], bits[1], 8) for two in (0, 2)]
+        value = _larger_of_rows(values, bits[2], 16)
         value = arith.mulf(value, arith.select(bits[0], scales[1], scales[0]))
         page = arith.shrui(self._row, _int(1))
         column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
@@ -449,8 +449,12 @@ def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("max.f32 $0, $1, $2;", left, right, result_types=left.type)
 
 
-def _larger_of_rows(low: ir.Value, high: ir.Value, bit: ir.Value, distance: int) -> ir.Value:
-    """Of the lanes at a distance, the one whose bit is set takes the larger `high`, else `low`."""
+def _larger_of_rows(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Value:
+    """The larger second number of two lanes at a distance, for the one whose bit is set.
+
+    For the other one it is the larger first number.
+    """
+    low, high = pair
     own, other = arith.select(bit, high, low), arith.select(bit, low, high)
     return _larger(own, mgpu.utils.shfl_bfly(other, distance))
 
