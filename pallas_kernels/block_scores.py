@@ -473,7 +473,7 @@ def _scores(
         return jax.lax.cond(is_far != 0, move, keep)
 
     has_pages = tiling.pages > 1
-    common = 0.0  # what of the denominators is not in `offset`
+    common: Any = 0.0  # what of the denominators is not in `offset`
     start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
     reference, total = jax.lax.fori_loop(0, steps, gather_pages if has_pages else gather, start)
     over_rows = functools.partial(
@@ -570,8 +570,14 @@ def block_scores_kernel(
         pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks)
-    step = (_STEP, _PART)
+    shape: tuple[int, ...] = (
+        batch,
+        kv_heads,
+        tiling.parts,
+        num_queries // per_row,
+        tiling.blocks,
+    )
+    step: tuple[int, ...] = (_STEP, _PART)
     if pages > 1:
         shape = (*shape, pages)
         peaks = peaks.reshape(batch, kv_heads, tiling.blocks, pages, num_queries)
