@@ -265,3 +265,18 @@ def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
             assert abs(by_layer.mean() - density) < slack
     if phase == "both":
         assert abs(float(measured.overall) - density) < 0.01
+
+
+def test_rows_that_are_scored_some_at_a_time_are_scored_alike(monkeypatch):
+    # Segments of four rows: the last one is filled up, and numbers of representatives differ.
+    config = CONFIGS["default"]
+    lengths, drawn = SHAPES["ragged"][2], draw("ragged", "random")
+    query, key = batch(drawn, lengths)
+    places = jnp.asarray(lengths, jnp.int32)
+    whole = run(query, key, places, config=config, is_token=False)
+    monkeypatch.setattr("sketchwalk_jax.policies.recommended._SEGMENT", 4)
+    anew = functools.partial(run.__wrapped__, config=config, is_token=False)
+    some = jax.jit(lambda *arrays: anew(*arrays))(query, key, places)
+    for one, other in zip(whole[:2], some[:2], strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(whole[2], some[2], rtol=2e-5, atol=1e-7)
