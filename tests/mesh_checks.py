@@ -81,6 +81,13 @@ POLICIES: dict[str, Policy] = {
     "recommended": sw.SketchWalkConfig.recommended(
         block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
     ),
+    "recommended_pages": sw.SketchWalkConfig.recommended_pages(
+        block_size=2 * SIZE,  # of two pages
+        density=0.5,
+        min_tokens=2 * SIZE,
+        local_tokens=0,
+        early_representatives=((64, 16),),
+    ),
     "oracle": by_name("oracle", **_SPARSE, density=0.4),
     "oracle_max": by_name("oracle", **_SPARSE, density=0.4, aggregation="max"),
     "quest": by_name("quest", **_SPARSE, density=0.4),

@@ -176,7 +176,8 @@ def check(devices: subprocess.Popen):
     return check
 
 
-_OTHERS = [name for name in POLICIES if name not in ("dense", "paper", "recommended", "quest")]
+_ELSEWHERE = ("dense", "paper", "recommended", "recommended_pages", "quest")
+_OTHERS = [name for name in POLICIES if name not in _ELSEWHERE]
 
 
 _ALL = {"data": 2, "sequence": 2, "tensor": 2}
@@ -210,6 +211,9 @@ def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
         pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
         pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
         pytest.param(["recommended", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            ["recommended_pages"], {"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow
+        ),
         pytest.param(
             ["paper"], {"sequence": 2, "tensor": 4}, {"chunk_size": 48}, marks=pytest.mark.slow
         ),
