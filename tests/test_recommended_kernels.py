@@ -347,6 +347,22 @@ TOKEN_KINDS = ("random", "equal", "nan", "huge")
 TOKEN_SHAPES = [(4, 1, 128, 32), (4, 1, 64, 33), (6, 2, 64, 45), (14, 2, 64, 63), (4, 1, 128, 64)]
 
 
+def assert_ranks_find(select_on, ranks, wanted):
+    """What one of two ranks selects from what both have sent is what one device selects."""
+    sent = [[], []]
+    for rank in range(ranks):
+
+        def keep(x, axis, own=sent[rank]):
+            own.append(x)
+            return jnp.concatenate([x] * ranks, axis=axis)
+
+        select_on(rank, keep)
+    turns = zip(*sent, strict=True)
+    found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def draw_token(heads, kv_heads, head_dim, blocks, kind, *, pages=1, second=17 * SIZE):
     """Queries, codes, evidence of the layer before and lengths, down to one token and none."""
     rng = np.random.default_rng(heads)
@@ -461,18 +477,7 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
         )
 
     others = codes.centre, codes.step, codes.unfinished
-    sent = [[], []]
-    for rank in range(ranks):
-
-        def keep(x, axis, own=sent[rank]):
-            own.append(x)
-            return jnp.concatenate([x] * ranks, axis=axis)
-
-        select_on(rank, keep)
-    turns = zip(*sent, strict=True)
-    found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_ranks_find(select_on, ranks, wanted)
 
 
 PAGES, PAGE = 4, 16  # of a block, keys of each
@@ -616,18 +621,7 @@ def test_ranks_that_share_the_heads_list_the_pages_of_one_device():
         return select_pages.__wrapped__(own_queries, own, walk, lengths, ranks=shared)
 
     others = codes.centre, codes.step, codes.unfinished
-    sent = [[], []]
-    for rank in range(ranks):
-
-        def keep(x, axis, own=sent[rank]):
-            own.append(x)
-            return jnp.concatenate([x] * ranks, axis=axis)
-
-        select_on(rank, keep)
-    turns = zip(*sent, strict=True)
-    found = select_on(1, lambda _, axis: jnp.concatenate(next(turns), axis=axis))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_ranks_find(select_on, ranks, wanted)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.attention.xla import pad_axis, rows_first
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
@@ -474,18 +475,9 @@ class RecommendedConfig(ScorePolicy):
         number = rows.shape[1]
         if number <= _SEGMENT:
             return score_some(every)
-        some = -(-number // _SEGMENT)
+        sizes = (_SEGMENT * self.block_size,) * 2 + (_SEGMENT,) * 2
         parts = [
-            jnp.moveaxis(
-                jnp.pad(
-                    x, ((0, 0), (0, some * size - x.shape[1])) + ((0, 0),) * (x.ndim - 2)
-                ).reshape(x.shape[0], some, size, *x.shape[2:]),
-                1,
-                0,
-            )
-            for x, size in zip(
-                every, (_SEGMENT * self.block_size,) * 2 + (_SEGMENT,) * 2, strict=True
-            )
+            rows_first(pad_axis(x, 1, size), size) for x, size in zip(every, sizes, strict=True)
         ]
         found = jnp.moveaxis(jax.lax.map(score_some, tuple(parts)), 0, 1)
         return found.reshape(found.shape[0], -1, found.shape[-1])[:, :number]
