@@ -29,7 +29,7 @@ PAPER = CONFIGS["paper"]
 slow = pytest.mark.slow
 configs = pytest.mark.parametrize(
     "config",
-    [pytest.param(CONFIGS[x], id=x, marks=[] if x in ("paper", "set") else slow) for x in CONFIGS],
+    [pytest.param(CONFIGS[x], id=x, marks=[] if x == "paper" else slow) for x in CONFIGS],
 )
 
 

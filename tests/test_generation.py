@@ -220,14 +220,15 @@ def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights)
 
 
 def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
-    prompt, _ = prompts(160)
-    options = {"model_config": MODEL, "max_new_tokens": 1}
-    out = generate(weights, prompt, policy=POLICIES["paper"], return_selection=True, **options)
-    assert out.selection.ids.shape[:4] == (3, 1, 1, 10)
-    ids, counts = np.asarray(out.selection.ids)[:, 0, 0], np.asarray(out.selection.counts)[:, 0, 0]
-    for layer in range(3):
-        for row in range(10):
-            chosen = ids[layer, row, : counts[layer, row]]
+    tokens, lengths = prompts(*LENGTHS)
+    cache = init_cache(MODEL, POLICIES["paper"], batch=3, max_tokens=CAPACITY)
+    options = {"model_config": MODEL, "policy": POLICIES["paper"], "return_selection": True}
+    _, _, selection = prefill(weights, tokens, cache, lengths=lengths, **options)
+    assert selection.ids.shape[:3] == (3, 3, 1) and selection.ids.shape[3] >= 7
+    ids, counts = np.asarray(selection.ids)[:, :, 0], np.asarray(selection.counts)[:, :, 0]
+    for layer, sequence in np.ndindex(3, 3):
+        for row in range(-(-LENGTHS[sequence] // 16)):
+            chosen = ids[layer, sequence, row, : counts[layer, sequence, row]]
             assert chosen[0] == 0 and chosen[-1] == row
             assert (np.diff(chosen) > 0).all()
 

@@ -8,6 +8,7 @@ import pytest
 from evaluation_samples import LENGTH, WITHIN, samples
 from tiny import MODEL, params
 from tolerances import tolerance
+from variants import slow_unless
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import measure
@@ -172,7 +173,7 @@ def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights,
                 np.testing.assert_allclose(scored[one, phase][row, :size], expected, **CLOSE)
 
 
-@pytest.mark.parametrize("phase", ["decode", "both"])
+@pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["decode", "both"]))
 @pytest.mark.parametrize("rule", RULES)
 def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
     programs, weights, answers, rule, phase

@@ -62,6 +62,7 @@ BAD_TOKENS = {
 KEPT = ("paper", "damped", "recommended", "pages", "oracle")
 
 
+@functools.cache
 def draw():
     """Queries, keys and values `[L, 2, T, heads, H]`."""
     shape = {"num_layers": NUM_LAYERS, "num_tokens": LENGTH, "spread": 0.7}
@@ -73,6 +74,7 @@ def draw():
 def spoiled(where, what):
     """The arrays with one bad token."""
     arrays = dict(zip(("query", "key", "value"), draw(), strict=True))
+    arrays[where] = arrays[where].copy()
     arrays[where][:, 0, BAD] = what
     return list(arrays.values())
 
@@ -86,24 +88,30 @@ def run(query, key, value, *, config):
     span = Span(first, jnp.ones((batch, LENGTH), bool), lengths, lengths)
     walk = config.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
     statistics = policy_runs.empty_statistics(config, query, key, num_blocks)
-    found = []
-    for layer in range(NUM_LAYERS):
-        one = jax.tree.map(lambda x, layer=layer: x[layer], statistics)
-        one = config.observe(query[layer], key[layer], one, span=span)
-        index = jnp.asarray(layer, jnp.int32)
-        lists, walk = config.select(query[layer], key, one, walk, layer=index, span=span)
+
+    def step(walk, layer):
+        *own, one, index = layer
+        one = config.observe(own[0], own[1], one, span=span)
+        lists, walk = config.select(own[0], key, one, walk, layer=index, span=span)
         out, _ = attend_rows(
-            query[layer], key[layer], value[layer], lists, first_block=first, layer=None,
-            kv_lengths=lengths, implementation="xla",
-        )  # fmt: skip
+            *own, lists, first_block=first, layer=None, kv_lengths=lengths, implementation="xla"
+        )
         state = None if walk is None else walk.scores
-        found.append((lists.ids[:, 0], lists.counts[:, 0], out, state))
-    return found
+        return walk, (lists.ids[:, 0], lists.counts[:, 0], out, state)
+
+    layers = (query, key, value, statistics, jnp.arange(NUM_LAYERS, dtype=jnp.int32))
+    return jax.lax.scan(step, walk, layers)[1]
+
+
+def by_layer(found):
+    """Results of a run as NumPy arrays, layer by layer."""
+    found = jax.tree.map(np.asarray, found)
+    return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(NUM_LAYERS)]
 
 
 @functools.cache
 def clean(name):
-    return run(*draw(), config=POLICIES[name])
+    return by_layer(run(*draw(), config=POLICIES[name]))
 
 
 def assert_forced(config, ids, counts):
@@ -121,7 +129,7 @@ def assert_forced(config, ids, counts):
 @pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
 def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad):
     config, wanted = POLICIES[name], clean(name)
-    found = run(*spoiled(*BAD_TOKENS[bad]), config=config)
+    found = by_layer(run(*spoiled(*BAD_TOKENS[bad]), config=config))
     # Rows of the published code look at later blocks.
     size = config.block_size
     rows = 0 if name == "released" and "value" not in bad else BAD // size

@@ -55,14 +55,14 @@ def test_every_layer_is_measured_at_several_densities(plan):
 @pytest.mark.parametrize("density", slow_unless((0.1).__eq__, [0.1, 0.2]))
 def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, density):
     policy = dataclasses.replace(SMALL, density=density, plan=plan)
-    tokens = tiny.prompts(4096)[0]
+    tokens = tiny.prompts(2048)[0]
     call = {"model_config": dataclasses.replace(MODEL, plan=plan), "max_new_tokens": 2}
     found = generate(tiny.params(model=MODEL), tokens, policy=policy, **call).measured_density
     by_layer = np.asarray(found.prefill)
     assert by_layer.mean() == pytest.approx(density, abs=0.01)
     assert by_layer == pytest.approx(policy.layer_densities, abs=0.03)
     # What is said of a policy without reading a prompt is what is measured.
-    expected = layers_density(policy, MODEL, num_tokens=4096, phase="prefill")
+    expected = layers_density(policy, MODEL, num_tokens=2048, phase="prefill")
     assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
 
 

@@ -160,10 +160,8 @@ def test_a_policy_may_declare_kernels_with_a_warning():
             def observe(self, *arrays, span, kernels=None):
                 return super().observe(*arrays, span=span, kernel_config=kernels)
 
-    options = {"model_config": tiny.MODEL, "max_new_tokens": 4}
-    tokens = tiny.prompts(100)[0]
     found, wanted = (
-        sw.generate(tiny.params(), tokens, policy=policy(block_size=16), **options).tokens
+        sw.forward(params(), TOKENS, policy=policy(block_size=16), **MODEL)
         for policy in (Own, sw.SketchWalkConfig)
     )
     np.testing.assert_array_equal(found, wanted)
