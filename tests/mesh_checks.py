@@ -471,7 +471,13 @@ def check_loading(directory: str, saved: str) -> None:
 # Evaluations.
 
 
-def check_evaluation(rules: list[Rule], axes: dict[str, int], *, probes: bool = True) -> None:
+def check_evaluation(
+    rules: list[Rule],
+    axes: dict[str, int],
+    *,
+    probes: bool = True,
+    phases: tuple[str, ...] = ("decode", "both"),
+) -> None:
     """Answers, losses, densities and what probes find are those of one device."""
     model, answers = MESH_MODEL, list[np.ndarray]()
 
@@ -481,7 +487,7 @@ def check_evaluation(rules: list[Rule], axes: dict[str, int], *, probes: bool = 
         return np.zeros(len(prompts.samples), bool)
 
     measure.right_in_decode = note  # there is no tokenizer
-    wanted = {DENSE: ("both",)} | {rule: ("decode", "both") for rule in rules}
+    wanted = {DENSE: ("both",)} | {rule: phases for rule in rules}
     found = []
     plain = params(model=model)
     for where in (None, placement(**axes)):

@@ -33,6 +33,7 @@ SHAPE = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def own_caches(config, batch):
     """A cache for the dense first layer, and those of the others, stacked."""
     make = functools.partial(init_layer_cache, batch, CAPACITY, **SHAPE)
@@ -151,6 +152,7 @@ def test_a_walk_is_started_where_none_is_given():
     config = SketchWalkConfig.recommended(block_size=16, density=0.5)
     x = jax.random.normal(jax.random.key(0), (1, 80, 2, 16))
     cache = init_layer_cache(1, 80, num_heads=2, num_kv_heads=2, head_dim=16, policy=config)
-    out, cache, _ = sketchwalk_cached_attention(x, x, x, cache, policy=config)
-    wanted, _ = sketchwalk_attention(x, x, x, policy=config)
+    attend = jax.jit(sketchwalk_cached_attention, static_argnames="policy")
+    out, cache, _ = attend(x, x, x, cache, policy=config)
+    wanted, _ = jax.jit(sketchwalk_attention, static_argnames="policy")(x, x, x, policy=config)
     np.testing.assert_allclose(out, wanted, **tolerance("attention"))

@@ -292,8 +292,9 @@ def test_generation_in_chunks_is_the_same(name):
     assert keeps_some == (name == "recommended")
 
 
-# `test_prefill_decode` has the recommended one.
-@pytest.mark.parametrize("name", slow_unless("oracle".__eq__, NAMES))
+# `test_prefill_decode` has the recommended one in a model, and the test below each one in a layer.
+@slow
+@pytest.mark.parametrize("name", NAMES)
 def test_generation_at_full_density_equals_dense(name):
     out = generated(named(name, block_size=SIZE, dense_layers=1, density=1.0))
     dense = generated(Dense(block_size=SIZE))

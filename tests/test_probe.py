@@ -25,6 +25,9 @@ from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape
 
+tokens_read = jax.jit(tokens_read, static_argnames="num_kv_heads")
+decode_bytes = jax.jit(decode_bytes, static_argnames=("policy", "shape"))
+
 DENSITY, SIZE, LENGTH = 0.3, 64, 384
 STREAMING = by_name("streaming", density=DENSITY)
 FULL = by_name("sketchwalk", preset="paper", density=1.0)

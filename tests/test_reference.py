@@ -66,6 +66,12 @@ def test_scores_equal_loops_over_blocks_and_tokens():
     np.testing.assert_allclose(actual, expected, **tolerance("scores"))
 
 
+@jax.jit
+def jax_attention(query, key, value):
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+
+
 @pytest.mark.parametrize(
     ("heads", "num_tokens"), list(zip(cases.HEADS.values(), cases.LENGTHS[:5], strict=True))
 )
@@ -74,10 +80,7 @@ def test_causal_attention_equals_jax(heads, num_tokens):
     query, key, value = (jnp.asarray(x[0]) for x in (layers.queries, layers.keys, layers.values))
     mask = reference.token_mask(None, num_tokens, 64)
     actual, lse = reference.masked_attention(query, key, value, mask)
-    with jax.default_matmul_precision("highest"):
-        expected, residual = jax.nn.dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, return_residual=True
-        )
+    expected, residual = jax_attention(query[None], key[None], value[None])
     np.testing.assert_allclose(actual, expected[0], **tolerance("attention"))
     np.testing.assert_allclose(lse, residual[0], **tolerance("lse"))
 

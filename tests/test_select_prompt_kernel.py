@@ -46,17 +46,14 @@ def test_operands_equal_the_reference(
     state *= np.exp2(rng.uniform(-120, 100, state.shape))
     state[:, 1] = 0.0
     state = state.astype(np.float32)
+    maxima = jax.jit(row_maxima, static_argnames="rectify")
+    options = {"rectify": rectify, "interpret": True}
     weights, left = walk_operands_kernel(
-        scores,
-        row_maxima(scores, rectify=rectify),
-        jnp.asarray(state),
-        power=power,
-        rectify=rectify,
-        interpret=True,
+        scores, maxima(scores, rectify=rectify), jnp.asarray(state), power=power, **options
     )
-    wanted, log2_scale = power_transition(
-        scores, causal_mask(num_blocks), exponent=power, rectify=rectify
-    )
+    transition = jax.jit(power_transition, static_argnames=("exponent", "rectify"))
+    causal = causal_mask(num_blocks)
+    wanted, log2_scale = transition(scores, causal, exponent=power, rectify=rectify)
     np.testing.assert_array_equal(weights, wanted)
     wanted = moved(state, np.asarray(log2_scale), product_exponent(power))
     np.testing.assert_array_equal(left, wanted)

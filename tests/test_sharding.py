@@ -258,21 +258,21 @@ _DAMPED = Rule("sketchwalk", "damped", 0.4)
 
 
 @pytest.mark.parametrize(
-    ("rules", "axes", "probes"),
+    ("rules", "axes", "options"),
     [
-        ([_RECOMMENDED], _ALL, False),
-        pytest.param([_RECOMMENDED, _QUEST], _ALL, True, marks=pytest.mark.slow),
-        pytest.param([_DAMPED, _RECOMMENDED], {"sequence": 4}, True, marks=pytest.mark.slow),
+        ([_RECOMMENDED], _ALL, {"probes": False, "phases": ("both",)}),
+        pytest.param([_RECOMMENDED, _QUEST], _ALL, {}, marks=pytest.mark.slow),
+        pytest.param([_DAMPED, _RECOMMENDED], {"sequence": 4}, {}, marks=pytest.mark.slow),
         pytest.param(
             [_DAMPED, Rule("oracle", None, 0.4), Rule("adamas", None, 0.4)],
             {"tensor": 8},
-            True,
+            {},
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_evaluation_on_a_mesh_finds_what_it_finds_on_one_device(check, rules, axes, probes):
-    check("check_evaluation", rules, axes, probes=probes)
+def test_an_evaluation_on_a_mesh_finds_what_it_finds_on_one_device(check, rules, axes, options):
+    check("check_evaluation", rules, axes, **options)
 
 
 @pytest.mark.slow
