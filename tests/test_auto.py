@@ -165,7 +165,7 @@ def run(config, *, tokens=40, cache=None, phase="both"):
     [
         ((41, 42), Dense(block_size=16), "both"),
         ((40, 42), PAPER, "prefill"),
-        ((41, 41), PAPER, "decode"),
+        pytest.param((41, 41), PAPER, "decode", marks=pytest.mark.slow),
         ((40, 41), PAPER, "both"),
     ],
 )

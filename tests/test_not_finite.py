@@ -60,6 +60,7 @@ BAD_TOKENS = {
     "value nan": ("value", np.nan),
 }
 KEPT = ("paper", "damped", "recommended", "pages", "oracle")
+FEW = ("damped", "recommended", "oracle")
 
 
 @functools.cache
@@ -148,7 +149,7 @@ def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad)
 
 
 @pytest.mark.parametrize("bad", ["key nan", "query inf"])
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
+@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, POLICIES))
 def test_decoded_tokens_keep_their_forced_blocks(name, bad):
     """After a bad token, and as one themselves; the other sequence is as without."""
     config, results = POLICIES[name], []
@@ -295,7 +296,7 @@ def call(query, key, value, *, config):
     return sketchwalk_attention(query, key, value, policy=config, implementation="xla")[0]
 
 
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, CALLS))
+@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, CALLS))
 def test_a_layer_is_equal_in_earlier_blocks_and_finite_before_a_bad_token(name):
     rng, arrays = np.random.default_rng(0), [x[0] for x in draw()]
     plain = call(*arrays, config=CALLS[name])

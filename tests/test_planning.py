@@ -51,7 +51,6 @@ def test_every_layer_is_measured_at_several_densities(plan):
     assert all(weight > 0 for weight in plan.weights)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("density", slow_unless((0.1).__eq__, [0.1, 0.2]))
 def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, density):
     policy = dataclasses.replace(SMALL, density=density, plan=plan)
