@@ -166,8 +166,9 @@ def test_padding_never_reaches_cudnn_nor_comes_back(case, monkeypatch):
     query, key, value, lengths = draw(case)
     calls: list[tuple] = []
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in(calls))
-    options = {"layer": jnp.asarray(LAYER), "kv_lengths": lengths, "scale": None}
-    out = cudnn.attend_dense(query, key, value, **options)
+    options = {"layer": jnp.asarray(LAYER), "kv_lengths": lengths}
+    call = jax.jit(functools.partial(cudnn.attend_dense, scale=None))
+    out = call(query, key, value, **options)
     batch, num_tokens = query.shape[:2]
     assert calls == [("cudnn", query.shape, (batch, num_tokens, *key.shape[3:]))]
     wanted = attend(

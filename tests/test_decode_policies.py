@@ -225,22 +225,15 @@ def test_lists_of_tokens_equal_the_masked_reference():
             key[row, length:] = value[row, length:] = np.nan
         ids, counts = cases.pack_lists(mask)
         selection = BlockSelection(jnp.asarray(ids), jnp.asarray(counts), 1)
-        out = block_sparse_decode(
-            jnp.asarray(query),
-            jnp.asarray(key),
-            jnp.asarray(value),
-            selection,
-            kv_lengths=jnp.asarray(lengths),
-            implementation=None,
-        )
+        decode = jax.jit(block_sparse_decode, static_argnames="implementation")
+        out = decode(query, key, value, selection, kv_lengths=lengths, implementation=None)
         for row in range(2):
             heads = np.repeat(mask[row], num_heads // num_lists, axis=0)
             clean = (np.nan_to_num(x[row]) for x in (key, value))
             wanted, _ = reference.masked_attention(query[row], *clean, heads)
             np.testing.assert_allclose(np.asarray(out)[row], wanted, **tolerance("attention"))
-        pairs = selection.attended_pairs(
-            jnp.asarray(lengths - 1)[:, None], jnp.ones((2, 1), jnp.int32)
-        )
+        one = np.ones((2, 1), np.int32)
+        pairs = jax.jit(BlockSelection.attended_pairs)(selection, (lengths - 1)[:, None], one)
         np.testing.assert_allclose(pairs, mask.sum((1, 2, 3)) / num_lists)
 
 

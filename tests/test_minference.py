@@ -147,20 +147,21 @@ def test_token_mask_holds_exactly_the_pairs_of_the_rule(config):
 def test_blocks_are_the_token_mask_rounded_out():
     query, key = head_lists.stack(prompts()[:1])
     lengths = [LENGTHS[0]]
-    mask = np.asarray(token_mask(SPARSE, query, key, lengths=jnp.array(lengths, jnp.int32)))[0]
+    of_tokens = jax.jit(token_mask, static_argnums=0)
+    mask = np.asarray(of_tokens(SPARSE, query, key, lengths=np.array(lengths, np.int32)))[0]
     blocks = mask.reshape(HEADS[0], NUM_BLOCKS, SIZE, NUM_BLOCKS, SIZE).any((2, 4))
     selection = head_lists.select(SPARSE, query, key, lengths)
     (listed,) = head_lists.as_sets(selection)
     assert [[set(np.flatnonzero(row)) for row in rows] for rows in blocks] == listed
-    rows = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)[None] * SIZE
-    queries = jnp.clip(lengths[0] - rows, 0, SIZE)
+    rows = np.arange(NUM_BLOCKS, dtype=np.int32)[None] * SIZE
+    queries = np.clip(lengths[0] - rows, 0, SIZE)
     pairs = sum(
         min(k * SIZE + SIZE - 1, q) - k * SIZE + 1
         for rows in listed
         for q in range(lengths[0])
         for k in rows[q // SIZE]
     )
-    attended = selection.attended_pairs(rows, queries)
+    attended = jax.jit(type(selection).attended_pairs)(selection, rows, queries)
     np.testing.assert_allclose(attended, [pairs / HEADS[0]], **tolerance("density"))
     assert mask.sum() / HEADS[0] < pairs / HEADS[0]  # density is reported after rounding
 

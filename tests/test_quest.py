@@ -69,20 +69,15 @@ def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_oth
     config = QuestConfig(token_budget=16, min_pages=1, force_current=False)
     shape = LayerShape(1, 1, HEAD_DIM)
     span = Span(jnp.zeros((1,), jnp.int32), jnp.ones((1, CAPACITY), bool), ends, ends)
-    bounds = config.observe(
-        jnp.asarray(key),
-        jnp.asarray(key),
-        config.init_statistics(shape, batch=1, num_blocks=4),
-        span=span,
-    )
-    chosen, _ = config.select(
-        jnp.ones((1, 1, 1, HEAD_DIM)),
-        jnp.asarray(key)[None],
-        bounds,
-        None,
-        layer=jnp.zeros((), jnp.int32),
-        span=Span.of_tokens(ends - 1, 16),
-    )
+
+    @jax.jit
+    def select(query, key, ends):
+        statistics = config.init_statistics(shape, batch=1, num_blocks=4)
+        bounds = config.observe(key, key, statistics, span=span)
+        where = {"layer": jnp.zeros((), jnp.int32), "span": Span.of_tokens(ends - 1, 16)}
+        return bounds, config.select(query, key[None], bounds, None, **where)[0]
+
+    bounds, chosen = select(np.ones((1, 1, 1, HEAD_DIM), np.float32), key, ends)
     assert (chosen.ids.tolist(), chosen.counts.tolist()) == ([[[[1]]]], [[[1]]])
     assert chosen.block_size == 16 and isinstance(bounds, PageBounds)
 
