@@ -416,7 +416,7 @@ class Length:
         }
 
     def _prefill_density(self, lists: BlockSelection) -> float:
-        tokens, size = self._inputs.shape.tokens, lists.block_size
+        tokens, size = self._inputs.shape.tokens, lists.queries_per_row
         first = jnp.arange(0, tokens, size, dtype=jnp.int32)[None, :]
         pairs = lists.attended_pairs(first, jnp.full_like(first, size))
         return float(pairs[0]) / (tokens * (tokens + 1) / 2)

@@ -301,7 +301,7 @@ def test_representatives_are_those_of_plain_jax(size):
 PROMPT_POLICIES = {
     "blocks": RecommendedConfig(density=0.6, min_tokens=192),
     # The first rows have more representatives than the others, all in one call.
-    "pages": SketchWalkConfig.recommended_pages(
+    "pages": SketchWalkConfig.recommended(
         density=0.5, min_tokens=96, early_representatives=((128, 16),)
     ),
 }
