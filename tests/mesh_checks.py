@@ -547,7 +547,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
             policy = POLICIES["flexprefill"]
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)
             own.append(np.array(set_to.tried))
-        small = RecommendedConfig(block_size=16)
+        small = RecommendedConfig(block_size=16, min_tokens=64)
         made = make_plan(weights, [rows[0]], policy=small, densities=(0.2, 0.4, 0.6), **options)
         own += [np.array([*made.densities, *made.errors, made.weights])]
         found.append(own)

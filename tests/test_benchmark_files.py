@@ -122,23 +122,12 @@ def test_pages_of_parts_have_no_gaps_but_a_line(load, repository):
             assert not line.startswith("|") or cells != {"–"}, line
 
 
-def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_path):
+def test_sizes_are_read_from_names(load):
     report = load("report")
     assert report.size_of("qwen2.5-coder-0.5b") == "0.5 billion parameters"
     assert report.size_of("smollm2-135m-instruct") == "135 million parameters"
     assert report.size_of("sketchwalk_8m") == "8 million parameters"
     assert report.size_of("qwen2.5-base") == ""
-    rows = [
-        {"model": "m", "tokens": 4096, "policy": "sketchwalk", "preset": "recommended"}
-        | {"density": density, "kept": kept, "asked": 24}
-        for density, kept in ((0.2, 24), (0.1, 14))
-    ]
-    path = tmp_path / "short_prompts.json"
-    path.write_text(json.dumps({"meta": {"conditions": "So.", "source": "There."}, "rows": rows}))
-    expected = (
-        "of 24 answers to prompts of 4,096 tokens m keeps 14 at density 0.1, 24 at density 0.2"
-    )
-    assert f"{expected}. So. There." in report.short_prompts(tmp_path)
 
 
 def test_without_plans_selection_is_shown_for_each_number_of_queries(load):

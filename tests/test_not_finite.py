@@ -45,7 +45,9 @@ POLICIES = {
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
     "recommended_blocks": SketchWalkConfig.recommended_blocks(**SPARSE, representatives=4),
     "recommended": SketchWalkConfig.recommended(**(SPARSE | {"block_size": 32}), min_tokens=48),
-    "largest": SketchWalkConfig.recommended_blocks(**SPARSE, exponent=8, local_tokens=0, min_tokens=32),
+    "largest": SketchWalkConfig.recommended_blocks(
+        **SPARSE, exponent=8, local_tokens=0, min_tokens=32
+    ),
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }
@@ -361,7 +363,9 @@ MODELS = {
     "paper": SketchWalkConfig.paper(**SPARSE | {"dense_layers": 1}),
     "damped": SketchWalkConfig.damped(**SPARSE | {"dense_layers": (0, 2)}),
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
-    "recommended_blocks": SketchWalkConfig.recommended_blocks(**SPARSE | {"dense_layers": 1, "density": 0.5}),
+    "recommended_blocks": SketchWalkConfig.recommended_blocks(
+        **SPARSE | {"dense_layers": 1, "density": 0.5}
+    ),
     "oracle": OracleConfig(**SPARSE),
 }
 

@@ -211,9 +211,7 @@ def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
         pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
         pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
         pytest.param(["recommended_blocks", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
-        pytest.param(
-            ["recommended"], {"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow
-        ),
+        pytest.param(["recommended"], {"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
         pytest.param(
             ["paper"], {"sequence": 2, "tensor": 4}, {"chunk_size": 48}, marks=pytest.mark.slow
         ),
@@ -245,7 +243,9 @@ def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
     check("check_products", axes)
 
 
-_RECOMMENDED = Rule("sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE)))
+_RECOMMENDED = Rule(
+    "sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE))
+)
 _QUEST = Rule("quest", None, 0.4)
 _DAMPED = Rule("sketchwalk", "damped", 0.4)
 

@@ -118,7 +118,7 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     """The plan if it fits, and what is to be said of it: its densities, or what to run."""
     path = plan_path(directory)
     about: dict[str, Any] = {"file": str(path), "short_hash": None, "problem": None}
-    about |= {"densities": None, "representatives": None, "advice": None}
+    about |= {"densities": None, "representatives": None, "losses": None, "advice": None}
     try:
         plan = find_plan(directory)
     except ValueError as error:  # which says what to run
@@ -129,7 +129,14 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     layers = {f"{one:g}": planned_layers(plan, one) for one in _SHOWN_DENSITIES}
     densities = {name: [density for density, _ in some] for name, some in layers.items()}
     queries = {name: [count for _, count in some] for name, some in layers.items()}
-    about |= {"densities": densities, "representatives": queries}
+    losses = {
+        name: {
+            "planned": plan.loss(some),
+            "equal": plan.loss([float(name)] * plan.num_layers),
+        }
+        for name, some in densities.items()
+    }
+    about |= {"densities": densities, "representatives": queries, "losses": losses}
     return plan, about | {"short_hash": plan.short_hash}
 
 
@@ -233,6 +240,14 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         *(
             (f"  queries {density}", " ".join(str(one or "all") for one in layers))
             for density, layers in plan["representatives"].items()
+        ),
+        *(
+            (
+                f"  loss {density}",
+                f"{one['planned']:.3f} nats a token, added up over layers that are sparse one at a "
+                f"time; {one['equal']:.3f} if all had the same density",
+            )
+            for density, one in plan["losses"].items()
         ),
     ]
 

@@ -63,31 +63,30 @@ class RecommendedConfig(ScorePolicy):
 
     The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
     block of queries) keeps the best pages of `R_k[i]`, including those that every row keeps.
-    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Later
-    rows give back what early ones take beyond the density, if `repays` says so; otherwise short
-    prompts measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with 8,192, 0.102
-    with 16,384.
+    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Short
+    prompts therefore measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
+    8,192, 0.102 with 16,384.
 
-    `SketchWalkConfig.recommended_pages(**fields)` makes one that lists pages of 16 keys.
+    `SketchWalkConfig.recommended_blocks(**fields)` makes one that lists whole blocks.
 
     Attributes:
       block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
         at least 16).
-      page_size: Keys of a page, which lists name: a power of two, at least 16. By default, and
+      page_size: Keys of a page, which lists name: a power of two, at least 16. With `None`, and
         where blocks are smaller, lists name whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_tokens: First keys that every row keeps, in whole pages; one block by default. They count
+      sink_tokens: First keys that every row keeps, in whole pages; `None` means one block. They count
         towards its budget.
       local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
-        whole pages; one block by default. They count towards its budget. A decoded token keeps the
-        last `block_size` keys, in whole pages.
-      min_tokens: Minimum number of keys that a row keeps, if there are as many; four blocks by
-        default.
+        whole pages; `None` means one block. They count towards its budget. A decoded token keeps
+        the last `block_size` keys, in whole pages.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many; `None` means four
+        blocks.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
-        least `count` representatives, since budgets are small there. None by default.
+        least `count` representatives, since budgets are small there.
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
         large value approaches their maximum.
       decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
@@ -106,7 +105,7 @@ class RecommendedConfig(ScorePolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([ 1,  4,  5, 26], dtype=int32)
+      array([  4,  16,  27, 104], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True
@@ -338,9 +337,7 @@ class RecommendedConfig(ScorePolicy):
         if span.is_token:
             scores = score(query[:, None][..., self.channels(query.shape[-1])], rows=rows)
         else:
-            scores = self._score_rows(
-                query, span, walk.layers, score, kernel_config=kernel_config
-            )
+            scores = self._score_rows(query, span, walk.layers, score, kernel_config=kernel_config)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
         pages = span.rows(self.unit_size) if span.is_token else (rows + 1) * self.pages - 1
         lists = self.keep(
