@@ -136,7 +136,7 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
     def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
         fields = {"representatives": queries} if queries else {}
         own = {"phase": phase, "tokens": 1024, "density": 0.1, "error": None, "fields": fields}
-        own |= {"preset": "recommended" if queries else "paper"}
+        own |= {"preset": "recommended_blocks" if queries else "paper"}
         return own | {"selection_ms": selection, "attention_ms": 9.0}
 
     rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
@@ -144,11 +144,11 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
     found = [(one["phase"], one["preset"], one["queries"]) for one in report.share_rows(data, rows)]
     assert found == [
         ("prefill", "paper", None),
-        ("prefill", "recommended", 4),
-        ("prefill", "recommended", 8),
-        ("decode", "recommended", None),
+        ("prefill", "recommended_blocks", 4),
+        ("prefill", "recommended_blocks", 8),
+        ("decode", "recommended_blocks", None),
     ]
-    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
+    assert "| `recommended_blocks`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
         "selection-share"
     ].table(data)
 

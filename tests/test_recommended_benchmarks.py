@@ -144,7 +144,7 @@ def test_the_table_sets_every_change_beside_the_policy_itself(tmp_path):
     lines = report.TABLES["recommended-parts"](tmp_path).splitlines()
     assert lines[0] == "**tiny, 8,192 tokens** (prompts: one of many keys 40)"
     cells = {line.split(" | ")[0]: line.split(" | ")[1] for line in lines if line.startswith("| ")}
-    assert cells["| `recommended`"].startswith("−0.10 (")
+    assert cells["| `recommended_blocks`"].startswith("−0.10 (")
     assert cells["| `decay=0.0`"].startswith("−0.15 (")
 
 

@@ -76,8 +76,8 @@ class RecommendedConfig(ScorePolicy):
         where blocks are smaller, lists name whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_tokens: First keys that every row keeps, in whole pages; `None` means one block. They count
-        towards its budget.
+      sink_tokens: First keys that every row keeps, in whole pages; `None` means one block. They
+        count towards its budget.
       local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
         whole pages; `None` means one block. They count towards its budget. A decoded token keeps
         the last `block_size` keys, in whole pages.
