@@ -828,7 +828,7 @@ def _places(rows: Sequence[Row]) -> dict[str, Where]:
 
 
 def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[str], Where]]:
-    """A line for each combination of the values of some fields."""
+    """A line for each combination of the values of some fields, of lengths those of the model."""
     below = sorted((one for one in densities(rows) if one < 1), reverse=True)
     values: dict[str, tuple[Iterable[Any], Callable[[Any], str]]] = {
         "model": (dict.fromkeys(row.get("model") for row in rows), str),
@@ -837,7 +837,10 @@ def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[st
         "phase": (measured_phases(rows), lambda one: PHASE_TITLES[one].lower()),
     }
     found = []
+    lengths = {(row.get("model"), row["tokens"]) for row in rows}
     for own in itertools.product(*(values[field][0] for field in fields)):
+        if set(fields) >= {"model", "tokens"} and own[:2] not in lengths:
+            continue
         names = [values[field][1](one) for field, one in zip(fields, own, strict=True)]
         found.append((names, dict(zip(fields, own, strict=True)) | where))
     return found
@@ -894,7 +897,7 @@ def size_of(model: str) -> str:
 
 
 def _reported(results: evaluations.Results) -> list[Row]:
-    """The rows that are reported, of each model at its longest length; small models first."""
+    """The rows that are reported; small models first."""
 
     def parameters(model: str) -> float:
         found = _SIZE.search(model)
@@ -902,17 +905,16 @@ def _reported(results: evaluations.Results) -> list[Row]:
 
     found = []
     for model in sorted(values_of(results.rows, "model"), key=parameters):
-        own = [row for row in rows_with(results.rows, model=model) if row["stage"] == "report"]
-        found += rows_with(own, tokens=longest(own))
+        own = rows_with(results.rows, model=model)
+        found += [row for row in own if row["stage"] == "report"]
     return found
 
 
 def losses(results: evaluations.Results) -> str:
     """What the recommended policy keeps of dense attention's answers, for the front page."""
     rows, lines = _reported(results), []
-    for (model,), where in _each(rows, "model", label="recommended"):
-        tokens = f"{longest(rows_with(rows, model=model)):,} tokens"
-        named = ", ".join(filter(None, (size_of(model), tokens)))
+    for (model, tokens), where in _each(rows, "model", "tokens", label="recommended"):
+        named = ", ".join(filter(None, (size_of(model), f"{tokens} tokens")))
         lines.append(([f"{model}: {named}"], where))
     columns = {title: (where, _right) for title, where in _places(rows).items()}
     what = (
@@ -923,35 +925,47 @@ def losses(results: evaluations.Results) -> str:
     return f"{table}\n\n{what}. {describe_whole(results)}"
 
 
+def rounding(results: evaluations.Results) -> str:
+    """What is kept where nothing is left out: kernels for lists that hold every page."""
+    rows = results.rows
+    lines = _each(rows, "model", "tokens", label="recommended, rounding")
+    columns: dict[str, tuple[Where, Cell]] = {
+        task_title(task): ({"task": task}, _interval) for task in tasks_of(counted(rows))
+    }
+    table = grid(rows, ["Model", "Tokens"], lines, columns)
+    return f"{table}\n\n{describe_whole(results)}"
+
+
 def by_task(results: evaluations.Results) -> str:
     """Where the recommended policy loses answers."""
     rows = without_parts(_reported(results))
-    lines = _each(rows, "model", "density", "phase", label="recommended")
+    lines = _each(rows, "model", "tokens", "density", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
         task_title(task): ({"task": task}, _right) for task in tasks_of(counted(rows))
     }
-    return grid(rows, ["Model", "Density", "Sparse in"], lines, columns | {"All": ({}, _right)})
+    columns |= {"All": ({}, _right)}
+    return grid(rows, ["Model", "Tokens", "Density", "Sparse in"], lines, columns)
 
 
 def losses_beyond(results: evaluations.Results) -> str:
     """Loss of text and of code that the recommended policy adds, nats per token."""
     rows = _reported(results)
-    lines = _each(rows, "model", "phase", label="recommended")
+    lines = _each(rows, "model", "tokens", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
         f"{name}, density {density}": ({"task": task} | where, _beyond("dense", task))
         for name, task in (("Text", "text_loss"), ("Code", "code_loss"))
         for (density,), where in _each(rows, "density")
     }
-    return grid(rows, ["Model", "Sparse in"], lines, columns)
+    return grid(rows, ["Model", "Tokens", "Sparse in"], lines, columns)
 
 
 def summary(results: evaluations.Results, cell: Cell) -> str:
-    """All tasks that count, model by model, with a cell for each density and phase."""
+    """All tasks that count, by model and length, with a cell for each density and phase."""
     rows, blocks = _reported(results), []
-    for (model,), where in _each(rows, "model"):
+    for (model, tokens), where in _each(rows, "model", "tokens"):
         own = rows_with(rows, **where)
         columns = {title: (where, cell) for title, where in _places(own).items()}
-        blocks.append(f"**{model}, {longest(own):,} tokens**")
+        blocks.append(f"**{model}, {tokens} tokens**")
         blocks.append(grid(own, ["Method"], _policies(own), columns))
     return "\n\n".join([*blocks, f"{_FEWER_NOTE}. {describe_whole(results)}"])
 
@@ -1251,18 +1265,30 @@ def variants_of(rows: Sequence[Row], preset: str) -> list[str]:
 _REAL = functools.partial(
     _evaluated, "real_models.json", command="`python benchmarks/real_models.py --model FILE.gguf`"
 )
+_ANSWERS = functools.partial(
+    _evaluated,
+    "answers.json",
+    command="`python benchmarks/real_models.py --model FILE.gguf --policy sketchwalk --preset "
+    "recommended recommended_blocks`",
+)
 _SHIPPED = functools.partial(
     _evaluated,
     "quality.json",
     command="`sketchwalk eval --out benchmarks/results/quality.json`",
 )
 EVALUATIONS = {
-    "losses": _REAL(losses),
+    "losses": _ANSWERS(losses),
     "methods": _REAL(functools.partial(summary, cell=_right)),
-    "by-task": _REAL(by_task),
-    "text-loss": _REAL(losses_beyond),
+    "by-task": _ANSWERS(by_task),
+    "text-loss": _ANSWERS(losses_beyond),
+    "forms": _ANSWERS(functools.partial(summary, cell=_interval)),
     "methods-intervals": _REAL(functools.partial(summary, cell=_interval)),
     "real-data": _REAL(instruction_data),
+    "rounding": _evaluated(
+        "rounding.json",
+        rounding,
+        "`python benchmarks/real_models.py --model FILE.gguf --stage development`",
+    ),
     "recommended-pages": _evaluated(
         "recommended_pages.json",
         functools.partial(summary, cell=_interval),
