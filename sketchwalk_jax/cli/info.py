@@ -23,7 +23,7 @@ from sketchwalk_jax.models.plans import find_plan, stored_tensors
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
-from sketchwalk_jax.policies.recommended import planned_layers
+from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
 
 _SHOWN_DENSITIES = (0.1, 0.2)
 
@@ -59,7 +59,7 @@ def info(
         "environment": _describe_environment(
             num_heads=model_config.num_heads,
             head_dim=model_config.head_dim,
-            block_size=config.block_size,
+            policy=config,
             dtype=chosen,
         ),
         "model": _describe_checkpoint(directory, model_config, dtype=chosen),
@@ -73,18 +73,22 @@ def info(
 
 
 def _describe_environment(
-    *, num_heads: int, head_dim: int, block_size: int, dtype: str
+    *, num_heads: int, head_dim: int, policy: Policy, dtype: str
 ) -> dict[str, Any]:
-    """This machine, and the implementation of attention that runs here for such queries."""
-    query = jax.ShapeDtypeStruct((1, block_size, num_heads, head_dim), jnp.dtype(dtype))
+    """This machine, and the implementation of attention that runs here for a policy's prompts."""
+    row = policy.block_size
+    query = jax.ShapeDtypeStruct((1, row, num_heads, head_dim), jnp.dtype(dtype))
+    # Lists of prompts name whole blocks but in the recommended policy.
+    size = policy.unit_size if isinstance(policy, RecommendedConfig) else row
+    sizes = {"block_size": size, "row_size": row}
     return {
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
-        "implementation": choose_implementation(None, query, block_size=block_size),
-        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, block_size=block_size),
+        "implementation": choose_implementation(None, query, **sizes),
+        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, **sizes),
     }
 
 
