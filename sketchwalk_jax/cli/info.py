@@ -80,7 +80,7 @@ def _describe_environment(
     query = jax.ShapeDtypeStruct((1, row, num_heads, head_dim), jnp.dtype(dtype))
     # Lists of prompts name whole blocks but in the recommended policy.
     size = policy.unit_size if isinstance(policy, RecommendedConfig) else row
-    sizes = {"block_size": size, "row_size": row}
+    sizes: dict[str, Any] = {"block_size": size, "row_size": row}
     return {
         "version": __version__,
         "python": platform.python_version(),
