@@ -163,6 +163,8 @@ def break_evens(results: Path) -> list[BreakEven]:
         if data["meta"].get("is_quick"):
             raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
         rows = data["rows"] if path.name == FILES[0] else list(speedups(data))
+        # What is looked up is the class of a policy and its density.
+        rows = [row for row in rows if row["preset"] in PRESETS]
         found += of_rows(rows, data["meta"]["device"])
     return found
 

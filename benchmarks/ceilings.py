@@ -443,8 +443,8 @@ class Reader:
         self._programs: dict[Any, Any] = {}
 
     def policy(self, form: Form, density: float) -> RecommendedConfig:
-        """The recommended policy that scores; only with a plan does it depend on the density."""
-        return RecommendedConfig(
+        """The policy that scores; only with a plan does it depend on the density."""
+        return sw.SketchWalkConfig.recommended_blocks(
             density=density if form.has_plan else 0.1,
             representatives=form.representatives,
             plan=self.model_config.plan if form.has_plan else None,

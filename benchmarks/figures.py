@@ -38,7 +38,13 @@ from sketchwalk_jax.tokenizer import load_tokenizer
 PLOTS = report.HERE / "plots"
 _DPI = 120
 # Okabe and Ito's colours.
-_COLOURS = {"recommended": "#0072B2", "paper": "#D55E00", "dense": "black", "transformers": "0.6"}
+_COLOURS = {
+    "recommended": "#0072B2",
+    "recommended_blocks": "#56B4E9",
+    "paper": "#D55E00",
+    "dense": "black",
+    "transformers": "0.6",
+}
 _OF_DENSITY = {0.1: "#D55E00", 0.2: "#0072B2", 0.5: "#009E73", 1.0: "#CC79A7"}
 Points = Sequence[tuple[float, float]]
 
@@ -128,7 +134,7 @@ def selection_share(data: report.Results) -> Figure:
     ]
     for panel, phase in zip(panels, ("prefill", "decode"), strict=True):
         lines = {}
-        for preset in ("paper", "recommended"):
+        for preset in ("paper", "recommended_blocks"):
             for density, style in ((0.2, "-"), (0.1, "--")):
                 points = [
                     (row["tokens"], row["share"])

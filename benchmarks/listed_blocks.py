@@ -44,7 +44,7 @@ def main() -> None:
     prompts = planning_prompts(load_tokenizer(folder), num_tokens=tokens, count=count)
     rows: list[Row] = []
     for density in tqdm(DENSITIES, desc="listed blocks"):
-        config = sw.SketchWalkConfig.recommended(density=density, plan=model_config.plan)
+        config = sw.SketchWalkConfig.recommended_blocks(density=density, plan=model_config.plan)
         found: dict[int, list[Float[np.ndarray, "L R"]]] = {ranks: [] for ranks in RANKS}
         for prompt in prompts:
             padded = np.pad(prompt, (0, tokens - len(prompt)))[None]

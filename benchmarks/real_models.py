@@ -56,7 +56,7 @@ CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 100)}
 # Presets that say themselves which layers are dense.
-OWN_LAYERS = ("recommended", "recommended_pages", "released")
+OWN_LAYERS = ("recommended", "recommended_blocks", "released")
 _VARIANT = "dense_layers="
 
 

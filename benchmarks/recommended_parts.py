@@ -1,4 +1,4 @@
-"""What each part of the recommended policy is worth: the policy with one part changed at a time.
+"""What each part of `recommended_blocks` is worth: the policy with one part changed at a time.
 
     python benchmarks/recommended_parts.py --model FILE.gguf [--seconds 500]
     python benchmarks/report.py      # anywhere: the table
@@ -68,7 +68,21 @@ def main() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeansConfig(RecommendedConfig):
+class BlocksConfig(RecommendedConfig):
+    """`SketchWalkConfig.recommended_blocks` as a class, for those that change a part of it."""
+
+    page_size: int | None = None
+    sink_tokens: int | None = None
+    local_tokens: int | None = None
+    min_tokens: int | None = None
+    early_representatives: tuple[tuple[int, int], ...] = ()
+    exponent: int = 4
+    decay: float = 0.7
+    repays: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeansConfig(BlocksConfig):
     """Means of neighbouring queries stand for a row."""
 
     def represent(
@@ -131,7 +145,7 @@ class SingleKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExactConfig(RecommendedConfig):
+class ExactConfig(BlocksConfig):
     """Keys that are not rounded.
 
     Attributes:
@@ -213,7 +227,7 @@ class PartRule(Rule):
       made: The class.
     """
 
-    made: type[ScorePolicy] = RecommendedConfig
+    made: type[ScorePolicy] = BlocksConfig
 
     def make(self) -> ScorePolicy:
         """The policy itself."""
@@ -233,11 +247,11 @@ def find_rules(
         raise SystemExit(f"{model} must have a plan: sketchwalk calibrate --model")
     found: list[Rule] = []
     for density in options.density:
-        found.append(Rule("sketchwalk", "recommended", density))
+        found.append(Rule("sketchwalk", "recommended_blocks", density))
         for change in CHANGES:
             found.append(_rule(density, change, is_of_prompts=not _OF_PROMPTS.isdisjoint(change)))
         ones = (1.0,) * plan.num_layers
-        one_number = RecommendedConfig().representatives
+        one_number = BlocksConfig().representatives
         others = {
             NO_PLAN: None,
             NO_WEIGHTS: dataclasses.replace(plan, weights=ones),
@@ -271,14 +285,16 @@ def _rule(
     density: float,
     change: dict[str, Any],
     name: str | None = None,
-    made: type[RecommendedConfig] = RecommendedConfig,
+    made: type[BlocksConfig] = BlocksConfig,
     *,
     is_of_prompts: bool = False,
 ) -> Rule:
     name = name or ", ".join(f"{field}={value}" for field, value in change.items())
     phases = PHASES[:1] if is_of_prompts else None
     fields = tuple(sorted(change.items()))
-    return PartRule("sketchwalk", "recommended", density, fields, name, phases=phases, made=made)
+    return PartRule(
+        "sketchwalk", "recommended_blocks", density, fields, name, phases=phases, made=made
+    )
 
 
 if __name__ == "__main__":

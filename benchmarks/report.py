@@ -74,6 +74,7 @@ from sketchwalk_jax.evaluation.tables import (
 )
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 HERE = Path(__file__).resolve().parent
 PAGES = (
@@ -86,6 +87,7 @@ SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)
 Results = dict[str, Any]
 _MOST_NAMES = 8  # of measurements that are missing
 _MOST_COMMANDS = 1  # below a table
+RECOMMENDED = ("recommended", "recommended_blocks")
 USUAL_QUERIES = RecommendedConfig().representatives  # of a row, without a plan
 
 
@@ -414,9 +416,9 @@ def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     fields = ("phase", "density", "tokens", "preset")
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        by_queries = row["phase"] == "prefill" and row["preset"] == "recommended"
+        by_queries = row["phase"] == "prefill" and row["preset"] == "recommended_blocks"
         queries = row["fields"].get("representatives", 0) if by_queries else 0
-        if row["preset"] in ("paper", "recommended") and not row["error"]:
+        if row["preset"] in ("paper", *RECOMMENDED) and not row["error"]:
             found.setdefault((*(row[field] for field in fields), queries), row)
     for key in sorted(found, key=lambda key: (PHASES.index(key[0]), -key[1], *key[2:])):
         row, queries = found[key], key[-1]
@@ -430,7 +432,7 @@ def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
 _ORDER = (
     "transformers",
     "dense",
-    *(f"`{one}` {d}" for one in ("recommended", "paper") for d in (0.1, 0.2)),
+    *(f"`{one}` {d}" for one in (*RECOMMENDED, "paper") for d in (0.1, 0.2)),
 )
 
 
@@ -485,7 +487,8 @@ def _fastest(rows: Iterable[Row]) -> list[Row]:
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (*row["same"], row["name"])
-        if row["preset"] != "paper" and not row["error"] and row["implementation"] == "ours":
+        is_shown = row["preset"] in (None, "recommended") and row["implementation"] == "ours"
+        if is_shown and not row["error"]:
             if key not in best or row["value"] < best[key]["value"]:
                 best[key] = row
     both = {row["same"] for row in best.values() if "ratio" in row}
@@ -590,7 +593,7 @@ def estimated_rows(data: Results, _: Any) -> Iterator[Row]:
             return
         axis = {(1, 1): "one"}.get((tensor, others), "tensor" if others == 1 else "sequence")
         where = {"phase": "prefill", "axis": axis, "ranks": tensor * others, "error": None}
-        where |= {"model": "llama-3.1-8b", "tokens": 2**17, "preset": "recommended"}
+        where |= {"model": "llama-3.1-8b", "tokens": 2**17, "preset": "recommended_blocks"}
         measured = [row["seconds"]["median"] for row in some(data, **where)]
         own = {"gpus": tensor * others, "tensor": tensor, "others": others, "read": read}
         yield own | {"token": token, "measured": next(iter(measured), None)}
@@ -601,7 +604,7 @@ def listed_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     large = scale_out.SHAPES["llama-3.1-8b"]
     where = {"axis": "sequence", "batch": 1, "tokens": 2**17, "is_token": False}
     for row in rows:
-        policy = RecommendedConfig(density=row["density"])
+        policy = SketchWalkConfig.recommended_blocks(density=row["density"])
         received = scale_out.sent_bytes(large, policy=policy, ranks=row["ranks"], **where)
         work = scale_out.prompt_flops(large, 2**17, row["density"]) / row["ranks"]
         layers = row["share_by_layer"]
@@ -612,7 +615,7 @@ def listed_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
 
 def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
     """How often the block of an answer is among the best of its row, by ranking."""
-    least = RecommendedConfig().budget(8)[-1]
+    least = SketchWalkConfig.recommended_blocks().budget(8)[-1]
     for model, about in data["meta"]["models"].items():
         rows = some(data, model=model)
         by_layer = [some({"rows": rows}, layer=layer) for layer in values_of(rows, "layer")]
@@ -629,7 +632,7 @@ def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
             own |= {f"best {one:g}": recall(rows, one) for one in retrieval.SHARES}
             many = [one for one in by_layer if len(one) >= retrieval.LEAST_PAIRS]
             own["worst"] = min((recall(one, 0.1) for one in many), default=None)
-            for one in retrieval.LISTED if name == "recommended" else ():
+            for one in retrieval.LISTED if name == "recommended_blocks" else ():
                 own["name"] = name_of(name)
                 own[f"listed {one:g}"] = np.mean([row["listed"][f"{one:g}"] for row in rows])
             yield own
@@ -825,7 +828,7 @@ def _places(rows: Sequence[Row]) -> dict[str, Where]:
 
 
 def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[str], Where]]:
-    """A line for each combination of the values of some fields."""
+    """A line for each combination of the values of some fields, of lengths those of the model."""
     below = sorted((one for one in densities(rows) if one < 1), reverse=True)
     values: dict[str, tuple[Iterable[Any], Callable[[Any], str]]] = {
         "model": (dict.fromkeys(row.get("model") for row in rows), str),
@@ -834,7 +837,10 @@ def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[st
         "phase": (measured_phases(rows), lambda one: PHASE_TITLES[one].lower()),
     }
     found = []
+    lengths = {(row.get("model"), row["tokens"]) for row in rows}
     for own in itertools.product(*(values[field][0] for field in fields)):
+        if set(fields) >= {"model", "tokens"} and own[:2] not in lengths:
+            continue
         names = [values[field][1](one) for field, one in zip(fields, own, strict=True)]
         found.append((names, dict(zip(fields, own, strict=True)) | where))
     return found
@@ -842,7 +848,7 @@ def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[st
 
 def _policies(rows: Sequence[Row]) -> list[tuple[list[str], Where]]:
     """A line for each policy but dense attention: recommended first, exact ones last."""
-    rank = {"recommended": -1, "oracle": 1, "oracle, max": 2}
+    rank = {"recommended": -2, "recommended_blocks": -1, "oracle": 1, "oracle, max": 2}
     labels = sorted(policy_labels(rows), key=lambda label: rank.get(label, 0))
     return [([name_of(label)], {"label": label}) for label in labels if label != "dense"]
 
@@ -891,7 +897,7 @@ def size_of(model: str) -> str:
 
 
 def _reported(results: evaluations.Results) -> list[Row]:
-    """The rows that are reported, of each model at its longest length; small models first."""
+    """The rows that are reported; small models first."""
 
     def parameters(model: str) -> float:
         found = _SIZE.search(model)
@@ -899,17 +905,16 @@ def _reported(results: evaluations.Results) -> list[Row]:
 
     found = []
     for model in sorted(values_of(results.rows, "model"), key=parameters):
-        own = [row for row in rows_with(results.rows, model=model) if row["stage"] == "report"]
-        found += rows_with(own, tokens=longest(own))
+        own = rows_with(results.rows, model=model)
+        found += [row for row in own if row["stage"] == "report"]
     return found
 
 
 def losses(results: evaluations.Results) -> str:
     """What the recommended policy keeps of dense attention's answers, for the front page."""
     rows, lines = _reported(results), []
-    for (model,), where in _each(rows, "model", label="recommended"):
-        tokens = f"{longest(rows_with(rows, model=model)):,} tokens"
-        named = ", ".join(filter(None, (size_of(model), tokens)))
+    for (model, tokens), where in _each(rows, "model", "tokens", label="recommended"):
+        named = ", ".join(filter(None, (size_of(model), f"{tokens} tokens")))
         lines.append(([f"{model}: {named}"], where))
     columns = {title: (where, _right) for title, where in _places(rows).items()}
     what = (
@@ -920,53 +925,47 @@ def losses(results: evaluations.Results) -> str:
     return f"{table}\n\n{what}. {describe_whole(results)}"
 
 
-def short_prompts(results: Path) -> str:
-    """What is kept of short prompts, where a low density is a few blocks."""
-    path = results / "short_prompts.json"
-    data = json.loads(path.read_text(encoding="utf-8"))
-    by_model: dict[tuple[Any, ...], list[Row]] = {}
-    for row in some(data, policy="sketchwalk", preset="recommended"):
-        by_model.setdefault((row["model"], row["tokens"], row["asked"]), []).append(row)
-    parts = []
-    for (model, tokens, asked), rows in by_model.items():
-        rows = sorted(rows, key=lambda row: row["density"])
-        kept = ", ".join(f"{row['kept']} at density {row['density']:g}" for row in rows)
-        parts.append(f"of {asked} answers to prompts of {tokens:,} tokens {model} keeps {kept}")
-    return (
-        f"Short prompts at low densities lose most: {'; '.join(parts)}. "
-        f"{data['meta']['conditions']} {data['meta']['source']}"
-    )
+def rounding(results: evaluations.Results) -> str:
+    """What is kept where nothing is left out: kernels for lists that hold every page."""
+    rows = results.rows
+    lines = _each(rows, "model", "tokens", label="recommended, rounding")
+    columns: dict[str, tuple[Where, Cell]] = {
+        task_title(task): ({"task": task}, _interval) for task in tasks_of(counted(rows))
+    }
+    table = grid(rows, ["Model", "Tokens"], lines, columns)
+    return f"{table}\n\n{describe_whole(results)}"
 
 
 def by_task(results: evaluations.Results) -> str:
     """Where the recommended policy loses answers."""
     rows = without_parts(_reported(results))
-    lines = _each(rows, "model", "density", "phase", label="recommended")
+    lines = _each(rows, "model", "tokens", "density", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
         task_title(task): ({"task": task}, _right) for task in tasks_of(counted(rows))
     }
-    return grid(rows, ["Model", "Density", "Sparse in"], lines, columns | {"All": ({}, _right)})
+    columns |= {"All": ({}, _right)}
+    return grid(rows, ["Model", "Tokens", "Density", "Sparse in"], lines, columns)
 
 
 def losses_beyond(results: evaluations.Results) -> str:
     """Loss of text and of code that the recommended policy adds, nats per token."""
     rows = _reported(results)
-    lines = _each(rows, "model", "phase", label="recommended")
+    lines = _each(rows, "model", "tokens", "phase", label="recommended")
     columns: dict[str, tuple[Where, Cell]] = {
         f"{name}, density {density}": ({"task": task} | where, _beyond("dense", task))
         for name, task in (("Text", "text_loss"), ("Code", "code_loss"))
         for (density,), where in _each(rows, "density")
     }
-    return grid(rows, ["Model", "Sparse in"], lines, columns)
+    return grid(rows, ["Model", "Tokens", "Sparse in"], lines, columns)
 
 
 def summary(results: evaluations.Results, cell: Cell) -> str:
-    """All tasks that count, model by model, with a cell for each density and phase."""
+    """All tasks that count, by model and length, with a cell for each density and phase."""
     rows, blocks = _reported(results), []
-    for (model,), where in _each(rows, "model"):
+    for (model, tokens), where in _each(rows, "model", "tokens"):
         own = rows_with(rows, **where)
         columns = {title: (where, cell) for title, where in _places(own).items()}
-        blocks.append(f"**{model}, {longest(own):,} tokens**")
+        blocks.append(f"**{model}, {tokens} tokens**")
         blocks.append(grid(own, ["Method"], _policies(own), columns))
     return "\n\n".join([*blocks, f"{_FEWER_NOTE}. {describe_whole(results)}"])
 
@@ -1042,10 +1041,10 @@ def _of_length(rows: Sequence[Row], title: str, tokens: int) -> list[str]:
 
 
 def parts(results: evaluations.Results) -> str:
-    """Right answers and text loss beyond the recommended policy's own, model by model."""
+    """Right answers and text loss beyond those of `recommended_blocks`, model by model."""
 
     def base(label: str) -> str:
-        return "dense" if label == "recommended" else "recommended"
+        return "dense" if label == "recommended_blocks" else "recommended_blocks"
 
     blocks = []
     for (model, tokens), where in _each(results.rows, "model", "tokens"):
@@ -1060,7 +1059,9 @@ def parts(results: evaluations.Results) -> str:
             for start, task in kinds.items()
             for title, place in _places(own).items()
         }
-        lines = [([name.replace("recommended, ", "")], line) for (name,), line in _policies(own)]
+        lines = [
+            ([name.replace("recommended_blocks, ", "")], line) for (name,), line in _policies(own)
+        ]
         blocks.append(f"**{model}, {tokens} tokens** (prompts: {tasks})")
         blocks.append(grid(own, ["Changed"], lines, columns))
     text = (
@@ -1264,24 +1265,35 @@ def variants_of(rows: Sequence[Row], preset: str) -> list[str]:
 _REAL = functools.partial(
     _evaluated, "real_models.json", command="`python benchmarks/real_models.py --model FILE.gguf`"
 )
+_ANSWERS = functools.partial(
+    _evaluated,
+    "answers.json",
+    command="`python benchmarks/real_models.py --model FILE.gguf --policy sketchwalk --preset "
+    "recommended recommended_blocks`",
+)
 _SHIPPED = functools.partial(
     _evaluated,
     "quality.json",
     command="`sketchwalk eval --out benchmarks/results/quality.json`",
 )
 EVALUATIONS = {
-    "losses": lambda results: "\n\n".join([_REAL(losses)(results), short_prompts(results)]),
+    "losses": _ANSWERS(losses),
     "methods": _REAL(functools.partial(summary, cell=_right)),
-    "by-task": _REAL(by_task),
-    "text-loss": _REAL(losses_beyond),
-    "short-prompts": short_prompts,
+    "by-task": _ANSWERS(by_task),
+    "text-loss": _ANSWERS(losses_beyond),
+    "forms": _ANSWERS(functools.partial(summary, cell=_interval)),
     "methods-intervals": _REAL(functools.partial(summary, cell=_interval)),
     "real-data": _REAL(instruction_data),
+    "rounding": _evaluated(
+        "rounding.json",
+        rounding,
+        "`python benchmarks/real_models.py --model FILE.gguf --stage development`",
+    ),
     "recommended-pages": _evaluated(
         "recommended_pages.json",
         functools.partial(summary, cell=_interval),
         "`python benchmarks/real_models.py --model FILE.gguf --policy sketchwalk --preset "
-        "recommended recommended_pages`",
+        "recommended recommended_blocks`",
     ),
     "recommended-parts": _evaluated(
         "recommended_parts.json",

@@ -6,7 +6,7 @@
 A model reads prompts that hide facts and ask for one, with the answer behind them, densely. Where
 some query of the last row and some head gives the block of the fact more than 0.3 of its attention,
 the pair of layer and block counts, and rankings of the row's blocks are asked for its place: that
-of the recommended policy with the model's plan, of others of its settings, and of exact attention,
+of `recommended_blocks` with the model's plan, of others of its settings, and of exact attention,
 by the largest share that one query of one head gives a block and by the sum of all shares. What a
 policy lists in any case ranks first.
 """
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from recommended_parts import ExactConfig, MeansConfig, PagesConfig
+from recommended_parts import BlocksConfig, ExactConfig, MeansConfig, PagesConfig
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
@@ -38,7 +38,6 @@ from sketchwalk_jax.evaluation.results import write_results
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 from sketchwalk_jax.walk import WalkState
 
@@ -52,17 +51,17 @@ LEAST_PAIRS = 20  # of a layer for its own recall
 EXACT = {"exact, largest share": "max", "exact, sum of shares": "sum"}
 
 
-def policies(model_config: ModelConfig) -> dict[str, RecommendedConfig]:
+def policies(model_config: ModelConfig) -> dict[str, BlocksConfig]:
     """What is asked, by its name on the page."""
     plan = model_config.plan
-    found: dict[str, RecommendedConfig] = {"recommended": RecommendedConfig(plan=plan)}
+    found: dict[str, BlocksConfig] = {"recommended_blocks": BlocksConfig(plan=plan)}
     for count in (4, 8, 16, 32):
-        found[f"{count} queries in every layer"] = RecommendedConfig(representatives=count)
+        found[f"{count} queries in every layer"] = BlocksConfig(representatives=count)
     found["64 queries in every layer, exact keys"] = ExactConfig(
         representatives=64, channels_of="all"
     )
     found["8 queries, keys that are not rounded"] = ExactConfig()
-    found["8 queries, no memory of layers before"] = RecommendedConfig(decay=0.0)
+    found["8 queries, no memory of layers before"] = BlocksConfig(decay=0.0)
     found["8 means of 8 queries"] = MeansConfig()
     found["8 queries, pages of 8 keys"] = PagesConfig()
     found["8 queries, boxes of 16 keys"] = PagesConfig(keys_of_page=16, shape="box", width=1.0)
@@ -124,13 +123,13 @@ def measure(
 
     Returns:
       Rows with the prompt's number, `layer`, `blocks` of the row, `share` of the attention, `ranks`
-      by name, and `listed` by density: whether the recommended policy lists the block.
+      by name, and `listed` by density: whether that policy lists the block.
     """
     chosen = policies(model_config)
-    size = chosen["recommended"].block_size
+    size = chosen["recommended_blocks"].block_size
     room = -(-max(len(one.tokens) + len(one.answer) for one in samples) // size) * size
     budgets = {
-        one: layer_budgets(chosen["recommended"], one, model_config.num_layers, room // size)
+        one: layer_budgets(chosen["recommended_blocks"], one, model_config.num_layers, room // size)
         for one in LISTED
     }
     rows = []
@@ -152,7 +151,7 @@ def measure(
                 name: _rank(seen[name][layer, :num_blocks], block) for name in (*EXACT, *chosen)
             }
             listed = {
-                f"{one:g}": bool(ranks["recommended"] <= budget[layer, num_blocks - 1])
+                f"{one:g}": bool(ranks["recommended_blocks"] <= budget[layer, num_blocks - 1])
                 for one, budget in budgets.items()
             }
             found = {"prompt": number, "layer": layer, "blocks": num_blocks}
@@ -161,7 +160,7 @@ def measure(
 
 
 def layer_budgets(
-    policy: RecommendedConfig, density: float, num_layers: int, num_blocks: int
+    policy: BlocksConfig, density: float, num_layers: int, num_blocks: int
 ) -> Int[np.ndarray, "L J"]:
     """Blocks that each row keeps in every layer, dense ones included."""
     own = dataclasses.replace(policy, density=density, num_layers=num_layers)
@@ -196,7 +195,7 @@ def _look(
     tokens: Int[Array, "1 T"],
     length: Int[Array, "1"],
     *,
-    policies: tuple[tuple[str, RecommendedConfig], ...],
+    policies: tuple[tuple[str, BlocksConfig], ...],
     model_config: ModelConfig,
 ) -> Mapping[str, Float[Array, "L J"]]:
     """What every layer and ranking gives each block for the row of the last token."""

@@ -74,7 +74,7 @@ LLAMA_70B = dataclasses.replace(
 )
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
-RULE = Rule("sketchwalk", "recommended", 0.1)
+RULE = Rule("sketchwalk", "recommended_blocks", 0.1)
 # Of the estimate of larger meshes.
 MAIN, TOKENS = "llama-3.1-8b", 2**17
 NETWORK_GB_PER_S = 50.0

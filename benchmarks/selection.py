@@ -12,8 +12,8 @@ selects; so is attention in decode, while in prefill calls are queued. The steps
 over the layers' inputs and wait for one another, so that nothing is computed once for all of them;
 what they make are results of the loop, so that nothing is left out.
 
-With `--share`, the paper's rule and the recommended policy with each number of queries that a plan
-may give a layer, at four lengths and two densities.
+With `--share`, the paper's rule, the recommended policy, and `recommended_blocks` with each number
+of queries that a plan may give a layer, at four lengths and two densities.
 """
 
 import argparse
@@ -144,12 +144,13 @@ def rules(policies: list[str], density: float, *, is_quick: bool) -> list[Rule]:
 
 
 def share_rules(density: float) -> list[Rule]:
-    """The paper's rule, and the recommended policy with each number of queries."""
+    """The paper's rule, the recommended policy, and that of blocks with each number of queries."""
     own = [
-        Rule("sketchwalk", "recommended", density, (("representatives", count),))
+        Rule("sketchwalk", "recommended_blocks", density, (("representatives", count),))
         for count in QUERIES
     ]
-    return [Rule("sketchwalk", "paper", density), *own]
+    presets = ("paper", "recommended")
+    return [*(Rule("sketchwalk", preset, density) for preset in presets), *own]
 
 
 def describe(row: Row) -> str:
@@ -416,7 +417,7 @@ class Length:
         }
 
     def _prefill_density(self, lists: BlockSelection) -> float:
-        tokens, size = self._inputs.shape.tokens, lists.block_size
+        tokens, size = self._inputs.shape.tokens, lists.queries_per_row
         first = jnp.arange(0, tokens, size, dtype=jnp.int32)[None, :]
         pairs = lists.attended_pairs(first, jnp.full_like(first, size))
         return float(pairs[0]) / (tokens * (tokens + 1) / 2)

@@ -74,10 +74,10 @@ class Generation:
       measured_density: (query, key) pairs that this call attended to, and all causal pairs, by
         phase and layer.
       cache: Cache that holds the prompts and the new tokens. Pass it to the next call to continue.
-      selection: The blocks that the prompts' query blocks (rows) attended to, or `None` unless
-        `return_selection` was set. Its arrays have a leading axis of sparse layers. There are as
-        many rows as the longest prompt has blocks. Rows beyond the end of a shorter prompt are
-        empty.
+      selection: The blocks or pages, of `selection.block_size` keys, that the prompts' query blocks
+        (rows) attended to, or `None` unless `return_selection` was set. Its arrays have a leading
+        axis of sparse layers. There are as many rows as the longest prompt has blocks. Rows beyond
+        the end of a shorter prompt are empty.
       is_finite: Whether all logits of a sequence were finite, bool `[B]`. If they were not, its
         tokens are meaningless.
       choice: What an `Auto` chose, or `None` if the call got a policy.

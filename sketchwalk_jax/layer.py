@@ -107,7 +107,7 @@ def sketchwalk_attention(
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 4, 32))
       >>> out, walk = sketchwalk_attention(x, x, x, policy=policy)
       >>> out.shape, walk.scores.shape
-      ((1, 256, 4, 32), (1, 4, 4))
+      ((1, 256, 4, 32), (1, 4, 16))
     """
     policy = RecommendedConfig() if policy is None else policy
     check_policy(policy)

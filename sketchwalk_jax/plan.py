@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 PLAN_FILE = "sketchwalk_plan.json"
 FORMAT_VERSION = 1
 _NUMBERS = ("densities", "errors", "weights", "representatives", "misses")
@@ -106,6 +108,24 @@ class Plan:
         names = ("densities", "errors", "weights", "misses")
         some: dict[str, Any] = {n: tuple(getattr(self, n)[i] for i in layers) for n in names}
         return dataclasses.replace(self, **some)
+
+    def loss(self, densities: Sequence[float]) -> float:
+        """Nats per token that layers lose with these densities, one at a time: `Σ_l loss_l(d_l)`.
+
+        Lines join what was measured; below its lowest density a layer loses what it lost there. All
+        layers together lose less or more than this sum, which serves to compare.
+
+        Args:
+          densities: Of each layer.
+
+        Example:
+          >>> plan = Plan(densities=((0.1, 0.5),), errors=((0.5, 0.1),), weights=(1.0,),
+          ...             representatives=(8,), misses=((0.0,),))
+          >>> [round(plan.loss([one]), 3) for one in (0.1, 0.3, 1.0)]
+          [0.5, 0.3, 0.0]
+        """
+        curves = zip(densities, self.densities, self.losses, strict=True)
+        return float(sum(np.interp(d, (*x, 1.0), (*y, 0.0)) for d, x, y in curves))
 
     def share_density(self, density: float) -> tuple[float, ...]:
         """Densities of the layers with the least sum of losses among those of a given mean.

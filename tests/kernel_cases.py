@@ -417,41 +417,22 @@ class EvidenceKernelCase:
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Representatives, keys, peaks and scores; of a token scores, evidence and list."""
-        policy = RecommendedConfig()
+        from sketchwalk_jax import SketchWalkConfig
+
+        of_pages = self.pages > 1
+        policy = RecommendedConfig() if of_pages else SketchWalkConfig.recommended_blocks()
         kernels, blocks = kernel_config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
         codes = jax.eval_shape(make)
 
         def select(query: Any, codes: Any, lengths: Any) -> Any:
-            if self.pages > 1:
-                return select_pages(query, codes, lengths)
             walk = policy.init_walk(batch=1, num_rows=1, num_blocks=blocks)
             key = jnp.zeros((1, 1, 1, self.kv_heads, self.head_dim), query.dtype)  # not read
             span, layer = Span.of_tokens(lengths - 1, 64), jnp.zeros((), jnp.int32)
             return policy.select(
                 query, key, codes, walk, layer=layer, span=span, kernel_config=kernels
             )
-
-        def select_pages(query: Any, codes: Any, lengths: Any) -> Any:
-            columns = blocks * self.pages
-            found = kernel_selection.select_token_by_evidence(
-                query,
-                *(x[None] for x in (codes.code, codes.centre, codes.step)),
-                policy.init_walk(batch=1, num_rows=1, num_blocks=columns),
-                layer=jnp.zeros((), jnp.int32),
-                lengths=lengths,
-                budgets=policy.budgets(columns, is_token=True),
-                scale=0.1,
-                exponent=policy.exponent,
-                decay=policy.decay,
-                sink_blocks=4,
-                local_blocks=1,
-                pages=self.pages,
-                kernel_config=kernels,
-            )
-            assert found is not None
-            return found
 
         def score(query: Any, codes: Any, lengths: Any) -> Any:
             valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]

@@ -78,10 +78,10 @@ POLICIES: dict[str, Policy] = {
     "damped": sw.SketchWalkConfig.damped(**_SKETCH),
     "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH),
     "released": sw.SketchWalkConfig.released(**_SPARSE),
-    "recommended": sw.SketchWalkConfig.recommended(
+    "recommended_blocks": sw.SketchWalkConfig.recommended_blocks(
         block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
     ),
-    "recommended_pages": sw.SketchWalkConfig.recommended_pages(
+    "recommended": sw.SketchWalkConfig.recommended(
         block_size=2 * SIZE,  # of two pages
         density=0.5,
         min_tokens=2 * SIZE,
@@ -120,12 +120,12 @@ def assert_ranks_agree(x: jax.Array) -> None:
 # Attention alone: lists of given queries, keys and values.
 
 _LENGTHS = (100, 37, 64, 80)
-_WIDTH = 112  # columns of the prompts
+_WIDTH = 128  # columns of the prompts
 
 
 def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
     """Lists and outputs of every layer, for prompts and for a token behind each."""
-    model = MESH_MODEL
+    model, size = MESH_MODEL, policy.block_size
     settings = Settings(model_config=model, policy=policy, return_selection=True, placement=where)
     lengths = jnp.asarray(_LENGTHS, jnp.int32)
     blocks = None if where is None else where.blocks
@@ -138,7 +138,7 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
             model, policy, batch=len(_LENGTHS), max_tokens=128, dtype=dtype, sharding=where
         )
         if blocks is not None:
-            more = -prompt[0].shape[2] % (SIZE * blocks.num_pieces)
+            more = -prompt[0].shape[2] % (size * blocks.num_pieces)
             widths = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
             prompt = [blocks.deal(jnp.pad(x, widths), axis=2) for x in prompt]
         width = prompt[0].shape[2]
@@ -146,15 +146,15 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
         first = jnp.zeros_like(lengths)
         spans = (
             Span(first, columns < lengths[:, None], lengths, lengths),
-            Span.of_tokens(lengths, SIZE),
+            Span.of_tokens(lengths, size),
         )
         found = []
         for span, inputs in zip(spans, (prompt, token), strict=True):
-            rows = 1 if span.is_token else width // SIZE
+            rows = 1 if span.is_token else width // size
             state: Any = (
                 cache,
                 policy.init_walk(
-                    batch=len(_LENGTHS), num_rows=rows, num_blocks=cache.capacity // SIZE
+                    batch=len(_LENGTHS), num_rows=rows, num_blocks=cache.capacity // size
                 ),
             )
             make = functools.partial(
@@ -173,7 +173,7 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
                 if blocks is not None and not span.is_token:
                     out, lists = blocks.join(out, axis=2), jax.tree.map(join, lists)
                     out = out[:, :, :_WIDTH]
-                    lists = jax.tree.map(lambda x: x[:, :, :, : _WIDTH // SIZE], lists)
+                    lists = jax.tree.map(lambda x: x[:, :, :, : _WIDTH // size], lists)
                 found.append((out, (pairs, lists)))
             cache = state[0]
         return found
@@ -379,7 +379,7 @@ def _sent(
             gathered += [by_head * c.num_heads, by_head * c.num_kv_heads]
         if sequence > 1 and not is_token:
             gathered += [own * rows * 8] * 2  # sketches of queries and of keys
-    if name == "recommended" and tensor > 1:
+    if name == "recommended_blocks" and tensor > 1:
         pieces = 2 if sequence > 1 and not is_token else 1
         of_a_row = own * c.num_heads * (1 if is_token else 8) * blocks
         gathered += [of_a_row * rows // (sequence if pieces > 1 else 1) // pieces] * pieces
@@ -553,7 +553,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
             policy = POLICIES["flexprefill"]
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)
             own.append(np.array(set_to.tried))
-        small = RecommendedConfig(block_size=16)
+        small = RecommendedConfig(block_size=16, min_tokens=64)
         made = make_plan(weights, [rows[0]], policy=small, densities=(0.2, 0.4, 0.6), **options)
         own += [np.array([*made.densities, *made.errors, made.weights])]
         found.append(own)

@@ -122,23 +122,12 @@ def test_pages_of_parts_have_no_gaps_but_a_line(load, repository):
             assert not line.startswith("|") or cells != {"–"}, line
 
 
-def test_sizes_are_read_from_names_and_short_prompts_from_their_file(load, tmp_path):
+def test_sizes_are_read_from_names(load):
     report = load("report")
     assert report.size_of("qwen2.5-coder-0.5b") == "0.5 billion parameters"
     assert report.size_of("smollm2-135m-instruct") == "135 million parameters"
     assert report.size_of("sketchwalk_8m") == "8 million parameters"
     assert report.size_of("qwen2.5-base") == ""
-    rows = [
-        {"model": "m", "tokens": 4096, "policy": "sketchwalk", "preset": "recommended"}
-        | {"density": density, "kept": kept, "asked": 24}
-        for density, kept in ((0.2, 24), (0.1, 14))
-    ]
-    path = tmp_path / "short_prompts.json"
-    path.write_text(json.dumps({"meta": {"conditions": "So.", "source": "There."}, "rows": rows}))
-    expected = (
-        "of 24 answers to prompts of 4,096 tokens m keeps 14 at density 0.1, 24 at density 0.2"
-    )
-    assert f"{expected}. So. There." in report.short_prompts(tmp_path)
 
 
 def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
@@ -147,7 +136,7 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
     def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
         fields = {"representatives": queries} if queries else {}
         own = {"phase": phase, "tokens": 1024, "density": 0.1, "error": None, "fields": fields}
-        own |= {"preset": "recommended" if queries else "paper"}
+        own |= {"preset": "recommended_blocks" if queries else "paper"}
         return own | {"selection_ms": selection, "attention_ms": 9.0}
 
     rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
@@ -155,11 +144,11 @@ def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
     found = [(one["phase"], one["preset"], one["queries"]) for one in report.share_rows(data, rows)]
     assert found == [
         ("prefill", "paper", None),
-        ("prefill", "recommended", 4),
-        ("prefill", "recommended", 8),
-        ("decode", "recommended", None),
+        ("prefill", "recommended_blocks", 4),
+        ("prefill", "recommended_blocks", 8),
+        ("decode", "recommended_blocks", None),
     ]
-    assert "| `recommended`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
+    assert "| `recommended_blocks`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
         "selection-share"
     ].table(data)
 

@@ -150,6 +150,7 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
     text, _ = run("info", "--model", planned)
     assert f"{plan.short_hash}, of this checkpoint" in text and "  density 0.1 " in text
     assert "  queries 0.1 " in text
+    assert "  loss 0.1 " in text and "nats a token" in text
     assert f"sketchwalk calibrate --model {model}" in run("info", "--model", model)[0]
     other = write_model(tmp_path / "other")
     dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})

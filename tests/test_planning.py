@@ -16,7 +16,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 MODEL = dataclasses.replace(tiny.MODEL, max_position_embeddings=8192)
-SMALL = RecommendedConfig(block_size=16)  # so that few tokens are many blocks
+SMALL = RecommendedConfig(block_size=16, min_tokens=64)  # so that few tokens are many blocks
 
 
 @pytest.fixture(scope="module")

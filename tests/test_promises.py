@@ -28,10 +28,10 @@ OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW, "max_tokens": CAPACITY}
 CONFIGS = {
     "dense": POLICIES["dense"],
     "paper": POLICIES["paper"],
-    "recommended": SketchWalkConfig.recommended(
+    "recommended_blocks": SketchWalkConfig.recommended_blocks(
         block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
     ),
-    "recommended_pages": SketchWalkConfig.recommended_pages(
+    "recommended": SketchWalkConfig.recommended(
         block_size=2 * SIZE,  # of two pages
         density=0.5,
         min_tokens=2 * SIZE,

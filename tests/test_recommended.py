@@ -22,15 +22,15 @@ SIZE, PAGE, NUM_LAYERS = 32, 16, 3
 OPTIONS = {"block_size": SIZE, "density": 0.3, "min_tokens": 64}
 EARLY = ((64, 16), (160, 12))
 CONFIGS = {
-    "blocks": SketchWalkConfig.recommended(block_size=SIZE, density=0.3),
-    "default": SketchWalkConfig.recommended_pages(**(OPTIONS | {"early_representatives": EARLY})),
-    "largest": SketchWalkConfig.recommended_pages(
+    "blocks": SketchWalkConfig.recommended_blocks(block_size=SIZE, density=0.3),
+    "default": SketchWalkConfig.recommended(**(OPTIONS | {"early_representatives": EARLY})),
+    "largest": SketchWalkConfig.recommended(
         **(OPTIONS | {"min_tokens": 32}), sink_tokens=32, local_tokens=0, early_representatives=()
     ),
-    "forgetful": SketchWalkConfig.recommended_pages(
+    "forgetful": SketchWalkConfig.recommended(
         **OPTIONS, decay=0.0, exponent=1, representatives=1, early_representatives=()
     ),
-    "planned": SketchWalkConfig.recommended_pages(
+    "planned": SketchWalkConfig.recommended(
         **OPTIONS,
         plan=Plan(
             densities=((0.1, 0.6),) * 3,
@@ -41,7 +41,7 @@ CONFIGS = {
         ),
         early_representatives=((64, 8),),
     ),
-    "all queries": SketchWalkConfig.recommended_pages(
+    "all queries": SketchWalkConfig.recommended(
         **(OPTIONS | {"min_tokens": 1}), representatives=SIZE
     ),
 }
@@ -179,7 +179,7 @@ def test_layers_differ_by_the_plan():
     config = CONFIGS["planned"]
     assert config.sparse_representatives == (4, 8, 8)
     assert len(set(config.layer_densities)) > 1
-    few = SketchWalkConfig.recommended(**OPTIONS, plan=config.plan, representatives=2)
+    few = SketchWalkConfig.recommended_blocks(**OPTIONS, plan=config.plan, representatives=2)
     assert few.sparse_representatives == (2, 2, 2)
     assert CONFIGS["default"].sparse_representatives == (8,)
 
@@ -208,7 +208,7 @@ def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
 
 def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
     # Every representative is the token's query: evidence differs by a factor alone.
-    config = SketchWalkConfig.recommended_pages(**OPTIONS, local_tokens=0)
+    config = SketchWalkConfig.recommended(**OPTIONS, local_tokens=0)
     length = 160
     layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
     queries, keys = (np.stack(x)[:, None] for x in (layers.queries, layers.keys))
@@ -222,7 +222,7 @@ def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt
 
 def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
     shape, blocks = LayerShape(32, 8, 128, jnp.bfloat16), 2048
-    policy = SketchWalkConfig.recommended()
+    policy = SketchWalkConfig.recommended_blocks()
     make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
     assert held / (blocks * 64 * 2 * 8 * 128 * 2) == pytest.approx(35 / 512, rel=2e-3)
@@ -240,7 +240,7 @@ def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
 )
 def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
     density, length, new = 0.6, 480, 24
-    config = SketchWalkConfig.recommended(
+    config = SketchWalkConfig.recommended_blocks(
         block_size=SIZE, density=density, dense_layers=dense_layers, min_tokens=16, local_tokens=0
     )
     tokens, _ = tiny.prompts(length)
@@ -265,18 +265,3 @@ def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
             assert abs(by_layer.mean() - density) < slack
     if phase == "both":
         assert abs(float(measured.overall) - density) < 0.01
-
-
-def test_rows_that_are_scored_some_at_a_time_are_scored_alike(monkeypatch):
-    # Segments of four rows: the last one is filled up, and numbers of representatives differ.
-    config = CONFIGS["default"]
-    lengths, drawn = SHAPES["ragged"][2], draw("ragged", "random")
-    query, key = batch(drawn, lengths)
-    places = jnp.asarray(lengths, jnp.int32)
-    whole = run(query, key, places, config=config, is_token=False)
-    monkeypatch.setattr("sketchwalk_jax.policies.recommended._SEGMENT", 4)
-    anew = functools.partial(run.__wrapped__, config=config, is_token=False)
-    some = jax.jit(lambda *arrays: anew(*arrays))(query, key, places)
-    for one, other in zip(whole[:2], some[:2], strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(whole[2], some[2], rtol=2e-5, atol=1e-7)

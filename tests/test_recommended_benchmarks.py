@@ -18,7 +18,6 @@ from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import round_queries
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -133,8 +132,8 @@ def test_exact_keys_are_those_that_were_given():
 
 
 def test_the_table_sets_every_change_beside_the_policy_itself(tmp_path):
-    found = [("dense", None, None, 1.0), ("sketchwalk", "recommended", None, 0.2)]
-    found.append(("sketchwalk", "recommended", "decay=0.0", 0.2))
+    found = [("dense", None, None, 1.0), ("sketchwalk", "recommended_blocks", None, 0.2)]
+    found.append(("sketchwalk", "recommended_blocks", "decay=0.0", 0.2))
     rows = []
     for right, (policy, preset, variant, density) in zip((40, 36, 30), found, strict=True):
         row = dict.fromkeys(ROW_FIELDS) | {"policy": policy, "preset": preset, "variant": variant}
@@ -145,7 +144,7 @@ def test_the_table_sets_every_change_beside_the_policy_itself(tmp_path):
     lines = report.TABLES["recommended-parts"](tmp_path).splitlines()
     assert lines[0] == "**tiny, 8,192 tokens** (prompts: one of many keys 40)"
     cells = {line.split(" | ")[0]: line.split(" | ")[1] for line in lines if line.startswith("| ")}
-    assert cells["| `recommended`"].startswith("−0.10 (")
+    assert cells["| `recommended_blocks`"].startswith("−0.10 (")
     assert cells["| `decay=0.0`"].startswith("−0.15 (")
 
 
@@ -168,11 +167,11 @@ def test_blocks_that_are_kept_in_any_case_rank_first():
 
 
 def test_layers_keep_what_the_plan_gives_them():
-    policy = RecommendedConfig(plan=PLAN)
+    policy = recommended_parts.BlocksConfig(plan=PLAN)
     found = retrieval.layer_budgets(policy, 0.3, 4, 256)
     shares = (found.sum(axis=1) - 128) / (256 * 256 / 2)
     assert shares == pytest.approx(
-        RecommendedConfig(density=0.3, plan=PLAN).layer_densities, abs=0.02
+        recommended_parts.BlocksConfig(density=0.3, plan=PLAN).layer_densities, abs=0.02
     )
 
 

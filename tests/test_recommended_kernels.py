@@ -20,7 +20,6 @@ from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.ranks import Heads
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.precision import LARGEST_LOGIT
 from sketchwalk_jax.selection import block_budget
@@ -289,7 +288,9 @@ def test_representatives_are_those_of_plain_jax(size):
     valid = jnp.asarray((column >= begin[:, None]) & (column < end[:, None]))
     query = jnp.asarray(query, jnp.bfloat16)
     represent = jax.jit(
-        RecommendedConfig().represent, static_argnums=2, static_argnames="kernel_config"
+        SketchWalkConfig.recommended_blocks().represent,
+        static_argnums=2,
+        static_argnames="kernel_config",
     )
     found, wanted = (
         np.asarray(represent(query, valid, count, kernel_config=one), np.float32)
@@ -299,9 +300,9 @@ def test_representatives_are_those_of_plain_jax(size):
 
 
 PROMPT_POLICIES = {
-    "blocks": RecommendedConfig(density=0.6, min_tokens=192),
+    "blocks": SketchWalkConfig.recommended_blocks(density=0.6, min_tokens=192),
     # The first rows have more representatives than the others, all in one call.
-    "pages": SketchWalkConfig.recommended_pages(
+    "pages": SketchWalkConfig.recommended(
         density=0.5, min_tokens=96, early_representatives=((128, 16),)
     ),
 }
@@ -425,7 +426,7 @@ def check_tokens_are_selected_alike(policy, drawn):
 @pytest.mark.parametrize("kind", slow_unless("nan".__eq__, TOKEN_KINDS))
 @pytest.mark.parametrize("shape", slow_unless(TOKEN_SHAPES[0].__eq__, TOKEN_SHAPES))
 def test_tokens_are_selected_alike(shape, kind):
-    policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
+    policy = SketchWalkConfig.recommended_blocks(density=0.3, dense_layers=1, num_layers=4)
     check_tokens_are_selected_alike(policy, draw_token(*shape, kind))
 
 
@@ -435,7 +436,7 @@ def test_tokens_are_selected_alike(shape, kind):
 def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, monkeypatch):
     monkeypatch.setattr(token_scores, "_PROGRAMS", programs)
     jax.clear_caches()
-    policy = RecommendedConfig(density=0.2, exponent=exponent, decay=0.0)
+    policy = SketchWalkConfig.recommended_blocks(density=0.2, exponent=exponent, decay=0.0)
     check_tokens_are_selected_alike(policy, draw_token(4, 1, 64, 80, "random"))
 
 
@@ -446,7 +447,7 @@ def test_tokens_are_selected_alike_from_parts_of_any_size(exponent, programs, mo
 )
 def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, head_dim, dtype):
     queries, *rest = draw_token(heads, kv_heads, head_dim, 20, "random")
-    drawn, policy = (queries.astype(dtype), *rest), RecommendedConfig(density=0.3)
+    drawn, policy = (queries.astype(dtype), *rest), SketchWalkConfig.recommended_blocks(density=0.3)
     found, wanted = (select_token(policy, *drawn, kernel_config=one)[0] for one in (KERNELS, None))
     np.testing.assert_array_equal(found.ids, wanted.ids)
 
@@ -455,7 +456,7 @@ def test_tokens_that_the_kernels_do_not_take_go_to_plain_jax(heads, kv_heads, he
 def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
     heads, kv_heads, ranks = 6, 2, 2
     queries, codes, walk, lengths = draw_token(heads, kv_heads, 64, 45, "nan")
-    policy = RecommendedConfig(density=0.3, dense_layers=1, num_layers=4)
+    policy = SketchWalkConfig.recommended_blocks(density=0.3, dense_layers=1, num_layers=4)
     wanted = select_token(policy, queries, codes, walk, lengths, kernel_config=KERNELS)
 
     def select_on(rank, gather):
@@ -779,7 +780,7 @@ def observe(policy, key, codes, span, *, kernel_config):
 def test_codes_are_those_of_plain_jax(case, kind):
     kv_heads, head_dim, dtype, calls = OBSERVED[case]
     key = observed_keys(kv_heads, head_dim, dtype, kind)
-    policy = RecommendedConfig()
+    policy = SketchWalkConfig.recommended_blocks()
     shape = LayerShape(kv_heads, kv_heads, head_dim, jnp.dtype(dtype))
     found = wanted = policy.init_statistics(shape, batch=3, num_blocks=4)
     starts = np.zeros(3, int)
@@ -799,7 +800,10 @@ def test_codes_are_those_of_plain_jax(case, kind):
 @pytest.mark.parametrize("kind", ["random", "hostile"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
-    key, policy = observed_keys(2, head_dim, "bfloat16", kind), RecommendedConfig()
+    key, policy = (
+        observed_keys(2, head_dim, "bfloat16", kind),
+        SketchWalkConfig.recommended_blocks(),
+    )
     shape = LayerShape(2, 2, head_dim, jnp.bfloat16)
     found = policy.init_statistics(shape, batch=3, num_blocks=4)
     starts = np.array([60, 2 * SIZE, 0])
@@ -822,7 +826,7 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
 
 @pytest.mark.parametrize("tokens", [2 * SIZE, 1])
 def test_codes_of_one_layer_leave_the_others_alone(tokens):
-    key, policy = observed_keys(2, 64, "bfloat16", "random"), RecommendedConfig()
+    key, policy = observed_keys(2, 64, "bfloat16", "random"), SketchWalkConfig.recommended_blocks()
     shape = LayerShape(2, 2, 64, jnp.bfloat16)
     one = policy.init_statistics(shape, batch=3, num_blocks=4)
     rng = np.random.default_rng(0)
@@ -857,7 +861,7 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
     [(jnp.float32, 64, 64), (jnp.bfloat16, 32, 64), (jnp.bfloat16, 64, 32)],
 )
 def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
-    policy = RecommendedConfig(block_size=size, representatives=4)
+    policy = SketchWalkConfig.recommended_blocks(block_size=size, representatives=4)
     shape = LayerShape(1, 1, head_dim, dtype)
     codes = policy.init_statistics(shape, batch=1, num_blocks=2)
     key = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2 * size, 1, head_dim)), dtype)

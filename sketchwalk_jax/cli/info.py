@@ -23,7 +23,7 @@ from sketchwalk_jax.models.plans import find_plan, stored_tensors
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
-from sketchwalk_jax.policies.recommended import planned_layers
+from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
 
 _SHOWN_DENSITIES = (0.1, 0.2)
 
@@ -59,7 +59,7 @@ def info(
         "environment": _describe_environment(
             num_heads=model_config.num_heads,
             head_dim=model_config.head_dim,
-            block_size=config.block_size,
+            policy=config,
             dtype=chosen,
         ),
         "model": _describe_checkpoint(directory, model_config, dtype=chosen),
@@ -73,18 +73,22 @@ def info(
 
 
 def _describe_environment(
-    *, num_heads: int, head_dim: int, block_size: int, dtype: str
+    *, num_heads: int, head_dim: int, policy: Policy, dtype: str
 ) -> dict[str, Any]:
-    """This machine, and the implementation of attention that runs here for such queries."""
-    query = jax.ShapeDtypeStruct((1, block_size, num_heads, head_dim), jnp.dtype(dtype))
+    """This machine, and the implementation of attention that runs here for a policy's prompts."""
+    row = policy.block_size
+    query = jax.ShapeDtypeStruct((1, row, num_heads, head_dim), jnp.dtype(dtype))
+    # Lists of prompts name whole blocks but in the recommended policy.
+    size = policy.unit_size if isinstance(policy, RecommendedConfig) else row
+    sizes: dict[str, Any] = {"block_size": size, "row_size": row}
     return {
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
-        "implementation": choose_implementation(None, query, block_size=block_size),
-        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, block_size=block_size),
+        "implementation": choose_implementation(None, query, **sizes),
+        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, **sizes),
     }
 
 
@@ -118,7 +122,7 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     """The plan if it fits, and what is to be said of it: its densities, or what to run."""
     path = plan_path(directory)
     about: dict[str, Any] = {"file": str(path), "short_hash": None, "problem": None}
-    about |= {"densities": None, "representatives": None, "advice": None}
+    about |= {"densities": None, "representatives": None, "losses": None, "advice": None}
     try:
         plan = find_plan(directory)
     except ValueError as error:  # which says what to run
@@ -129,7 +133,14 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     layers = {f"{one:g}": planned_layers(plan, one) for one in _SHOWN_DENSITIES}
     densities = {name: [density for density, _ in some] for name, some in layers.items()}
     queries = {name: [count for _, count in some] for name, some in layers.items()}
-    about |= {"densities": densities, "representatives": queries}
+    losses = {
+        name: {
+            "planned": plan.loss(some),
+            "equal": plan.loss([float(name)] * plan.num_layers),
+        }
+        for name, some in densities.items()
+    }
+    about |= {"densities": densities, "representatives": queries, "losses": losses}
     return plan, about | {"short_hash": plan.short_hash}
 
 
@@ -233,6 +244,14 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         *(
             (f"  queries {density}", " ".join(str(one or "all") for one in layers))
             for density, layers in plan["representatives"].items()
+        ),
+        *(
+            (
+                f"  loss {density}",
+                f"{one['planned']:.3f} nats a token, added up over layers that are sparse one at a "
+                f"time; {one['equal']:.3f} if all had the same density",
+            )
+            for density, one in plan["losses"].items()
         ),
     ]
 

@@ -72,11 +72,12 @@ class Rule:
         return self.density is not None and has_knob(by_name(self.policy, preset=self.preset))
 
     def with_plan(self, plan: Plan | None) -> "Rule":
-        """The rule with a model's plan, where it is the recommended policy and says nothing of one.
+        """The rule with a model's plan, where it is a recommended policy and says nothing of one.
 
         The field `("plan", None)` leaves a rule without.
         """
-        if plan is None or self.preset != "recommended" or "plan" in dict(self.fields):
+        takes_plan = self.preset in ("recommended", "recommended_blocks")
+        if plan is None or not takes_plan or "plan" in dict(self.fields):
             return self
         return dataclasses.replace(self, fields=(*self.fields, ("plan", plan)))
 

@@ -13,8 +13,9 @@ exactly over one list that all heads share. The parts are replaced by what real 
   outvote it, and a maximum would ignore what many heads look at a little.
 * The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
 
-Lists name blocks of 64 keys, or pages of 16 (the preset `recommended_pages`): what a query looks
-for is seldom longer than a page, so that the same number of keys reaches four times as many places.
+Lists name pages of 16 keys, a quarter of a block: what a query looks for is seldom longer than a
+page, so that the same number of keys reaches four times as many places. The preset
+`recommended_blocks` lists whole blocks.
 """
 
 import dataclasses
@@ -28,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.attention.xla import pad_axis, rows_first
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
@@ -47,8 +47,6 @@ _REPAID = Fraction(1, 5)
 _MAX_EXPONENT = 8
 # A layer to which a plan gives so much attends to everything.
 _AS_GOOD_AS_DENSE = 0.9
-# Rows whose number of representatives is decided together.
-_SEGMENT = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,31 +63,30 @@ class RecommendedConfig(ScorePolicy):
 
     The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
     block of queries) keeps the best pages of `R_k[i]`, including those that every row keeps.
-    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Later
-    rows give back what early ones take beyond the density, if `repays` says so; otherwise short
-    prompts measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with 8,192, 0.102
-    with 16,384.
+    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Short
+    prompts therefore measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
+    8,192, 0.102 with 16,384.
 
-    `SketchWalkConfig.recommended_pages(**fields)` makes one that lists pages of 16 keys.
+    `SketchWalkConfig.recommended_blocks(**fields)` makes one that lists whole blocks.
 
     Attributes:
       block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
         at least 16).
-      page_size: Keys of a page, which lists name: a power of two, at least 16. By default, and
+      page_size: Keys of a page, which lists name: a power of two, at least 16. With `None`, and
         where blocks are smaller, lists name whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_tokens: First keys that every row keeps, in whole pages; one block by default. They count
-        towards its budget.
+      sink_tokens: First keys that every row keeps, in whole pages; `None` means one block. They
+        count towards its budget.
       local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
-        whole pages; one block by default. They count towards its budget. A decoded token keeps the
-        last `block_size` keys, in whole pages.
-      min_tokens: Minimum number of keys that a row keeps, if there are as many; four blocks by
-        default.
+        whole pages; `None` means one block. They count towards its budget. A decoded token keeps
+        the last `block_size` keys, in whole pages.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many; `None` means four
+        blocks.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
-        least `count` representatives, since budgets are small there. None by default.
+        least `count` representatives, since budgets are small there.
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
         large value approaches their maximum.
       decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
@@ -108,22 +105,22 @@ class RecommendedConfig(ScorePolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([ 1,  4,  5, 26], dtype=int32)
+      array([  4,  16,  27, 104], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
 
-    page_size: int | None = None
-    sink_tokens: int | None = None
-    local_tokens: int | None = None
-    min_tokens: int | None = None
+    page_size: int | None = 16
+    sink_tokens: int | None = 16
+    local_tokens: int | None = 32
+    min_tokens: int | None = 256
     representatives: int = 8
-    early_representatives: tuple[tuple[int, int], ...] = ()
-    exponent: int = 4
-    decay: float = 0.7
-    repays: bool = True
+    early_representatives: tuple[tuple[int, int], ...] = ((8192, 32),)
+    exponent: int = 8
+    decay: float = 0.4
+    repays: bool = False
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
     num_layers: int | None = None
@@ -340,10 +337,7 @@ class RecommendedConfig(ScorePolicy):
         if span.is_token:
             scores = score(query[:, None][..., self.channels(query.shape[-1])], rows=rows)
         else:
-            capacity = walk.scores.shape[-1] * self.unit_size
-            scores = self._score_rows(
-                query, span, walk.layers, score, capacity=capacity, kernel_config=kernel_config
-            )
+            scores = self._score_rows(query, span, walk.layers, score, kernel_config=kernel_config)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
         pages = span.rows(self.unit_size) if span.is_token else (rows + 1) * self.pages - 1
         lists = self.keep(
@@ -440,68 +434,59 @@ class RecommendedConfig(ScorePolicy):
         index: Int[Array, ""],
         score: Callable[..., Float[Array, "B I P"]],
         *,
-        capacity: int,
         kernel_config: KernelConfig | None,
     ) -> Float[Array, "B I P"]:
         """The scores of a prompt's rows, each with its number of representatives.
 
-        That depends on the row's position and on the sparse layer. Where several numbers are
-        possible, some rows at a time are scored, all of them with the largest number that one of
-        them has; the representatives of a smaller number are the first of those.
+        That depends on the row's position and on the sparse layer. All rows are scored with the
+        number that their layer has everywhere. Where a span begins is known only when the program
+        runs, but only its first rows can be early ones: what these have beyond the layer's number
+        is scored apart, and added to the norm.
         """
         rows = span.rows(self.block_size)
         by_layer = jnp.asarray(self.sparse_representatives)
         least = by_layer[jnp.minimum(index, len(by_layer) - 1)]
-        counts = self._representatives_of_rows(rows, least)
-        kinds = self._numbers_of_representatives(capacity)
+        usual = sorted(set(self.sparse_representatives))
 
-        def score_with(count: int, part: tuple[Array, ...]) -> Float[Array, "B I P"]:
-            query, valid, rows, counts = part
-            found = self.represent(query, valid, count, kernel_config)
-            if len(kinds) > 1:
-                counts_here = jnp.arange(count)[None, None] < counts[..., None]
-                found = jnp.where(counts_here[..., None, None], found, jnp.nan)
-            return score(found, rows=rows)
+        def score_with(count: int) -> Float[Array, "B I P"]:
+            return score(self.represent(query, span.valid, count, kernel_config), rows=rows)
 
-        ways = [functools.partial(score_with, count) for count in kinds]
-        every = query, span.valid, rows, counts
-        if len(ways) == 1:
-            return ways[0](every)
-
-        def score_some(part: tuple[Array, ...]) -> Float[Array, "B I P"]:
-            most = jnp.max(part[-1])
-            return jax.lax.switch(jnp.sum(jnp.asarray(kinds) < most), ways, part)
-
-        number = rows.shape[1]
-        if number <= _SEGMENT:
-            return score_some(every)
-        sizes = (_SEGMENT * self.block_size,) * 2 + (_SEGMENT,) * 2
-        parts = [
-            rows_first(pad_axis(x, 1, size), size) for x, size in zip(every, sizes, strict=True)
-        ]
-        found = jnp.moveaxis(jax.lax.map(score_some, tuple(parts)), 0, 1)
-        return found.reshape(found.shape[0], -1, found.shape[-1])[:, :number]
-
-    def _representatives_of_rows(
-        self, rows: Int[Array, "B I"], least: Int[Array, ""]
-    ) -> Int[Array, "B I"]:
-        """How many queries represent each row, of a layer that has `least` of them everywhere."""
-        found = jnp.broadcast_to(least, rows.shape)
+        ways = [functools.partial(score_with, count) for count in usual]
+        found = jax.lax.switch(jnp.sum(jnp.asarray(usual) < least), ways)
+        parts: list[Array] = []
+        first = 0
         for tokens, count in self.early_representatives:
             count = min(count, self.block_size)
-            is_early = rows * self.block_size < tokens
-            found = jnp.where(is_early, jnp.maximum(found, count), found)
-        return found
+            last = min(-(-tokens // self.block_size), rows.shape[1])
+            if first == last or count <= usual[0]:
+                break
+            some = slice(first * self.block_size, last * self.block_size)
+            added = self.represent(query[:, some], span.valid[:, some], count, kernel_config)
+            added = added[:, :, usual[0] :]
+            own = rows[:, first:last]
+            number = jnp.arange(usual[0], count)[None, None]
+            counts = self._early_representatives_of(own)[..., None]
+            is_added = (number >= least) & (number < counts)
+            added = jnp.where(is_added[..., None, None], added, jnp.nan)
+            # Where none of the rows is early they add nothing, and are taken for the first ones of
+            # a prompt, which have the fewest keys to score.
+            is_early = jnp.any(is_added, axis=(1, 2), keepdims=True)[..., 0]
+            own = jnp.where(is_early, own, own - own[:, :1])
+            before = found[:, first:last]
+            after = score(added, rows=own)
+            largest = jnp.maximum(jnp.maximum(before, after), jnp.finfo(jnp.float32).tiny)
+            powers = (before / largest) ** self.exponent + (after / largest) ** self.exponent
+            parts.append(largest * powers ** (1.0 / self.exponent))
+            first = last
+        return jnp.concatenate([*parts, found[:, first:]], axis=1)
 
-    def _numbers_of_representatives(self, capacity: int) -> list[int]:
-        """The numbers of representatives that rows before `capacity` tokens may have, ascending."""
-        by_layer = set(self.sparse_representatives)
-        found, first = set[int](), 0
-        for tokens, count in (*self.early_representatives, (capacity, 1)):
-            if first < capacity:
-                found |= {max(one, min(count, self.block_size)) for one in by_layer}
-            first = tokens
-        return sorted(found)
+    def _early_representatives_of(self, rows: Int[Array, "B I"]) -> Int[Array, "B I"]:
+        """How many queries rows have at least, for being early ones; 0 if they are not."""
+        found = jnp.zeros_like(rows)
+        for tokens, count in reversed(self.early_representatives):
+            count = min(count, self.block_size)
+            found = jnp.where(rows * self.block_size < tokens, count, found)
+        return found
 
     def keep(
         self,

@@ -125,7 +125,7 @@ def recommended_scores(
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> ones, policy = np.ones((32, 1, 4)), SketchWalkConfig.recommended_pages(exponent=1)
+      >>> ones, policy = np.ones((32, 1, 4)), SketchWalkConfig.recommended(exponent=1)
       >>> recommended_scores(ones[:1, :, :2], ones, policy).tolist()
       [0.5, 0.5]
     """
@@ -229,7 +229,7 @@ def recommended_select_prefill(
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
-      >>> recommended_select_prefill(x, x, None, SketchWalkConfig.recommended_pages())[0]
+      >>> recommended_select_prefill(x, x, None, SketchWalkConfig.recommended())[0]
       [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     size, num_heads = config.block_size, query.shape[1]
@@ -285,7 +285,7 @@ def recommended_select_decode(
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
       >>> x = np.ones((65, 1, 32), np.float32)
-      >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended_pages())[0]
+      >>> recommended_select_decode(x, x, None, SketchWalkConfig.recommended())[0]
       [0, 1, 2, 3, 4]
     """
     own = np.asarray(query[-1:])[..., slow_channels(query.shape[2])]
