@@ -270,7 +270,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from sketchwalk_jax import SketchWalkConfig, sketchwalk_attention
 
-config = SketchWalkConfig.recommended(block_size=16, density=0.5)
+config = SketchWalkConfig.recommended(block_size=16, density=0.5, min_tokens=64)
 query = jax.random.normal(jax.random.key(0), (2, 64, 4, 16))
 key = query[:, :, :1] * 0.7
 

@@ -318,7 +318,7 @@ def test_batches_are_filled_up_and_unknown_options_are_named(without_harness):
 
 def test_scores_are_those_of_the_logits(without_harness, checkpoint):
     params, model_config = load(checkpoint)
-    config = by_name("sketchwalk", **BLOCKS)
+    config = by_name("sketchwalk", **BLOCKS, min_tokens=4 * SIZE)
     pairs = [(TEXTS[0], "and on"), (TEXTS[2], " ")]
     tokens, lengths = (
         np.concatenate(parts)

@@ -23,7 +23,9 @@ from sketchwalk_jax.models.transformer import embed, run_layers, unembed
 
 MODEL, CAPACITY = tiny.MODEL, 128
 CONFIGS = {
-    "recommended": SketchWalkConfig.recommended(block_size=16, density=0.4, dense_layers=1),
+    "recommended": SketchWalkConfig.recommended(
+        block_size=16, density=0.4, dense_layers=1, min_tokens=64
+    ),
     "paper": tiny.POLICIES["paper"],
 }
 SHAPE = {
@@ -149,7 +151,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_walk_is_started_where_none_is_given():
-    config = SketchWalkConfig.recommended(block_size=16, density=0.5)
+    config = SketchWalkConfig.recommended(block_size=16, density=0.5, min_tokens=64)
     x = jax.random.normal(jax.random.key(0), (1, 80, 2, 16))
     cache = init_layer_cache(1, 80, num_heads=2, num_kv_heads=2, head_dim=16, policy=config)
     attend = jax.jit(sketchwalk_cached_attention, static_argnames="policy")

@@ -130,7 +130,7 @@ def _attend(name, num_tokens, seed):
         return sw.block_sparse_decode(query, key, value, lists, kv_lengths=lengths)
     if name == "dense_attention":
         return sw.dense_attention(query, key, value)
-    config = sw.SketchWalkConfig.recommended(block_size=size, density=0.5)
+    config = sw.SketchWalkConfig.recommended(block_size=size, density=0.5, min_tokens=4 * size)
     scores = jnp.asarray(np.zeros((2, rows, rows), np.float32))
     walk = sw.WalkState(scores, jnp.asarray(np.int32(0)))
     return sw.sketchwalk_attention(query, key, value, walk, policy=config)
