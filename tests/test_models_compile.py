@@ -66,12 +66,14 @@ def test_two_gpus_share_a_piece_of_a_prompt(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_on_2")
     assert written(found, limit=2**29) == []
     # 513 rows, as the first may begin inside a block, scored by eight heads each, 520 with those
-    # that fill the last program, or some of them at a time.
+    # that fill the last program, or some of them at a time; then what 128 early rows have beyond
+    # that, in three parts of 32 queries.
     reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
     gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
     assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: of a layer twice, and embeddings
-    assert len(gathered) == 2 and gathered[0] <= 520 * 2048 * 8 * 4
-    assert gathered[1] == 128256 * 2  # the logits
+    of_a_row = 8192 * 8 * 4
+    assert len(gathered) == 3 and gathered[0] <= 520 * of_a_row
+    assert gathered[1] <= 128 * 3 * of_a_row and gathered[2] == 128256 * 2  # the logits
 
 
 @pytest.mark.hopper
@@ -95,10 +97,10 @@ def test_two_gpus_share_the_rows_of_a_piece(compiler):
 def test_a_prompt_travels_while_its_rows_are_computed(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_by_rows_at_once")
     assert written(found, limit=2**31) == []
-    # Keys while queries are projected, values while blocks are scored.
+    # Keys while queries are projected, values while those that represent rows are chosen.
     (keys, during_keys), (values, during_values) = found["overlaps"]
     assert keys == values == 131072 * 8 * 128 * 2
-    assert during_keys > 0 and during_values > 2
+    assert during_keys > 0 and during_values > 1
 
 
 @pytest.mark.hopper
