@@ -192,4 +192,4 @@ def test_every_layer_that_looks_at_an_answer_is_asked(tmp_path, monkeypatch):
         retrieval.main()
     assert out.read_bytes() == before
     table = report.TABLES["retrieval"](tmp_path)
-    assert "| `recommended` |" in table and "of 2 prompts" in table
+    assert "| `recommended_blocks` |" in table and "of 2 prompts" in table

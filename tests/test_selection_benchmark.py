@@ -64,9 +64,9 @@ def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
 
     rows = [
         row("prefill", "paper", None, 1.0, 9.0),
-        row("prefill", "recommended", 4, 1.0, 9.0),
-        row("prefill", "recommended", 32, 5.0, 9.0),
-        row("decode", "recommended", 8, 0.5, 0.5),
+        row("prefill", "recommended_blocks", 4, 1.0, 9.0),
+        row("prefill", "recommended_blocks", 32, 5.0, 9.0),
+        row("decode", "recommended_blocks", 8, 0.5, 0.5),
     ]
     machine = {"cpu": "some", "cores": 1, "memory_gib": 1, "device": "none", "date": "today"}
     meta = {"versions": {"python": "3", "jax": "0"}, "command": "it"} | machine
@@ -77,8 +77,11 @@ def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
     run_benchmark("figures.py", "selection_share", "--results", tmp_path, "--plots", tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "| Prefill | 0.2 | 1,024 | `paper` | 1 ms | 9 ms | 11% | 10% |" in text
-    assert "| Prefill | 0.2 | 1,024 | `recommended`, 32 queries | 5 ms | 9 ms | 56% | 36% |" in text
-    assert "| Decode | 0.2 | 1,024 | `recommended` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
+    assert (
+        "| Prefill | 0.2 | 1,024 | `recommended_blocks`, 32 queries | 5 ms | 9 ms | 56% | 36% |"
+        in text
+    )
+    assert "| Decode | 0.2 | 1,024 | `recommended_blocks` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
     assert (tmp_path / "selection_share.png").read_bytes().startswith(b"\x89PNG")
 
 
