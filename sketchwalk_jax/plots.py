@@ -92,8 +92,8 @@ def plot_block_map(
 ) -> "Figure":
     """Draws the key blocks (columns) that each query block (row) attended to.
 
-    Attended blocks are blue, other causal blocks grey; where heads have lists of their own, the
-    depth of the blue is the share of the lists that hold the block.
+    Attended blocks are blue, other causal blocks grey; where heads have lists of their own, or
+    lists name pages of a block, the depth of the blue is the share of heads or of pages.
 
     Args:
       selection: From `generate(..., return_selection=True)`, or of one layer.
@@ -140,7 +140,8 @@ def plot_block_map(
     figure = pyplot.figure(figsize=(panel * columns + 0.5, height), layout="constrained")
     kept = shares[[drawn.index(one) for one in layers]]
     panels = draw_maps(figure, kept, layers, block_size=size, first_row=first_block)
-    _explain_colours(panels[0], has_shares=bool(np.any((shares > 0) & (shares < 1))))
+    has_shares = bool(np.any((shares > 0) & (shares < 1)))
+    _explain_colours(panels[0], parts_of(selection) if has_shares else None)
     if title is not None:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -184,10 +185,15 @@ def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _explain_colours(axis: Any, *, has_shares: bool) -> None:
+def parts_of(selection: BlockSelection) -> str:
+    """What a block may be attended to in part: by some heads, or some of its pages."""
+    return "pages" if selection.queries_per_row > selection.block_size else "heads"
+
+
+def _explain_colours(axis: Any, parts: str | None) -> None:
     from matplotlib.patches import Patch
 
-    meaning = {BLUE: "all heads" if has_shares else "attended", LIGHT_GREY: "not attended"}
+    meaning = {BLUE: f"all {parts}" if parts else "attended", LIGHT_GREY: "not attended"}
     patches = [Patch(color=colour, label=label) for colour, label in meaning.items()]
     axis.legend(handles=patches, loc="upper right", fontsize=7, frameon=False)
 

@@ -488,7 +488,8 @@ def draw_picture(
     heights = [2.4 * math.ceil(len(maps) / 5) + 0.5, 0.5 + 0.7 * len(places)]
     figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
     figure.suptitle(title, fontsize=12)
-    handles = _legend(is_shared=bool(np.any((maps > 0) & (maps < 1))))
+    is_shared = bool(np.any((maps > 0) & (maps < 1)))
+    handles = _legend(plots.parts_of(sparse.selection) if is_shared else None)
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, shares in zip(
@@ -533,14 +534,14 @@ def _answered(answer: Mapping[str, Any]) -> str:
     return "right" if answer["is_right"] else wrong
 
 
-def _legend(*, is_shared: bool) -> list[Any]:
-    """What colours and marks mean; `is_shared` where heads attended to different blocks."""
+def _legend(parts: str | None) -> list[Any]:
+    """What colours and marks mean; `parts` where only some of a block's attended to it."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    some = [Patch(color=plots.HALF_BLUE, label="some heads")] if is_shared else []
+    some = [Patch(color=plots.HALF_BLUE, label=f"some {parts}")] if parts else []
     return [
-        Patch(color=plots.BLUE, label="all heads" if is_shared else "attended"),
+        Patch(color=plots.BLUE, label=f"all {parts}" if parts else "attended"),
         *some,
         Patch(color=plots.LIGHT_GREY, label="not attended"),
         Line2D([], [], color=plots.DARK, linewidth=4, label="rows that attended to everything"),
