@@ -467,6 +467,9 @@ class RecommendedConfig(ScorePolicy):
             number = jnp.arange(usual[0], count)[None, None]
             counts = self._early_representatives_of(own)[..., None]
             is_added = (number >= least) & (number < counts)
+            # Scores are never negative. That these wait for those keeps what ranks gather in one
+            # order: two collectives at once can wait for each other forever on CPUs.
+            is_added = is_added & (found[:, first:last, :1] >= 0.0)
             added = jnp.where(is_added[..., None, None], added, jnp.nan)
             # Where none of the rows is early they add nothing, and are taken for the first ones of
             # a prompt, which have the fewest keys to score.
