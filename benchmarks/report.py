@@ -409,9 +409,9 @@ def selection_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What selecting takes of a layer's time, by the rule as printed and by `recommended`.
+    """What selecting takes of a layer's time, by the rule as printed and by both recommended forms.
 
-    Prompts of the recommended policy with each number of queries that a plan may give a layer.
+    Prompts of `recommended_blocks` with each number of queries that a plan may give a layer.
     """
     fields = ("phase", "density", "tokens", "preset")
     found: dict[tuple[Any, ...], Row] = {}
@@ -593,7 +593,7 @@ def estimated_rows(data: Results, _: Any) -> Iterator[Row]:
             return
         axis = {(1, 1): "one"}.get((tensor, others), "tensor" if others == 1 else "sequence")
         where = {"phase": "prefill", "axis": axis, "ranks": tensor * others, "error": None}
-        where |= {"model": "llama-3.1-8b", "tokens": 2**17, "preset": "recommended_blocks"}
+        where |= {"model": "llama-3.1-8b", "tokens": 2**17, "preset": scale_out.RULE.preset}
         measured = [row["seconds"]["median"] for row in some(data, **where)]
         own = {"gpus": tensor * others, "tensor": tensor, "others": others, "read": read}
         yield own | {"token": token, "measured": next(iter(measured), None)}
@@ -839,7 +839,7 @@ def _each(rows: Sequence[Row], *fields: str, **where: Any) -> list[tuple[list[st
     found = []
     lengths = {(row.get("model"), row["tokens"]) for row in rows}
     for own in itertools.product(*(values[field][0] for field in fields)):
-        if set(fields) >= {"model", "tokens"} and own[:2] not in lengths:
+        if fields[:2] == ("model", "tokens") and own[:2] not in lengths:
             continue
         names = [values[field][1](one) for field, one in zip(fields, own, strict=True)]
         found.append((names, dict(zip(fields, own, strict=True)) | where))

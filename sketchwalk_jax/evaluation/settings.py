@@ -16,6 +16,7 @@ from sketchwalk_jax.policies import (
     by_name,
     has_knob,
     takes_density,
+    with_plan,
 )
 from sketchwalk_jax.validation import check_choice, check_flag, check_integer, check_number
 
@@ -76,8 +77,8 @@ class Rule:
 
         The field `("plan", None)` leaves a rule without.
         """
-        takes_plan = self.preset in ("recommended", "recommended_blocks")
-        if plan is None or not takes_plan or "plan" in dict(self.fields):
+        usual = by_name(self.policy, preset=self.preset)
+        if "plan" in dict(self.fields) or with_plan(usual, plan) is usual:
             return self
         return dataclasses.replace(self, fields=(*self.fields, ("plan", plan)))
 
