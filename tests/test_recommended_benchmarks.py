@@ -18,6 +18,7 @@ from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import round_queries
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -193,3 +194,8 @@ def test_every_layer_that_looks_at_an_answer_is_asked(tmp_path, monkeypatch):
     assert out.read_bytes() == before
     table = report.TABLES["retrieval"](tmp_path)
     assert "| `recommended_blocks` |" in table and "of 2 prompts" in table
+
+
+def test_the_class_that_parts_are_changed_in_is_the_preset_of_blocks():
+    own = dataclasses.asdict(recommended_parts.BlocksConfig())
+    assert own == dataclasses.asdict(SketchWalkConfig.recommended_blocks())
