@@ -998,12 +998,12 @@ def block_sparse_prefill(
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     row_size = block_size if row_size is None else row_size
-    _check(query, key, scale, block_size, row_size)
+    check_arguments(query, key, scale, block_size, row_size)
     head_dim = query.shape[-1]
     index = jnp.asarray(layer, jnp.int32)
     padded = 64 if head_dim <= 64 else 128
     if padded != head_dim:
-        query, key, value, index = _pad_heads(query, key, value, index, padded)
+        query, key, value, index = pad_heads(query, key, value, index, padded)
     stages = 4 if padded == 64 else 2
     tiling = _Tiling(
         batch=query.shape[0],
@@ -1051,7 +1051,7 @@ def block_sparse_prefill(
     return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
 
 
-def _check(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
+def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
     """Raises an error for arguments that the kernel cannot take."""
     if reason := why_not_shape(query, block_size=block_size, row_size=row_size):
         raise ValueError(f"query, block_size and row_size must fit the kernel: {reason}")
@@ -1063,7 +1063,7 @@ def _check(query: Any, key: Any, scale: float, block_size: int, row_size: int) -
         raise ValueError(f"scale must be greater than 0, got {scale}")
 
 
-def _pad_heads(query: Array, key: Array, value: Array, layer: Array, padded: int) -> Any:
+def pad_heads(query: Array, key: Array, value: Array, layer: Array, padded: int) -> Any:
     """Zeros after the features of each head; of the cache, a copy of the layer alone."""
     after = ((0, 0),) * 3 + ((0, padded - query.shape[-1]),)
 

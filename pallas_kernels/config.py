@@ -34,6 +34,9 @@ MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block or page
 WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
 
 _HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
+# Shared memory of a multiprocessor, in KiB, by compute capability; 8.6, 8.9 and 12.0 have least.
+_SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228}
+_LEAST_SHARED_KIB = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,17 @@ def num_multiprocessors() -> int:
     """
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else _HOPPER_MULTIPROCESSORS
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory of a multiprocessor of the default device.
+
+    They are those of its compute capability (CUDA's guide has a table); without a GPU, those of an
+    H100 or H200.
+    """
+    device = jax.local_devices()[0]
+    capability = device.compute_capability if device.platform == "gpu" else "9.0"
+    return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) * 1024
 
 
 def fills_rows(query: Any, key: Any) -> bool:
