@@ -54,8 +54,10 @@ from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _QUERIES = 64  # of a tile
 # Keys of a step and slots of each, the best first. Two programs of a multiprocessor, which is what
-# the registers of the largest tiles allow, must fit in its shared memory.
-_SIZES = ((64, 2), (64, 1), (32, 1))
+# the registers of the largest tiles allow, must fit in its shared memory. Scores of 64 keys for
+# the largest tiles would not fit in the registers.
+_SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))
+_MOST_SUMS = 64 * 128  # of a tile with steps of 64 keys
 _PROGRAMS = 2
 _RESERVED = 1024  # bytes of shared memory that each program costs beside its own
 _SCRATCH = 1024  # and of its own, at most, beside queries, keys and values
@@ -186,6 +188,8 @@ def sizes(rows: int, head_dim: int, memory: int) -> tuple[int, int]:
 
     def fits(keys: int, stages: int) -> bool:
         own = 2 * head_dim * (rows + 2 * stages * keys)
+        if keys == 64 and rows * head_dim > _MOST_SUMS:
+            return False
         return _PROGRAMS * (own + _SCRATCH + _RESERVED) <= memory
 
     return next((x for x in _SIZES if fits(*x)), _SIZES[-1])
@@ -522,8 +526,11 @@ def ampere_prefill(
         interpret=kernel_config.interpret,
     )
     keys, stages = sizes(tiling.rows, padded, shared_memory())
-    stages = kernel_config.prefill_stages or stages
-    tiling = dataclasses.replace(tiling, keys=keys, stages=stages)
+    tiling = dataclasses.replace(
+        tiling,
+        keys=kernel_config.prefill_keys or keys,
+        stages=kernel_config.prefill_stages or stages,
+    )
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
         shape = (query.shape[0], query.shape[2], query.shape[1])

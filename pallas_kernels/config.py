@@ -65,6 +65,8 @@ class KernelConfig:
       prefill_value_stages: Number of steps of values, which it needs and frees later than keys.
       prefill_programs: Number of programs of the prefill kernel, each of which processes tile after
         tile; by default one for each multiprocessor.
+      prefill_keys: Number of keys in a step of the prefill kernel for GPUs other than Hopper, a
+        multiple of 16 that divides 64.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device.
         It is slow, and shows what a kernel does.
 
@@ -86,6 +88,7 @@ class KernelConfig:
     prefill_stages: int | None = None
     prefill_value_stages: int | None = None
     prefill_programs: int | None = None
+    prefill_keys: int | None = None
     interpret: bool = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 _make = plgpu.kernel
 _codes: dict[str, tuple[str, str]] = {}  # by what names a kernel in a program
 _seeds = itertools.count()  # of the order of warps: another one in each call
+_capability = "9.0"
 
 
 def install() -> None:
@@ -37,6 +40,18 @@ def install() -> None:
     kernel_selection.walk_precision = lambda kernel_config: (
         jax.lax.Precision.HIGHEST
     )  # XLA's, on a CPU
+
+
+@contextmanager
+def compiled_for(capability: str) -> Iterator[None]:
+    """Kernels that are called meanwhile are compiled for another GPU."""
+    global _capability
+    was, _capability = _capability, capability
+    try:
+        with hopper.compiling_for(capability):
+            yield
+    finally:
+        _capability = was
 
 
 def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:
@@ -77,14 +92,15 @@ _REFERENCE = type(jax.typeof(jax.new_ref(np.zeros(1, np.float32))))
 
 
 @functools.cache
-def _sharding() -> NamedSharding:
-    """A pretended H200."""
-    return NamedSharding(hopper.make_mesh(1, "device"), PartitionSpec())
+def _sharding(capability: str) -> NamedSharding:
+    """A pretended GPU."""
+    return NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
 
 
 def _code(program: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[str, str]:
     """The PTX of a program's one kernel, and its host's code."""
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()) for x in shapes]
+    sharding = _sharding(_capability)
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
     sys.stdout.flush()
     was = os.dup(1)
     try:

@@ -49,6 +49,19 @@ gpu_device_info {
   device_memory_size: 151397597184
 }
 """
+_CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
+# Other GPUs, by compute capability: what their target says of it, multiprocessors, KiB of shared
+# memory of each, and bytes of memory that they move in a nanosecond and have. Capabilities and
+# shared memory are from CUDA's guide (a program has 1 KiB less), the rest from NVIDIA's papers on
+# A100 (40 GB), RTX 3090, RTX 4090 and RTX 5090. An L4 is a 4090 with 58 multiprocessors.
+_OTHERS = {
+    "8.0": ("major: 8", 108, 164, 1555, 40),
+    "8.6": ("major: 8 minor: 6", 82, 100, 936, 24),
+    "8.9": ("major: 8 minor: 9", 128, 100, 1008, 24),
+    "12.0": ("major: 12 feature_extension: ACCELERATED_FEATURES", 170, 100, 1792, 32),
+}
+SHARED_KIB = {"9.0": 228} | {name: found[2] for name, found in _OTHERS.items()}
+"""Shared memory of a multiprocessor, in KiB, by compute capability."""
 _FACTS = {
     "registers": r"Used (\d+) registers",
     "stack_bytes": r"(\d+) bytes stack frame",
@@ -186,12 +199,49 @@ def path_of_assemblers(environment: Path) -> str:
     return os.pathsep.join([*map(str, wheels), os.environ["PATH"]])
 
 
-def make_mesh(ranks: int, axis: str) -> Any:
-    """A mesh of pretended H200s, in an environment with JAX's CUDA plugin."""
+def target(capability: str) -> str:
+    """The target of a GPU of a compute capability; that of Hopper is `TARGET`."""
+    if capability == "9.0":
+        return TARGET
+    name, cores, shared, speed, size = _OTHERS[capability]
+    threads = 2048 if capability == "8.0" else 1536
+    changes = {
+        _CAPABILITY: name,
+        "threads_per_core_limit: 2048": f"threads_per_core_limit: {threads}",
+        "core_count: 132": f"core_count: {cores}",
+        "shared_memory_per_core: 233472": f"shared_memory_per_core: {shared * 1024}",
+        "optin: 232448": f"optin: {(shared - 1) * 1024}",
+        "memory_bandwidth: 4800000000000": f"memory_bandwidth: {speed}000000000",
+        "device_memory_size: 151397597184": f"device_memory_size: {size * 10**9}",
+    }
+    found = TARGET
+    for before, after in changes.items():
+        found = found.replace(before, after)
+    return found
+
+
+@contextmanager
+def compiling_for(capability: str) -> Iterator[None]:
+    """Mosaic GPU compiles for this capability: of devices that it pretends, it takes all for 9.0."""
+    from jax.experimental.mosaic.gpu import utils
+    from sketchwalk_jax.pallas_kernels import ampere_prefill
+
+    was = utils._infer_arch, ampere_prefill.shared_memory
+    major, minor = map(int, capability.split("."))
+    utils._infer_arch = lambda: (major, minor)
+    ampere_prefill.shared_memory = lambda: SHARED_KIB[capability] * 1024
+    try:
+        yield
+    finally:
+        utils._infer_arch, ampere_prefill.shared_memory = was
+
+
+def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
+    """A mesh of pretended GPUs, in an environment with JAX's CUDA plugin."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-        "", platform="cuda", topology=f"1x1x{ranks}", target_config=TARGET
+        "", platform="cuda", topology=f"1x1x{ranks}", target_config=target(capability)
     )
     return topologies.make_mesh(topology, (ranks,), (axis,))
 
@@ -271,25 +321,26 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         import kernel_cases
         from jax.sharding import NamedSharding, PartitionSpec
 
-        sharding = NamedSharding(make_mesh(1, "device"), PartitionSpec())
-
         def compile_case(name: str) -> dict[str, Any]:
             kind, is_program, rest = name.partition("program ")
             name = rest if is_program and not kind else name
             file, is_file, case = name.rpartition(":")
             table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
             ranks = getattr(table[case], "ranks", 1)
+            capability = getattr(table[case], "capability", "9.0")
             if ranks > 1:
                 function, arguments = table[case].program(mesh=make_mesh(ranks, table[case].axis))
             else:
                 function, arguments = kernel_cases.program(table[case])
+                sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
                 arguments = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
                 )
             printed.seek(0)
             printed.truncate()
             donated = getattr(table[case], "donated", ())
-            compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            with compiling_for(capability):
+                compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
             if is_program:
                 text = compiled.as_text()
                 return {

@@ -204,6 +204,83 @@ def test_faults_of_copies_are_seen(parts, message):
         copy(*parts)
 
 
+# Each thread copies 16 bytes, and 8 of the next 16; another thread of another warp reads them.
+THREADS_COPY = """
+  shl.b32 %r2, %r1, 5; add.s32 %r2, %r2, %r90; mul.wide.u32 %rd7, %r1, 32; add.s64 %rd7, %rd1, %rd7;
+  cp.async.cg.shared.global [%r2], [%rd7], 16;
+  cp.async.commit_group;
+  cp.async.ca.shared.global [%r2+16], [%rd7+16], 16, 8;
+  cp.async.commit_group;
+  {wait}
+  bar.sync 0;
+  xor.b32 %r4, %r1, 32; shl.b32 %r5, %r4, 5; add.s32 %r5, %r5, %r90;
+  ld.shared.b32 %r6, [%r5]; ld.shared.b32 %r7, [%r5+20]; ld.shared.b32 %r8, [%r5+28];
+  add.s32 %r6, %r6, %r7; add.s32 %r6, %r6, %r8; st.global.b32 [%rd6], %r6;
+"""
+BOTH_GROUPS = "cp.async.wait_group 0;"
+
+
+def copy_of_threads(body, seed=0):
+    source, target = np.arange(64 * 8, dtype=np.uint32), np.zeros(64, np.uint32)
+    thread = np.arange(64) ^ 32  # what is not there is zero
+    found = run(body, source, target, threads=64, seed=seed)
+    return (found == 8 * thread + 8 * thread + 5).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_of_threads_arrive(seed):
+    assert copy_of_threads(THREADS_COPY.format(wait=BOTH_GROUPS), seed)
+    assert copy_of_threads(THREADS_COPY.format(wait="cp.async.wait_all;"), seed)
+
+
+def test_a_group_that_is_not_awaited_is_garbage():
+    assert not copy_of_threads(THREADS_COPY.format(wait=""))
+    assert not copy_of_threads(THREADS_COPY.format(wait="cp.async.wait_group 1;"))
+    # The first of two groups, of which nothing else is read, has come with one left.
+    first_alone = THREADS_COPY.replace("[%r5+20]", "[%r5]").replace("[%r5+28]", "[%r5]")
+    for left in range(3):
+        source, target = np.arange(64 * 8, dtype=np.uint32), np.zeros(64, np.uint32)
+        body = first_alone.format(wait=f"cp.async.wait_group {left};")
+        found = run(body, source, target, threads=64)
+        assert (found == 24 * (np.arange(64) ^ 32)).all() == (left < 2)
+
+
+def test_copies_of_threads_are_not_awaited_before_they_are_a_group():
+    body = THREADS_COPY.format(wait=BOTH_GROUPS)
+    last = body.rindex("cp.async.commit_group;")
+    assert not copy_of_threads(body[:last] + body[last:].replace("cp.async.commit_group;", "", 1))
+
+
+def test_other_warps_know_of_copies_after_a_barrier_alone():
+    body = THREADS_COPY.format(wait=BOTH_GROUPS).replace("bar.sync 0;", "")
+    assert not all(copy_of_threads(body, seed) for seed in range(8))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[%r2], [%rd7], 16;", "[%r2], [%rd7+4], 16;", "no multiples of 16"),
+        ("[%r2], [%rd7], 16;", "[%r2+8], [%rd7], 16;", "no multiples of 16"),
+        ("[%rd7], 16;", "[%rd7+8192], 16;", "no array has the addresses"),
+        ("[%rd7], 16;", "[%rd7], 8;", "past the nearest cache 16"),
+        ("[%r2+16], [%rd7+16], 16, 8;", "[%r2+16], [%rd7+16], 8, 16;", "more than 8 bytes"),
+        ("[%r2], [%rd7]", "[%r2+40000], [%rd7]", "outside of shared memory"),
+        (BOTH_GROUPS, f"@%p8 {BOTH_GROUPS}", "elsewhere"),
+    ],
+)
+def test_faults_of_copies_of_threads_are_seen(old, new, message):
+    body = THREADS_COPY.format(wait=BOTH_GROUPS)
+    assert old in body
+    with pytest.raises(ptx.Fault, match=message):
+        copy_of_threads(body.replace(old, new, 1))
+
+
+def test_what_is_not_there_is_not_read():
+    body = THREADS_COPY.format(wait=BOTH_GROUPS).replace("[%rd7+16], 16, 8", "[%rd7+8192], 16, 0")
+    source, target = np.arange(64 * 8, dtype=np.uint32), np.zeros(64, np.uint32)
+    assert (run(body, source, target, threads=64) == 8 * (np.arange(64) ^ 32)).all()
+
+
 # A row of 16 for each warp times eight columns: queries in registers, keys in shared memory.
 DEPTH = 32  # of eight bits
 SUMS = ", ".join(f"%r{10 + index}" for index in range(4))

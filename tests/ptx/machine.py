@@ -215,6 +215,9 @@ class Warp:
         self.flying: dict[str, int] = {}  # registers of products in flight, and of how many
         self.bulk_open: list[list[Copy]] = [[] for _ in range(LANES)]
         self.bulk: list[list[list[Copy]]] = [[] for _ in range(LANES)]
+        # Copies of single threads; those of a warp make and await their groups together.
+        self.thread_open: list[Copy] = []
+        self.thread_groups: list[list[Copy]] = []
 
     @property
     def has_ended(self) -> bool:

@@ -270,8 +270,8 @@ def swizzled(places: np.ndarray, line: int) -> np.ndarray:
 def _do_copy(warp: Warp, one: Instruction) -> None:
     name = one.name
     if name[1:3] != ("async", "bulk"):
-        raise NotImplementedError(one.text)
-    if "commit_group" in name:
+        _copy_of_threads(warp, one)
+    elif "commit_group" in name:
         for lane in np.flatnonzero(warp.active):
             warp.bulk[lane].append(warp.bulk_open[lane])
             warp.bulk_open[lane] = []
@@ -282,6 +282,52 @@ def _do_copy(warp: Warp, one: Instruction) -> None:
             raise Fault("more than one thread copies")
         copy = _copy_tensor if name[3] == "tensor" else _copy_bulk
         copy(warp, one, int(np.flatnonzero(warp.active)[0]))
+
+
+def _copy_of_threads(warp: Warp, one: Instruction) -> None:
+    """Copies of single threads, in groups of their own, which end when their thread awaits them."""
+    action = one.name[2]
+    if action in ("commit_group", "wait_group", "wait_all"):
+        warp.together()
+        if action != "wait_group":
+            warp.thread_groups.append(warp.thread_open)
+            warp.thread_open = []
+        if action != "commit_group":
+            left = int(one.operands[0]) if action == "wait_group" else 0
+            while len(warp.thread_groups) > left:
+                for copy in warp.thread_groups.pop(0):
+                    if copy in warp.block.copies:
+                        warp.block.finish(copy)
+        return
+    if action not in ("ca", "cg"):
+        raise NotImplementedError(one.text)
+    block, lanes = warp.block, warp.active
+    target, source, size, *given = one.operands
+    width = int(size)
+    if width not in (4, 8, 16) or (action == "cg" and width != 16):
+        raise Fault("a thread copies 4, 8 or 16 bytes, past the nearest cache 16")
+    to, start = warp.address(target)[lanes], warp.address(source)[lanes]
+    if (to % width).any() or (start % width).any():
+        raise Fault(f"addresses are no multiples of {width}")
+    held = warp.lanes(given[0], "u32")[lanes] if given else np.full(to.size, width)
+    if (held > width).any():
+        raise Fault(f"more than {width} bytes are there")
+    is_there = (np.arange(width) < held[:, None]).reshape(-1)
+    own, places = block.check(_bytes_of(to, width)), _bytes_of(start, width)
+    if is_there.any():
+        block.memory.read(places[is_there])  # an address outside of all arrays is an error now
+    block.shared[own] = GARBAGE
+    block.unfenced[own] = 0
+
+    def finish() -> None:
+        values = np.zeros(places.size, np.uint8)
+        if is_there.any():
+            values[is_there] = block.memory.read(places[is_there])
+        _write(warp, "shared", own, values)
+
+    copy = Copy(finish)
+    block.copies.append(copy)
+    warp.thread_open.append(copy)
 
 
 def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:

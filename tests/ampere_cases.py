@@ -1,0 +1,63 @@
+"""Cases of the kernel for GPUs from Ampere on: every GPU, head, list and type, by name."""
+
+import dataclasses
+
+import hopper
+import kernel_cases
+from kernel_cases import AttentionKernelCase, Program
+
+from sketchwalk_jax import KernelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AmpereCase(AttentionKernelCase):
+    """A case of prefill that runs `ampere_prefill`.
+
+    Attributes:
+      capability: Compute capability of the GPU that it is compiled for.
+    """
+
+    op: str = "prefill"
+    capability: str = "8.0"
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return f"{super().__str__()}-{self.capability}"
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+
+        return self.prefill_program(ampere_prefill, kernel_config)
+
+
+def of(case: AttentionKernelCase, **changes: str) -> AmpereCase:
+    """The case of Hopper's kernel, on this one."""
+    fields = {x.name: getattr(case, x.name) for x in dataclasses.fields(case)}
+    return AmpereCase(**fields | changes)
+
+
+def _compiled() -> dict[str, AmpereCase]:
+    """Every GPU with both heads, alone and in groups, and blocks and pages, types in turn."""
+    found = {}
+    for capability in hopper.SHARED_KIB:
+        for head_dim in (64, 128):
+            for heads in ((32, 8), (8, 8)):
+                for index, sizes in enumerate(((64, None), (16, 64), (128, None))):
+                    case = AmpereCase(
+                        heads=heads,
+                        lengths=(4096, 4096),
+                        head_dim=head_dim,
+                        block_size=sizes[0],
+                        row_size=sizes[1],
+                        dtype=("bfloat16", "float16")[(index + head_dim // 64) % 2],
+                        capability=capability,
+                        return_lse=index != 2,
+                    )
+                    found[str(case)] = case
+    return found
+
+
+COMPILED = _compiled()
+globals().update(COMPILED)  # the compiler takes a case of a file by its name there
+PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
