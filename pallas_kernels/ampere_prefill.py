@@ -152,6 +152,8 @@ class _Refs:
       values: `[stages, keys, H]`.
       lse: `[rows]`.
       bad: An integer for each warp.
+      place: Which tile it is: row, sequence, key/value head and heads of the group; where it starts
+        and its sequence ends. What only the mask and the end need would take registers all along.
     """
 
     query: Any
@@ -169,6 +171,7 @@ class _Refs:
     values: Any
     lse: Any
     bad: Any
+    place: Any
 
 
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
@@ -180,6 +183,7 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
         "values": ops.tiled(slots, dtype),
         "lse": plgpu.SMEM((tiling.rows,), jnp.float32),
         "bad": plgpu.SMEM((warp_ops.WARPS,), jnp.int32),
+        "place": plgpu.SMEM((6,), jnp.int32),
     }
 
 
@@ -225,9 +229,9 @@ class _Tile:
         member = jnp.minimum(self.pair * self.tiling.together + index, self.tiling.group - 1)
         return self.kv_head * self.tiling.group + member
 
-    def is_spare(self, index: int) -> Any:
-        """Whether the tile has no head of this index."""
-        return self.pair * self.tiling.together + index >= self.tiling.group
+    def has_head(self, index: int) -> Any:
+        """Whether the tile has a head of its own of this index."""
+        return self.pair * self.tiling.together + index < self.tiling.group
 
     @property
     def list(self) -> Any:
@@ -260,6 +264,7 @@ class _Attention:
       count: Pages in its list; 0 where the tile lies beyond the sequence.
       start: Position of its first query.
       length: Keys in the sequence.
+      layer: Layer of the cache.
     """
 
     tiling: _Tiling
@@ -268,6 +273,7 @@ class _Attention:
     count: Any
     start: Any
     length: Any
+    layer: Any
 
     @property
     def steps(self) -> Any:
@@ -296,7 +302,7 @@ class _Attention:
         maximum = ops.full((tiling.rows,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(maximum, ops.full((tiling.rows,), 0.0, ops.BY_ROW))
         sums = ops.full((tiling.rows, tiling.head_dim), 0.0)
-        carry = (state, sums, self._pages(tiling.stages - 1))
+        carry = (state, sums, self._pages(tiling.stages - 1).indices)
         (maximum, denominator), sums, _ = jax.lax.fori_loop(0, self.steps, self._step, carry)
         is_empty = denominator == 0.0
         safe = jnp.where(is_empty, 1.0, denominator)
@@ -311,29 +317,32 @@ class _Attention:
 
     def _step(self, index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         tiling, refs = self.tiling, self.refs
-        state, sums, pages = carry
+        state, sums, indices = carry
         slot = self._slot(index)
-        later = self._pages(index + tiling.stages)  # in time for their keys
+        coming = index + tiling.stages - 1
+        pages = _Pages(indices, self._are_there(coming))
+        later = self._pages(coming + 1)  # in time for their keys
         own = pages if tiling.stages == 1 else self._pages(index)
         self._wait()
-        self._copy_values(pages, index + tiling.stages - 1)
+        self._copy_values(pages, coming)
         scores = warp_products.multiply_keys(
             refs.queries, refs.keys.at[slot], interpret=tiling.interpret
         )
         self._wait()
-        self._copy_keys(later, index + tiling.stages)
+        self._copy_keys(later, coming + 1)
         # The last page of a step is the latest one.
         is_masked = ~own.is_there[0] | (own.indices[-1] * PAGE >= self.start)
 
         def masked(scores: Any) -> tuple[Any, Any]:
+            start, length = refs.place[4], refs.place[5]
             places = [
-                jnp.where(there, page * PAGE - self.start, -1)
+                jnp.where(there, page * PAGE - start, -1)
                 for page, there in zip(*own, strict=True)
             ]
             bad = warp_products.clear_from_bad(
                 refs.values.at[slot], places, refs.bad, interpret=tiling.interpret
             )
-            return self._mask(scores, own), bad
+            return _mask(scores, own, start, length), bad
 
         def plain(scores: Any) -> tuple[Any, Any]:
             return scores, jnp.int32(warp_products.NOBODY)
@@ -345,7 +354,7 @@ class _Attention:
         sums = warp_products.add_values(
             sums, weights.astype(refs.values.dtype), refs.values.at[slot], interpret=tiling.interpret
         )
-        return state, sums, later
+        return state, sums, later.indices
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
         """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
@@ -355,17 +364,6 @@ class _Attention:
         weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
         denominator = state.denominator * decay + jnp.sum(weights, axis=1)
         return weights, decay, _Softmax(maximum, denominator)
-
-    def _mask(self, scores: Any, pages: _Pages) -> Any:
-        """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
-        column = ops.matrix_index(scores.shape, 1)
-        query = ops.matrix_index(scores.shape, 0) & (_QUERIES - 1)
-        last = jnp.minimum(self.start + query, self.length - 1)
-        reach = jnp.full_like(column, -1)
-        for place, (page, there) in enumerate(zip(*pages, strict=True)):
-            visible = jnp.where(there, last - page * PAGE, -1)
-            reach = jnp.where(column < place * PAGE, reach, visible + place * PAGE)
-        return jnp.where(column <= reach, scores, MASK_VALUE)
 
     def _slot(self, step: Any) -> Any:
         return 0 if self.tiling.stages == 1 else jax.lax.rem(step, self.tiling.stages)
@@ -383,7 +381,12 @@ class _Attention:
             entry, rest = _divide(jnp.maximum(entries[place], 0), tiling.entry)
             page = self.refs.ids[self.tile.batch, self.tile.list, row, entry] * tiling.entry + rest
             indices += [page + index for index in range(per_read)]
-        return _Pages(tuple(indices), tuple(entry >= 0 for entry in entries))
+        return _Pages(tuple(indices), self._are_there(step))
+
+    def _are_there(self, step: Any) -> tuple[Any, ...]:
+        """Whether the list has a page for each place of a step; cheaper than to keep in mind."""
+        first = self.count - self.tiling.pages * (step + 1)
+        return tuple(first + place >= 0 for place in range(self.tiling.pages))
 
     def _wait(self) -> None:
         """Until the copies of the next group have come, in all warps."""
@@ -404,7 +407,7 @@ class _Attention:
         @pl.when(step < self.steps)
         def _() -> None:
             self._copy(
-                source.at[self.refs.layer[0], tile.batch, :, tile.kv_head],
+                source.at[self.layer, tile.batch, :, tile.kv_head],
                 target.at[self._slot(step)],
                 [page * PAGE for page in pages.indices],
                 [jnp.where(x, end - page * PAGE, 0) for page, x in zip(*pages, strict=True)],
@@ -416,23 +419,40 @@ class _Attention:
         warp_products.copy_pages(*arguments, interpret=self.tiling.interpret)
 
     def _write(self, out: Any, lse: Any) -> None:
-        refs, tile, interpret = self.refs, self.tile, self.tiling.interpret
+        refs, interpret = self.refs, self.tiling.interpret
         warp_products.wait_copies(0, interpret=interpret)
         warp_ops.barrier(interpret=interpret)  # the queries are needed no more
         ops.write(refs.queries, out.astype(refs.queries.dtype))
         if refs.out_lse is not None:
             ops.write(refs.lse, lse)
         warp_ops.barrier(interpret=interpret)
+        tile = _Tile(self.tiling, *(refs.place[index] for index in range(4)))
         rows = _rows(tile.row * _QUERIES)
         for index in range(self.tiling.together):
             options = {"interpret": interpret}
-            place = (index * _QUERIES, ~jnp.asarray(tile.is_spare(index)))
+            place = (index * _QUERIES, tile.has_head(index))
             head = tile.head(index)
             target = refs.out.at[tile.batch, rows, head]
             warp_products.write_rows(refs.queries, target, *place, **options)
             if refs.out_lse is not None:
                 target = refs.out_lse.at[tile.batch, head, rows]
                 warp_products.write_vector(refs.lse, target, *place, **options)
+
+
+def _mask(scores: Any, pages: _Pages, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). Without its own part what is left of
+    # them is known here, and so is in which page each of them is.
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6
+    column = column & ~6
+    query = ops.matrix_index(scores.shape, 0) & (_QUERIES - 1)
+    last = jnp.minimum(start + query, length - 1)
+    reach = jnp.full_like(column, -1)
+    for place, (page, there) in enumerate(zip(*pages, strict=True)):
+        visible = jnp.where(there, last - page * PAGE, -1)
+        reach = jnp.where(column < place * PAGE, reach, visible + place * PAGE)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
 
 
 def _rows(first: Any) -> Any:
@@ -449,7 +469,9 @@ def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
     length = refs.kv_lengths[tile.batch]
     entries = refs.counts[tile.batch, tile.list, jax.lax.div(tile.row, tiling.subblocks)]
     count = jnp.where(start < length, entries * tiling.entry, 0)
-    attention = _Attention(tiling, refs, tile, count, start, length)
+    for index, x in enumerate((tile.row, tile.batch, tile.kv_head, tile.pair, start, length)):
+        refs.place[index] = jnp.int32(x)
+    attention = _Attention(tiling, refs, tile, count, start, length, refs.layer[0])
 
     @pl.when(count > 0)
     def _() -> None:

@@ -389,21 +389,25 @@ class _Matrices:
             arith.muli(below, _constant(self._tile_row)), arith.muli(row, _constant(_LINE))
         )
         place = arith.addi(_shared_pointer(ref), place)
-        turned = arith.muli(arith.xori(beside, row), _constant(_CHUNK))
-        pairs = range(0, min(width * 2, _LINE), 2 * _CHUNK)
-        self._places = [
-            arith.addi(place, arith.xori(turned, _constant(pair))) for pair in pairs
-        ]
+        self._place = arith.addi(
+            place, arith.muli(arith.xori(beside, row), _constant(_CHUNK))
+        )
+        self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # of a tile's row
 
     def load(self, tile: int, pair: int, *, transposed: bool = False) -> list[ir.Value]:
-        """The four from a tile of eight rows on, and from a pair of chunks on."""
-        line, pair = divmod(pair, len(self._places))
+        """The four from a tile of eight rows on, and from a pair of chunks on.
+
+        Memory begins at a multiple of `_TILE`, so that the bits of a chunk stand by themselves.
+        They are flipped here: an address for each pair would take registers that are scarce.
+        """
+        line, pair = divmod(pair, self._pairs)
         offset, turned = tile * self._tile_row + line * _TILE, ".trans" if transposed else ""
-        code = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, "
+        code = f"{{ .reg .b32 a; xor.b32 a, $4, {2 * _CHUNK * pair}; "
+        code += f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, "
         return list(
             mgpu.utils.inline_ptx(
-                f"{code}[$4 + {offset}];",
-                self._places[pair],
+                f"{code}[a + {offset}]; }}",
+                self._place,
                 result_types=[words.i32()] * 4,
                 has_side_effects=True,
                 convergent=True,

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 
 import ampere_cases
 import cases
@@ -26,7 +27,8 @@ from sketchwalk_jax.pallas_kernels.ampere_prefill import sizes
 
 ON_GPU = jax.default_backend() == "gpu"
 CONFIG = KernelConfig(interpret=True) if INTERPRET else KernelConfig()
-CAPABILITIES = itertools.cycle(hopper.SHARED_KIB)
+# A process that has compiled for Hopper compiles for what came before it, but not for Blackwell.
+CAPABILITIES = itertools.cycle(x for x in hopper.SHARED_KIB if x != "12.0")
 KEPT = ("3x1-H64-T65,191-shared", "4x2-H64-T250-head-block16")
 
 pytestmark = pytest.mark.interpreted
@@ -155,13 +157,35 @@ def test_two_programs_fit_in_a_multiprocessor():
             assert sizes(rows, head_dim, memory) == expected, (capability, rows, head_dim)
 
 
+@pytest.fixture(scope="module")
+def compiler_of():
+    """A compiler for one GPU after another: a process of JAX compiles for the first alone."""
+    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
+    if python is None:
+        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
+    found = {}
+
+    def get(capability):
+        if capability not in found:
+            for one in found.values():
+                one.close()
+            found.clear()
+            found[capability] = hopper.Compiler(python)
+        return found[capability]
+
+    yield get
+    for one in found.values():
+        one.close()
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize(
     "name", slow_unless(lambda name: "32x8-H128" in name, ampere_cases.COMPILED)
 )
-def test_it_compiles(name, compiler):
+def test_it_compiles(name, compiler_of):
+    compiler = compiler_of(ampere_cases.COMPILED[name].capability)
     (facts,) = compiler.compile(f"{ampere_cases.__file__}:{name}").values()
     assert 0 < facts["registers"] <= 255
-    found = {fact: facts[fact] for fact in facts if fact not in ("registers", "instructions")}
+    found = {fact: facts[fact] for fact in facts if fact != "registers"}
     nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
     assert found == nothing | {"complaints": [], "hazards": []}
