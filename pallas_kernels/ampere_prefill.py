@@ -302,8 +302,7 @@ class _Attention:
         maximum = ops.full((tiling.rows,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(maximum, ops.full((tiling.rows,), 0.0, ops.BY_ROW))
         sums = ops.full((tiling.rows, tiling.head_dim), 0.0)
-        carry = (state, sums, self._pages(tiling.stages - 1).indices)
-        (maximum, denominator), sums, _ = jax.lax.fori_loop(0, self.steps, self._step, carry)
+        (maximum, denominator), sums = jax.lax.fori_loop(0, self.steps, self._step, (state, sums))
         is_empty = denominator == 0.0
         safe = jnp.where(is_empty, 1.0, denominator)
         lse = (maximum * tiling.exponent + jnp.log2(safe)) * math.log(2.0)
@@ -315,13 +314,13 @@ class _Attention:
         zeros = ops.full((self.tiling.rows, self.tiling.head_dim), 0.0)
         self._write(zeros, ops.full((self.tiling.rows,), -jnp.inf, ops.BY_ROW))
 
-    def _step(self, index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def _step(self, index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         tiling, refs = self.tiling, self.refs
-        state, sums, indices = carry
+        state, sums = carry
         slot = self._slot(index)
         coming = index + tiling.stages - 1
-        pages = _Pages(indices, self._are_there(coming))
-        later = self._pages(coming + 1)  # in time for their keys
+        # Read before the wait. Those of values were read for keys before, and are near.
+        pages, later = self._pages(coming), self._pages(coming + 1)
         own = pages if tiling.stages == 1 else self._pages(index)
         self._wait()
         self._copy_values(pages, coming)
@@ -354,7 +353,7 @@ class _Attention:
         sums = warp_products.add_values(
             sums, weights.astype(refs.values.dtype), refs.values.at[slot], interpret=tiling.interpret
         )
-        return state, sums, later.indices
+        return state, sums
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
         """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
@@ -381,12 +380,7 @@ class _Attention:
             entry, rest = _divide(jnp.maximum(entries[place], 0), tiling.entry)
             page = self.refs.ids[self.tile.batch, self.tile.list, row, entry] * tiling.entry + rest
             indices += [page + index for index in range(per_read)]
-        return _Pages(tuple(indices), self._are_there(step))
-
-    def _are_there(self, step: Any) -> tuple[Any, ...]:
-        """Whether the list has a page for each place of a step; cheaper than to keep in mind."""
-        first = self.count - self.tiling.pages * (step + 1)
-        return tuple(first + place >= 0 for place in range(self.tiling.pages))
+        return _Pages(tuple(indices), tuple(entry >= 0 for entry in entries))
 
     def _wait(self) -> None:
         """Until the copies of the next group have come, in all warps."""

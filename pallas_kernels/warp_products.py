@@ -148,7 +148,7 @@ def write_rows(
 
     @plgpu.inline_mgpu(arg_types=(_tiled(source), plgpu.RefType(), _SCALAR))
     def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
-        chunks = _Chunks(source, width)
+        chunks = _Chunks(source, width, anew=True)
         stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
         inside = arith.muli(_long(chunks.row), _long_constant(stride * 2))
         inside = arith.addi(inside, _long(arith.muli(chunks.column, _constant(_CHUNK))))
@@ -184,7 +184,7 @@ def write_vector(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR))
     def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
-        thread = _own_thread()
+        thread = _own_thread(anew=True)
         wanted = arith.cmpi(arith.CmpIPredicate.ne, words.scalars(is_wanted)[0], _constant(0))
         is_own = arith.cmpi(arith.CmpIPredicate.slt, thread, _constant(size))
         with mgpu.when(arith.andi(wanted, is_own)):
@@ -226,7 +226,7 @@ def clear_from_bad(
         return_type=words.integer_type(),
     )
     def clear(_: Any, values: Any, scratch: Any, *places: Any) -> Any:
-        chunks, zero = _Chunks(values, width), _constant(0)
+        chunks, zero = _Chunks(values, width, anew=True), _constant(0)
         first, own = _constant(NOBODY), []
         for page, start in enumerate(words.scalars(x)[0] for x in places):
             is_own = arith.cmpi(arith.CmpIPredicate.sge, start, zero)
@@ -274,8 +274,8 @@ class _Chunks:
       place: Address of the first one.
     """
 
-    def __init__(self, ref: ir.Value, width: int) -> None:
-        per_row, thread = width * 2 // _CHUNK, _own_thread()
+    def __init__(self, ref: ir.Value, width: int, *, anew: bool = False) -> None:
+        per_row, thread = width * 2 // _CHUNK, _own_thread(anew=anew)
         self.height = _THREADS // per_row
         self.turns = PAGE // self.height
         self._tile_row = width * 2 // _LINE * _TILE  # bytes of eight rows
@@ -467,9 +467,17 @@ def _long(value: ir.Value) -> ir.Value:
     return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
-def _own_thread() -> ir.Value:
-    """Number of the thread in its warpgroup."""
-    return arith.andi(words.thread(), _constant(_THREADS - 1))
+def _own_thread(*, anew: bool) -> ir.Value:
+    """Number of the thread in its warpgroup.
+
+    Read anew where it is seldom needed, or what follows from it would be kept in registers.
+    """
+    if not anew:
+        return arith.andi(words.thread(), _constant(_THREADS - 1))
+    thread = mgpu.utils.inline_ptx(
+        "mov.u32 $0, %tid.x;", result_types=words.i32(), has_side_effects=True
+    )
+    return arith.andi(thread, _constant(_THREADS - 1))
 
 
 def _shared_pointer(ref: ir.Value) -> ir.Value:

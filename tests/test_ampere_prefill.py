@@ -147,14 +147,14 @@ def test_lists_name_any_of_a_rows_own_pages(chosen, capfd):
 
 
 def test_two_programs_fit_in_a_multiprocessor():
-    wanted = {
-        "8.0": {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 1), (128, 128): (32, 1)},
+    wanted = {  # by rows of a tile and head_dim
+        "8.0": {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 1), (128, 128): (32, 2)},
         "8.6": {(64, 64): (64, 2), (128, 64): (64, 1), (64, 128): (64, 1), (128, 128): (32, 1)},
     }
     for capability, chosen in wanted.items():
         memory = hopper.SHARED_KIB[capability] * 1024
-        for (rows, head_dim), expected in chosen.items():
-            assert sizes(rows, head_dim, memory) == expected, (capability, rows, head_dim)
+        found = {tile: sizes(*tile, memory) for tile in chosen}
+        assert found == chosen, capability
 
 
 @pytest.fixture(scope="module")
