@@ -97,9 +97,7 @@ def measure(shape: Shape, repeats: int, with_sizes: bool) -> tuple[dict[str, Any
     )
     wide = (x.astype(jnp.float32) for x in (query[:, -tail:], key, value))
     wanted = attend_tail(*wide, lists, first=shape.tokens - tail)[:, -tail:]
-    dense = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-    )
+    dense = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     runs = {"cudnn": in_turns(dense, [one[:3] for one in sets])}
     checks, failed = {}, []
     for name, form in forms(with_sizes).items():

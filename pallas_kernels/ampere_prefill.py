@@ -335,8 +335,7 @@ class _Attention:
         def masked(scores: Any) -> tuple[Any, Any]:
             start, length = refs.place[4], refs.place[5]
             places = [
-                jnp.where(there, page * PAGE - start, -1)
-                for page, there in zip(*own, strict=True)
+                jnp.where(there, page * PAGE - start, -1) for page, there in zip(*own, strict=True)
             ]
             bad = warp_products.clear_from_bad(
                 refs.values.at[slot], places, refs.bad, interpret=tiling.interpret
@@ -351,7 +350,10 @@ class _Attention:
         state = state._replace(denominator=jnp.where(self.query < bad, state.denominator, jnp.nan))
         sums = sums * ops.spread(decay, sums.shape, 0)
         sums = warp_products.add_values(
-            sums, weights.astype(refs.values.dtype), refs.values.at[slot], interpret=tiling.interpret
+            sums,
+            weights.astype(refs.values.dtype),
+            refs.values.at[slot],
+            interpret=tiling.interpret,
         )
         return state, sums
 

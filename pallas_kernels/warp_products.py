@@ -125,9 +125,7 @@ def _emit(code: str, interpret: bool) -> None:
         emit()
 
 
-def write_rows(
-    source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool
-) -> None:
+def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
     """Writes rows of shared memory to global memory, 16 bytes of a thread at a time.
 
     Args:
@@ -169,9 +167,7 @@ def write_rows(
     write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
-def write_vector(
-    source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool
-) -> None:
+def write_vector(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
     """Writes the 64 numbers from `first` on, float32 in shared memory, to global memory."""
     (size,) = target.shape
     if interpret:
@@ -282,9 +278,7 @@ class _Chunks:
         self.row = arith.shrui(thread, _constant(per_row.bit_length() - 1))
         self.column = arith.andi(thread, _constant(per_row - 1))
         low = arith.andi(self.row, _constant(7))
-        place = arith.muli(
-            arith.shrui(self.row, _constant(3)), _constant(self._tile_row)
-        )
+        place = arith.muli(arith.shrui(self.row, _constant(3)), _constant(self._tile_row))
         tile = arith.shrui(self.column, _constant(_PER_LINE.bit_length() - 1))
         place = arith.addi(place, arith.muli(tile, _constant(_TILE)))
         place = arith.addi(place, arith.muli(low, _constant(_LINE)))
@@ -300,9 +294,7 @@ class _Chunks:
 # Products
 
 
-def multiply_keys(
-    queries: Any, keys: Any, *, interpret: bool
-) -> Float[Array, "M S"]:
+def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "M S"]:
     """Scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]`, both in shared memory, in float32."""
     if interpret:
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
@@ -389,9 +381,7 @@ class _Matrices:
             arith.muli(below, _constant(self._tile_row)), arith.muli(row, _constant(_LINE))
         )
         place = arith.addi(_shared_pointer(ref), place)
-        self._place = arith.addi(
-            place, arith.muli(arith.xori(beside, row), _constant(_CHUNK))
-        )
+        self._place = arith.addi(place, arith.muli(arith.xori(beside, row), _constant(_CHUNK)))
         self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # of a tile's row
 
     def load(self, tile: int, pair: int, *, transposed: bool = False) -> list[ir.Value]:

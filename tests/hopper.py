@@ -222,8 +222,9 @@ def target(capability: str) -> str:
 
 @contextmanager
 def compiling_for(capability: str) -> Iterator[None]:
-    """Mosaic GPU compiles for this capability: of devices that it pretends, it takes all for 9.0."""
+    """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
     from jax.experimental.mosaic.gpu import utils
+
     from sketchwalk_jax.pallas_kernels import ampere_prefill
 
     was = utils._infer_arch, ampere_prefill.shared_memory

@@ -1,0 +1,128 @@
+"""What `ptxas` makes of the prefill kernel for GPUs from Ampere on, as a table in Markdown.
+
+    python tests/ampere_table.py
+
+Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, and no GPU. Of each GPU and
+shape: registers, bytes of spills and of shared memory, programs of a multiprocessor at a time and
+what allows no more, and instructions of a warp for 64 keys in the inner loop, without the branch of
+masked steps, beside those that multiply, which no code can do without.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hopper
+
+_HEAD = (
+    "| capability | heads | head_dim | lists | keys × slots | registers | spills | shared | "
+    "programs | instructions | products |"
+)
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)")
+_THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
+
+
+def inner_loop(code: str) -> tuple[int, int]:
+    """Instructions of the loop that multiplies, and how many multiply; masked steps left out."""
+    lines: list[tuple[str, str]] = []  # name and operands
+    labels: dict[str, int] = {}
+    for text in code.splitlines():
+        label = re.match(r"\s*(\.L_x_\d+):", text)
+        found = _LINE.search(text)
+        if label is not None:
+            labels[label[1]] = len(lines)
+        elif found is not None:
+            lines.append((found[3], found[4]))
+    jumps = {}
+    for index, (name, operands) in enumerate(lines):
+        target = re.search(r"`\((\.L_x_\d+)\)", operands)
+        if name.startswith("BRA") and target is not None:
+            jumps[index] = labels[target[1]]
+    products = [index for index, (name, _) in enumerate(lines) if name.startswith("HMMA")]
+    # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
+    start, end = min(
+        (
+            (to, at)
+            for at, to in jumps.items()
+            if to <= products[0] and at >= products[-1]
+        ),
+        key=lambda x: x[1] - x[0],
+    )
+    count, index = 0, start
+    while index <= end:
+        count += 1
+        to = jumps.get(index, 0)
+        is_masked = index < to <= end and any(
+            name.startswith("BAR") for name, _ in lines[index:to]
+        )
+        index = to if is_masked else index + 1
+    return count, len(products)
+
+
+def rows_of(capability: str) -> None:
+    """Prints the rows of one GPU; a process of JAX compiles for one alone."""
+    os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    for what in ("PTXAS", "SASS_CTRL", "PTX", "HOST_LLVM"):
+        os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
+    import ampere_cases
+    import jax
+    import ptx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from sketchwalk_jax.pallas_kernels.ampere_prefill import sizes
+
+    sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
+    memory = hopper.SHARED_KIB[capability] * 1024
+    answers = os.fdopen(os.dup(1), "w")
+    for case in ampere_cases.COMPILED.values():
+        if case.capability != capability:
+            continue
+        function, shapes = case.program()
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
+        with tempfile.TemporaryFile("w+") as printed:
+            os.dup2(printed.fileno(), 1)
+            with hopper.compiling_for(capability):
+                jax.jit(function).lower(*shapes).compile()
+            printed.seek(0)
+            text = printed.read()
+        facts = hopper.read_assembler(text)
+        ((_, host),) = ptx.kernels(text)
+        shared = ptx.read_launch(host, [0] * 10).shared_bytes
+        registers = -(-facts["registers"] // 8) * 8 * _THREADS
+        limits = {
+            "registers": _REGISTERS // registers,
+            "shared memory": memory // (shared + _RESERVED),
+        }
+        least = min(limits, key=limits.__getitem__)
+        rows = 64 if case.heads[0] == case.heads[1] else 128
+        keys, stages = sizes(rows, case.head_dim, memory)
+        count, products = inner_loop(text)
+        spills = facts["spill_store_bytes"] + facts["spill_load_bytes"]
+        lists = f"pages of {case.block_size}" if case.row_size else f"blocks of {case.block_size}"
+        cells = [capability, "/".join(map(str, case.heads)), case.head_dim, lists]
+        cells += [f"{keys} × {stages}", facts["registers"], spills, shared]
+        cells += [f"{limits[least]} ({least})", count * 64 // keys, products * 64 // keys]
+        print(f"| {' | '.join(map(str, cells))} |", file=answers, flush=True)
+
+
+def main() -> None:
+    """Prints the table."""
+    if len(sys.argv) > 1:
+        rows_of(sys.argv[1])
+        return
+    print(_HEAD)
+    print(re.sub(r"[^|]+", "---", _HEAD), flush=True)
+    folder = Path(__file__).resolve().parent
+    search = os.pathsep.join([str(folder), str(folder.parent)])
+    for capability in hopper.SHARED_KIB:
+        command = [sys.executable, __file__, capability]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": search})
+
+
+if __name__ == "__main__":
+    main()
