@@ -59,6 +59,7 @@ _QUERIES = 64  # of a tile
 _SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))
 _MOST_SUMS = 64 * 128  # of a tile with steps of 64 keys
 _PROGRAMS = 2
+_PLACES = 6  # integers that say where a program is
 _RESERVED = 1024  # bytes of shared memory that each program costs beside its own
 _SCRATCH = 1024  # and of its own, at most, beside queries, keys and values
 
@@ -150,10 +151,10 @@ class _Refs:
       queries: `[rows, H]`, and the output in the end.
       keys: `[stages, keys, H]`.
       values: `[stages, keys, H]`.
-      lse: `[rows]`.
-      bad: An integer for each warp.
-      place: Which tile it is: row, sequence, key/value head and heads of the group; where it starts
-        and its sequence ends. What only the mask and the end need would take registers all along.
+      words: Integers, in one piece: each takes 1024 bytes of shared memory. First which tile it is
+        (row, sequence, key/value head and heads of the group), where it starts and its sequence
+        ends: what the mask and the end alone need would take registers all along. Then one for
+        each warp.
     """
 
     query: Any
@@ -169,9 +170,7 @@ class _Refs:
     queries: Any
     keys: Any
     values: Any
-    lse: Any
-    bad: Any
-    place: Any
+    words: Any
 
 
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
@@ -181,9 +180,7 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
         "queries": ops.tiled((tiling.rows, tiling.head_dim), dtype),
         "keys": ops.tiled(slots, dtype),
         "values": ops.tiled(slots, dtype),
-        "lse": plgpu.SMEM((tiling.rows,), jnp.float32),
-        "bad": plgpu.SMEM((warp_ops.WARPS,), jnp.int32),
-        "place": plgpu.SMEM((6,), jnp.int32),
+        "words": plgpu.SMEM((_PLACES + warp_ops.WARPS,), jnp.int32),
     }
 
 
@@ -333,12 +330,15 @@ class _Attention:
         is_masked = ~own.is_there[0] | (own.indices[-1] * PAGE >= self.start)
 
         def masked(scores: Any) -> tuple[Any, Any]:
-            start, length = refs.place[4], refs.place[5]
+            start, length = refs.words[4], refs.words[5]
             places = [
                 jnp.where(there, page * PAGE - start, -1) for page, there in zip(*own, strict=True)
             ]
             bad = warp_products.clear_from_bad(
-                refs.values.at[slot], places, refs.bad, interpret=tiling.interpret
+                refs.values.at[slot],
+                places,
+                refs.words.at[pl.ds(_PLACES, warp_ops.WARPS)],
+                interpret=tiling.interpret,
             )
             return _mask(scores, own, start, length), bad
 
@@ -419,10 +419,8 @@ class _Attention:
         warp_products.wait_copies(0, interpret=interpret)
         warp_ops.barrier(interpret=interpret)  # the queries are needed no more
         ops.write(refs.queries, out.astype(refs.queries.dtype))
-        if refs.out_lse is not None:
-            ops.write(refs.lse, lse)
         warp_ops.barrier(interpret=interpret)
-        tile = _Tile(self.tiling, *(refs.place[index] for index in range(4)))
+        tile = _Tile(self.tiling, *(refs.words[index] for index in range(4)))
         rows = _rows(tile.row * _QUERIES)
         for index in range(self.tiling.together):
             options = {"interpret": interpret}
@@ -432,7 +430,7 @@ class _Attention:
             warp_products.write_rows(refs.queries, target, *place, **options)
             if refs.out_lse is not None:
                 target = refs.out_lse.at[tile.batch, head, rows]
-                warp_products.write_vector(refs.lse, target, *place, **options)
+                warp_products.write_vector(lse, target, *place, **options)
 
 
 def _mask(scores: Any, pages: _Pages, start: Any, length: Any) -> Any:
@@ -466,7 +464,7 @@ def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
     entries = refs.counts[tile.batch, tile.list, jax.lax.div(tile.row, tiling.subblocks)]
     count = jnp.where(start < length, entries * tiling.entry, 0)
     for index, x in enumerate((tile.row, tile.batch, tile.kv_head, tile.pair, start, length)):
-        refs.place[index] = jnp.int32(x)
+        refs.words[index] = jnp.int32(x)
     attention = _Attention(tiling, refs, tile, count, start, length, refs.layer[0])
 
     @pl.when(count > 0)
@@ -560,7 +558,7 @@ def ampere_prefill(
         grid=(tiling.programs,),
         grid_names=("program",),
         # No reduction here crosses warps.
-        compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
+        compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=0),
         interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="ampere_prefill",
     )

@@ -167,27 +167,44 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpre
     write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
-def write_vector(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
-    """Writes the 64 numbers from `first` on, float32 in shared memory, to global memory."""
-    (size,) = target.shape
+def write_vector(
+    vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any, *, interpret: bool
+) -> None:
+    """Writes 64 numbers, one for each row of sums, from registers to global memory.
+
+    Args:
+      vector: Float32, in `ops.BY_ROW`.
+      target: `[64]` in global memory.
+      first: The first of the numbers, a multiple of 64.
+      is_wanted: Nothing is written unless it is true.
+      interpret: Whether the interpreter runs the kernel.
+    """
     if interpret:
 
         @pl.when(is_wanted)
         def _() -> None:
-            target[...] = source[pl.ds(first, size)]
+            target[...] = vector[first : first + 64]
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR))
-    def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType(), _SCALAR))
+    def write(_: Any, vector: Any, target: Any, is_wanted: Any) -> None:
         thread = _own_thread(anew=True)
         wanted = arith.cmpi(arith.CmpIPredicate.ne, words.scalars(is_wanted)[0], _constant(0))
-        is_own = arith.cmpi(arith.CmpIPredicate.slt, thread, _constant(size))
-        with mgpu.when(arith.andi(wanted, is_own)):
-            held = memref.load(source, [words.index(arith.addi(thread, _constant(first)))])
-            memref.store(held, target, [words.index(thread)])
+        # Four threads have the same numbers, of a row and of the one 8 below.
+        is_first = arith.cmpi(
+            arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
+        )
+        row = arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
+        warp = arith.shrui(thread, _constant(5))
+        row = arith.addi(row, arith.muli(warp, _constant(16)))
+        held = words.scalars(vector)[first // 32 :][:2]
+        with mgpu.when(arith.andi(wanted, is_first)):
+            for half, number in enumerate(held):
+                place = arith.addi(row, _constant(8 * half))
+                memref.store(number, target, [words.index(place)])
 
-    write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
+    write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
 def clear_from_bad(
