@@ -37,6 +37,7 @@ ALWAYS = ("parity", "promises", "memory", "recompile", "mismatches", "readme", "
 GROUPS = {
     # As they are compiled for Hopper, run by the emulator of tests/ptx.
     "emulated": (
+        "ampere_prefill",
         "kernel_selection",
         "kernels",
         "linear_kernel",
@@ -44,7 +45,7 @@ GROUPS = {
         "token_writes",
     ),
     # Every shape, compiled for Hopper.
-    "compiled": ("kernel_guide", "kernels_compile"),
+    "compiled": ("ampere_compiles", "kernel_guide", "kernels_compile"),
     # In Pallas' interpreter.
     "interpreted": (
         "block_sums_kernel",

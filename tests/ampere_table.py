@@ -44,20 +44,14 @@ def inner_loop(code: str) -> tuple[int, int]:
     products = [index for index, (name, _) in enumerate(lines) if name.startswith("HMMA")]
     # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
     start, end = min(
-        (
-            (to, at)
-            for at, to in jumps.items()
-            if to <= products[0] and at >= products[-1]
-        ),
+        ((to, at) for at, to in jumps.items() if to <= products[0] and at >= products[-1]),
         key=lambda x: x[1] - x[0],
     )
     count, index = 0, start
     while index <= end:
         count += 1
         to = jumps.get(index, 0)
-        is_masked = index < to <= end and any(
-            name.startswith("BAR") for name, _ in lines[index:to]
-        )
+        is_masked = index < to <= end and any(name.startswith("BAR") for name, _ in lines[index:to])
         index = to if is_masked else index + 1
     return count, len(products)
 

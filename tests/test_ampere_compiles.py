@@ -1,0 +1,56 @@
+"""The kernel of prompts for GPUs from Ampere on compiles for each of them, without spills but one.
+
+On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
+"""
+
+import os
+
+import ampere_cases
+import hopper
+import pytest
+from variants import slow_unless
+
+# Of pages, for two heads of 128, the assembler for Blackwell keeps a few numbers of threads in
+# memory that only masked steps and the end need.
+SPILLS = "prefill-32x8-H128-T4096,4096-shared-block16-float16-rows64-12.0"
+
+
+@pytest.fixture(scope="module")
+def compiler_of():
+    """A compiler for one GPU after another: a process of JAX compiles for the first alone."""
+    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
+    if python is None:
+        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
+    found = {}
+
+    def get(capability):
+        if capability not in found:
+            for one in found.values():
+                one.close()
+            found.clear()
+            found[capability] = hopper.Compiler(python)
+        return found[capability]
+
+    yield get
+    for one in found.values():
+        one.close()
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(lambda name: "32x8-H128" in name and "block16" in name, ampere_cases.COMPILED),
+)
+def test_it_compiles(name, compiler_of):
+    compiler = compiler_of(ampere_cases.COMPILED[name].capability)
+    (facts,) = compiler.compile(f"{ampere_cases.__file__}:{name}").values()
+    assert 0 < facts["registers"] <= 255
+    found = {fact: facts[fact] for fact in facts if fact != "registers"}
+    nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
+    if name == SPILLS:
+        assert found.pop("complaints")
+        assert all(found.pop(x) <= 64 for x in nothing)
+        nothing = {}
+    else:
+        nothing |= {"complaints": []}
+    assert found == nothing | {"hazards": []}
