@@ -320,7 +320,9 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
 
     @plgpu.inline_mgpu(
         arg_types=(_tiled(queries), _tiled(keys)),
-        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, ops.ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct(
+            (rows, columns), jnp.dtype(jnp.float32), ops.ACCUMULATOR
+        ),
     )
     def multiply(_: Any, queries: Any, keys: Any) -> Any:
         left = _Matrices(queries, width, is_row_first=True, of_warp=True)
@@ -354,7 +356,7 @@ def add_values(
 
     @plgpu.inline_mgpu(
         arg_types=(ops.ACCUMULATOR, ops.ACCUMULATOR, _tiled(values)),
-        return_type=plgpu.ShapeDtypeStruct((rows, width), jnp.float32, ops.ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct((rows, width), jnp.dtype(jnp.float32), ops.ACCUMULATOR),
     )
     def multiply(_: Any, sums: Any, weights: Any, values: Any) -> Any:
         right = _Matrices(values, width, is_row_first=True)
