@@ -916,7 +916,8 @@ def losses(results: evaluations.Results) -> str:
     for (model, tokens), where in _each(rows, "model", "tokens", label="recommended"):
         named = ", ".join(filter(None, (size_of(model), f"{tokens} tokens")))
         lines.append(([f"{model}: {named}"], where))
-    columns = {title: (where, _right) for title, where in _places(rows).items()}
+    places = _places([row for row in rows if row["density"] in (None, 0.1, 0.2)])
+    columns = {title: (where, _right) for title, where in places.items()}
     what = (
         "Of the answers that dense attention gets right, the share that `recommended` gets right "
         "too, when attention is sparse in prefill, in decode, or in both"
@@ -957,6 +958,26 @@ def losses_beyond(results: evaluations.Results) -> str:
         for (density,), where in _each(rows, "density")
     }
     return grid(rows, ["Model", "Tokens", "Sparse in"], lines, columns)
+
+
+def methods(results: evaluations.Results) -> str:
+    """What every method keeps of each task at density 0.2, where rivals were measured."""
+    rows, blocks = without_parts(_reported(results)), []
+    for (model, tokens), where in _each(rows, "model", "tokens"):
+        own = rows_with(rows, **where)
+        if all(label.startswith(("dense", "recommended")) for label in policy_labels(own)):
+            continue
+        columns: dict[str, tuple[Where, Cell]] = {
+            f"{task_title(task)}, {PHASE_TITLES[phase].lower()}": (
+                {"task": task, "phase": phase, "density": 0.2},
+                _right,
+            )
+            for phase in ("prefill", "decode")
+            for task in tasks_of(counted(own))
+        }
+        blocks.append(f"**{model}, {tokens} tokens, density 0.2**")
+        blocks.append(grid(own, ["Method"], _policies(own), columns))
+    return "\n\n".join([*blocks, describe_whole(results)])
 
 
 def summary(results: evaluations.Results, cell: Cell) -> str:
@@ -1278,7 +1299,7 @@ _SHIPPED = functools.partial(
 )
 EVALUATIONS = {
     "losses": _ANSWERS(losses),
-    "methods": _REAL(functools.partial(summary, cell=_right)),
+    "methods": _ANSWERS(methods),
     "by-task": _ANSWERS(by_task),
     "text-loss": _ANSWERS(losses_beyond),
     "forms": _ANSWERS(functools.partial(summary, cell=_interval)),

@@ -521,7 +521,7 @@ def check_evaluation(
 
 
 def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
-    """Losses and divergences of long decoding are those of one device."""
+    """Losses, divergences and agreements of long decoding are those of one device."""
     long_decode.NUM_DECODED = 40  # over the borders of blocks
     model, where = MESH_MODEL, placement(**axes)
     tokens = np.random.default_rng(3).integers(2, 64, 240).astype(np.int32)
@@ -534,7 +534,7 @@ def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
         found.append(long.run([text, text], wanted, after=lambda: None))
         programs.close()
     for key, outcome in found[0].items():
-        for name in ("losses", "divergences"):
+        for name in ("losses", "divergences", "agreements"):
             pair = (getattr(x, name) for x in (outcome, found[1][key]))
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-6, err_msg=str(key))
 

@@ -259,10 +259,12 @@ def test_long_decoding_is_that_of_decode_steps(monkeypatch):
     found = long.run([sample], wanted, after=lambda: None)
     dense = found[DENSE, "both"]
     assert dense.losses.shape == (1,) and dense.divergences[0] == pytest.approx(0, abs=1e-6)
+    assert dense.agreements == 1
     for phase in ("decode", "both"):
         np.testing.assert_allclose(found[full, phase].losses, dense.losses, rtol=1e-4)
         np.testing.assert_allclose(found[full, phase].divergences, 0, atol=1e-4)
         assert found[rule, phase].divergences[0] > 1e-3
+        assert found[full, phase].agreements == 1 and found[rule, phase].agreements < 1
         density = found[rule, phase].measured_density(
             "decode", np.ones(1, bool), layers=range(2, model_config.num_layers)
         )

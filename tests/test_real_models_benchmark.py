@@ -115,6 +115,7 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
             assert row["measured_density_all_layers"] == pytest.approx(0.5, rel=0.1)
         if row["task"] == "long_decode":
             assert len(row["kls"]) == 1 and row["kl"] >= -1e-5  # a fifth of the prompts
+            assert 0 <= row["agreement"] <= 1 and row["agreements"] == [row["agreement"]]
     meta = found["meta"]
     assert set(meta["models"]) == {"model"} and len(meta["models"]["model"]["sha256"]) == 1
     assert meta["runs"]["model, development"]["seed"] != meta["runs"]["model, report"]["seed"]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.cached_layer import Settings
@@ -40,11 +40,13 @@ class Compared:
     Attributes:
       losses: `-log p` of each token after the first, by the policy, float32 `[B, U - 1]`.
       divergences: `KL(p_dense ‖ p_policy)` at each of these places, nats, float32 `[B, U - 1]`.
+      agrees: Whether the likeliest token there is that of dense attention, bool `[B, U - 1]`.
       density: Pairs that the policy attended to.
     """
 
     losses: Float[Array, "B V"]
     divergences: Float[Array, "B V"]
+    agrees: Bool[Array, "B V"]
     density: Density
 
 
@@ -78,7 +80,7 @@ def compare_program(
       settings: Model and policy.
 
     Returns:
-      Losses and divergences.
+      Losses, divergences and agreements.
     """
     active = jnp.ones(tokens.shape[:1], bool)
 
@@ -89,12 +91,14 @@ def compare_program(
         wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
         loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
         divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
-        return (dense, cache), (loss, divergence)
+        agrees = jnp.argmax(exact, axis=-1) == jnp.argmax(logits, axis=-1)
+        return (dense, cache), (loss, divergence, agrees)
 
     columns = jnp.swapaxes(tokens, 0, 1)
-    carry, (losses, divergences) = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
-    losses, divergences = constrain((losses, divergences), settings.placement)
-    return Compared(jnp.swapaxes(losses, 0, 1), jnp.swapaxes(divergences, 0, 1), carry[1].density)
+    carry, found = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
+    losses, divergences, agrees = constrain(found, settings.placement)
+    rows = (jnp.swapaxes(x, 0, 1) for x in (losses, divergences, agrees))
+    return Compared(*rows, carry[1].density)
 
 
 class LongDecode:
@@ -214,9 +218,9 @@ class LongDecode:
 
 def _outcome(compared: Compared, count: int) -> Outcome:
     """Means over tokens, without the rows that only fill the batch."""
-    losses, divergences = (
+    losses, divergences, agreements = (
         np.asarray(x, np.float64).mean(axis=1)[:count]
-        for x in (compared.losses, compared.divergences)
+        for x in (compared.losses, compared.divergences, compared.agrees)
     )
     density = jax.tree.map(lambda x: x[..., :count], compared.density)
-    return Outcome(None, losses, density, divergences)
+    return Outcome(None, losses, density, divergences, agreements)

@@ -59,8 +59,9 @@ ROW_FIELDS = (
   `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
 * `mass_recall`, `mass_recall_by_layer`, `output_error_by_layer`: from the probe, null in dense
   layers.
-* `kl`, `kls`: KL divergence from dense attention, nats per token, and of each prompt; in rows of
-  long_decode only.
+* `kl`, `kls`: KL divergence from dense attention, nats per token, and of each prompt;
+  `agreement`, `agreements`: share of tokens after which the likeliest next one is that of dense
+  attention, and of each prompt; in rows of long_decode only.
 * `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
   probe; null where decoding is dense for a sparse policy.
 * `sources`: hash of the package's code, in rows measured with other code than `meta` says.
@@ -90,12 +91,15 @@ class Outcome:
       density: Pairs attended to, with one column for each prompt.
       divergences: Mean KL divergence from dense attention's distributions over the scored tokens,
         nats per token, `[n]`; None where it was not measured.
+      agreements: Share of the scored tokens whose likeliest successor is that of dense attention,
+        `[n]`; None where it was not measured.
     """
 
     is_right: Bool[np.ndarray, "n"] | None
     losses: Float[np.ndarray, "n"] | None
     density: Density
     divergences: Float[np.ndarray, "n"] | None = None
+    agreements: Float[np.ndarray, "n"] | None = None
 
     @classmethod
     def join(cls, parts: Sequence["Outcome"]) -> Self:
@@ -109,6 +113,7 @@ class Outcome:
             join_all(*(part.losses for part in parts)),
             jax.tree.map(join_all, *(part.density for part in parts)),
             join_all(*(part.divergences for part in parts)),
+            join_all(*(part.agreements for part in parts)),
         )
 
     def take(self, is_chosen: Bool[np.ndarray, "n"]) -> Self:
@@ -119,7 +124,7 @@ class Outcome:
 
         parts = (choose(self.is_right), choose(self.losses))
         density = jax.tree.map(choose, self.density)
-        return type(self)(*parts, density, choose(self.divergences))
+        return type(self)(*parts, density, choose(self.divergences), choose(self.agreements))
 
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
@@ -235,6 +240,9 @@ def make_rows(
         if outcome.divergences is not None:
             kept = outcome.divergences[is_chosen]
             made |= {"kl": _round(kept.mean()), "kls": [_round(one) for one in kept]}
+        if outcome.agreements is not None:
+            kept = outcome.agreements[is_chosen]
+            made |= {"agreement": _round(kept.mean()), "agreements": [_round(one) for one in kept]}
         return made
 
     hops = np.array([sample.hops or 0 for sample in samples])
