@@ -19,7 +19,13 @@ from sketchwalk_jax.pallas_kernels.config import (
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
-"""Tokens of the blocks that the lists of dense attention are made of, on the Hopper kernels."""
+"""Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
+
+# What there are kernels for, by GPU. A kernel of tokens for GPUs from Ampere on is one word more
+# here, and a line in `attention/differentiable.py`.
+KERNELS = {"hopper": ("prefill", "decode", "selection"), "ampere": ("prefill",)}
+LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
+_HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
 
 def device_kind() -> str:
@@ -32,10 +38,37 @@ def is_hopper() -> bool:
     return _compute_capability() == "9.0"
 
 
+def kernels_here() -> str | None:
+    """Whose kernels the default device runs, a key of `KERNELS`; `None` where there are none.
+
+    `"ampere"` are those for any NVIDIA GPU of compute capability 8.0 or higher that is not Hopper.
+    """
+    if is_hopper():
+        return "hopper"
+    return "ampere" if _is_ampere_or_later() else None
+
+
+def why_not_device(what: str) -> str | None:
+    """Why the default device has no kernels for something, or `None` if it has.
+
+    Args:
+      what: `"prefill"`, `"decode"` or `"selection"`.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    here = kernels_here()
+    if here is not None and what in KERNELS[here]:
+        is_old = jax.__version_info__ < LEAST_JAX
+        return f"it needs JAX 0.11.2 or later, not {jax.__version__}" if is_old else None
+    needed = _AMPERE if what in KERNELS["ampere"] else _HOPPER
+    return f"it needs an NVIDIA GPU of compute capability {needed} in {what}, not {device_kind()}"
+
+
 def why_not_mosaic_gpu(
     query: Any, *, block_size: int, row_size: int | None = None, interpret: bool = False
 ) -> str | None:
-    """Why the Hopper kernels cannot take this call of attention, or `None` if they can.
+    """Why no kernel can take this call of attention, or `None` if one can.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
@@ -46,8 +79,9 @@ def why_not_mosaic_gpu(
     Returns:
       A reason to show to the caller.
     """
-    if not interpret and not is_hopper():
-        return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
+    phase = "decode" if query.shape[1] == 1 else "prefill"
+    if not interpret and (reason := why_not_device(phase)):
+        return reason
     return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 
@@ -104,7 +138,8 @@ def selection_kernels(
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     if kernel_config.interpret:
         return kernel_config if implementation == "mosaic_gpu" else None
-    return kernel_config if implementation in (None, "mosaic_gpu") and is_hopper() else None
+    is_wanted = implementation in (None, "mosaic_gpu")
+    return kernel_config if is_wanted and why_not_device("selection") is None else None
 
 
 def row_kernels(
@@ -155,7 +190,7 @@ def why_not_cudnn(
 def why_not_full_lists(
     query: Any, *, num_keys: int, has_offset: bool, interpret: bool = False
 ) -> str | None:
-    """Why dense attention cannot go through the Hopper kernels, or `None` if it can.
+    """Why dense attention cannot go through the kernels for lists, or `None` if it can.
 
     They then attend over lists of all blocks, wherever the queries stand.
 
@@ -188,8 +223,8 @@ def choose_dense_implementation(
 ) -> str:
     """The implementation of dense attention that will run: cuDNN's wherever it can.
 
-    Else, where queries start elsewhere than at position 0, the Hopper kernels with full lists,
-    which read a cache as it lies.
+    Else, where queries start elsewhere than at position 0, the kernels with full lists, which read
+    a cache as it lies.
 
     Args:
       implementation: `None` to choose; it always finds one. A name to insist.

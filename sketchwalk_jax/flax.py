@@ -291,7 +291,7 @@ def make_attention_fn(
         `SketchWalkConfig.recommended(density=0.2)`, or `None` for dense attention.
       is_causal: Whether attention is causal even if the layer does not say so. Linen's layers can
         say so only by a mask.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -424,7 +424,7 @@ class WalkAttention(nnx.Module, pytree=False):
         a plan, or with `num_layers`, the recommended policy treats each layer differently;
         otherwise all layers have the same density.
       is_causal: Whether attention is causal even if a layer does not say so.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       scores: Rows of `R_k`, float32 `[B, I, I]`.
@@ -508,7 +508,7 @@ class LinenWalkAttention(nn.Module):
         otherwise all layers have the same density.
       is_causal: Whether attention is causal even if a layer does not say so. Linen's layers can say
         so only by a mask.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -639,7 +639,7 @@ class WalkSelfAttention(nnx.Module):
           use_bias: Whether projections have a bias.
           dtype: Type of the computation. Default: promoted from input and parameters.
           param_dtype: Type of the parameters.
-          implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+          implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
             GPUs), or `None` to choose by device and shape.
           kernel_config: Tile sizes of the implementation.
           rngs: Random streams.
@@ -713,7 +713,7 @@ class LinenWalkSelfAttention(nn.Module):
       use_bias: Whether projections have a bias.
       dtype: Type of the computation. Default: promoted from input and parameters.
       param_dtype: Type of the parameters.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 

@@ -522,7 +522,7 @@ def generate(
         that selects in one phase only (`policy.phases`) is dense in the other.
       chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
         prompt at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       cache: Cache of an earlier call, whose sequences this call continues. It is donated: use the
@@ -652,7 +652,7 @@ def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (t
       phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
       chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
         prompt at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       max_tokens: Capacity of a new cache in tokens, to leave room for later calls.

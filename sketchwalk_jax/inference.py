@@ -376,7 +376,7 @@ def prefill(
       chunk_size: Number of tokens processed at a time, which limits the memory that long prompts
         need. `None` processes all at once. On a mesh with a `sequence` axis, it is rounded up to a
         multiple of `2 · sequence` blocks.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
@@ -443,7 +443,7 @@ def decode_step(
         for. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
       phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
         that selects in one phase only (`policy.phases`) is dense in the other.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
@@ -496,7 +496,7 @@ def forward(
         `SketchWalkConfig.recommended(density=0.2)`. Default: `Dense()`.
       lengths: Number of tokens of each sequence. Default: all `T`.
       chunk_size: Number of tokens processed at a time. `None` processes all at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 

@@ -89,7 +89,7 @@ def sketchwalk_attention(
         a policy that selects in decode only, attention is dense here and the walk does not change.
       lengths: Number of tokens of each right-padded sequence. Default: all `T`.
       scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 

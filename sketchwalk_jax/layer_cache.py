@@ -148,7 +148,7 @@ def sketchwalk_cached_attention(
       lengths: Number of new tokens of each right-padded sequence. Default: all `T`. In decode, 0
         marks a sequence that has ended; it does not change.
       scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper
+      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.

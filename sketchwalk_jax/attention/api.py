@@ -137,7 +137,7 @@ def block_sparse_attention(
       kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
       scale: Factor of the scores. Default: `1 / sqrt(H)`.
       return_lse: Whether to also return the log-sum-exp of the scaled scores.
-      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), or `None` to choose by
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA GPUs), or `None` to choose by
         device and shape.
       kernel_config: Tile sizes. The result does not depend on them beyond rounding.
 
@@ -283,7 +283,7 @@ def block_sparse_decode(
       layer: Layer of the stacked cache.
       scale: Factor of the scores. Default: `1 / sqrt(H)`.
       return_lse: Whether to also return the log-sum-exp of the scaled scores.
-      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), or `None` to choose by
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA GPUs), or `None` to choose by
         device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -337,11 +337,11 @@ def dense_attention(
     * On an NVIDIA GPU, queries in bfloat16 or float16 that start at position 0 use cuDNN's flash
       attention, if it supports their head_dim (at most 128, a multiple of 8) and no log-sum-exp is
       asked for.
-    * Queries that start elsewhere, decoding included, use the kernels for Hopper GPUs, where these
+    * Queries that start elsewhere, decoding included, use the kernels for NVIDIA GPUs, where these
       support the call, with lists of all blocks. These kernels read a cache in place.
     * Everything else runs on XLA.
 
-    On XLA and with the Hopper kernels, a key or value that is not finite gives NaN for the queries
+    On XLA and with these kernels, a key or value that is not finite gives NaN for the queries
     that see it, and for no others. cuDNN may also give NaN for earlier queries nearby.
 
     Args:
@@ -354,7 +354,7 @@ def dense_attention(
         Queries at later positions are padding, and their outputs are meaningless.
       scale: Factor of the scores. Default: `1 / sqrt(H)`.
       return_lse: Whether to also return the log-sum-exp of the scaled scores.
-      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for Hopper GPUs), `"cudnn"`, or `None` to
+      implementation: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA GPUs), `"cudnn"`, or `None` to
         choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 

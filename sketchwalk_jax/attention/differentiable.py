@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import xla
+from sketchwalk_jax.dispatch import kernels_here
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.selection import BlockSelection
 
@@ -88,14 +89,20 @@ def attend_lists(
             "return_lse": options.return_lse,
             "kernel_config": options.kernel_config,
         }
-        # Pallas takes long to import, and few callers need it.
+        # Pallas takes long to import, and few callers need it. `dispatch.KERNELS` says what there
+        # is; without a GPU the interpreter runs the kernels for NVIDIA.
+        is_ampere = kernels_here() == "ampere"
         if first_block is None:
             from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 
             return block_sparse_decode_kernel(*arrays, **where)
+        where |= {"row_size": selection.queries_per_row, "first_block": first_block}
+        if is_ampere:
+            from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+
+            return ampere_prefill(*arrays, **where)
         from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
-        where |= {"row_size": selection.queries_per_row, "first_block": first_block}
         return block_sparse_prefill(*arrays, **where)
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
     out, lse = xla.attend_lists(

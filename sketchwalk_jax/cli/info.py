@@ -15,7 +15,13 @@ from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.options import flag, option
-from sketchwalk_jax.dispatch import choose_implementation, why_not_mosaic_gpu
+from sketchwalk_jax.dispatch import (
+    FULL_BLOCK,
+    choose_dense_implementation,
+    choose_implementation,
+    why_not_device,
+    why_not_mosaic_gpu,
+)
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
@@ -24,6 +30,7 @@ from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 _SHOWN_DENSITIES = (0.1, 0.2)
 
@@ -75,21 +82,49 @@ def info(
 def _describe_environment(
     *, num_heads: int, head_dim: int, policy: Policy, dtype: str
 ) -> dict[str, Any]:
-    """This machine, and the implementation of attention that runs here for a policy's prompts."""
-    row = policy.block_size
-    query = jax.ShapeDtypeStruct((1, row, num_heads, head_dim), jnp.dtype(dtype))
-    # Lists of prompts name whole blocks but in the recommended policy.
-    size = policy.unit_size if isinstance(policy, RecommendedConfig) else row
-    sizes: dict[str, Any] = {"block_size": size, "row_size": row}
+    """This machine, and what runs here for a policy: prompts, tokens and selection."""
+    shape = {"num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
+    prompts = _describe_attention(policy, "prefill", **shape)
     return {
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
-        "implementation": choose_implementation(None, query, **sizes),
-        "why_not_mosaic_gpu": why_not_mosaic_gpu(query, **sizes),
+        **prompts,  # as before tokens and selection were told apart
+        "prompts": prompts,
+        "tokens": _describe_attention(policy, "decode", **shape),
+        "selection": _describe_selection(policy),
     }
+
+
+def _describe_attention(
+    policy: Policy, phase: str, *, num_heads: int, head_dim: int, dtype: str
+) -> dict[str, Any]:
+    """What attends in a phase, over lists or densely as the policy does, and why no kernel."""
+    row, is_prompt = policy.block_size, phase == "prefill"
+    query = jax.ShapeDtypeStruct(
+        (1, row if is_prompt else 1, num_heads, head_dim), jnp.dtype(dtype)
+    )
+    # Lists of prompts name whole blocks but in the recommended policy.
+    has_units = isinstance(policy, RecommendedConfig) or not is_prompt
+    sizes: dict[str, Any] = {"block_size": getattr(policy, "unit_size", row) if has_units else row}
+    sizes["row_size"] = row if is_prompt else None
+    if phase in policy.phases:
+        found = choose_implementation(None, query, **sizes)
+    else:  # of a whole prompt, or of a token behind a cache of whole blocks
+        where = {"num_keys": max(row, FULL_BLOCK), "has_offset": not is_prompt}
+        found = choose_dense_implementation(None, query, **where)
+    reason = why_not_mosaic_gpu(query, **sizes) if found == "xla" else None
+    return {"implementation": found, "why_not_mosaic_gpu": reason}
+
+
+def _describe_selection(policy: Policy) -> dict[str, Any]:
+    """What selects, and why no kernel."""
+    reason = why_not_device("selection")
+    if not isinstance(policy, RecommendedConfig | SketchWalkConfig):
+        reason = f"{type(policy).__name__} has no kernels that select"
+    return {"implementation": "xla" if reason else "mosaic_gpu", "why_not_mosaic_gpu": reason}
 
 
 def _describe_checkpoint(
@@ -179,13 +214,12 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
 def _to_text(found: dict[str, Any]) -> str:
     """The same facts for reading."""
     here = found["environment"]
-    reason = f" ({here['why_not_mosaic_gpu']})" if here["why_not_mosaic_gpu"] else ""
     kinds = sorted(set(here["devices"]))
     devices = ", ".join(f"{here['devices'].count(kind)} x {kind}" for kind in kinds)
     rows: list[tuple[str, str]] = [
         ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
         ("devices", f"{devices} (backend {here['backend']})"),
-        ("attention", f"{here['implementation']}{reason}"),
+        *((name, _what_runs(**here[name])) for name in ("prompts", "tokens", "selection")),
         ("", ""),
         *_model_rows(found["model"]),
         ("", ""),
@@ -196,6 +230,11 @@ def _to_text(found: dict[str, Any]) -> str:
         *((f"{phase} pays", _from_where(**one)) for phase, one in found["break_even"].items()),
     ]
     return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
+
+
+def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
+    """An implementation, and why it is not the kernels."""
+    return f"{implementation}: {why_not_mosaic_gpu}" if why_not_mosaic_gpu else implementation
 
 
 def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
