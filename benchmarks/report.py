@@ -372,6 +372,45 @@ def tuning_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
         yield row | {"changed": changes or "default", "faster": gain}
 
 
+def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """Attention by the kernel from Ampere on, over both forms of lists, beside two others."""
+    for row in rows:
+        forms = row["forms"]
+        for lists, title in (("blocks", "blocks of 64"), ("pages", "pages of 16")):
+            names = {"dense": "cudnn", "warps": f"warps_{lists}", "hopper": f"hopper_{lists}"}
+            times = {
+                name: (forms[form]["ms"], forms[form]["ms_iqr"])
+                for name, form in names.items()
+                if form in forms  # Hopper's runs on Hopper alone
+            }
+            found = row | times | {"lists": title, "tflops": forms[names["warps"]]["tflops"]}
+            found["shape"] = "{}/{} × {}".format(*row["heads"], row["head_dim"])
+            found["of_dense"] = times["dense"][0] / times["warps"][0]
+            if "hopper" in times:
+                found["of_hopper"] = times["hopper"][0] / times["warps"][0]
+            yield found
+
+
+def warp_facts(data: Results) -> Row:
+    """The largest error, and whether second runs were equal."""
+    checks = [one for row in data["rows"] for one in row["forms"].values() if "is_bit_equal" in one]
+    unequal = sum(not one["is_bit_equal"] for one in checks)
+    return {
+        "worst": max(one["relative_error"] for one in checks),
+        "unequal": f"{unequal} of {len(checks)} second runs were not equal"
+        if unequal
+        else "second runs were equal bit for bit",
+    }
+
+
+def code_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """What the assembler makes of a kernel, a line for each GPU and shape."""
+    for row in rows:
+        shape = "{}/{} × {}".format(*row["heads"], row["head_dim"])
+        lists = row["lists"] if "pages" in row["lists"] else f"blocks of {row['lists']}"
+        yield row | {"shape": shape, "lists": lists}
+
+
 def rate_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What a multiprocessor does in a cycle, with one kind of work alone."""
     wgmma = "64 × {columns} products in eight bits, left operand in {left}, sums in {sums:sums}"
@@ -716,6 +755,8 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         attention_rows,
         kernel_selection_rows,
         tuning_rows,
+        warp_rows,
+        code_rows,
         rate_rows,
         selection_rows,
         share_rows,
@@ -732,7 +773,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         paper_rows,
     )
 }
-FACTS = {make.__name__: make for make in (rate_facts, gain_facts)}
+FACTS = {make.__name__: make for make in (rate_facts, gain_facts, warp_facts)}
 
 
 # Tables of evaluations. A cell is made of the rows of its line and column, and of the rows that

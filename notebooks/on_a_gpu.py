@@ -58,8 +58,10 @@ from sketchwalk_jax.models import ModelConfig, init_params
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# The kernels are for Hopper GPUs (H100, H200). Other GPUs run the same functions through XLA, which
-# gains less. The command `sketchwalk info` reports what a machine can run.
+# H100 and H200 run everything on kernels. Other NVIDIA GPUs from Ampere on (A100, RTX 30, 40 and
+# 50, L4, B200) run the attention of prompts on a kernel, and the rest through XLA. Speeds on them
+# have not been measured. A T4 and older GPUs run everything through XLA, which gains less. The
+# command `sketchwalk info` reports what a machine runs.
 
 # %%
 HAS_GPU = jax.default_backend() == "gpu"

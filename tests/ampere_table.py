@@ -1,6 +1,6 @@
-"""What `ptxas` makes of the prefill kernel for GPUs from Ampere on, as a table in Markdown.
+"""What `ptxas` makes of the prefill kernel for GPUs from Ampere on, which `report.py` shows.
 
-    python tests/ampere_table.py
+    python tests/ampere_table.py [--out benchmarks/results/ampere_code.json]
 
 Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, and no GPU. Of each GPU and
 shape: registers, bytes of spills and of shared memory, programs of a multiprocessor at a time and
@@ -8,6 +8,8 @@ what allows no more, and instructions of a warp for 64 keys in the inner loop, w
 masked steps, beside those that multiply, which no code can do without.
 """
 
+import argparse
+import json
 import os
 import re
 import subprocess
@@ -17,10 +19,8 @@ from pathlib import Path
 
 import hopper
 
-_HEAD = (
-    "| capability | heads | head_dim | lists | keys × slots | registers | spills | shared | "
-    "programs | instructions | products |"
-)
+_FOLDER = Path(__file__).resolve().parent
+_BENCHMARKS = _FOLDER.parent / "benchmarks"
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)")
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
@@ -97,25 +97,57 @@ def rows_of(capability: str) -> None:
         keys, stages = sizes(rows, case.head_dim, memory)
         count, products = inner_loop(text)
         spills = facts["spill_store_bytes"] + facts["spill_load_bytes"]
-        lists = f"pages of {case.block_size}" if case.row_size else f"blocks of {case.block_size}"
-        cells = [capability, "/".join(map(str, case.heads)), case.head_dim, lists]
-        cells += [f"{keys} × {stages}", facts["registers"], spills, shared]
-        cells += [f"{limits[least]} ({least})", count * 64 // keys, products * 64 // keys]
-        print(f"| {' | '.join(map(str, cells))} |", file=answers, flush=True)
+        row = {
+            "capability": capability,
+            "heads": case.heads,
+            "head_dim": case.head_dim,
+            "lists": f"pages of {case.block_size}" if case.row_size else f"{case.block_size}",
+            "dtype": case.dtype,
+            "keys": keys,
+            "stages": stages,
+            "registers": facts["registers"],
+            "spill_bytes": spills,
+            "shared_bytes": shared,
+            "programs": limits[least],
+            "limit": least,
+            "instructions": count * 64 // keys,
+            "products": products * 64 // keys,
+        }
+        print(json.dumps(row), file=answers, flush=True)
 
 
 def main() -> None:
-    """Prints the table."""
-    if len(sys.argv) > 1:
-        rows_of(sys.argv[1])
+    """Compiles for one GPU after another, each in a process of its own, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=str(_BENCHMARKS / "results" / "ampere_code.json"))
+    parser.add_argument("--rows-of", metavar="CAPABILITY", help="print the rows of one GPU")
+    options = parser.parse_args()
+    if options.rows_of is not None:
+        rows_of(options.rows_of)
         return
-    print(_HEAD)
-    print(re.sub(r"[^|]+", "---", _HEAD), flush=True)
-    folder = Path(__file__).resolve().parent
-    search = os.pathsep.join([str(folder), str(folder.parent)])
-    for capability in hopper.SHARED_KIB:
-        command = [sys.executable, __file__, capability]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": search})
+    rows = []
+    search = os.pathsep.join(map(str, (_FOLDER, _FOLDER.parent)))
+    for capability in sorted(hopper.SHARED_KIB, key=float):
+        command = [sys.executable, __file__, "--rows-of", capability]
+        environment = os.environ | {"PYTHONPATH": search}
+        done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE)
+        rows += [json.loads(line) for line in done.stdout.splitlines()]
+        print(f"{capability}: {len(rows)} rows", flush=True)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.append(str(_BENCHMARKS))
+    import common
+
+    common.write_results(options.out, common.describe_machine(assembler=_assembler()), rows)
+
+
+def _assembler() -> str:
+    """The version of `ptxas`."""
+    path = hopper.path_of_assemblers(Path(sys.prefix))
+    said = subprocess.run(
+        ["ptxas", "--version"], env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, check=True
+    )
+    found = re.search(r"release [\d.]+, V([\d.]+)", said.stdout.decode())
+    return "unknown" if found is None else found[1]
 
 
 if __name__ == "__main__":

@@ -53,11 +53,12 @@ _CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
 # Other GPUs, by compute capability: what their target says of it, multiprocessors, KiB of shared
 # memory of each, and bytes of memory that they move in a nanosecond and have. Capabilities and
 # shared memory are from CUDA's guide (a program has 1 KiB less), the rest from NVIDIA's papers on
-# A100 (40 GB), RTX 3090, RTX 4090 and RTX 5090. An L4 is a 4090 with 58 multiprocessors.
+# A100 (40 GB), RTX 3090, RTX 4090, B200 and RTX 5090. An L4 is a 4090 with 58 multiprocessors.
 _OTHERS = {
     "8.0": ("major: 8", 108, 164, 1555, 40),
     "8.6": ("major: 8 minor: 6", 82, 100, 936, 24),
     "8.9": ("major: 8 minor: 9", 128, 100, 1008, 24),
+    "10.0": ("major: 10 feature_extension: ACCELERATED_FEATURES", 148, 228, 8000, 192),
     "12.0": ("major: 12 feature_extension: ACCELERATED_FEATURES", 170, 100, 1792, 32),
 }
 SHARED_KIB = {"9.0": 228} | {name: found[2] for name, found in _OTHERS.items()}
@@ -204,7 +205,7 @@ def target(capability: str) -> str:
     if capability == "9.0":
         return TARGET
     name, cores, shared, speed, size = _OTHERS[capability]
-    threads = 2048 if capability == "8.0" else 1536
+    threads = 2048 if capability in ("8.0", "10.0") else 1536
     changes = {
         _CAPABILITY: name,
         "threads_per_core_limit: 2048": f"threads_per_core_limit: {threads}",

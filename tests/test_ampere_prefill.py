@@ -27,7 +27,7 @@ from sketchwalk_jax.pallas_kernels.ampere_prefill import sizes
 ON_GPU = jax.default_backend() == "gpu"
 CONFIG = KernelConfig(interpret=True) if INTERPRET else KernelConfig()
 # A process that has compiled for Hopper compiles for what came before it, but not for Blackwell.
-CAPABILITIES = itertools.cycle(x for x in hopper.SHARED_KIB if x != "12.0")
+CAPABILITIES = itertools.cycle(x for x in hopper.SHARED_KIB if float(x) < 10)
 KEPT = ("3x1-H64-T65,191-shared", "4x2-H64-T250-head-block16")
 
 pytestmark = pytest.mark.interpreted

@@ -9,7 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
+from sketchwalk_jax import (
+    Dense,
+    SketchWalkConfig,
+    calibration,
+    dispatch,
+    language_model,
+    make_generate,
+)
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
@@ -330,6 +337,32 @@ def test_info_describes_the_machine(model: Path, run):
     found = json.loads(run("info", "--model", model, "--json")[0])["environment"]
     assert found["devices"] == ["cpu"]
     assert f"JAX {jax.__version__}" in run("info", "--model", model)[0]
+
+
+def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, run, monkeypatch):
+    command = ("info", "--model", model, "--dtype", "bfloat16")
+    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
+    found = {}
+    for capability in ("", "8.6", "9.0"):
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
+        here = json.loads(run(*command, "--json")[0])["environment"]
+        parts = [here[name] for name in ("prompts", "tokens", "selection")]
+        found[capability] = [one["implementation"] for one in parts]
+        assert here["implementation"] == parts[0]["implementation"]
+        assert here["why_not_mosaic_gpu"] == parts[0]["why_not_mosaic_gpu"]
+    # Heads of 8 are too small for the kernel of tokens.
+    assert found == {
+        "": ["xla"] * 3,
+        "8.6": ["mosaic_gpu", "xla", "xla"],
+        "9.0": ["mosaic_gpu", "xla", "mosaic_gpu"],
+    }
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "8.6")
+    lines = dict(line.split(maxsplit=1) for line in run(*command)[0].splitlines()[:5])
+    assert lines["prompts"] == "mosaic_gpu"
+    assert lines["tokens"].startswith("xla: it needs an NVIDIA GPU of compute capability 9.0")
+    assert "in selection, not cpu" in lines["selection"]
+    other = run(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[2:5]
+    assert [line.split()[1].rstrip(":") for line in other] == ["cudnn", "xla", "xla"]
 
 
 def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, monkeypatch):

@@ -1,9 +1,10 @@
 """Which implementation of attention over lists runs where."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
@@ -13,9 +14,13 @@ from sketchwalk_jax import (
     block_sparse_attention,
     dispatch,
     generate,
-    sketchwalk_attention,
+    init_cache,
+    load,
+    prefill,
+    save,
 )
 from sketchwalk_jax.dispatch import choose_implementation
+from sketchwalk_jax.pallas_kernels import ampere_prefill
 from sketchwalk_jax.selection import full_selection
 
 REASONS = {
@@ -30,8 +35,6 @@ REASONS = {
     "small blocks": ({"block_size": 16}, "block_size of 64 or 128 in prefill"),
     "smaller blocks": ({"block_size": 8, "num_tokens": 1}, "of 16 or 64 or 128 in decode"),
 }
-
-
 
 
 @pytest.fixture(autouse=True)
@@ -174,43 +177,74 @@ def test_an_older_jax_is_named_as_the_reason(capability, on, monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_each_gpu_gets_its_kernel_wherever_a_prompt_is_read(on):
-    """In a layer, a gradient, a whole model and its pieces, and on a mesh: by the traced kernels."""
-    kernels = KernelConfig(interpret=True)
-    options = {"implementation": "mosaic_gpu", "kernel_config": kernels}
-    policy = SketchWalkConfig.recommended(density=0.3, dense_layers=0)
-    x = jax.ShapeDtypeStruct((1, 130, 4, 16), jnp.bfloat16)
-    tokens = jnp.asarray(tiny.prompts(200)[0])
-    params = jax.eval_shape(lambda: tiny.params(jnp.bfloat16))
+def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
+    """By the kernels in the traced programs."""
+    options = {"implementation": "mosaic_gpu", "kernel_config": KernelConfig(interpret=True)}
+    shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    lists = jax.eval_shape(lambda: full_selection(jnp.arange(2)[None, :], 2))
 
-    def layer(query, key, value):
-        out, _ = sketchwalk_attention(query, key, value, policy=policy, **options)
-        return out.astype(jnp.float32).sum()
+    def attend(query, key, value, lists):
+        return block_sparse_attention(query, key, value, lists, **options)
 
-    def model(chunk_size, params, tokens):
-        return generate(
-            params,
-            tokens,
-            model_config=tiny.MODEL,
-            policy=policy,
-            max_new_tokens=1,
-            chunk_size=chunk_size,
-            **options,
-        ).tokens
+    def gradient(query, *others):
+        return jax.grad(lambda x: attend(x, *others).astype(jnp.float32).sum())(query)
 
-    programs = {
-        "layer": (layer, x, x, x),
-        "gradient": (jax.grad(layer), x, x, x),
-        "model": (functools.partial(model, None), params, tokens),
-        "in pieces": (functools.partial(model, 64), params, tokens),
-    }
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
     for capability, name in (("8.0", "ampere_prefill"), ("9.0", "block_sparse_prefill")):
         on(capability)
-        for what, (function, *arguments) in programs.items():
+        for function in (gradient, on_mesh):
             jax.clear_caches()  # a process has one kind of GPU, but here
-            text = str(jax.make_jaxpr(function)(*arguments))
+            text = str(jax.make_jaxpr(function)(shape, shape, shape, lists))
             found = {x for x in ("ampere_prefill", "block_sparse_prefill") if f"={x}" in text}
-            assert found == {name}, what
+            assert found == {name}, (capability, function)
+
+
+@pytest.mark.interpreted
+def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monkeypatch):
+    calls = []
+
+    def watched(*arrays, **options):
+        calls.append(arrays[0].shape)
+        return kernel(*arrays, **options)
+
+    kernel = ampere_prefill.ampere_prefill
+    monkeypatch.setattr(ampere_prefill, "ampere_prefill", watched)
+    on("8.6")
+    model = dataclasses.replace(tiny.MODEL, num_layers=1)
+    params, (tokens, lengths) = tiny.params(jnp.bfloat16, model), tiny.prompts(150, 70)
+    policy = SketchWalkConfig.paper(density=0.5, dense_layers=0)
+    found = {}
+    for name in ("xla", "mosaic_gpu"):
+        cache = init_cache(model, policy, batch=2, max_tokens=192, dtype=jnp.bfloat16)
+        found[name], _ = prefill(
+            params,
+            tokens,
+            cache,
+            lengths=lengths,
+            model_config=model,
+            policy=policy,
+            chunk_size=64,
+            implementation=name,
+            kernel_config=KernelConfig(interpret=name != "xla"),
+        )
+        assert bool(calls) == (name != "xla")
+    assert {shape[1] for shape in calls} == {64}
+    wanted, logits = (np.asarray(x, np.float32) for x in found.values())
+    np.testing.assert_allclose(logits, wanted, atol=0.05 * np.abs(wanted).max())
+
+
+def test_a_checkpoint_in_float16_runs_from_load_to_generate_on_a_gpu_before_ampere(on, tmp_path):
+    on("7.5")
+    model = dataclasses.replace(tiny.MODEL, num_layers=1)
+    save(tmp_path, tiny.params(jnp.float32, model), model)
+    params, model = load(tmp_path, dtype="float16")
+    tokens, _ = tiny.prompts(70)
+    policy = SketchWalkConfig.recommended(density=0.5, dense_layers=0)
+    found = generate(params, tokens, model_config=model, policy=policy, max_new_tokens=2)
+    assert model.dtype == "float16" and found.cache.key.dtype == jnp.float16
+    assert found.is_finite.all() and found.tokens.shape == (1, 2)
 
 
 @pytest.mark.unchecked
