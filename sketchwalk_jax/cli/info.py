@@ -83,7 +83,7 @@ def _describe_environment(
     *, num_heads: int, head_dim: int, policy: Policy, dtype: str
 ) -> dict[str, Any]:
     """This machine, and what runs here for a policy: prompts, tokens and selection."""
-    shape = {"num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
+    shape: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
     prompts = _describe_attention(policy, "prefill", **shape)
     return {
         "version": __version__,
@@ -113,7 +113,7 @@ def _describe_attention(
     if phase in policy.phases:
         found = choose_implementation(None, query, **sizes)
     else:  # of a whole prompt, or of a token behind a cache of whole blocks
-        where = {"num_keys": max(row, FULL_BLOCK), "has_offset": not is_prompt}
+        where: dict[str, Any] = {"num_keys": max(row, FULL_BLOCK), "has_offset": not is_prompt}
         found = choose_dense_implementation(None, query, **where)
     reason = why_not_mosaic_gpu(query, **sizes) if found == "xla" else None
     return {"implementation": found, "why_not_mosaic_gpu": reason}
