@@ -31,6 +31,7 @@ import numpy as np
 import retrieval
 import scale_out
 
+from sketchwalk_jax.cli import bench
 from sketchwalk_jax.evaluation import results as evaluations
 from sketchwalk_jax.evaluation.report import (
     NOT_MEASURED,
@@ -925,6 +926,14 @@ def describe_whole(results: evaluations.Results) -> str:
     return " ".join([describe_run(results.meta), *describe_gaps(results)])
 
 
+def devices(results: Path) -> str:
+    """What `sketchwalk bench` measured, file by file; the project's own machines come first."""
+    paths = sorted((results / "devices").glob("*.json"), key=lambda path: path.name)
+    paths.sort(key=lambda path: not path.name.startswith("own_"))
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    return "\n\n".join(bench.tables(one["meta"], one["rows"]) for one in found)
+
+
 # Models that follow instructions.
 
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", re.IGNORECASE)
@@ -1394,6 +1403,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **_speeds(),
     **EVALUATIONS,
     "paper-statements": paper_statements,
+    "devices": devices,
     "break-even": lambda results: break_even.sentence(results),
 }
 

@@ -11,10 +11,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.cli import calibrate, chat, demo, evaluate, generate, info, report
+from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "bench": bench.bench,
     "calibrate": calibrate.calibrate,
     "chat": chat.chat,
     "demo": demo.demo,

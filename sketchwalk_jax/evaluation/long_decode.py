@@ -96,9 +96,10 @@ def compare_program(
 
     columns = jnp.swapaxes(tokens, 0, 1)
     carry, found = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
-    losses, divergences, agrees = constrain(found, settings.placement)
-    rows = (jnp.swapaxes(x, 0, 1) for x in (losses, divergences, agrees))
-    return Compared(*rows, carry[1].density)
+    losses, divergences, agrees = (
+        jnp.swapaxes(one, 0, 1) for one in constrain(found, settings.placement)
+    )
+    return Compared(losses, divergences, agrees, carry[1].density)
 
 
 class LongDecode:

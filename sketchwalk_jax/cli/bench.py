@@ -1,0 +1,385 @@
+"""`sketchwalk bench`: what sparse attention gains and loses on this device, in a few minutes."""
+
+import gc
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sketchwalk_jax.attention.api import dense_attention
+from sketchwalk_jax.cli import options, prompt
+from sketchwalk_jax.cli.errors import usage_errors
+from sketchwalk_jax.cli.options import METHOD, OUTPUT, flag, option
+from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.dispatch import choose_implementation
+from sketchwalk_jax.evaluation import EvaluationConfig, read_text
+from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
+from sketchwalk_jax.evaluation.results import ResultsFile
+from sketchwalk_jax.evaluation.rows import Row, group_key
+from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.tables import counted, markdown_table, pool, rows_with, values_of
+from sketchwalk_jax.generation import stream
+from sketchwalk_jax.layer import sketchwalk_attention
+from sketchwalk_jax.memory import OutOfDeviceMemory
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.hub import checkpoint_name
+from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.policies import Policy
+from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.progress import elapsed
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+ANSWERED_AT = 4096  # tokens of the prompts that are answered
+TASKS = ("single_needle", "multi_key", "mid_prompt")
+TIMED_SHARE = 0.6  # of the seconds, for times; the rest is for answers
+NEW_TOKENS = 32  # that a step's time is the mean of
+ROUNDS, MOST_SECONDS = 5, 15.0  # of a length, in each of which every policy has a turn
+PARTS = {"attention": "prefill", "first_token": "prefill", "token": "decode"}
+
+
+def bench(
+    model: options.ModelOption = None,
+    preset: Annotated[
+        str, option("--preset NAME", "Variant of Sketch-and-Walk to measure.", METHOD)
+    ] = "recommended",
+    density: Annotated[
+        float, option("--density FRACTION", "Share of its causal keys that a query keeps.", METHOD)
+    ] = 0.2,
+    tokens: Annotated[
+        list[int] | None,
+        option(
+            "--tokens N",
+            "Length of the context, new tokens included; may be given several times.",
+            None,
+            "1,024, 2,048 and so on, within the model's context",
+            min=128,
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, option("--prompts N", "Prompts of each task; 0 asks nothing.", None, min=0)
+    ] = 10,
+    seconds: Annotated[
+        float, option("--seconds N", "Begin nothing after so long.", None, min=1.0)
+    ] = 600.0,
+    dtype: options.DTypeOption = None,
+    out: Annotated[
+        Path, option("--out FILE", "File of the results. Another call goes on from there.", OUTPUT)
+    ] = Path("bench.json"),
+    overwrite: Annotated[
+        bool, flag("--overwrite", "Start afresh where the file exists.", OUTPUT)
+    ] = False,
+) -> None:
+    """Measure this device: dense attention beside Sketch-and-Walk, by context, and answers.
+
+    Times are of one layer's attention, of a prompt's first token and of each token after it, for
+    one sequence. Answers are those that dense attention gives to questions about a text. All
+    results go to a JSON file, and tables in markdown to standard output; a call that was
+    interrupted keeps what it has. To share them, open an issue of the project ("Times on a
+    device").
+    """
+    directory = options.check_model(model)
+    _, policy, chosen, _ = options.prepare(
+        directory,
+        policy="sketchwalk",
+        preset=preset,
+        density=density,
+        fields=None,
+        phase="both",
+        dtype=dtype,
+        generation_config=False,
+    )
+    model_config = ModelConfig.from_pretrained(directory)
+    context = model_config.context_length
+    lengths = sorted({*(tokens or (one for one in LENGTHS if one <= context))})
+    options.check_context("--tokens", max(lengths, default=0), model_config)
+    tokenizer = prompt.open_tokenizer(directory)
+    with usage_errors():
+        config = _questions(preset, density, prompts, context, tokenizer) if prompts else None
+    text = read_text(None)
+    meta = describe_machine(
+        model={"name": checkpoint_name(directory), "sha256": hash_weights(directory)},
+        preset=preset,
+        density=density,
+        dtype=chosen,
+        attention=_runs_on(policy, model_config, chosen),
+        **({} if config is None else describe_texts(text, config) | config.describe()),
+    )
+    file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
+    keep_compiled_programs()
+    start = time.monotonic()
+    params, model_config = options.load_model(directory, chosen)
+    rule = Rule("sketchwalk", preset, density).with_plan(model_config.plan)
+    with elapsed("measuring times"):
+        for length in lengths:
+            if time.monotonic() - start > TIMED_SHARE * seconds or not _measure(
+                file, params, model_config, policy, rule, length
+            ):
+                break
+    left = seconds - (time.monotonic() - start)
+    if config is not None and left > 0:
+        continue_evaluation(
+            file,
+            params,
+            model_config,
+            tokenizer,
+            text=text,
+            config=config,
+            lengths=check_lengths(config, model_config),
+            seconds=left,
+            progress=True,
+        )
+    print(tables(file.meta, file.rows), flush=True)
+    print(f"{out}: {len(file.rows)} rows", file=sys.stderr)
+
+
+def _questions(
+    preset: str, density: float, prompts: int, context: int, tokenizer: Any
+) -> EvaluationConfig:
+    return EvaluationConfig(
+        policies=("sketchwalk",),
+        presets=(preset,),
+        densities=(density,),
+        tokens=(min(ANSWERED_AT, context // 64 * 64),),
+        tasks=TASKS,
+        phases=("both",),
+        prompts=prompts,
+        probe_prompts=0,
+        wording="chat" if tokenizer.chat_template else "plain",
+        answerable=True,
+        tries=3,
+        density_over="all_layers",
+    )
+
+
+def _runs_on(policy: Policy, model_config: ModelConfig, dtype: str) -> dict[str, str]:
+    """What computes attention over lists here, in prompts and for a token."""
+    size = policy.unit_size if isinstance(policy, RecommendedConfig) else policy.block_size
+    heads = (model_config.num_heads, model_config.head_dim)
+    found = {}
+    for phase, count in (("prefill", policy.block_size), ("decode", 1)):
+        query = jax.ShapeDtypeStruct((1, count, *heads), jnp.dtype(dtype))
+        row = policy.block_size if phase == "prefill" else size
+        found[phase] = choose_implementation(None, query, block_size=size, row_size=row)
+    return found
+
+
+# Times
+
+
+def _measure(
+    file: ResultsFile,
+    params: Params,
+    model_config: ModelConfig,
+    policy: Policy,
+    rule: Rule,
+    length: int,
+) -> bool:
+    """Adds the times of one length, unless they are there; whether a longer one may fit."""
+    rules = (DENSE, rule)
+    if all(
+        file.has(group_key(one, phase, part, length))
+        for one in rules
+        for part, phase in PARTS.items()
+    ):
+        return True
+    try:
+        found = _attention_seconds(model_config, policy, length, params)
+        found |= _model_seconds(params, model_config, policy, length)
+    except OutOfDeviceMemory as error:
+        print(f"{length} tokens: {error.found}", file=sys.stderr)
+        return False
+    finally:
+        gc.collect()
+    rows = []
+    for one, (part, phase) in itertools.product(rules, PARTS.items()):
+        times = found[part, one == DENSE]
+        low, median, high = (float(np.quantile(times, share)) for share in (0.25, 0.5, 0.75))
+        plan = one.plan
+        rows.append(
+            {
+                **one.name_fields,
+                "phase": phase,
+                "task": part,
+                "tokens": length,
+                "settings": None if plan is None else {"plan": plan.short_hash},
+                "seconds": {"median": median, "q25": low, "q75": high, "repeats": len(times)},
+            }
+        )
+    file.add(rows)
+    return True
+
+
+def _attention_seconds(
+    model_config: ModelConfig, policy: Policy, length: int, params: Params
+) -> dict[tuple[str, bool], list[float]]:
+    """Seconds of one layer's attention of a prompt; of the sparse one with its selection."""
+    dtype = params["embed"]["embedding"].dtype
+    heads = (model_config.num_heads, model_config.num_kv_heads, model_config.num_kv_heads)
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (
+        jax.random.normal(one, (1, length, count, model_config.head_dim), jnp.float32).astype(dtype)
+        for one, count in zip(keys, heads, strict=True)
+    )
+
+    @jax.jit
+    def dense(query: Any, key: Any, value: Any) -> Any:
+        return dense_attention(query, key, value)
+
+    @jax.jit
+    def sparse(query: Any, key: Any, value: Any) -> Any:
+        return sketchwalk_attention(query, key, value, policy=policy)[0]
+
+    def run(attend: Callable[..., Any]) -> dict[str, float]:
+        start = time.perf_counter()
+        jax.block_until_ready(attend(query, key, value))
+        return {"attention": time.perf_counter() - start}
+
+    return _in_turns({True: lambda: run(dense), False: lambda: run(sparse)})
+
+
+def _model_seconds(
+    params: Params, model_config: ModelConfig, policy: Policy, length: int
+) -> dict[tuple[str, bool], list[float]]:
+    """Seconds to a prompt's first token, and of each token after it."""
+    rng = np.random.default_rng(length)
+    shape = (1, length - NEW_TOKENS - 1)
+    tokens = rng.integers(0, model_config.vocab_size, shape, dtype=np.int32)
+
+    def run(policy: Policy) -> dict[str, float]:
+        chunks = stream(
+            params,
+            tokens,
+            model_config=model_config,
+            policy=policy,
+            max_new_tokens=1 + NEW_TOKENS,
+            eos_token_ids=(),
+            every=NEW_TOKENS,
+        )
+        start = time.perf_counter()
+        next(chunks)  # the prompt
+        next(chunks)  # and one token
+        first = time.perf_counter()
+        next(chunks)
+        end = time.perf_counter()
+        return {"first_token": first - start, "token": (end - first) / NEW_TOKENS}
+
+    return _in_turns({True: lambda: run(Dense()), False: lambda: run(policy)})
+
+
+def _in_turns(
+    runs: dict[bool, Callable[[], dict[str, float]]],
+) -> dict[tuple[str, bool], list[float]]:
+    """What runs say, of several rounds after one that compiles; by name and which run it is."""
+    for run in runs.values():
+        run()
+    found: dict[tuple[str, bool], list[float]] = {}
+    start = time.monotonic()
+    for number in range(ROUNDS):
+        if number and time.monotonic() - start > MOST_SECONDS:
+            break
+        for is_dense, run in runs.items():
+            for name, value in run().items():
+                found.setdefault((name, is_dense), []).append(value)
+    return found
+
+
+# Tables
+
+
+def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
+    """What a file of this command says, in markdown: the device, times, where it pays, answers.
+
+    Args:
+      meta: Its `meta`.
+      rows: Its rows, finished or not.
+
+    Returns:
+      Paragraphs and tables.
+    """
+    timed = [row for row in rows if row["task"] in PARTS]
+    runs = meta["attention"]
+    parts = [
+        f"**{meta['device']}**: {meta['model']['name']} in {meta['dtype']}, one sequence; "
+        f"attention over lists runs on {runs['prefill']} in prompts and on {runs['decode']} for "
+        f"tokens",
+        _times(timed),
+        *(_where_it_pays(timed, part) for part in ("first_token", "token")),
+        _answers(rows),
+        f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB; Python "
+        f"{meta['versions']['python']}, JAX {meta['versions']['jax']}, sketchwalk-jax "
+        f"{meta['versions']['sketchwalk-jax']}; {meta['date']}; `{meta['command']}`",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+_TITLES = ("Tokens", "One layer's attention", "First token", "Each token after it")
+
+
+def _times(rows: Sequence[Row]) -> str:
+    sparse = next((_name(row) for row in rows if row["policy"] != "dense"), None)
+    body = []
+    for length in values_of(rows, "tokens"):
+        pairs = [_pair(rows, part, length) for part in PARTS]
+        cells = [
+            f"{_duration(dense)} → {_duration(own)}, **{dense / own:.2f}×**" for dense, own in pairs
+        ]
+        body.append([f"{length:,}", *cells])
+    if not body:
+        return ""
+    note = f"Medians of dense attention → {sparse}, and how many times faster that is."
+    return f"{markdown_table(_TITLES, body)}\n\n{note}"
+
+
+def _pair(rows: Sequence[Row], part: str, length: int) -> tuple[float, float]:
+    """Median seconds of dense attention and of the sparse one."""
+    own = rows_with(rows, task=part, tokens=length)
+    dense, sparse = sorted(own, key=lambda row: row["policy"] != "dense")
+    return dense["seconds"]["median"], sparse["seconds"]["median"]
+
+
+def _name(row: Row) -> str:
+    return f"`{row['preset']}` {row['density']:g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _where_it_pays(rows: Sequence[Row], part: str) -> str:
+    """From which length on the sparse policy is not slower at any length."""
+    what = {"first_token": "To read a prompt", "token": "To write a token"}[part]
+    lengths = values_of(rows, "tokens")
+    if not lengths:
+        return ""
+    pays = math.inf
+    for length in reversed(lengths):
+        dense, own = _pair(rows, part, length)
+        if own > dense:
+            break
+        pays = length
+    if pays is math.inf:
+        return f"{what}, dense attention is faster at {lengths[-1]:,} tokens, the longest here."
+    before = "" if pays == lengths[0] else "; below, dense attention is faster"
+    return f"{what}, sparse attention is no slower from {pays:,} tokens on{before}."
+
+
+def _answers(rows: Sequence[Row]) -> str:
+    asked = counted([row for row in rows if row["task"] in TASKS])
+    sparse = [row for row in asked if row["policy"] != "dense"]
+    found = pool(sparse)
+    if found is None or found.exact is None:
+        return ""
+    return (
+        f"Of {found.prompts} questions that dense attention answers in prompts of "
+        f"{sparse[0]['tokens']:,} tokens, {_name(sparse[0])} answers {found.exact:.0%} (measured "
+        f"density {found.density_all_layers:.2f})."
+    )
