@@ -531,19 +531,23 @@ def _finish(
 # All parts of a list
 
 
-def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _Tiling) -> None:
-    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
-    *lse_out, tile = rest
-    if tiling.overlap:
-        plgpu.griddepcontrol_wait()
-    place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
-    first = jax.lax.axis_index("heads") * _COLUMNS
-    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
+def add_parts(
+    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any
+) -> tuple[Float[Array, "64 8"], Float[Array, "8"]]:
+    """The output `Oᵀ` and the log-sum-exp of 8 heads of one unit, for 64 of their features.
+
+    Args:
+      parts: Sums of each part, `[splits, places, features, heads]`.
+      statistics: Their running maxima and denominators, `[splits, places, 2, heads]`.
+      place: Which unit of which sequence.
+      rows: Which features.
+      columns: Which heads.
+    """
 
     def by_head(split: int, index: int) -> Array:
         return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
 
-    splits = range(tiling.splits)
+    splits = range(parts.shape[0])
     maxima = [by_head(split, 0) for split in splits]
     maximum = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2(x - maximum) for x in maxima]
@@ -553,8 +557,18 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _T
         part = ops.read(parts.at[split, place, rows, columns])
         return part * _along_keys(weights[split], part.shape)
 
-    o = functools.reduce(jnp.add, [weighted(split) for split in splits])
-    o, lse = _finish(o, total, maximum)
+    return _finish(functools.reduce(jnp.add, [weighted(split) for split in splits]), total, maximum)
+
+
+def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _Tiling) -> None:
+    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
+    *lse_out, tile = rest
+    if tiling.overlap:
+        plgpu.griddepcontrol_wait()
+    place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
+    first = jax.lax.axis_index("heads") * _COLUMNS
+    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
+    o, lse = add_parts(parts, statistics, place, rows, columns)
     if lse_out:
 
         @pl.when(chunk == 0)

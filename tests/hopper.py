@@ -225,16 +225,20 @@ def compiling_for(capability: str) -> Iterator[None]:
     """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
     from jax.experimental.mosaic.gpu import utils
 
-    from sketchwalk_jax.pallas_kernels import ampere_prefill
+    from sketchwalk_jax.pallas_kernels import ampere_decode, ampere_prefill
 
-    was = utils._infer_arch, ampere_prefill.shared_memory
+    kernels = ampere_decode, ampere_prefill
+    was = utils._infer_arch, [kernel.shared_memory for kernel in kernels]
     major, minor = map(int, capability.split("."))
     utils._infer_arch = lambda: (major, minor)
-    ampere_prefill.shared_memory = lambda: SHARED_KIB[capability] * 1024
+    for kernel in kernels:
+        kernel.shared_memory = lambda: SHARED_KIB[capability] * 1024
     try:
         yield
     finally:
-        utils._infer_arch, ampere_prefill.shared_memory = was
+        utils._infer_arch = was[0]
+        for kernel, memory in zip(kernels, was[1], strict=True):
+            kernel.shared_memory = memory
 
 
 def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
