@@ -31,7 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, warp_products
-from sketchwalk_jax.pallas_kernels.block_sparse_decode import add_parts, num_splits
+from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
+    add_parts,
+    along_keys,
+    finish,
+    num_splits,
+)
 from sketchwalk_jax.pallas_kernels.block_sparse_prefill import pad_heads
 from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
@@ -49,6 +54,7 @@ _WARPS = warp_ops.WARPS
 _ROWS = _WARPS * _MAX_HEADS
 _STEP = _WARPS * PAGE  # keys of a step
 _COLUMNS, _FEATURES = 8, 64  # of a program of the kernel that combines
+_PARTS = 16  # that are in registers at a time
 _WANTED_STAGES, _MAX_STAGES = 3, 5
 _MAX_PROGRAMS = 4  # of a multiprocessor
 # Bytes of shared memory that each program takes beside keys and values, and beside its own.
@@ -355,7 +361,21 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
     first = jax.lax.axis_index("heads") * _COLUMNS
     columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _FEATURES, _FEATURES)
-    o, lse = add_parts(parts, statistics, place, rows, columns)
+    add = functools.partial(add_parts, parts, statistics, place, rows, columns)
+    first_parts = (tiling.splits - 1) % _PARTS + 1
+
+    def add_more(index: Any, sums: Any) -> Any:
+        start = first_parts + index * _PARTS
+        (o, total, maximum), more = sums, add([start + part for part in range(_PARTS)])
+        largest = jnp.maximum(maximum, more[2])
+        own, its = (jnp.exp2(x - largest) for x in (maximum, more[2]))
+        o = o * along_keys(own, o.shape) + more[0] * along_keys(its, o.shape)
+        return o, total * own + more[1] * its, largest
+
+    sums = add(range(first_parts))
+    if tiling.splits > _PARTS:
+        sums = jax.lax.fori_loop(0, (tiling.splits - 1) // _PARTS, add_more, sums)
+    o, lse = finish(*sums)
     if lse_out:
 
         @pl.when(chunk == 0)

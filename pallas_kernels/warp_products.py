@@ -293,7 +293,14 @@ def read_for_warps(
 
 def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
     """A number of each warp: each thread has it for its row and for the one 8 below."""
-    return _of_registers([value] * 2, (_ROWS,), ops.BY_ROW, is_signed=True)
+    return _by_row([value] * 2, is_signed=True)
+
+
+def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+    """A vector of 64 rows, of which a thread has two."""
+    one = ir.VectorType.get((1,), numbers[0].type)
+    registers = [vector.from_elements(one, [x]) for x in numbers]
+    return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
 
 
 def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
@@ -369,7 +376,7 @@ def over_warps(
             numbers = [memref.load(scratch, [words.index(place)]) for place in places]
             found.append(functools.reduce(combine, numbers))
         mgpu.warpgroup_barrier()
-        return _of_registers(found, (_ROWS,), ops.BY_ROW)
+        return _by_row(found)
 
     return reduce(vector, scratch)
 
