@@ -374,7 +374,9 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
 
     sums = add(range(first_parts))
     if tiling.splits > _PARTS:
-        sums = jax.lax.fori_loop(0, (tiling.splits - 1) // _PARTS, add_more, sums)
+        # Unrolled, it would load more parts at a time than registers hold.
+        rounds = warp_products.unknown((tiling.splits - 1) // _PARTS, interpret=tiling.interpret)
+        sums = jax.lax.fori_loop(0, rounds, add_more, sums)
     o, lse = finish(*sums)
     if lse_out:
 

@@ -259,6 +259,20 @@ def write_vector(
     write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
+def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
+    """An integer that the compiler does not know: it unrolls no loop of that many rounds."""
+    if interpret:
+        return jnp.int32(value)
+
+    @plgpu.inline_mgpu(return_type=words.integer_type())
+    def make(_: Any) -> Any:
+        code = f"mov.u32 $0, {value};"
+        found = mgpu.utils.inline_ptx(code, result_types=words.i32(), has_side_effects=True)
+        return words.as_array(found)
+
+    return make()
+
+
 # One token: 16 rows of its heads in each warp, which has keys of its own
 
 
