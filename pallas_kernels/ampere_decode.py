@@ -336,9 +336,7 @@ def _attend_to_part(
             lse = jnp.where(is_empty, -jnp.inf, lse)
             warp_products.write_heads(lse, statistics[0].at[place], **options)
     o = sums.o * ops.spread(share, sums.o.shape, 0)
-    warp_products.write_sum_of_warps(
-        o, target, keys.at[0], transposed=tiling.splits > 1, **options
-    )
+    warp_products.write_sum_of_warps(o, target, keys.at[0], transposed=tiling.splits > 1, **options)
 
 
 def _add_step(

@@ -291,9 +291,7 @@ def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
     return get()
 
 
-def read_for_warps(
-    source: Any, places: Int[Array, "64"], *, interpret: bool
-) -> Int[Array, "64"]:
+def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
     """Integers `[P]` of global memory at a place of each warp."""
     if interpret:
         return source[...][places]
@@ -455,9 +453,7 @@ def write_sum_of_warps(
         mgpu.warpgroup_barrier()
         own = width // 8 // _WARPS  # which each warp adds
         first = arith.muli(_own_warp(), _constant(own))
-        place = arith.addi(
-            _shared_pointer(scratch), arith.muli(words.lane(), _constant(_CHUNK))
-        )
+        place = arith.addi(_shared_pointer(scratch), arith.muli(words.lane(), _constant(_CHUNK)))
         place = arith.addi(place, arith.muli(first, _constant(size)))
         row, column = _own_entry()
         column = arith.addi(column, arith.muli(first, _constant(8)))

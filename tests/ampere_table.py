@@ -1,4 +1,4 @@
-"""What `ptxas` makes of the prefill kernel for GPUs from Ampere on, as a table in Markdown.
+"""What `ptxas` makes of the kernels for GPUs from Ampere on, as tables in Markdown.
 
     python tests/ampere_table.py
 
@@ -6,6 +6,9 @@ Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, and no GPU.
 shape: registers, bytes of spills and of shared memory, programs of a multiprocessor at a time and
 what allows no more, and instructions of a warp for 64 keys in the inner loop, without the branch of
 masked steps, beside those that multiply, which no code can do without.
+
+Of decode, whose warps have keys of their own, also the bytes of keys and values that the programs
+of a multiprocessor have under way, and registers and spills of the kernel that combines.
 """
 
 import os
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hopper
 
@@ -21,6 +25,7 @@ _HEAD = (
     "| capability | heads | head_dim | lists | keys × slots | registers | spills | shared | "
     "programs | instructions | products |"
 )
+_DECODE_HEAD = f"{_HEAD} KiB in flight | parts | combine: registers | spills |"
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)")
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
@@ -56,7 +61,12 @@ def inner_loop(code: str) -> tuple[int, int]:
     return count, len(products)
 
 
-def rows_of(capability: str) -> None:
+def spills(facts: dict[str, Any]) -> int:
+    """Bytes that are written to memory and read again for want of registers."""
+    return facts["spill_store_bytes"] + facts["spill_load_bytes"]
+
+
+def rows_of(capability: str, op: str) -> None:
     """Prints the rows of one GPU; a process of JAX compiles for one alone."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -68,13 +78,13 @@ def rows_of(capability: str) -> None:
     import ptx
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from sketchwalk_jax.pallas_kernels.ampere_prefill import sizes
+    from sketchwalk_jax.pallas_kernels import ampere_prefill
 
     sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
     memory = hopper.SHARED_KIB[capability] * 1024
     answers = os.fdopen(os.dup(1), "w")
     for case in ampere_cases.COMPILED.values():
-        if case.capability != capability:
+        if (case.capability, case.op) != (capability, op):
             continue
         function, shapes = case.program()
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
@@ -84,38 +94,49 @@ def rows_of(capability: str) -> None:
                 jax.jit(function).lower(*shapes).compile()
             printed.seek(0)
             text = printed.read()
-        facts = hopper.read_assembler(text)
-        ((_, host),) = ptx.kernels(text)
-        shared = ptx.read_launch(host, [0] * 10).shared_bytes
+        # The kernel that combines comes second, if there is one.
+        (said, code), *others = hopper.split_kernels(text)
+        facts = hopper.read_assembler(said)
+        shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
         registers = -(-facts["registers"] // 8) * 8 * _THREADS
         limits = {
             "registers": _REGISTERS // registers,
             "shared memory": memory // (shared + _RESERVED),
         }
         least = min(limits, key=limits.__getitem__)
-        rows = 64 if case.heads[0] == case.heads[1] else 128
-        keys, stages = sizes(rows, case.head_dim, memory)
-        count, products = inner_loop(text)
-        spills = facts["spill_store_bytes"] + facts["spill_load_bytes"]
-        lists = f"pages of {case.block_size}" if case.row_size else f"blocks of {case.block_size}"
+        if op == "prefill":
+            rows = 64 if case.heads[0] == case.heads[1] else 128
+            keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
+            own = keys
+        else:  # of the keys of a step each warp has its own
+            keys, own = 64, 16
+            stages = shared // (2 * 2 * keys * case.head_dim)
+        count, products = inner_loop(code)
+        lists = f"{'pages' if case.block_size == 16 else 'blocks'} of {case.block_size}"
         cells = [capability, "/".join(map(str, case.heads)), case.head_dim, lists]
-        cells += [f"{keys} × {stages}", facts["registers"], spills, shared]
-        cells += [f"{limits[least]} ({least})", count * 64 // keys, products * 64 // keys]
+        cells += [f"{keys} × {stages}", facts["registers"], spills(facts), shared]
+        cells += [f"{limits[least]} ({least})", count * 64 // own, products * 64 // own]
+        if op == "decode":
+            cells.append(limits[least] * (stages - 1) * keys * case.head_dim // 256)
+            cells.append("several" if others else "one")
+            combine = [hopper.read_assembler(said) for said, _ in others]
+            cells += [combine[0]["registers"], spills(combine[0])] if combine else ["", ""]
         print(f"| {' | '.join(map(str, cells))} |", file=answers, flush=True)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     if len(sys.argv) > 1:
-        rows_of(sys.argv[1])
+        rows_of(*sys.argv[1:])
         return
-    print(_HEAD)
-    print(re.sub(r"[^|]+", "---", _HEAD), flush=True)
     folder = Path(__file__).resolve().parent
     search = os.pathsep.join([str(folder), str(folder.parent)])
-    for capability in hopper.SHARED_KIB:
-        command = [sys.executable, __file__, capability]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": search})
+    for op, head in (("prefill", _HEAD), ("decode", _DECODE_HEAD)):
+        print(f"\n{head}")
+        print(re.sub(r"[^|]+", "---", head), flush=True)
+        for capability in hopper.SHARED_KIB:
+            command = [sys.executable, __file__, capability, op]
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": search})
 
 
 if __name__ == "__main__":

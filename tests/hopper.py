@@ -86,10 +86,15 @@ def read_assembler(text: str) -> dict[str, Any]:
     return facts
 
 
+def split_kernels(printed: str) -> list[tuple[str, str]]:
+    """Of each kernel in turn what the assembler said, and its code."""
+    return _KERNEL.findall(printed)
+
+
 def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
     """What `read_assembler` says about each kernel, by name, and the hazards in its code."""
     kernels = {}
-    for said, code in _KERNEL.findall(printed):
+    for said, code in split_kernels(printed):
         name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
         kernels[name] = read_assembler(said) | {"hazards": sass.hazards(code)}
     if len(kernels) != len(_NAME.findall(printed)):

@@ -10,9 +10,10 @@ import hopper
 import pytest
 from variants import slow_unless
 
+# Of each GPU, on every change.
+KEPT = ("prefill-32x8-H128-T4096,4096-shared-block16", "decode-32x8-H128-T65536-shared-block16")
 # Of pages, for two heads of 128, the assembler for Blackwell keeps a few numbers of threads in
 # memory that only masked steps and the end need.
-KEPT = ("prefill-32x8-H128-T4096,4096-shared-block16", "decode-32x8-H128-T65536-shared-block16")
 SPILLS = "prefill-32x8-H128-T4096,4096-shared-block16-float16-rows64-12.0"
 
 

@@ -91,7 +91,11 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize(
     ("block_size", "splits"),
-    [(16, 2), pytest.param(16, 1, marks=pytest.mark.slow), pytest.param(128, 3, marks=pytest.mark.slow)],
+    [
+        (16, 2),
+        pytest.param(16, 1, marks=pytest.mark.slow),
+        pytest.param(128, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd):
     """The first head's is empty; whoever attends to what no list names sees NaN."""
