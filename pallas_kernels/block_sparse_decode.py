@@ -22,7 +22,7 @@ point that no thread passes before all have left the step.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -414,7 +414,7 @@ def _write_output(rows: Any, sums: _Sums) -> Array:
     """Writes the output of a list in one part to shared memory; returns its log-sum-exp."""
     total = jnp.sum(sums.total, axis=0)
     for index, x in enumerate(sums.o):
-        x, lse = _finish(x, total, sums.maximum)
+        x, lse = finish(x, total, sums.maximum)
         _store_transposed(rows.at[:, pl.ds(index * _ROWS, _ROWS)], x)
     return lse
 
@@ -446,9 +446,9 @@ def _add_step(
     s = _multiply_keys(tiling, scratch, slot)
     s = _hide(s, offset, visible, tiling.block_size, MASK_VALUE)
     maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=0))
-    p = jnp.exp2(s - _along_keys(maximum, s.shape))
+    p = jnp.exp2(s - along_keys(maximum, s.shape))
     decay = jnp.exp2(sums.maximum - maximum)
-    total = sums.total * _along_keys(decay, s.shape) + p
+    total = sums.total * along_keys(decay, s.shape) + p
     _store_transposed(scratch.weights, p, is_swizzled=True)
     plgpu.barrier_wait(scratch.values_arrived.at[slot])
 
@@ -463,7 +463,7 @@ def _add_step(
 
     plgpu.commit_smem()  # also: everyone has left the previous step
     updates = _multiply_values(tiling, scratch, slot, fetch_next)
-    decay = _along_keys(decay, updates[0].shape)
+    decay = along_keys(decay, updates[0].shape)
     o = tuple(x * decay + update for x, update in zip(sums.o, updates, strict=True))
     return _Sums(maximum, total, o)
 
@@ -507,7 +507,7 @@ def _hide(x: Array, offset: Array, visible: list[Any], size: int, fill: float) -
     return x
 
 
-def _along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
+def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
     """Repeats a row: one number for each head."""
     return ops.spread(x, shape, 1)
 
@@ -518,17 +518,48 @@ def _store_transposed(ref: Any, x: Float[Array, "m n"], *, is_swizzled: bool = F
     ops.write(ref.transpose((1, 0)), x, optimized=is_swizzled)
 
 
-def _finish(
+def finish(
     o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
 ) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
     """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
     is_empty = total == 0.0
     safe = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / _LOG2_E)
-    return o * _along_keys(1.0 / safe, o.shape), lse
+    return o * along_keys(1.0 / safe, o.shape), lse
 
 
 # All parts of a list
+
+
+def add_parts(
+    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, splits: Sequence[Any]
+) -> tuple[Float[Array, "64 8"], Float[Array, "8"], Float[Array, "8"]]:
+    """`Oᵀ`, the denominator and the running maximum of some parts of 8 heads of one unit.
+
+    Args:
+      parts: Sums of each part, `[splits, places, features, heads]`.
+      statistics: Their running maxima and denominators, `[splits, places, 2, heads]`.
+      place: Which unit of which sequence.
+      rows: Which 64 features.
+      columns: Which heads.
+      splits: Which parts, in order.
+    """
+
+    def by_head(split: Any, index: int) -> Array:
+        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
+
+    maxima = [by_head(split, 0) for split in splits]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    weights = [jnp.exp2(x - maximum) for x in maxima]
+    totals = [by_head(split, 1) * weight for split, weight in zip(splits, weights, strict=True)]
+    total = functools.reduce(jnp.add, totals)
+
+    def weighted(split: Any, weight: Array) -> Array:
+        part = ops.read(parts.at[split, place, rows, columns])
+        return part * along_keys(weight, part.shape)
+
+    o = [weighted(split, weight) for split, weight in zip(splits, weights, strict=True)]
+    return functools.reduce(jnp.add, o), total, maximum
 
 
 def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _Tiling) -> None:
@@ -539,22 +570,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _T
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
     first = jax.lax.axis_index("heads") * _COLUMNS
     columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
-
-    def by_head(split: int, index: int) -> Array:
-        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
-
-    splits = range(tiling.splits)
-    maxima = [by_head(split, 0) for split in splits]
-    maximum = functools.reduce(jnp.maximum, maxima)
-    weights = [jnp.exp2(x - maximum) for x in maxima]
-    total = functools.reduce(jnp.add, [by_head(split, 1) * weights[split] for split in splits])
-
-    def weighted(split: int) -> Array:
-        part = ops.read(parts.at[split, place, rows, columns])
-        return part * _along_keys(weights[split], part.shape)
-
-    o = functools.reduce(jnp.add, [weighted(split) for split in splits])
-    o, lse = _finish(o, total, maximum)
+    o, lse = finish(*add_parts(parts, statistics, place, rows, columns, range(tiling.splits)))
     if lse_out:
 
         @pl.when(chunk == 0)

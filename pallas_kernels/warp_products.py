@@ -13,6 +13,7 @@ chunk each at a time (`ldmatrix`) without bank conflicts. In registers, sums lie
 Each function has a stand-in for Pallas' interpreter, where copies are done at once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +35,11 @@ arith: Any = typed_arith  # its annotations lack the operands that its functions
 PAGE = 16  # rows that are copied together
 NOBODY = 64  # more than any query's place in a tile
 _WARPS, _THREADS = 4, 128  # of a warpgroup
+_ROWS = _WARPS * PAGE
 _CHUNK, _LINE, _TILE = 16, 128, 1024  # bytes of a chunk, of a tile's row, of a tile
 _PER_LINE = _LINE // _CHUNK
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+_OF_WARPS = plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.int32), ops.BY_ROW)
 
 
 # Copies
@@ -76,30 +79,74 @@ def copy_pages(
         firsts, rooms = (
             [words.scalars(x)[0] for x in part] for part in (scalars[:count], scalars[count:])
         )
-        chunks = _Chunks(target, width)
-        stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
-        start = _global_pointer(source)
-        inside = arith.muli(chunks.row, _constant(stride * 2))
-        inside = arith.addi(inside, arith.muli(chunks.column, _constant(_CHUNK)))
-        inside = _long(inside)
-        for page, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
-            offset = arith.addi(arith.muli(_long(first), _long_constant(stride * 2)), inside)
-            place = arith.addi(start, offset)
-            left = arith.subi(room, chunks.row)
-            for turn in range(chunks.turns):
-                row = turn * chunks.height
-                size = f"{{ .reg .pred p; .reg .b32 n; setp.gt.s32 p, $2, {row}; "
-                size += f"selp.b32 n, {_CHUNK}, 0, p; "
-                at = f"[$0 + {chunks.offset(page, turn)}], [$1 + {row * stride * 2}]"
-                mgpu.utils.inline_ptx(
-                    f"{size} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}",
-                    chunks.place,
-                    place,
-                    left,
-                    has_side_effects=True,
-                )
+        _start_copies(source, _Chunks(target, width), firsts, rooms)
 
     copy(source, target, *map(jnp.int32, (*firsts, *rooms)))
+
+
+def copy_own_pages(
+    source: Any,
+    target: Any,
+    firsts: Int[Array, "64"],
+    rooms: Int[Array, "64"],
+    *,
+    interpret: bool,
+) -> None:
+    """Starts to copy a page of 16 rows for each warp, of its threads each its chunks.
+
+    Args:
+      source: `[S, H]` in global memory, 16-bit numbers.
+      target: `[64, H]` in shared memory, `ops.tiled`, of which each warp gets its own 16 rows.
+      firsts: A number of each warp: the first row of its page in `source`.
+      rooms: Likewise: how many rows there are of it, any integer; the others become zeros and are
+        not read.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        own = range(0, _ROWS, PAGE)
+        for warp, place in enumerate(own):
+            page = target.at[pl.ds(place, PAGE)]
+            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]], interpret=True)
+        return
+    width = source.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tiled(target), ops.BY_ROW, ops.BY_ROW))
+    def copy(_: Any, source: Any, target: Any, *numbers: Any) -> None:
+        first, room = (words.scalars(x)[0] for x in numbers)
+        _start_copies(source, _Chunks(target, width, of_warp=True), [first], [room])
+
+    copy(source, target, firsts, rooms)
+
+
+def _start_copies(
+    source: ir.Value, chunks: "_Chunks", firsts: Sequence[ir.Value], rooms: Sequence[ir.Value]
+) -> None:
+    """Starts to copy a thread's chunks of pages."""
+    stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
+    start = _global_pointer(source)
+    inside = arith.muli(chunks.row, _constant(stride * 2))
+    inside = arith.addi(inside, arith.muli(chunks.column, _constant(_CHUNK)))
+    inside = _long(inside)
+    for page, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
+        offset = arith.addi(arith.muli(_long(first), _long_constant(stride * 2)), inside)
+        place = arith.addi(start, offset)
+        left = arith.subi(room, chunks.row)
+        for turn in range(chunks.turns):
+            row = turn * chunks.height
+            code = f"{{ .reg .pred p; .reg .b32 n; setp.gt.s32 p, $2, {row}; "
+            code += f"selp.b32 n, {_CHUNK}, 0, p; "
+            at = "$0"
+            if flip := chunks.flip(turn):
+                code += f".reg .b32 a; xor.b32 a, $0, {flip}; "
+                at = "a"
+            at = f"[{at} + {chunks.offset(page, turn)}], [$1 + {row * stride * 2}]"
+            mgpu.utils.inline_ptx(
+                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}",
+                chunks.place,
+                place,
+                left,
+                has_side_effects=True,
+            )
 
 
 def commit_copies(*, interpret: bool) -> None:
@@ -113,6 +160,11 @@ def wait_copies(in_flight: int, *, interpret: bool) -> None:
     Other threads know of that after a barrier.
     """
     _emit(f"cp.async.wait_group {in_flight};", interpret)
+
+
+def warp_barrier(*, interpret: bool) -> None:
+    """Waits for the other threads of the warp, and knows then what they have written and copied."""
+    _emit("bar.warp.sync 0xffffffff;", interpret)
 
 
 def _emit(code: str, interpret: bool) -> None:
@@ -207,6 +259,286 @@ def write_vector(
     write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
+def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
+    """An integer that the compiler does not know: it unrolls no loop of that many rounds."""
+    if interpret:
+        return jnp.int32(value)
+
+    @plgpu.inline_mgpu(return_type=words.integer_type())
+    def make(_: Any) -> Any:
+        code = f"mov.u32 $0, {value};"
+        found = mgpu.utils.inline_ptx(code, result_types=words.i32(), has_side_effects=True)
+        return words.as_array(found)
+
+    return make()
+
+
+# One token: 16 rows of its heads in each warp, which has keys of its own
+
+
+def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
+    """Of each warp of a warpgroup its number, which its 16 rows have, in `ops.BY_ROW`.
+
+    So lies every number of a warp: what is computed from these is one number in each thread.
+    """
+    if interpret:
+        return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
+
+    @plgpu.inline_mgpu(return_type=_OF_WARPS)
+    def get(_: Any) -> Any:
+        return _of_warp(_own_warp())
+
+    return get()
+
+
+def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
+    """Integers `[P]` of global memory at a place of each warp."""
+    if interpret:
+        return source[...][places]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.BY_ROW), return_type=_OF_WARPS)
+    def read(_: Any, source: Any, places: Any) -> Any:
+        return _of_warp(memref.load(source, [words.index(words.scalars(places)[0])]))
+
+    return read(source, places)
+
+
+def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
+    """A number of each warp: each thread has it for its row and for the one 8 below."""
+    return _by_row([value] * 2, is_signed=True)
+
+
+def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+    """A vector of 64 rows, of which a thread has two."""
+    one = ir.VectorType.get((1,), numbers[0].type)
+    registers = [vector.from_elements(one, [x]) for x in numbers]
+    return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
+
+
+def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
+    """Queries `[n, H]` of at most 16 heads, from global memory, the same in each warp.
+
+    Rows beyond `n` repeat the last one.
+    """
+    count, width = source.shape
+    if interpret:
+        rows = jnp.minimum(jnp.arange(_ROWS) % PAGE, count - 1)
+        return source[...][rows]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=_matrix_type((_ROWS, width), source.dtype)
+    )
+    def read(_: Any, source: Any) -> Any:
+        kind = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
+        stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
+        row, column = _own_entry()
+        # Where there are eight heads or less, a thread's second row is of none: no second load.
+        rows = [row, arith.addi(row, _constant(8))] if count > 8 else [row]
+        places = []
+        for one in rows:
+            inside = arith.muli(arith.minsi(one, _constant(count - 1)), _constant(stride))
+            inside = arith.muli(arith.addi(inside, column), _constant(2))
+            places.append(arith.addi(_global_pointer(source), _long(inside)))
+        registers = []
+        for tile in range(width // 8):
+            found = [
+                mgpu.utils.inline_ptx(
+                    f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];", place, result_types=words.i32()
+                )
+                for place in places
+            ]
+            registers += [mgpu.utils.bitcast(x, kind) for x in (found * 2)[:2]]
+        return _of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
+
+    return read(source)
+
+
+def over_warps(
+    vector: Float[Array, "64"], operation: str, scratch: Any, *, interpret: bool
+) -> Float[Array, "64"]:
+    """The sum or the largest of a row's numbers in the four warps, the same in each.
+
+    All warps pass two barriers.
+
+    Args:
+      vector: Float32, in `ops.BY_ROW`.
+      operation: `"add"` or `"max"`.
+      scratch: `[64]` float32 in shared memory.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        rows = vector.reshape(_WARPS, PAGE)
+        found = jnp.sum(rows, axis=0) if operation == "add" else jnp.max(rows, axis=0)
+        return jnp.tile(found, _WARPS)
+    combine = {"add": arith.addf, "max": arith.maximumf}[operation]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.BY_ROW, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.float32), ops.BY_ROW),
+    )
+    def reduce(_: Any, vector: Any, scratch: Any) -> Any:
+        row, _ = _own_entry()
+        own = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
+        for half, number in enumerate(words.scalars(vector)):
+            memref.store(number, scratch, [words.index(arith.addi(own, _constant(8 * half)))])
+        mgpu.warpgroup_barrier()
+        found = []
+        for half in (0, 8):
+            places = [arith.addi(row, _constant(first + half)) for first in range(0, _ROWS, PAGE)]
+            numbers = [memref.load(scratch, [words.index(place)]) for place in places]
+            found.append(functools.reduce(combine, numbers))
+        mgpu.warpgroup_barrier()
+        return _by_row(found)
+
+    return reduce(vector, scratch)
+
+
+def write_heads(vector: Float[Array, "64"], target: Any, *, interpret: bool) -> None:
+    """Writes the numbers `[n]` of the first rows to global memory, the same in each warp."""
+    (count,) = target.shape
+    if interpret:
+        target[...] = vector[:count]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType()))
+    def write(_: Any, vector: Any, target: Any) -> None:
+        row, column = _own_entry()
+        is_first = _is_below(arith.ori(column, _own_warp()), 1)
+        for half, number in enumerate(words.scalars(vector)):
+            place = arith.addi(row, _constant(8 * half))
+            with mgpu.when(arith.andi(is_first, _is_below(place, count))):
+                memref.store(number, target, [words.index(place)])
+
+    write(vector, target)
+
+
+def write_sum_of_warps(
+    sums: Float[Array, "64 H"],
+    target: Any,
+    scratch: Any,
+    *,
+    transposed: bool = False,
+    interpret: bool,
+) -> None:
+    """Writes the sums of rows over the four warps to global memory.
+
+    All warps must have passed a barrier since they used the scratch; they pass one here.
+
+    Args:
+      sums: Float32, in an accumulator's layout.
+      target: `[n, H]` of 16-bit numbers, for the first rows, or float32 `[H, n]`.
+      scratch: Shared memory, `ops.tiled`, of which 256 H bytes are overwritten from there on.
+      transposed: Whether the target is the latter.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    count, width = target.shape[::-1] if transposed else target.shape
+    if interpret:
+        found = jnp.sum(_by_warp(sums), axis=0)[:count]
+        target[...] = found.T if transposed else found.astype(target.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _tiled(scratch)))
+    def write(_: Any, sums: Any, target: Any, scratch: Any) -> None:
+        numbers = words.scalars(sums)  # four of each eight columns
+        size = _THREADS * _CHUNK  # of what all threads have of these
+        place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
+        place = arith.addi(_shared_pointer(scratch), place)
+        for tile in range(width // 8):
+            mgpu.utils.inline_ptx(
+                f"st.shared.v4.f32 [$0 + {tile * size}], {{$1, $2, $3, $4}};",
+                place,
+                *numbers[4 * tile :][:4],
+                has_side_effects=True,
+            )
+        mgpu.warpgroup_barrier()
+        own = width // 8 // _WARPS  # which each warp adds
+        first = arith.muli(_own_warp(), _constant(own))
+        place = arith.addi(_shared_pointer(scratch), arith.muli(words.lane(), _constant(_CHUNK)))
+        place = arith.addi(place, arith.muli(first, _constant(size)))
+        row, column = _own_entry()
+        column = arith.addi(column, arith.muli(first, _constant(8)))
+        for tile in range(own):
+            parts = [
+                _load_chunk(place, tile * size + warp * words.LANES * _CHUNK)
+                for warp in range(_WARPS)
+            ]
+            kind = ir.F32Type.get()
+            entries = [
+                functools.reduce(arith.addf, [arith.bitcast(kind, x) for x in four])
+                for four in zip(*parts, strict=True)
+            ]
+            at = arith.addi(column, _constant(8 * tile))
+            for half in range(2):
+                head = arith.addi(row, _constant(8 * half))
+                with mgpu.when(_is_below(head, count)):
+                    for index, entry in enumerate(entries[2 * half :][:2]):
+                        where = [head, arith.addi(at, _constant(index))]
+                        _store(entry, target, where[::-1] if transposed else where)
+
+    write(sums, target, scratch)
+
+
+def write_columns(
+    matrix: Float[Array, "64 8"], target: Any, first: Any, *, interpret: bool
+) -> None:
+    """Writes columns to rows of global memory.
+
+    Args:
+      matrix: Float32, in an accumulator's layout.
+      target: `[n, 64]` in global memory, 16-bit numbers.
+      first: The row of the first column; what would come after the last row is left out.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    count = target.shape[0]
+    if interpret:
+        for index in range(matrix.shape[1]):
+
+            @pl.when(first + index < count)
+            def _(index: int = index) -> None:
+                target[first + index] = matrix[:, index].astype(target.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _SCALAR))
+    def write(_: Any, matrix: Any, target: Any, first: Any) -> None:
+        row, column = _own_entry()
+        row = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
+        column = arith.addi(column, words.scalars(first)[0])
+        for place, entry in enumerate(words.scalars(matrix)):
+            half, index = divmod(place, 2)
+            head = arith.addi(column, _constant(index))
+            with mgpu.when(_is_below(head, count)):
+                _store(entry, target, [head, arith.addi(row, _constant(8 * half))])
+
+    write(matrix, target, jnp.asarray(first, jnp.int32))
+
+
+def _store(entry: ir.Value, target: ir.Value, where: list[ir.Value]) -> None:
+    """Writes a float32 number, rounded to what the target holds."""
+    kind = ir.MemRefType(target.type).element_type
+    entry = entry if kind == ir.F32Type.get() else arith.truncf(kind, entry)
+    memref.store(entry, target, [words.index(x) for x in where])
+
+
+def _own_entry() -> tuple[ir.Value, ir.Value]:
+    """Row and column of the first number that a thread has of its warp's 16 rows of sums."""
+    lane = words.lane()
+    row = arith.shrui(lane, _constant(2))
+    return row, arith.muli(arith.andi(lane, _constant(3)), _constant(2))
+
+
+def _is_below(value: ir.Value, end: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.slt, value, _constant(end))
+
+
+def _by_warp(x: Array) -> Array:
+    """The 16 rows of each warp."""
+    return x.reshape(_WARPS, PAGE, x.shape[-1])
+
+
+# Values that are not finite
+
+
 def clear_from_bad(
     values: Any, places: Sequence[Int[Array, ""]], scratch: Any, *, interpret: bool
 ) -> Int[Array, ""]:
@@ -256,8 +588,7 @@ def clear_from_bad(
                 first = arith.minsi(first, arith.select(is_bad, place, _constant(NOBODY)))
                 own.append((place, chunks.offset(page, turn)))
         first = words.over_lanes(first, nvvm.ReductionKind.MIN)
-        warp = arith.andi(words.warp(), _constant(_WARPS - 1))
-        memref.store(first, scratch, [words.index(warp)])
+        memref.store(first, scratch, [words.index(_own_warp())])
         mgpu.warpgroup_barrier()
         other = arith.andi(words.lane(), _constant(_WARPS - 1))
         first = memref.load(scratch, [words.index(other)])
@@ -279,6 +610,8 @@ def clear_from_bad(
 class _Chunks:
     """Which chunks of pages in shared memory are a thread's: `turns` of each page.
 
+    The threads are those of a warpgroup, or of a warp that has one page of its own.
+
     Attributes:
       row: The row of the first one.
       column: Which chunk of the row.
@@ -287,9 +620,12 @@ class _Chunks:
       place: Address of the first one.
     """
 
-    def __init__(self, ref: ir.Value, width: int, *, anew: bool = False) -> None:
-        per_row, thread = width * 2 // _CHUNK, _own_thread(anew=anew)
-        self.height = _THREADS // per_row
+    def __init__(
+        self, ref: ir.Value, width: int, *, anew: bool = False, of_warp: bool = False
+    ) -> None:
+        per_row = width * 2 // _CHUNK
+        thread = words.lane() if of_warp else _own_thread(anew=anew)
+        self.height = (words.LANES if of_warp else _THREADS) // per_row
         self.turns = PAGE // self.height
         self._tile_row = width * 2 // _LINE * _TILE  # bytes of eight rows
         self.row = arith.shrui(thread, _constant(per_row.bit_length() - 1))
@@ -301,11 +637,19 @@ class _Chunks:
         place = arith.addi(place, arith.muli(low, _constant(_LINE)))
         turned = arith.xori(arith.andi(self.column, _constant(_PER_LINE - 1)), low)
         place = arith.addi(place, arith.muli(turned, _constant(_CHUNK)))
+        if of_warp:
+            page = arith.muli(_own_warp(), _constant(PAGE // 8 * self._tile_row))
+            place = arith.addi(place, page)
         self.place = arith.addi(_shared_pointer(ref), place)
 
     def offset(self, page: int, turn: int) -> int:
-        """Bytes from the first chunk to one of a page."""
-        return (page * PAGE + turn * self.height) // 8 * self._tile_row
+        """Bytes from the first chunk, its bits flipped, to one of a page."""
+        tile, row = divmod(page * PAGE + turn * self.height, 8)
+        return tile * self._tile_row + row * _LINE
+
+    def flip(self, turn: int) -> int:
+        """Which bits of the first chunk's address differ, in a tile, from those of another row."""
+        return turn * self.height % 8 * _CHUNK
 
 
 # Products
@@ -320,9 +664,7 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
 
     @plgpu.inline_mgpu(
         arg_types=(_tiled(queries), _tiled(keys)),
-        return_type=plgpu.ShapeDtypeStruct(
-            (rows, columns), jnp.dtype(jnp.float32), ops.ACCUMULATOR
-        ),
+        return_type=_matrix_type((rows, columns), jnp.float32),
     )
     def multiply(_: Any, queries: Any, keys: Any) -> Any:
         left = _Matrices(queries, width, is_row_first=True, of_warp=True)
@@ -339,8 +681,47 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
     return multiply(queries, keys)
 
 
+def multiply_own_keys(
+    queries: Float[Array, "64 H"], keys: Any, *, interpret: bool
+) -> Float[Array, "64 16"]:
+    """Scores of each warp's 16 queries and of its own 16 keys, in float32.
+
+    Args:
+      queries: 16-bit numbers in registers, in an accumulator's layout.
+      keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows of each warp.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        pairs = (_by_warp(x) for x in (queries, keys[...]))
+        return jnp.einsum("wqh,wkh->wqk", *pairs, preferred_element_type=jnp.float32).reshape(
+            _ROWS, PAGE
+        )
+    width, kind = queries.shape[1], _kind(keys.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.ACCUMULATOR, _tiled(keys)),
+        return_type=_matrix_type((_ROWS, PAGE), jnp.float32),
+    )
+    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+        right = _Matrices(keys, width, is_row_first=False, of_warp=True)
+        held = [mgpu.utils.bitcast(x, words.i32()) for x in queries.registers.flat]
+        sums = [_zeros() for _ in range(PAGE // 8)]
+        for step in range(width // 16):
+            both = right.load(0, step)
+            for half in range(2):
+                _add(kind, [held[4 * step :][:4]], both[2 * half :][:2], sums, 2, half)
+        return _as_array(sums, (_ROWS, PAGE))
+
+    return multiply(queries, keys)
+
+
 def add_values(
-    sums: Float[Array, "M H"], weights: Float[Array, "M S"], values: Any, *, interpret: bool
+    sums: Float[Array, "M H"],
+    weights: Float[Array, "M S"],
+    values: Any,
+    *,
+    of_warp: bool = False,
+    interpret: bool,
 ) -> Float[Array, "M H"]:
     """`sums + P V` of weights in registers and values `[S, H]` in shared memory.
 
@@ -348,18 +729,23 @@ def add_values(
       sums: Float32, in an accumulator's layout.
       weights: 16-bit numbers, in an accumulator's layout.
       values: 16-bit numbers, `ops.tiled`.
+      of_warp: Whether each warp has 16 rows of the values by itself, `[64, H]` in all; `S` is 16.
       interpret: Whether the interpreter runs the kernel.
     """
+    if interpret and of_warp:
+        pairs = (_by_warp(x) for x in (weights, values[...]))
+        added = jnp.einsum("wqk,wkh->wqh", *pairs, preferred_element_type=jnp.float32)
+        return sums + added.reshape(sums.shape)
     if interpret:
         return sums + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
     (rows, keys), width, kind = weights.shape, values.shape[1], _kind(values.dtype)
 
     @plgpu.inline_mgpu(
         arg_types=(ops.ACCUMULATOR, ops.ACCUMULATOR, _tiled(values)),
-        return_type=plgpu.ShapeDtypeStruct((rows, width), jnp.dtype(jnp.float32), ops.ACCUMULATOR),
+        return_type=_matrix_type((rows, width), jnp.float32),
     )
     def multiply(_: Any, sums: Any, weights: Any, values: Any) -> Any:
-        right = _Matrices(values, width, is_row_first=True)
+        right = _Matrices(values, width, is_row_first=True, of_warp=of_warp)
         found = [list(x) for x in np.array(words.scalars(sums), object).reshape(-1, 4)]
         held = [mgpu.utils.bitcast(x, words.i32()) for x in weights.registers.flat]
         for step in range(keys // 16):
@@ -394,8 +780,7 @@ class _Matrices:
         second = arith.shrui(lane, _constant(4))
         below, beside = (first, second) if is_row_first else (second, first)
         if of_warp:
-            warp = arith.andi(words.warp(), _constant(_WARPS - 1))
-            below = arith.addi(below, arith.muli(warp, _constant(2)))
+            below = arith.addi(below, arith.muli(_own_warp(), _constant(2)))
         place = arith.addi(
             arith.muli(below, _constant(self._tile_row)), arith.muli(row, _constant(_LINE))
         )
@@ -435,16 +820,28 @@ def _add(
 
 def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.FragmentedArray:
     """Sums of tiles of eight columns, row by row of tiles, as an array."""
-    layout = ops.ACCUMULATOR.to_mgpu()
     registers = []
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for four in sums:
         registers += [vector.from_elements(pair, four[half : half + 2]) for half in (0, 2)]
+    return _of_registers(registers, shape, ops.ACCUMULATOR)
+
+
+def _of_registers(
+    registers: list[ir.Value], shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
+    """The array of which a thread holds these."""
     found = np.empty(len(registers), object)
     found[:] = registers
+    lies = layout.to_mgpu()
     return mgpu.FragmentedArray(
-        _registers=found.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+        _registers=found.reshape(lies.registers_shape(shape)), _layout=lies, _is_signed=is_signed
     )
+
+
+def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
+    """What a function returns that gives a matrix in an accumulator's layout."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), ops.ACCUMULATOR)
 
 
 def _zeros() -> list[ir.Value]:
@@ -487,6 +884,11 @@ def _own_thread(*, anew: bool) -> ir.Value:
         "mov.u32 $0, %tid.x;", result_types=words.i32(), has_side_effects=True
     )
     return arith.andi(thread, _constant(_THREADS - 1))
+
+
+def _own_warp() -> ir.Value:
+    """Number of the warp in its warpgroup."""
+    return arith.andi(words.warp(), _constant(_WARPS - 1))
 
 
 def _shared_pointer(ref: ir.Value) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Cases of the kernel for GPUs from Ampere on: every GPU, head, list and type, by name."""
+"""Cases of the kernels for GPUs from Ampere on: every GPU, head, list and type, by name."""
 
 import dataclasses
 
@@ -11,13 +11,12 @@ from sketchwalk_jax import KernelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AmpereCase(AttentionKernelCase):
-    """A case of prefill that runs `ampere_prefill`.
+    """A case that runs `ampere_prefill` or `ampere_decode`.
 
     Attributes:
       capability: Compute capability of the GPU that it is compiled for.
     """
 
-    op: str = "prefill"
     capability: str = "8.0"
 
     def __str__(self) -> str:
@@ -26,9 +25,11 @@ class AmpereCase(AttentionKernelCase):
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
         from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
 
-        return self.prefill_program(ampere_prefill, kernel_config)
+        kernel = ampere_prefill if self.op == "prefill" else ampere_decode
+        return self.program_of(kernel, kernel_config)
 
 
 def of(case: AttentionKernelCase, **changes: str) -> AmpereCase:
@@ -45,6 +46,7 @@ def _compiled() -> dict[str, AmpereCase]:
             for heads in ((32, 8), (8, 8)):
                 for index, sizes in enumerate(((64, None), (16, 64), (128, None))):
                     case = AmpereCase(
+                        op="prefill",
                         heads=heads,
                         lengths=(4096, 4096),
                         head_dim=head_dim,
@@ -55,9 +57,27 @@ def _compiled() -> dict[str, AmpereCase]:
                         return_lse=index != 2,
                     )
                     found[str(case)] = case
+        for case in DECODE_SHAPES:
+            case = of(case, capability=capability)
+            found[str(case)] = case
     return found
+
+
+# Lists in one part and in several, of one head, of groups of eight or less and of more.
+DECODE_SHAPES = [
+    kernel_cases.Decode(heads=heads, lengths=lengths, head_dim=head_dim, **lists)
+    for head_dim in (64, 128)
+    for heads, lengths, lists in (
+        ((32, 8), (65536,), {"block_size": 16, "list_blocks": 820}),
+        ((32, 8), (4096,) * 128, {"block_size": 16}),
+        ((28, 4), (16384,) * 4, {"dtype": "float16", "lists": "kv_head", "return_lse": False}),
+        ((32, 2), (16384,) * 4, {"block_size": 128}),
+        ((8, 8), (16384,) * 32, {"lists": "head", "dtype": "float16"}),
+    )
+]
 
 
 COMPILED = _compiled()
 globals().update(COMPILED)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
+DECODE_CASES = [of(x) for x in kernel_cases.CASES if x.op == "decode"]

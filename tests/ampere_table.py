@@ -1,4 +1,4 @@
-"""What `ptxas` makes of the prefill kernel for GPUs from Ampere on, which `report.py` shows.
+"""What `ptxas` makes of the kernels for GPUs from Ampere on, which `report.py` shows.
 
     python tests/ampere_table.py [--out benchmarks/results/ampere_code.json]
 
@@ -6,6 +6,9 @@ Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, and no GPU.
 shape: registers, bytes of spills and of shared memory, programs of a multiprocessor at a time and
 what allows no more, and instructions of a warp for 64 keys in the inner loop, without the branch of
 masked steps, beside those that multiply, which no code can do without.
+
+Of decode, whose warps have keys of their own, also the bytes of keys and values that the programs
+of a multiprocessor have under way, and registers and spills of the kernel that combines.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hopper
 
@@ -56,6 +60,11 @@ def inner_loop(code: str) -> tuple[int, int]:
     return count, len(products)
 
 
+def spills(facts: dict[str, Any]) -> int:
+    """Bytes that are written to memory and read again for want of registers."""
+    return facts["spill_store_bytes"] + facts["spill_load_bytes"]
+
+
 def rows_of(capability: str) -> None:
     """Prints the rows of one GPU; a process of JAX compiles for one alone."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
@@ -68,7 +77,7 @@ def rows_of(capability: str) -> None:
     import ptx
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from sketchwalk_jax.pallas_kernels.ampere_prefill import sizes
+    from sketchwalk_jax.pallas_kernels import ampere_prefill
 
     sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
     memory = hopper.SHARED_KIB[capability] * 1024
@@ -84,35 +93,51 @@ def rows_of(capability: str) -> None:
                 jax.jit(function).lower(*shapes).compile()
             printed.seek(0)
             text = printed.read()
-        facts = hopper.read_assembler(text)
-        ((_, host),) = ptx.kernels(text)
-        shared = ptx.read_launch(host, [0] * 10).shared_bytes
+        # The kernel that combines comes second, if there is one.
+        (said, code), *others = hopper.split_kernels(text)
+        facts = hopper.read_assembler(said)
+        shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
         registers = -(-facts["registers"] // 8) * 8 * _THREADS
         limits = {
             "registers": _REGISTERS // registers,
             "shared memory": memory // (shared + _RESERVED),
         }
         least = min(limits, key=limits.__getitem__)
-        rows = 64 if case.heads[0] == case.heads[1] else 128
-        keys, stages = sizes(rows, case.head_dim, memory)
-        count, products = inner_loop(text)
-        spills = facts["spill_store_bytes"] + facts["spill_load_bytes"]
+        if case.op == "prefill":
+            rows = 64 if case.heads[0] == case.heads[1] else 128
+            keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
+            own = keys
+        else:  # of the keys of a step each warp has its own
+            keys, own = 64, 16
+            stages = shared // (2 * 2 * keys * case.head_dim)
+        count, products = inner_loop(code)
         row = {
+            "op": case.op,
             "capability": capability,
             "heads": case.heads,
             "head_dim": case.head_dim,
-            "lists": f"pages of {case.block_size}" if case.row_size else f"{case.block_size}",
+            "lists": f"pages of {case.block_size}"
+            if case.block_size == 16
+            else f"{case.block_size}",
             "dtype": case.dtype,
             "keys": keys,
             "stages": stages,
             "registers": facts["registers"],
-            "spill_bytes": spills,
+            "spill_bytes": spills(facts),
             "shared_bytes": shared,
             "programs": limits[least],
             "limit": least,
-            "instructions": count * 64 // keys,
-            "products": products * 64 // keys,
+            "instructions": count * 64 // own,
+            "products": products * 64 // own,
         }
+        if case.op == "decode":
+            combine = [hopper.read_assembler(said) for said, _ in others]
+            row |= {
+                "kib_in_flight": limits[least] * (stages - 1) * keys * case.head_dim // 256,
+                "parts": "several" if combine else "one",
+                "combine_registers": combine[0]["registers"] if combine else None,
+                "combine_spill_bytes": spills(combine[0]) if combine else None,
+            }
         print(json.dumps(row), file=answers, flush=True)
 
 

@@ -87,10 +87,15 @@ def read_assembler(text: str) -> dict[str, Any]:
     return facts
 
 
+def split_kernels(printed: str) -> list[tuple[str, str]]:
+    """Of each kernel in turn what the assembler said, and its code."""
+    return _KERNEL.findall(printed)
+
+
 def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
     """What `read_assembler` says about each kernel, by name, and the hazards in its code."""
     kernels = {}
-    for said, code in _KERNEL.findall(printed):
+    for said, code in split_kernels(printed):
         name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
         kernels[name] = read_assembler(said) | {"hazards": sass.hazards(code)}
     if len(kernels) != len(_NAME.findall(printed)):
@@ -226,16 +231,20 @@ def compiling_for(capability: str) -> Iterator[None]:
     """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
     from jax.experimental.mosaic.gpu import utils
 
-    from sketchwalk_jax.pallas_kernels import ampere_prefill
+    from sketchwalk_jax.pallas_kernels import ampere_decode, ampere_prefill
 
-    was = utils._infer_arch, ampere_prefill.shared_memory
+    kernels = ampere_decode, ampere_prefill
+    was = utils._infer_arch, [kernel.shared_memory for kernel in kernels]
     major, minor = map(int, capability.split("."))
     utils._infer_arch = lambda: (major, minor)
-    ampere_prefill.shared_memory = lambda: SHARED_KIB[capability] * 1024
+    for kernel in kernels:
+        kernel.shared_memory = lambda: SHARED_KIB[capability] * 1024
     try:
         yield
     finally:
-        utils._infer_arch, ampere_prefill.shared_memory = was
+        utils._infer_arch = was[0]
+        for kernel, memory in zip(kernels, was[1], strict=True):
+            kernel.shared_memory = memory
 
 
 def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:

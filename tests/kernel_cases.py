@@ -103,14 +103,14 @@ class AttentionKernelCase:
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
         from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
-        return self.prefill_program(block_sparse_prefill, kernel_config)
+        kernel = block_sparse_prefill if self.op == "prefill" else block_sparse_decode_kernel
+        return self.program_of(kernel, kernel_config)
 
-    def prefill_program(self, prefill: Any, kernel_config: KernelConfig | None) -> Program:
-        """The same; `prefill` is the kernel of prompts."""
-        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
-
+    def program_of(self, kernel: Any, kernel_config: KernelConfig | None) -> Program:
+        """The same of another kernel."""
         batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
         is_prefill = self.op == "prefill"
         tokens = self.num_rows * self.row_tokens if is_prefill else 1
@@ -133,9 +133,7 @@ class AttentionKernelCase:
             arrays = (query, key, value, ids, counts)
             if is_prefill:
                 options |= {"first_block": first_block, "row_size": self.row_size}
-                out, lse = prefill(*arrays, **options)
-            else:
-                out, lse = block_sparse_decode_kernel(*arrays, **options)
+            out, lse = kernel(*arrays, **options)
             return (out,) if lse is None else (out, lse)
 
         return attend, tuple(arguments)

@@ -138,6 +138,18 @@ def _do_shift(warp: Warp, one: Instruction) -> None:
     warp.put(target, _shift(one, warp.get(source, kind_of(one.name)), warp.get(count, "u32")))
 
 
+@operation("shf")
+def _do_funnel_shift(warp: Warp, one: Instruction) -> None:
+    target, low, high, count = one.operands
+    both = (
+        warp.lanes(low, "u32").astype(np.uint64) | warp.lanes(high, "u32").astype(np.uint64) << 32
+    )
+    count = warp.lanes(count, "u32").astype(np.uint64)
+    count = np.minimum(count, 32) if "clamp" in one.name else count & 31
+    found = both >> count if "r" in one.name else both << count >> 32
+    warp.put(target, found.astype(np.uint32))
+
+
 @operation("mad")
 def _do_mad(warp: Warp, one: Instruction) -> None:
     target, x, y, z = one.operands

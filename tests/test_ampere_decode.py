@@ -1,0 +1,145 @@
+"""The kernel of tokens for GPUs from Ampere on: interpreted, as compiled, and on such a GPU.
+
+On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_ampere_decode.py`.
+As compiled, cases take GPUs in turn; `test_ampere_compiles.py` has all shapes of each.
+"""
+
+import dataclasses
+
+import ampere_cases
+import cases
+import hopper
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import kernel_draws
+import numpy as np
+import pytest
+import test_ampere_prefill
+from test_ampere_prefill import CONFIG, ON_GPU, run_twice
+from test_kernels import NOT_FINITE, assert_attention
+from variants import slow_unless
+
+from sketchwalk_jax import KernelConfig
+from sketchwalk_jax.pallas_kernels.ampere_decode import sizes
+
+KEPT = ("3x1-H64-T65,191-shared", "4x2-H128-T193-head", "8x1-H128-T500-shared-block16")
+on_some_gpu = test_ampere_prefill.on_some_gpu
+
+pytestmark = pytest.mark.interpreted
+
+
+def is_kept(case):
+    """Whether the interpreter runs a case in the default run."""
+    return ON_GPU or any(name in str(case) for name in KEPT)
+
+
+CASES = [*ampere_cases.DECODE_CASES]
+if ON_GPU:
+    CASES += [ampere_cases.of(x) for x in kernel_cases.LARGE_CASES if x.op == "decode"]
+
+
+@pytest.mark.usefixtures("on_some_gpu")
+@pytest.mark.parametrize("case", slow_unless(is_kept, CASES), ids=str)
+def test_attention_equals_the_reference(case, capfd):
+    arguments, mask = kernel_draws.draw_attention(case, 0)
+    assert_attention(case, arguments, mask, run_twice(case, arguments, capfd))
+
+
+# Few parts and many, which are combined in rounds; two steps in shared memory and more.
+SIZES = (
+    {"decode_splits": 2},
+    {"decode_splits": 1, "decode_buffer_kib": 1},
+    {"decode_splits": 3, "decode_buffer_kib": 80},
+    {"decode_splits": 20, "decode_buffer_kib": 48},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_some_gpu")
+@pytest.mark.parametrize("heads", [(4, 2), (12, 1)], ids=str)
+@pytest.mark.parametrize("chosen", SIZES, ids=str)
+def test_sizes_change_nothing_beyond_rounding(chosen, heads, capfd):
+    config = dataclasses.replace(CONFIG, **chosen)
+    lengths = (1300, 70) if chosen["decode_splits"] > 16 else (330, 70)
+    case = ampere_cases.of(kernel_cases.Decode(heads=heads, lengths=lengths, head_dim=64))
+    arguments, mask = kernel_draws.draw_attention(case, 0)
+    assert_attention(case, arguments, mask, run_twice(case, arguments, capfd, config))
+
+
+NOT_FINITE_CASES = [ampere_cases.of(x) for x in NOT_FINITE if x.op == "decode"]
+
+
+@pytest.mark.usefixtures("on_some_gpu")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "case",
+    slow_unless(lambda case: ON_GPU or case == NOT_FINITE_CASES[0], NOT_FINITE_CASES),
+    ids=str,
+)
+def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
+    arguments, mask = kernel_draws.draw_attention(case, 0)
+    clean, num_reached = run_twice(case, arguments, capfd), 0
+    for seed in range(9 if ON_GPU else 2):
+        spoiled, sees, must = kernel_draws.spoil(case, arguments, mask, seed)
+        found = run_twice(case, spoiled, capfd)
+        kernel_draws.assert_reaches_those_who_see(found, clean, sees, must)
+        num_reached += must.sum()
+    assert num_reached > 0
+
+
+@pytest.mark.usefixtures("on_some_gpu")
+@pytest.mark.parametrize(
+    ("block_size", "splits"),
+    [
+        (16, 2),
+        pytest.param(16, 1, marks=pytest.mark.slow),
+        pytest.param(128, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd):
+    """The first head's is empty; whoever attends to what no list names sees NaN."""
+    config = dataclasses.replace(CONFIG, decode_splits=splits)
+    shape = {"block_size": block_size, "lists": "head", "head_dim": 64}
+    case = ampere_cases.of(kernel_cases.Decode(heads=(4, 2), lengths=(500, 290), **shape))
+    (*floats, ids, _, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
+    mask[:, 0], mask[..., 1] = False, False  # the latter is a block that nobody lists
+    packed, counts = cases.pack_lists(mask)
+    unlisted = np.repeat(~mask.any((0, 1, 2)), block_size)[:, None, None]
+    floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
+    rng = np.random.default_rng(2)
+    ids = rng.choice(kernel_draws.NONSENSE, ids.shape)
+    for index in np.ndindex(counts.shape):
+        ids[index][: counts[index]] = rng.permutation(packed[index][: counts[index]])
+    integers = (jnp.asarray(x, jnp.int32) for x in (ids, counts))
+    arguments = (*floats, *integers, layer, lengths, first)
+    out, lse = run_twice(case, arguments, capfd, config)
+    assert_attention(case, arguments, mask, (out, lse))
+    assert not np.asarray(out[:, :, 0], np.float32).any()
+    assert (np.asarray(lse[:, :, 0]) == -np.inf).all()
+
+
+def test_what_the_kernel_cannot_take_is_refused_in_words():
+    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), block_size=32))
+    function, shapes = case.program()
+    with pytest.raises(ValueError, match="must fit the kernel: it takes a block_size of 16 or"):
+        jax.eval_shape(function, *shapes)
+
+
+def test_a_derivative_is_refused_in_words():
+    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), head_dim=64))
+    function, _ = case.program(kernel_config=KernelConfig(interpret=True))
+    (query, *others), _ = kernel_draws.draw_attention(case, 0)
+
+    def total(query):
+        return jnp.sum(function(query, *others)[0].astype(jnp.float32))
+
+    with pytest.raises(NotImplementedError, match=r"no derivative.*block_sparse_attention"):
+        jax.eval_shape(jax.grad(total), query)
+
+
+def test_programs_and_their_steps_fit_in_a_multiprocessor():
+    wanted = {"8.0": ((3, 3), (1, 5)), "8.6": ((2, 3), (1, 3)), "9.0": ((4, 3), (2, 3))}
+    for capability, chosen in wanted.items():
+        memory = hopper.SHARED_KIB[capability] * 1024
+        assert (sizes(64, memory), sizes(128, memory)) == chosen, capability
