@@ -291,7 +291,9 @@ def _attend_to_part(
     def copy(pages: _Pages, slot: Any) -> None:
         """Starts a group of copies, which is empty beyond the part."""
         for source, target in zip(sources, (keys, values), strict=True):
-            warp_products.copy_own_pages(source, target.at[slot], *pages, **options)
+            warp_products.copy_own_pages(
+                source, target.at[slot], pages.first, pages.room, **options
+            )
         warp_products.commit_copies(**options)
 
     rooms = []
