@@ -37,6 +37,7 @@ ALWAYS = ("parity", "promises", "memory", "recompile", "mismatches", "readme", "
 GROUPS = {
     # As they are compiled for Hopper, run by the emulator of tests/ptx.
     "emulated": (
+        "ampere_decode",
         "ampere_prefill",
         "kernel_selection",
         "kernels",
