@@ -138,7 +138,8 @@ class _Tiling:
         planned = dataclasses.replace(kernel_config, decode_programs=programs)
         splits = num_splits(batch * units, list_blocks, block_size, planned)
         if kernel_config.decode_buffer_kib is not None:
-            stages = kernel_config.decode_buffer_kib * 1024 // _step_bytes(head_dim)
+            room = shared_memory() - _SCRATCH - _RESERVED
+            stages = min(kernel_config.decode_buffer_kib * 1024, room) // _step_bytes(head_dim)
         steps = -(-list_blocks * block_size // (_STEP * splits))
         return cls(
             batch=batch,
@@ -240,7 +241,8 @@ class _List:
 
     def pages(self, step: Any) -> _Pages:
         """The pages of a step."""
-        tiling, options = self.tiling, {"interpret": self.tiling.interpret}
+        tiling = self.tiling
+        options = {"interpret": tiling.interpret}
         place = step * _WARPS + warp_products.warp_numbers(**options)
         entry, rest = place, 0
         if tiling.entry > 1:
@@ -274,7 +276,7 @@ def _attend_to_part(
     Step `t` waits for its own pages, and starts to copy those of step `t + stages - 1` to where
     those of step `t - 1` were. The list is read one step before that, so that no copy waits for it.
     """
-    options = {"interpret": tiling.interpret}
+    options: dict[str, Any] = {"interpret": tiling.interpret}
     batch, split = jax.lax.axis_index("batch"), jax.lax.axis_index("split")
     unit = jax.lax.axis_index("unit")
     place = batch * tiling.units + unit
