@@ -306,9 +306,11 @@ def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
       Paragraphs and tables.
     """
     timed = [row for row in rows if row["task"] in PARTS]
-    runs = meta["attention"]
+    runs, device = meta["attention"], meta["device"]
+    if device == "cpu":
+        device = f"{meta['cpu']}, {meta['cores']} cores"
     parts = [
-        f"**{meta['device']}**: {meta['model']['name']} in {meta['dtype']}, one sequence; "
+        f"**{device}**: {meta['model']['name']} in {meta['dtype']}, one sequence; "
         f"attention over lists runs on {runs['prefill']} in prompts and on {runs['decode']} for "
         f"tokens",
         _times(timed),
