@@ -1,5 +1,6 @@
 """Inputs of the kernels' cases, what the equations make of them, and memory full of NaN."""
 
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -151,6 +152,23 @@ def assert_reaches_those_who_see(
     found_out, clean_out = (np.asarray(x[0], np.float32) for x in (found, clean))
     assert np.isfinite(clean_out).all()
     assert not np.isfinite(found_out).all(-1)[must].any()
+
+
+def assert_spoilt_reaches_those_who_see(
+    run: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    case: AttentionKernelCase,
+    arguments: tuple[Any, ...],
+    mask: np.ndarray,
+    *,
+    seeds: int,
+) -> None:
+    """What `spoil` makes of the arguments, for so many seeds, reaches those who see it alone."""
+    clean, num_reached = run(arguments), 0
+    for seed in range(seeds):
+        spoiled, sees, must = spoil(case, arguments, mask, seed)
+        assert_reaches_those_who_see(run(spoiled), clean, sees, must)
+        num_reached += must.sum()
+    assert num_reached > 0
 
 
 def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import usage_errors
+from sketchwalk_jax.cli.info import describe_attention
 from sketchwalk_jax.cli.options import METHOD, OUTPUT, flag, option
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.dispatch import choose_implementation
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
 from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
 from sketchwalk_jax.evaluation.results import ResultsFile
@@ -34,7 +34,6 @@ from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.progress import elapsed
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -43,6 +42,7 @@ TASKS = ("single_needle", "multi_key", "mid_prompt")
 TIMED_SHARE = 0.6  # of the seconds, for times; the rest is for answers
 NEW_TOKENS = 32  # that a step's time is the mean of
 ROUNDS, MOST_SECONDS = 5, 15.0  # of a length, in each of which every policy has a turn
+PHASES = ("prefill", "decode")
 PARTS = {"attention": "prefill", "first_token": "prefill", "token": "decode"}
 
 
@@ -87,7 +87,7 @@ def bench(
     device").
     """
     directory = options.check_model(model)
-    _, policy, chosen, _ = options.prepare(
+    model_config, policy, chosen, _ = options.prepare(
         directory,
         policy="sketchwalk",
         preset=preset,
@@ -97,7 +97,6 @@ def bench(
         dtype=dtype,
         generation_config=False,
     )
-    model_config = ModelConfig.from_pretrained(directory)
     context = model_config.context_length
     lengths = sorted({*(tokens or (one for one in LENGTHS if one <= context))})
     options.check_context("--tokens", max(lengths, default=0), model_config)
@@ -105,12 +104,16 @@ def bench(
     with usage_errors():
         config = _questions(preset, density, prompts, context, tokenizer) if prompts else None
     text = read_text(None)
+    heads = {"num_heads": model_config.num_heads, "head_dim": model_config.head_dim}
     meta = describe_machine(
         model={"name": checkpoint_name(directory), "sha256": hash_weights(directory)},
         preset=preset,
         density=density,
         dtype=chosen,
-        attention=_runs_on(policy, model_config, chosen),
+        attention={
+            phase: describe_attention(policy, phase, **heads, dtype=chosen)["implementation"]
+            for phase in PHASES
+        },
         **({} if config is None else describe_texts(text, config) | config.describe()),
     )
     file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
@@ -158,18 +161,6 @@ def _questions(
         tries=3,
         density_over="all_layers",
     )
-
-
-def _runs_on(policy: Policy, model_config: ModelConfig, dtype: str) -> dict[str, str]:
-    """What computes attention over lists here, in prompts and for a token."""
-    size = policy.unit_size if isinstance(policy, RecommendedConfig) else policy.block_size
-    heads = (model_config.num_heads, model_config.head_dim)
-    found = {}
-    for phase, count in (("prefill", policy.block_size), ("decode", 1)):
-        query = jax.ShapeDtypeStruct((1, count, *heads), jnp.dtype(dtype))
-        row = policy.block_size if phase == "prefill" else size
-        found[phase] = choose_implementation(None, query, block_size=size, row_size=row)
-    return found
 
 
 # Times

@@ -84,7 +84,7 @@ def _describe_environment(
 ) -> dict[str, Any]:
     """This machine, and what runs here for a policy: prompts, tokens and selection."""
     shape: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-    prompts = _describe_attention(policy, "prefill", **shape)
+    prompts = describe_attention(policy, "prefill", **shape)
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -93,12 +93,12 @@ def _describe_environment(
         "devices": [device.device_kind for device in jax.devices()],
         **prompts,  # as before tokens and selection were told apart
         "prompts": prompts,
-        "tokens": _describe_attention(policy, "decode", **shape),
+        "tokens": describe_attention(policy, "decode", **shape),
         "selection": _describe_selection(policy),
     }
 
 
-def _describe_attention(
+def describe_attention(
     policy: Policy, phase: str, *, num_heads: int, head_dim: int, dtype: str
 ) -> dict[str, Any]:
     """What attends in a phase, over lists or densely as the policy does, and why no kernel."""
