@@ -30,7 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 
-_TILE = 64  # columns and inputs of a tile of weights
+_TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
+_NARROW_TILE = 128  # inputs of a tile in eight bits: lines of as many bytes
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
@@ -39,6 +40,9 @@ _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
+# How it reads weights of eight bits, four of a row at once.
+_NARROW = plgpu.Layout.WGMMA_UPCAST_2X
+_NARROW_TYPES = ("float8_e4m3fn", "int8")
 
 MOST_ROWS = 64
 """Rows that the kernel takes; with more, products are no longer bound by memory."""
@@ -49,6 +53,8 @@ class _Tiling:
     """What is static about a call.
 
     Attributes:
+      dtype: Of the weights.
+      depth: Inputs of a tile.
       rows: Rows, a multiple of eight.
       num_rows: Rows that there are: as many, or fewer than eight.
       starts: The first tile of each array of weights, and of none behind the last.
@@ -60,6 +66,8 @@ class _Tiling:
       interpret: Whether the interpreter runs the kernel.
     """
 
+    dtype: Any
+    depth: int
     rows: int
     num_rows: int
     starts: tuple[int, ...]
@@ -69,6 +77,11 @@ class _Tiling:
     has_norm: bool
     is_transposed: bool
     interpret: bool
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether weights have eight bits."""
+        return self.dtype != jnp.bfloat16
 
     @property
     def is_padded(self) -> bool:
@@ -83,16 +96,25 @@ class _Tiling:
         """
         stages = self.stages
         own: dict[str, Any] = {
-            "inputs": ops.tiled((stages, self.rows, _TILE), jnp.bfloat16),
-            "weights": ops.tiled((stages, _TILE, _TILE), jnp.bfloat16),
+            "inputs": ops.tiled((stages, self.rows, self.depth), jnp.bfloat16),
+            "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
             "filled": plgpu.Barrier(num_arrivals=2 + self.has_norm, num_barriers=stages),
         }
         if self.is_padded:
-            own["arrived"] = plgpu.SMEM((stages, self.rows, _TILE), jnp.bfloat16)
+            own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
         if self.has_norm:
-            own["scales"] = plgpu.SMEM((stages, _TILE), jnp.bfloat16)
+            own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
         return own
+
+
+def _widened(weights: Any) -> Array:
+    """A tile of weights of eight bits in bfloat16, which holds each of them, in registers."""
+    narrow = plgpu.layout_cast(plgpu.load(weights, layout=_NARROW), ops.ACCUMULATOR)
+    if narrow.dtype == jnp.int8:
+        return narrow.astype(jnp.bfloat16)
+    # By way of float16 and float32: Hopper has no instruction straight to bfloat16.
+    return narrow.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _multiply(
@@ -129,7 +151,7 @@ def _multiply(
         @pl.when(step < count)
         def _() -> None:
             slot = jax.lax.rem(step, tiling.stages)
-            own = pl.ds((first + step) * _TILE, _TILE)
+            own = pl.ds((first + step) * tiling.depth, tiling.depth)
             target = arrived.at[slot]
             target = target.at[pl.ds(0, tiling.num_rows)] if tiling.is_padded else target
             plgpu.copy_gmem_to_smem(x.at[:, own], target, filled.at[slot])
@@ -172,12 +194,15 @@ def _multiply(
             else:
                 warp_ops.barrier(interpret=tiling.interpret)
             load(index + tiling.stages - 1)
-            left = weights.at[slot]
-            left = left if tiling.is_transposed else left.transpose((1, 0))
+            left: Any = weights.at[slot]
+            if tiling.is_narrow:
+                left = _widened(left)
+            elif not tiling.is_transposed:
+                left = left.transpose((1, 0))
             total.add_product(left, inputs.at[slot].transpose((1, 0)))
             return found
 
-        none = ops.full((_TILE, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
+        none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
         found = total.loop(count, step, none)
         return total.load(), found
 
@@ -201,7 +226,12 @@ def _multiply(
 
 
 def why_not_linear(
-    x: Any, kernels: Sequence[Any], scale: Any = None, *, is_transposed: bool = False
+    x: Any,
+    kernels: Sequence[Any],
+    scale: Any = None,
+    *,
+    is_transposed: bool = False,
+    weight_scales: Sequence[Any] | None = None,
 ) -> str | None:
     """Why the kernel cannot take these rows and weights, or `None` if it can.
 
@@ -210,38 +240,57 @@ def why_not_linear(
       kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
       scale: Of a norm `[L, D]`, likewise.
       is_transposed: Which of them.
+      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
     """
-    if x.dtype != jnp.bfloat16 or any(one.dtype != x.dtype for one in kernels):
-        return f"it takes bfloat16, not {x.dtype} times {kernels[0].dtype}"
+    own = {str(one.dtype) for one in kernels}
+    is_narrow = own <= set(_NARROW_TYPES) and len(own) == 1
+    if x.dtype != jnp.bfloat16 or not (own == {"bfloat16"} or is_narrow):
+        return f"it takes bfloat16, not {x.dtype} times {', '.join(sorted(own))}"
+    if is_narrow != (weight_scales is not None):
+        needed = "weights of eight bits need weight_scales" if is_narrow else "bfloat16 has none"
+        return f"{needed}, got {kernels[0].dtype}"
+    if weight_scales is not None:
+        if not is_transposed:
+            return "weights of eight bits must be [L, F, D], is_transposed=True"
+        shapes = [tuple(one.shape) for one in weight_scales]
+        wanted = [tuple(one.shape[:2]) for one in kernels]
+        if shapes != wanted:
+            return f"weight_scales must be {wanted}, not {shapes}"
     if scale is not None and scale.dtype != x.dtype:
         return f"it takes a scale in bfloat16, not {scale.dtype}"
     if x.shape[0] > MOST_ROWS:
         return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
-    if any(width % _TILE for width in (x.shape[1], *widths)):
-        return f"it takes multiples of {_TILE} inputs and columns, not {x.shape[1]} and {widths}"
+    depth = _NARROW_TILE if is_narrow else _TILE
+    if x.shape[1] % depth or any(width % _TILE for width in widths):
+        both = f"{depth} inputs and {_TILE} columns" if is_narrow else f"{_TILE} inputs and columns"
+        return f"it takes multiples of {both}, not {x.shape[1]} and {widths}"
     return None
 
 
 def linear_kernel(
     x: Float[Array, "B D"],
-    kernels: Sequence[Float[Array, "L _ _"]],
+    kernels: Sequence[Float[Array, "L _ _"] | Int[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     is_transposed: bool = False,
+    weight_scales: Sequence[Float[Array, "L _"]] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
     """`out_i` of the module.
 
     Args:
       x: Rows in bfloat16, at most `MOST_ROWS`.
-      kernels: Weights of all layers, in bfloat16, whose `D` and `F` are multiples of 64.
+      kernels: Weights of all layers, in bfloat16, whose `D` and `F` are multiples of 64; or in
+        float8_e4m3fn or int8, all in one of them, `[L, F, D]`, whose `D` is a multiple of 128.
       layer: The layer.
       scale: `g` of all layers, in bfloat16; without it there is no norm.
       eps: What the norm adds to the mean of squares.
       is_transposed: Whether the weights are `[L, F, D]`.
+      weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights of eight
+        bits, and for these alone.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -253,12 +302,17 @@ def linear_kernel(
     starts = [0]
     for width in widths:
         starts.append(starts[-1] + width // _TILE)
-    steps = num_inputs // _TILE
-    parts = max(1, min(steps // _STEPS, _PROGRAMS // starts[-1]))
+    dtype = kernels[0].dtype
+    depth = _TILE if dtype == jnp.bfloat16 else _NARROW_TILE
+    steps = num_inputs // depth
+    parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
     is_padded = num_rows < _LEAST_ROWS
-    stage_bytes = 2 * _TILE * (_TILE + (2 if is_padded else 1) * rows + 1)
+    # The weights, the rows once or twice, and what the norm multiplies by.
+    stage_bytes = depth * (_TILE * dtype.itemsize + 2 * (2 if is_padded else 1) * rows + 2)
     other_bytes = 4 * _TILE * rows + (0 if scale is None else _REDUCTION_BYTES)
     tiling = _Tiling(
+        dtype=dtype,
+        depth=depth,
         rows=rows,
         num_rows=num_rows if is_padded else rows,
         starts=tuple(starts),
@@ -287,7 +341,14 @@ def linear_kernel(
         x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
     *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
-    if scale is None:
-        return [jnp.sum(one, axis=0)[:num_rows] for one in [*found, last]]
-    inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
-    return [jnp.sum(one, axis=0)[:num_rows] * inverse[:, None] for one in found]
+    arrays, inverse = [*found, last], None
+    if scale is not None:
+        arrays = found
+        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+    results = []
+    for index, one in enumerate(arrays):
+        total = jnp.sum(one, axis=0)[:num_rows]
+        if weight_scales is not None:
+            total = total * weight_scales[index][layer]
+        results.append(total if inverse is None else total * inverse[:, None])
+    return results

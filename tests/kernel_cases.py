@@ -618,6 +618,7 @@ class LinearKernelCase:
       columns: Columns of each array of weights.
       is_transposed: Whether they are `[L, F, D]`.
       has_norm: Whether the rows go through a norm.
+      dtype: Of the weights.
     """
 
     rows: int
@@ -625,28 +626,42 @@ class LinearKernelCase:
     columns: tuple[int, ...]
     is_transposed: bool = False
     has_norm: bool = False
+    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         """The name of the case."""
         columns = "+".join(map(str, self.columns))
         kind = " transposed" if self.is_transposed else ""
         kind += " with a norm" if self.has_norm else ""
-        return f"linear {self.rows}x{self.inputs} to {columns}{kind}"
+        what = "linear" if self.dtype == "bfloat16" else f"linear in {self.dtype},"
+        return f"{what} {self.rows}x{self.inputs} to {columns}{kind}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The products."""
         from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
-        def multiply(x: Any, layer: Any, scale: Any, *kernels: Any) -> Any:
-            norm = {"scale": scale, "eps": 1e-5} if self.has_norm else {}
-            return linear_kernel(x, kernels, layer, **norm, is_transposed=self.is_transposed)
+        def multiply(x: Any, layer: Any, scale: Any, kernels: Any, weight_scales: Any) -> Any:
+            options: dict[str, Any] = {"scale": scale, "eps": 1e-5} if self.has_norm else {}
+            options |= {"is_transposed": self.is_transposed, "weight_scales": weight_scales}
+            return linear_kernel(x, kernels, layer, **options)
 
-        shapes = [(self.rows, self.inputs), (NUM_LAYERS, self.inputs)]
-        for width in self.columns:
+        def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def weights(width: int) -> jax.ShapeDtypeStruct:
             own = (width, self.inputs) if self.is_transposed else (self.inputs, width)
-            shapes.append((NUM_LAYERS, *own))
-        x, *arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-        return multiply, (x, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
+            return array(NUM_LAYERS, *own, dtype=self.dtype)
+
+        scales = None
+        if self.dtype != "bfloat16":
+            scales = [array(NUM_LAYERS, width, dtype="float32") for width in self.columns]
+        return multiply, (
+            array(self.rows, self.inputs),
+            array(dtype="int32"),
+            array(NUM_LAYERS, self.inputs),
+            [weights(width) for width in self.columns],
+            scales,
+        )
 
 
 LINEAR_CASES = (
@@ -658,6 +673,18 @@ LINEAR_CASES = (
     LinearKernelCase(rows=1, inputs=2048, columns=(128256,), is_transposed=True, has_norm=True),
     LinearKernelCase(rows=64, inputs=896, columns=(151936,), is_transposed=True),
     LinearKernelCase(rows=3, inputs=576, columns=(576, 192, 192)),
+    *(
+        LinearKernelCase(**shape, is_transposed=True, dtype=dtype)
+        for dtype in ("float8_e4m3fn", "int8")
+        for shape in (
+            {"rows": 1, "inputs": 4096, "columns": (4096, 1024, 1024), "has_norm": True},
+            {"rows": 1, "inputs": 4096, "columns": (14336, 14336), "has_norm": True},
+            {"rows": 1, "inputs": 4096, "columns": (4096,)},
+            {"rows": 1, "inputs": 14336, "columns": (4096,)},
+            {"rows": 24, "inputs": 14336, "columns": (4096,)},
+            {"rows": 64, "inputs": 3584, "columns": (18944, 18944), "has_norm": True},
+        )
+    ),
 )
 
 
