@@ -31,7 +31,9 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-_NARROW_TILE = 128  # inputs of a tile in eight bits: lines of as many bytes
+# Inputs of a tile in eight bits, lines of as many bytes; two lines if eight rows leave registers and
+# shared memory for them, since the same steps around a product then serve twice the weights.
+_NARROW_TILE = 128
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
@@ -40,8 +42,6 @@ _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
-# How it reads weights of eight bits, four of a row at once.
-_NARROW = plgpu.Layout.WGMMA_UPCAST_2X
 _NARROW_TYPES = ("float8_e4m3fn", "int8")
 
 MOST_ROWS = 64
@@ -84,6 +84,14 @@ class _Tiling:
         return self.dtype != jnp.bfloat16
 
     @property
+    def slots(self) -> int:
+        """Pieces of shared memory for rows that tensor cores read.
+
+        Where others have arrived elsewhere, one is written while the other is read.
+        """
+        return 2 if self.is_narrow and self.is_padded else self.stages
+
+    @property
     def is_padded(self) -> bool:
         """Whether there are fewer rows than tensor cores take."""
         return self.num_rows < self.rows
@@ -96,7 +104,7 @@ class _Tiling:
         """
         stages = self.stages
         own: dict[str, Any] = {
-            "inputs": ops.tiled((stages, self.rows, self.depth), jnp.bfloat16),
+            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
             "filled": plgpu.Barrier(num_arrivals=2 + self.has_norm, num_barriers=stages),
@@ -110,7 +118,7 @@ class _Tiling:
 
 def _widened(weights: Any) -> Array:
     """A tile of weights of eight bits in bfloat16, which holds each of them, in registers."""
-    narrow = plgpu.layout_cast(plgpu.load(weights, layout=_NARROW), ops.ACCUMULATOR)
+    narrow = ops.read(weights)
     if narrow.dtype == jnp.int8:
         return narrow.astype(jnp.bfloat16)
     # By way of float16 and float32: Hopper has no instruction straight to bfloat16.
@@ -168,7 +176,10 @@ def _multiply(
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
 
-    def prepare(slot: Any, found: Any) -> Any:
+    def inputs_of(index: Any) -> Any:
+        return inputs.at[jax.lax.rem(index, tiling.slots)]
+
+    def prepare(index: Any, slot: Any, found: Any) -> Any:
         """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
         source = arrived.at[slot].transpose((1, 0))
         own = plgpu.load(source, layout=_TURNED, optimized=not tiling.is_padded)
@@ -178,7 +189,7 @@ def _multiply(
             factor = ops.read(scales.at[slot], _TURNED.reduce(1)).astype(jnp.float32)
             factor = jax.lax.broadcast_in_dim(factor, wide.shape, (0,))
             own = (wide * plgpu.layout_cast(factor, _TURNED)).astype(jnp.bfloat16)
-        ops.write(inputs.at[slot].transpose((1, 0)), own, optimized=True)
+        ops.write(inputs_of(index).transpose((1, 0)), own, optimized=True)
         return found
 
     def add_up(total: ops.Accumulator) -> Any:
@@ -186,7 +197,7 @@ def _multiply(
             slot = jax.lax.rem(index, tiling.stages)
             plgpu.barrier_wait(filled.at[slot])
             if tiling.has_norm or tiling.is_padded:
-                found = prepare(slot, found)
+                found = prepare(index, slot, found)
             # All warps have multiplied what lies in the slot that is filled next.
             total.wait(in_flight=0)
             if tiling.has_norm or tiling.is_padded:
@@ -194,12 +205,15 @@ def _multiply(
             else:
                 warp_ops.barrier(interpret=tiling.interpret)
             load(index + tiling.stages - 1)
-            left: Any = weights.at[slot]
+            own, right = weights.at[slot], inputs_of(index)
             if tiling.is_narrow:
-                left = _widened(left)
-            elif not tiling.is_transposed:
-                left = left.transpose((1, 0))
-            total.add_product(left, inputs.at[slot].transpose((1, 0)))
+                for first in range(0, tiling.depth, _NARROW_TILE):
+                    line = pl.ds(first, _NARROW_TILE)
+                    left = _widened(own.at[:, line])
+                    total.add_product(left, right.at[:, line].transpose((1, 0)))
+            else:
+                left = own if tiling.is_transposed else own.transpose((1, 0))
+                total.add_product(left, right.transpose((1, 0)))
             return found
 
         none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
@@ -303,13 +317,22 @@ def linear_kernel(
     for width in widths:
         starts.append(starts[-1] + width // _TILE)
     dtype = kernels[0].dtype
-    depth = _TILE if dtype == jnp.bfloat16 else _NARROW_TILE
+    depth = _TILE
+    if dtype != jnp.bfloat16:
+        has_two = rows == _LEAST_ROWS and num_inputs % (2 * _NARROW_TILE) == 0
+        depth = 2 * _NARROW_TILE if has_two else _NARROW_TILE
     steps = num_inputs // depth
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
     is_padded = num_rows < _LEAST_ROWS
-    # The weights, the rows once or twice, and what the norm multiplies by.
-    stage_bytes = depth * (_TILE * dtype.itemsize + 2 * (2 if is_padded else 1) * rows + 2)
+    row_bytes = 2 * depth * rows
+    # The weights, the rows as they are read, and what the norm multiplies by.
+    stage_bytes = depth * (_TILE * dtype.itemsize + 2) + row_bytes
     other_bytes = 4 * _TILE * rows + (0 if scale is None else _REDUCTION_BYTES)
+    # Rows as they arrived are others: for each stage, or two for all.
+    if is_padded and dtype == jnp.bfloat16:
+        stage_bytes += row_bytes
+    elif is_padded:
+        other_bytes += 2 * row_bytes
     tiling = _Tiling(
         dtype=dtype,
         depth=depth,
