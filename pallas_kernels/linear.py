@@ -372,6 +372,6 @@ def linear_kernel(
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]
         if weight_scales is not None:
-            total = total * weight_scales[index][layer]
+            total = total * weight_scales[index][layer][None]
         results.append(total if inverse is None else total * inverse[:, None])
     return results

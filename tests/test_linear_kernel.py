@@ -43,6 +43,83 @@ def draw(rows, inputs, widths, is_transposed=False):
     return x, kernels, jnp.asarray(rng.uniform(0.5, 2.0, size=(2, inputs)), jnp.bfloat16)
 
 
+# Type of the weights, rows, inputs, columns of each array, and whether there is a norm.
+NARROW_CASES = {
+    "several arrays, with a norm": ("float8_e4m3fn", 3, 512, (64, 128), True),
+    "whole numbers": ("int8", 1, 256, (64,), False),
+    "a tile of one line": ("float8_e4m3fn", 8, 384, (64,), False),
+    "rows that are copied to where they are read": ("float8_e4m3fn", 8, 256, (64,), True),
+    "parts, the last one shorter": ("float8_e4m3fn", 1, 4352, (64,), False),
+    "ragged rows": ("int8", 17, 384, (128, 64), False),
+    "as many rows as there may be": ("float8_e4m3fn", 64, 256, (64,), True),
+    "as many whole numbers": ("int8", 64, 256, (64,), True),
+}
+
+
+def draw_narrow(dtype, rows, inputs, widths):
+    """Weights of every pattern of bits that is a number, and their scales."""
+    x, _, scale = draw(rows, inputs, widths)
+    rng = np.random.default_rng(inputs)
+    kernels = []
+    for width in widths:
+        bits = rng.integers(0, 256, size=(2, width, inputs), dtype=np.uint8)
+        bits = np.where(bits & 127 == 127, 0, bits) if dtype != "int8" else bits
+        kernels.append(jnp.asarray(bits.view(jnp.dtype(dtype))))
+    scales = [jnp.asarray(rng.uniform(0.5, 2, size=(2, width)), jnp.float32) for width in widths]
+    return x, kernels, scales, scale
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless("several arrays, with a norm".__eq__, list(NARROW_CASES))
+)
+def test_products_with_eight_bits_are_those_of_float64(name, capfd):
+    *sizes, has_norm = NARROW_CASES[name]
+    x, kernels, weight_scales, scale = draw_narrow(*sizes)
+
+    @jax.jit
+    def multiply(x, kernels, weight_scales, layer, scale):
+        options = {"is_transposed": True, "weight_scales": weight_scales, "interpret": INTERPRET}
+        options |= {"scale": scale, "eps": EPS} if has_norm else {}
+        return linear_kernel(x, kernels, layer, **options)
+
+    arguments = x, kernels, weight_scales, jnp.asarray(1, jnp.int32), scale
+    assert why_not_linear(x, kernels, is_transposed=True, weight_scales=weight_scales) is None
+    found, again = multiply(*arguments), multiply(*arguments)
+    inputs = np.asarray(x, np.float64)
+    if has_norm:
+        # What is multiplied has the type of the rows.
+        scaled = np.asarray(x.astype(jnp.float32) * scale[1:].astype(jnp.float32), jnp.bfloat16)
+        inputs = scaled.astype(np.float64) / np.sqrt(np.mean(inputs**2, axis=1) + EPS)[:, None]
+    for one, same, weights, factor in zip(found, again, kernels, weight_scales, strict=True):
+        assert one.dtype == jnp.float32
+        own = np.asarray(weights[1], np.float64) * np.asarray(factor[1], np.float64)[:, None]
+        wanted = inputs @ own.T
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+        np.testing.assert_array_equal(one, same)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("what", slow_unless("a weight".__eq__, ["a weight", "a scale", "a row"]))
+def test_what_is_not_finite_in_eight_bits_stays_in_its_row_or_column(what):
+    x, kernels, scales, _ = draw_narrow("float8_e4m3fn", 3, 256, (64,))
+    row, column = (1, slice(None)) if what == "a row" else (slice(None), 7)
+    arguments = {"x": x, "kernels": kernels, "weight_scales": scales}
+    spoiled = dict(arguments)
+    if what == "a weight":
+        spoiled["kernels"] = [kernels[0].at[0, 7, 5].set(jnp.nan)]
+    elif what == "a scale":
+        spoiled["weight_scales"] = [scales[0].at[0, 7].set(jnp.inf)]
+    else:
+        spoiled["x"] = x.at[1, 5].set(jnp.inf)
+    options = {"layer": jnp.asarray(0, jnp.int32), "is_transposed": True, "interpret": INTERPRET}
+    found, clean = (
+        np.array(linear_kernel(**one, **options)[0]) for one in (spoiled, arguments)
+    )
+    assert not np.isfinite(found[row, column]).any()
+    found[row, column] = clean[row, column]
+    np.testing.assert_array_equal(found, clean)
+
+
 @pytest.mark.parametrize("name", slow_unless("several arrays and parts".__eq__, list(CASES)))
 def test_products_are_those_of_float64(name, capfd):
     *sizes, is_transposed, has_norm = CASES[name]
@@ -94,6 +171,23 @@ def test_what_it_does_not_take_it_says():
     assert "multiples of 64 inputs and columns, not 64 and [100]" in why(width=100)
     assert "it takes bfloat16, not float32" in why(dtype="float32")
     assert "it takes a scale in bfloat16, not float32" in why(scale="float32")
+
+
+def test_what_it_does_not_take_in_eight_bits_it_says():
+    def why(dtypes=("int8",), inputs=128, width=64, is_transposed=True, scales=((2, 64),)):
+        x = jax.ShapeDtypeStruct((1, inputs), "bfloat16")
+        kernels = [jax.ShapeDtypeStruct((2, width, inputs), dtype) for dtype in dtypes]
+        given = scales and [jax.ShapeDtypeStruct(shape, "float32") for shape in scales]
+        return why_not_linear(x, kernels, is_transposed=is_transposed, weight_scales=given)
+
+    assert why() is None
+    assert why(("float8_e4m3fn",)) is None
+    assert "bfloat16, not bfloat16 times float8_e4m3fn, int8" in why(("int8", "float8_e4m3fn"))
+    assert "weights of eight bits need weight_scales, got int8" in why(scales=None)
+    assert "bfloat16 has none, got bfloat16" in why(("bfloat16",))
+    assert "must be [L, F, D], is_transposed=True" in why(is_transposed=False)
+    assert "weight_scales must be [(2, 64)], not [(2, 1)]" in why(scales=((2, 1),))
+    assert "multiples of 128 inputs and 64 columns, not 192 and [64]" in why(inputs=192)
 
 
 @pytest.mark.slow
