@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops
+from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 # Inputs of a tile in eight bits, lines of as many bytes; two lines if eight rows leave registers and
@@ -42,7 +42,7 @@ _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
-_NARROW_TYPES = ("float8_e4m3fn", "int8")
+
 
 MOST_ROWS = 64
 """Rows that the kernel takes; with more, products are no longer bound by memory."""
@@ -114,15 +114,6 @@ class _Tiling:
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
         return own
-
-
-def _widened(weights: Any) -> Array:
-    """A tile of weights of eight bits in bfloat16, which holds each of them, in registers."""
-    narrow = ops.read(weights)
-    if narrow.dtype == jnp.int8:
-        return narrow.astype(jnp.bfloat16)
-    # By way of float16 and float32: Hopper has no instruction straight to bfloat16.
-    return narrow.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _multiply(
@@ -209,7 +200,7 @@ def _multiply(
             if tiling.is_narrow:
                 for first in range(0, tiling.depth, _NARROW_TILE):
                     line = pl.ds(first, _NARROW_TILE)
-                    left = _widened(own.at[:, line])
+                    left = widen.to_bfloat16(own.at[:, line], interpret=tiling.interpret)
                     total.add_product(left, right.at[:, line].transpose((1, 0)))
             else:
                 left = own if tiling.is_transposed else own.transpose((1, 0))
@@ -257,7 +248,7 @@ def why_not_linear(
       weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
     """
     own = {str(one.dtype) for one in kernels}
-    is_narrow = own <= set(_NARROW_TYPES) and len(own) == 1
+    is_narrow = own <= set(widen.TYPES) and len(own) == 1
     if x.dtype != jnp.bfloat16 or not (own == {"bfloat16"} or is_narrow):
         return f"it takes bfloat16, not {x.dtype} times {', '.join(sorted(own))}"
     if is_narrow != (weight_scales is not None):
