@@ -10,11 +10,21 @@ multiplies, which takes three passes over it instead of one. Where the input goe
 
 the programs multiply by `g` on the way, and some add up the squares.
 
+Weights of eight bits (float8_e4m3fn or int8) have a scale for each output besides,
+
+    W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
+
+and lie with the inputs last. They are half the bytes. They are widened to bfloat16 in registers
+(`widen`), which rounds nothing, and multiplied by the same rows: rows are never rounded to eight
+bits. A scale multiplies the sum of a column in float32. A weight or a scale that is not finite
+spoils its column, and an input its row; an int8 weight is always finite.
+
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
-a part of the inputs; it reads them 64 x 64 at a time, several such tiles on their way, and
-multiplies with the tensor cores, the weights for the left operand, so that as few as eight columns
-of the right one are enough for the rows. The parts are added up, and divided by the root, by
-whoever reads the result, in their order: the same sum every time.
+a part of the inputs; it reads them 64 x 64 at a time (in eight bits 64 x 128 or 64 x 256), several
+such tiles on their way, and multiplies with the tensor cores, the weights for the left operand, so
+that as few as eight columns of the right one are enough for the rows. The parts are added up,
+divided by the root and multiplied by the scales by whoever reads the result, in their order: the
+same sum every time.
 """
 
 import dataclasses
@@ -36,6 +46,8 @@ _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 _NARROW_TILE = 128
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
+# The same where weights have eight bits and many rows leave registers for two programs.
+_SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
 _STEPS = 16  # tiles of a program, at least, where there are as many
@@ -49,7 +61,7 @@ MOST_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiling:
+class Tiling:
     """What is static about a call.
 
     Attributes:
@@ -82,6 +94,11 @@ class _Tiling:
     def is_narrow(self) -> bool:
         """Whether weights have eight bits."""
         return self.dtype != jnp.bfloat16
+
+    @property
+    def parts(self) -> int:
+        """Programs that share the inputs of some columns."""
+        return -(-self.steps // self.own_steps)
 
     @property
     def slots(self) -> int:
@@ -120,7 +137,7 @@ def _multiply(
     x: Any,
     layer: Any,
     *arrays: Any,
-    tiling: _Tiling,
+    tiling: Tiling,
     inputs: Any,
     weights: Any,
     sums: Any,
@@ -230,6 +247,55 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
+def tile(
+    x: Any,
+    kernels: Sequence[Any],
+    *,
+    has_norm: bool,
+    is_transposed: bool = False,
+    interpret: bool = False,
+) -> Tiling:
+    """What programs have of these rows and weights, arrays or their abstract shapes."""
+    num_rows, num_inputs = x.shape
+    rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
+    widths = [one.shape[1 if is_transposed else 2] for one in kernels]
+    starts = [0]
+    for width in widths:
+        starts.append(starts[-1] + width // _TILE)
+    dtype = kernels[0].dtype
+    depth = _TILE
+    if dtype != jnp.bfloat16:
+        has_two = rows == _LEAST_ROWS and num_inputs % (2 * _NARROW_TILE) == 0
+        depth = 2 * _NARROW_TILE if has_two else _NARROW_TILE
+    steps = num_inputs // depth
+    parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
+    is_padded = num_rows < _LEAST_ROWS
+    row_bytes = 2 * depth * rows
+    # The weights, the rows as they are read, and what the norm multiplies by.
+    stage_bytes = depth * (_TILE * dtype.itemsize + 2) + row_bytes
+    other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
+    # Rows as they arrived are others: for each stage, or two for all.
+    if is_padded and dtype == jnp.bfloat16:
+        stage_bytes += row_bytes
+    elif is_padded:
+        other_bytes += 2 * row_bytes
+    is_large = dtype != jnp.bfloat16 and rows > _FEW_ROWS
+    shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
+    return Tiling(
+        dtype=dtype,
+        depth=depth,
+        rows=rows,
+        num_rows=num_rows if is_padded else rows,
+        starts=tuple(starts),
+        steps=steps,
+        own_steps=-(-steps // parts),
+        stages=min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes),
+        has_norm=has_norm,
+        is_transposed=is_transposed,
+        interpret=interpret,
+    )
+
+
 def why_not_linear(
     x: Any,
     kernels: Sequence[Any],
@@ -302,56 +368,25 @@ def linear_kernel(
       Float32 for each array of weights.
     """
     num_rows, num_inputs = x.shape
-    rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
-    widths = [one.shape[1 if is_transposed else 2] for one in kernels]
-    starts = [0]
-    for width in widths:
-        starts.append(starts[-1] + width // _TILE)
-    dtype = kernels[0].dtype
-    depth = _TILE
-    if dtype != jnp.bfloat16:
-        has_two = rows == _LEAST_ROWS and num_inputs % (2 * _NARROW_TILE) == 0
-        depth = 2 * _NARROW_TILE if has_two else _NARROW_TILE
-    steps = num_inputs // depth
-    parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
-    is_padded = num_rows < _LEAST_ROWS
-    row_bytes = 2 * depth * rows
-    # The weights, the rows as they are read, and what the norm multiplies by.
-    stage_bytes = depth * (_TILE * dtype.itemsize + 2) + row_bytes
-    other_bytes = 4 * _TILE * rows + (0 if scale is None else _REDUCTION_BYTES)
-    # Rows as they arrived are others: for each stage, or two for all.
-    if is_padded and dtype == jnp.bfloat16:
-        stage_bytes += row_bytes
-    elif is_padded:
-        other_bytes += 2 * row_bytes
-    tiling = _Tiling(
-        dtype=dtype,
-        depth=depth,
-        rows=rows,
-        num_rows=num_rows if is_padded else rows,
-        starts=tuple(starts),
-        steps=steps,
-        own_steps=-(-steps // parts),
-        stages=min(_MOST_STAGES, (_SHARED_BYTES - other_bytes) // stage_bytes),
-        has_norm=scale is not None,
-        is_transposed=is_transposed,
-        interpret=interpret,
+    tiling = tile(
+        x, kernels, has_norm=scale is not None, is_transposed=is_transposed, interpret=interpret
     )
-    parts = -(-steps // tiling.own_steps)
-    shapes: list[tuple[int, ...]] = [(parts, tiling.num_rows, width) for width in widths]
-    shapes += [] if scale is None else [(parts, rows)]
+    rows = tiling.rows
+    widths = [one.shape[1 if is_transposed else 2] for one in kernels]
+    shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
+    shapes += [] if scale is None else [(tiling.parts, rows)]
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         scratch_types=tiling.scratch,
-        grid=(starts[-1], parts),
+        grid=(tiling.starts[-1], tiling.parts),
         grid_names=("tile", "part"),
         # Where warps meet is said above; they would also meet at every copy.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="linear",
     )
-    if not is_padded:
+    if not tiling.is_padded:
         x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
     *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)

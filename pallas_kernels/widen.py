@@ -31,13 +31,14 @@ llvm: Any = typed_llvm
 TYPES = ("float8_e4m3fn", "int8")
 """Types of weights."""
 
-_PAIR = """{
+_PAIR = """
+  {
   .reg .b32 both, low, top;
   prmt.b32 both, $1, $2, 0x4140;
   and.b32 low, both, 0xff7fff7f;
   and.b32 top, both, 0xff80ff80;
   sub.bf16x2 $0, low, top;
-}"""
+  }"""
 _UPPER = 0x43
 
 

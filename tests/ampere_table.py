@@ -29,8 +29,13 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
 
-def inner_loop(code: str) -> tuple[int, int]:
-    """Instructions of the loop that multiplies, and how many multiply; masked steps left out."""
+def inner_loop(code: str, product: str = "HMMA") -> tuple[int, int]:
+    """Instructions of the loop that multiplies, and how many multiply; masked steps left out.
+
+    Args:
+      code: What `nvdisasm` printed of a kernel.
+      product: The name of what multiplies.
+    """
     lines: list[tuple[str, str]] = []  # name and operands
     labels: dict[str, int] = {}
     for text in code.splitlines():
@@ -45,7 +50,7 @@ def inner_loop(code: str) -> tuple[int, int]:
         target = re.search(r"`\((\.L_x_\d+)\)", operands)
         if name.startswith("BRA") and target is not None:
             jumps[index] = labels[target[1]]
-    products = [index for index, (name, _) in enumerate(lines) if name.startswith("HMMA")]
+    products = [index for index, (name, _) in enumerate(lines) if name.startswith(product)]
     # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
     start, end = min(
         ((to, at) for at, to in jumps.items() if to <= products[0] and at >= products[-1]),
@@ -162,10 +167,10 @@ def main() -> None:
     sys.path.append(str(_BENCHMARKS))
     import common
 
-    common.write_results(options.out, common.describe_machine(assembler=_assembler()), rows)
+    common.write_results(options.out, common.describe_machine(assembler=assembler()), rows)
 
 
-def _assembler() -> str:
+def assembler() -> str:
     """The version of `ptxas`."""
     path = hopper.path_of_assemblers(Path(sys.prefix))
     said = subprocess.run(

@@ -1,0 +1,178 @@
+"""What a token's linear layers move and execute in each type of weights, counted without a GPU.
+
+    python tests/linear_table.py [--out benchmarks/results/linear_code.json]
+
+Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`. Of each product of a layer of
+Llama 3.1 8B with one row, on an H200: what the kernel for few rows (`pallas_kernels/linear.py`) is
+compiled to, and what it copies.
+
+* `memory_bytes_per_weight_byte`: each array read once, scales included, and partial sums written and
+  read again, over the bytes of the weights. `copied_bytes_per_weight_byte`: all copies into shared
+  memory; rows and the norm's scale are copied by every program, most of them from the L2 cache.
+* `instructions_per_weight_byte`: of a thread, in the inner loop. `issue_share`: of all instructions
+  that a processor can start while memory delivers the weights at its full rate.
+* `kib_in_flight`: weights that a processor has asked for and that have not come.
+
+The last row of a type estimates a token: the bytes of all layers and of the head in bfloat16, at the
+rate which the benchmark `end_to_end` measured for these layers in bfloat16. It is no measurement.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ampere_table
+import hopper
+
+_BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+_TYPES = ("bfloat16", "float8_e4m3fn", "int8")
+# Columns of the arrays that share an input, its width, and whether it goes through a norm.
+_PRODUCTS: dict[str, tuple[tuple[int, ...], int, bool]] = {
+    "query, key, value": ((4096, 1024, 1024), 4096, True),
+    "output": ((4096,), 4096, False),
+    "gate, up": ((14336, 14336), 4096, True),
+    "down": ((4096,), 14336, False),
+}
+_LAYERS, _HEAD = 32, 128256 * 4096
+_THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
+# An H200: bytes in a second, processors, clock under load, and instructions of a clock.
+_BANDWIDTH, _PROCESSORS, _CLOCK, _STARTED = 4.8e12, 132, 1.75e9, 4
+
+
+def row_of(name: str, dtype: str, sharding: Any) -> dict[str, Any]:
+    """What is counted of one product."""
+    import jax
+    import kernel_cases
+    import ptx
+
+    from sketchwalk_jax.pallas_kernels import linear
+
+    columns, inputs, has_norm = _PRODUCTS[name]
+    case = kernel_cases.LinearKernelCase(
+        rows=1,
+        inputs=inputs,
+        columns=columns,
+        has_norm=has_norm,
+        dtype=dtype,
+        is_transposed=dtype != "bfloat16",
+    )
+    function, shapes = case.program()
+    tiling = linear.tile(
+        shapes[0], shapes[3], has_norm=has_norm, is_transposed=case.is_transposed
+    )
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
+    was = os.dup(1)
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        with hopper.compiling_for("9.0"):
+            jax.jit(function).lower(*shapes).compile()
+        os.dup2(was, 1)
+        printed.seek(0)
+        text = printed.read()
+    os.close(was)
+    ((said, code),) = hopper.split_kernels(text)
+    facts = hopper.read_assembler(said)
+    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 12).shared_bytes
+    programs = min(
+        _REGISTERS // (-(-facts["registers"] // 8) * 8 * _THREADS),
+        hopper.SHARED_KIB["9.0"] * 1024 // (shared + _RESERVED),
+    )
+    size = jax.numpy.dtype(dtype).itemsize
+    tile_bytes = 64 * tiling.depth * size
+    count, products = ampere_table.inner_loop(code, "HGMMA")
+    width = sum(columns)
+    weight_bytes = width * inputs * size
+    vectors = 2 * inputs * (2 if has_norm else 1)  # the row, and what the norm multiplies by
+    scales = 0 if dtype == "bfloat16" else 4 * width
+    partial_sums = 2 * 4 * width * tiling.parts
+    delivered = _BANDWIDTH / _PROCESSORS / _CLOCK  # bytes in a clock
+    return {
+        "product": name,
+        "dtype": dtype,
+        "columns": columns,
+        "inputs": inputs,
+        "weight_bytes": weight_bytes,
+        "memory_bytes": weight_bytes + vectors + scales + partial_sums,
+        "memory_bytes_per_weight_byte": 1 + (vectors + scales + partial_sums) / weight_bytes,
+        "copied_bytes_per_weight_byte": 1 + vectors * tiling.starts[-1] / weight_bytes,
+        "registers": facts["registers"],
+        "spill_bytes": ampere_table.spills(facts),
+        "shared_bytes": shared,
+        "stages": tiling.stages,
+        "programs": programs,
+        "warps": programs * 4,
+        "kib_in_flight": programs * (tiling.stages - 1) * tile_bytes // 1024,
+        "instructions": count,
+        "products_of_loop": products,
+        "instructions_per_weight_byte": count * _THREADS / tile_bytes,
+        "issue_share": count * 4 / tile_bytes * delivered / _STARTED,
+    }
+
+
+def estimate(rows: list[dict[str, Any]], measured_ms: float) -> dict[str, Any]:
+    """A token's linear layers with the types of these rows."""
+    own = _LAYERS * sum(row["memory_bytes"] for row in rows)
+    wide = _LAYERS * sum(_wide_bytes(row["product"]) for row in rows) + 2 * _HEAD
+    rate = wide / measured_ms / 1e9
+    return {
+        "product": "a token",
+        "dtype": rows[0]["dtype"],
+        "layer_bytes": own,
+        "head_bytes": 2 * _HEAD,
+        "measured_bfloat16_ms": measured_ms,
+        "measured_bfloat16_tb_per_s": rate,
+        "estimated_ms": (own + 2 * _HEAD) / rate / 1e9,
+        "largest_issue_share": max(row["issue_share"] for row in rows),
+    }
+
+
+def _wide_bytes(name: str) -> int:
+    columns, inputs, _ = _PRODUCTS[name]
+    return 2 * sum(columns) * inputs
+
+
+def _measured_ms() -> float:
+    """The linear layers of a token of the 8B model in bfloat16, as `end_to_end` measured them."""
+    text = (_BENCHMARKS / "results" / "end_to_end.json").read_text()
+    wanted = {"model": "llama-3.1-8b", "tokens": 131072, "batch": 1, "phase": "decode"}
+    wanted |= {"policy": "sketchwalk", "preset": "recommended_blocks", "density": 0.1}
+    (found,) = (
+        row
+        for row in json.loads(text)["rows"]
+        if wanted.items() <= row.items() and row["implementation"] == "ours"
+    )
+    return float(found["parts_ms"]["linear"])
+
+
+def main() -> None:
+    """Compiles every product in every type and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=str(_BENCHMARKS / "results" / "linear_code.json"))
+    options = parser.parse_args()
+    os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    for what in ("PTXAS", "SASS_CTRL", "PTX", "HOST_LLVM"):
+        os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
+    sys.path[:0] = [str(_BENCHMARKS.parent), str(_BENCHMARKS)]
+    import common
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(hopper.make_mesh(1, "device", "9.0"), PartitionSpec())
+    rows, measured_ms = [], _measured_ms()
+    for dtype in _TYPES:
+        own = [row_of(name, dtype, sharding) for name in _PRODUCTS]
+        rows += [*own, estimate(own, measured_ms)]
+        print(f"{dtype}: {rows[-1]['estimated_ms']:.2f} ms a token, estimated", flush=True)
+    details = {"assembler": ampere_table.assembler(), "is_measured": False}
+    common.write_results(options.out, common.describe_machine(**details), rows)
+
+
+if __name__ == "__main__":
+    main()
