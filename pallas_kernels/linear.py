@@ -41,8 +41,8 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile in eight bits, lines of as many bytes; two lines if eight rows leave registers and
-# shared memory for them, since the same steps around a product then serve twice the weights.
+# Inputs of a tile in eight bits, lines of as many bytes. Two lines where eight rows leave registers
+# and shared memory for them: what stands around a product then serves twice the weights.
 _NARROW_TILE = 128
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them

@@ -6,15 +6,15 @@ Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`. Of each pro
 Llama 3.1 8B with one row, on an H200: what the kernel for few rows (`pallas_kernels/linear.py`) is
 compiled to, and what it copies.
 
-* `memory_bytes_per_weight_byte`: each array read once, scales included, and partial sums written and
-  read again, over the bytes of the weights. `copied_bytes_per_weight_byte`: all copies into shared
-  memory; rows and the norm's scale are copied by every program, most of them from the L2 cache.
+* `memory_bytes_per_weight_byte`: each array read once, scales included, and partial sums written
+  and read again, over the bytes of the weights. `copied_bytes_per_weight_byte`: all copies into
+  shared memory; every program copies rows and the norm's scale, most of them from the L2 cache.
 * `instructions_per_weight_byte`: of a thread, in the inner loop. `issue_share`: of all instructions
   that a processor can start while memory delivers the weights at its full rate.
 * `kib_in_flight`: weights that a processor has asked for and that have not come.
 
-The last row of a type estimates a token: the bytes of all layers and of the head in bfloat16, at the
-rate which the benchmark `end_to_end` measured for these layers in bfloat16. It is no measurement.
+The last row of a type estimates a token: the bytes of all layers and of the head in bfloat16, at
+the rate that the benchmark `end_to_end` measured for them in bfloat16. It is no measurement.
 """
 
 import argparse
@@ -61,9 +61,7 @@ def row_of(name: str, dtype: str, sharding: Any) -> dict[str, Any]:
         is_transposed=dtype != "bfloat16",
     )
     function, shapes = case.program()
-    tiling = linear.tile(
-        shapes[0], shapes[3], has_norm=has_norm, is_transposed=case.is_transposed
-    )
+    tiling = linear.tile(shapes[0], shapes[3], has_norm=has_norm, is_transposed=case.is_transposed)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )

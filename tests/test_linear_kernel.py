@@ -112,9 +112,7 @@ def test_what_is_not_finite_in_eight_bits_stays_in_its_row_or_column(what):
     else:
         spoiled["x"] = x.at[1, 5].set(jnp.inf)
     options = {"layer": jnp.asarray(0, jnp.int32), "is_transposed": True, "interpret": INTERPRET}
-    found, clean = (
-        np.array(linear_kernel(**one, **options)[0]) for one in (spoiled, arguments)
-    )
+    found, clean = (np.array(linear_kernel(**one, **options)[0]) for one in (spoiled, arguments))
     assert not np.isfinite(found[row, column]).any()
     found[row, column] = clean[row, column]
     np.testing.assert_array_equal(found, clean)
