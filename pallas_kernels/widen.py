@@ -57,7 +57,9 @@ def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
 
     @plgpu.inline_mgpu(
         arg_types=(ops.ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(narrow.shape, jnp.bfloat16, layout=ops.ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct(
+            narrow.shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR
+        ),
     )
     def widen(_: Any, narrow: Any) -> Any:
         upper = words.constant(_UPPER)
