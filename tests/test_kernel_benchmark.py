@@ -128,3 +128,11 @@ def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
     assert [row["changes"] for row in rows] == [{}, {"row_tile": 2}] * 2
     assert all(row["ours_ms"] > 0 for row in rows)
     assert {"q25", "median", "q75"} <= rows[1]["gain"].keys() and rows[0]["gain"]["median"] == 0
+
+
+def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path):
+    run_benchmark("linear.py", "--quick", "--out", tmp_path / "linear.json")
+    rows = json.loads((tmp_path / "linear.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float8_e4m3fn", "int8"]
+    assert all(row["ms"] > 0 and row["is_bit_equal"] for row in rows)
+    assert max(row["relative_error"] for row in rows) < 5e-3
