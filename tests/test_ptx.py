@@ -64,6 +64,10 @@ def arrays(count=32, dtype=np.uint32):
         ("shfl.sync.idx.b32 %r3, %r2, 5, 31, -1;", lambda x: 0 * x + 5),
         ("setp.lt.u32 %p1, %r2, 9; selp.b32 %r3, 1, 2, %p1;", lambda x: np.where(x < 9, 1, 2)),
         ("mov.b32 {%rs1, %rs2}, %r2; mov.b32 %r3, {%rs2, %rs1};", lambda x: x << 16),
+        (
+            "cvt.u16.u32 %rs1, %r2; cvt.rn.f16x2.e4m3x2 %r3, %rs1;",
+            lambda x: x.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype("f2").view("u2"),
+        ),
         ("cvt.rn.f32.u32 %r4, %r2; mul.f32 %r4, %r4, 0f40000000; cvt.rzi.u32.f32 %r3, %r4;", None),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
