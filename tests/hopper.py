@@ -51,10 +51,10 @@ gpu_device_info {
 """
 _CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
 # Other GPUs, by compute capability: what their target says of it, and where they differ from an
-# H200. The figures of 8.0 (A100, 40 GB), 8.6 (A6000), 10.0 (B200) and 12.0 (RTX 6000 Pro) are those
-# of the targets in XLA's repository (`xla/backends/gpu/target_config/specs`), as the H200's are, but
-# for what CUDA's guide says otherwise of 12.0: 100 KiB of shared memory, not 128. XLA has no target
-# for 8.9: those of an RTX 4090 are entered from its data sheet and not yet checked.
+# H200. The figures of 8.0 (A100, 40 GB), 8.6 (A6000), 10.0 (B200) and 12.0 (RTX 6000 Pro) are
+# those of the targets in XLA's repository (`xla/backends/gpu/target_config/specs`), as the H200's
+# are, with two exceptions at 12.0: 100 KiB of shared memory, not 128, and the GPU's own (`a`)
+# instructions, as for the H200. XLA has no target for 8.9: figures of an RTX 4090 are unchecked.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "8.0": (
         "major: 8",
