@@ -37,7 +37,6 @@ from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
     finish,
     num_splits,
 )
-from sketchwalk_jax.pallas_kernels.block_sparse_prefill import pad_heads
 from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
     default_kernel_config,
@@ -49,6 +48,7 @@ from sketchwalk_jax.pallas_kernels.config import (
 from sketchwalk_jax.pallas_kernels.warp_products import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
+HEADS = (64, 128)  # sizes of head; to pad others would copy the layer of the cache for each token
 _MAX_HEADS = 16  # of a program: rows of a product
 _WARPS = warp_ops.WARPS
 _ROWS = _WARPS * _MAX_HEADS
@@ -394,6 +394,22 @@ def _log2(x: int) -> int:
     return x.bit_length() - 1
 
 
+def why_not_token(query: Any, *, block_size: int) -> str | None:
+    """Why the kernel cannot take one token of these queries, or `None` if it can.
+
+    Args:
+      query: The queries `[B, 1, N, H]`, an array or its abstract shape.
+      block_size: Tokens per key block.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    head_dim = query.shape[3]
+    if head_dim not in HEADS:
+        return f"it takes a head_dim of {' or '.join(map(str, HEADS))} in decode, not {head_dim}"
+    return why_not_shape(query, block_size=block_size)
+
+
 def ampere_decode(
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "L B S K H"],
@@ -414,8 +430,7 @@ def ampere_decode(
     GPU of compute capability 8.0 or higher.
 
     Args:
-      query: The current token's queries, bfloat16 or float16, with a head_dim up to 128. What is
-        neither 64 nor 128 is padded, which copies the layer of the cache.
+      query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
       key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
       ids: Key blocks of each list, in any order, for all heads (`M = 1`), each key/value head, or
@@ -437,14 +452,10 @@ def ampere_decode(
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    reason = why_not_shape(query, block_size=block_size)
+    reason = why_not_token(query, block_size=block_size)
     if reason is not None:
         raise ValueError(f"query and block_size must fit the kernel: {reason}")
     batch, _, num_heads, head_dim = query.shape
-    index = jnp.asarray(layer, jnp.int32)
-    padded = 64 if head_dim <= 64 else 128
-    if padded != head_dim:
-        query, key, value, index = pad_heads(query, key, value, index, padded)
     tiling = _Tiling.of(
         query,
         key,
@@ -471,24 +482,24 @@ def ampere_decode(
         kernel_name="ampere_decode",
     )
     outputs = without_derivative(attend)(
-        query.reshape(-1, padded),
+        query.reshape(-1, head_dim),
         key,
         value,
         ids[:, :, 0],
         counts[:, :, 0],
-        index.reshape(1),
+        jnp.asarray(layer, jnp.int32).reshape(1),
         kv_lengths.astype(jnp.int32),
     )
     if tiling.splits > 1:
         combine = make_kernel(
             functools.partial(_combine_parts, tiling=tiling),
             out_type=tiling.outputs,
-            grid=(tiling.places, tiling.columns // _COLUMNS, padded // _FEATURES),
+            grid=(tiling.places, tiling.columns // _COLUMNS, head_dim // _FEATURES),
             grid_names=("unit", "heads", "chunk"),
             kernel_name="combine_decode",
         )
         outputs = combine(*outputs)
-    out = outputs[0].reshape(batch, 1, num_heads, padded)[..., :head_dim]
+    out = outputs[0].reshape(batch, 1, num_heads, head_dim)
     if not return_lse:
         return out, None
     lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]

@@ -8,6 +8,8 @@ from kernel_cases import AttentionKernelCase, Program
 
 from sketchwalk_jax import KernelConfig
 
+DECODE_HEADS = (64, 128)  # sizes of head that `ampere_decode` takes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AmpereCase(AttentionKernelCase):
@@ -80,4 +82,6 @@ DECODE_SHAPES = [
 COMPILED = _compiled()
 globals().update(COMPILED)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
-DECODE_CASES = [of(x) for x in kernel_cases.CASES if x.op == "decode"]
+DECODE_CASES = [
+    of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in DECODE_HEADS
+]

@@ -50,18 +50,81 @@ gpu_device_info {
 }
 """
 _CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
-# Other GPUs, by compute capability: what their target says of it, multiprocessors, KiB of shared
-# memory of each, and bytes of memory that they move in a nanosecond and have. Capabilities and
-# shared memory are from CUDA's guide (a program has 1 KiB less), the rest from NVIDIA's papers on
-# A100 (40 GB), RTX 3090, RTX 4090, B200 and RTX 5090. An L4 is a 4090 with 58 multiprocessors.
-_OTHERS = {
-    "8.0": ("major: 8", 108, 164, 1555, 40),
-    "8.6": ("major: 8 minor: 6", 82, 100, 936, 24),
-    "8.9": ("major: 8 minor: 9", 128, 100, 1008, 24),
-    "10.0": ("major: 10 feature_extension: ACCELERATED_FEATURES", 148, 228, 8000, 192),
-    "12.0": ("major: 12 feature_extension: ACCELERATED_FEATURES", 170, 100, 1792, 32),
+# Other GPUs, by compute capability: what their target says of it, and where they differ from an
+# H200. The figures of 8.0 (A100, 40 GB), 8.6 (A6000), 10.0 (B200) and 12.0 (RTX 6000 Pro) are
+# those of the targets in XLA's repository (`xla/backends/gpu/target_config/specs`), as the H200's
+# are, with two exceptions at 12.0: 100 KiB of shared memory, not 128, and the GPU's own (`a`)
+# instructions, as for the H200. XLA has no target for 8.9: figures of an RTX 4090 are unchecked.
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "8.0": (
+        "major: 8",
+        {
+            "threads_per_core_limit": 2048,
+            "shared_memory_per_core": 164 * 1024,
+            "core_count": 108,
+            "fpus_per_core": 64,
+            "clock_rate_ghz": 1.41,
+            "memory_bandwidth": 1555200000000,
+            "l2_cache_size": 41943040,
+            "device_memory_size": 42331013120,
+        },
+    ),
+    "8.6": (
+        "major: 8 minor: 6",
+        {
+            "threads_per_core_limit": 1536,
+            "shared_memory_per_core": 100 * 1024,
+            "core_count": 84,
+            "fpus_per_core": 128,
+            "clock_rate_ghz": 1.8,
+            "memory_bandwidth": 768096000000,
+            "l2_cache_size": 6291456,
+            "device_memory_size": 51041271808,
+        },
+    ),
+    "8.9": (
+        "major: 8 minor: 9",
+        {
+            "threads_per_core_limit": 1536,
+            "shared_memory_per_core": 100 * 1024,
+            "core_count": 128,
+            "fpus_per_core": 128,
+            "clock_rate_ghz": 2.52,
+            "memory_bandwidth": 1008000000000,
+            "l2_cache_size": 75497472,
+            "device_memory_size": 24000000000,
+        },
+    ),
+    "10.0": (
+        "major: 10 feature_extension: ACCELERATED_FEATURES",
+        {
+            "threads_per_core_limit": 2048,
+            "shared_memory_per_core": 228 * 1024,
+            "core_count": 148,
+            "fpus_per_core": 128,
+            "clock_rate_ghz": 1.965,
+            "memory_bandwidth": 7672320000000,
+            "l2_cache_size": 132644864,
+            "device_memory_size": 191514411008,
+        },
+    ),
+    "12.0": (
+        "major: 12 feature_extension: ACCELERATED_FEATURES",
+        {
+            "threads_per_core_limit": 1536,
+            "shared_memory_per_core": 100 * 1024,
+            "core_count": 188,
+            "fpus_per_core": 128,
+            "clock_rate_ghz": 2.6,
+            "memory_bandwidth": 1792000000000,
+            "l2_cache_size": 134217728,
+            "device_memory_size": 103079215104,
+        },
+    ),
 }
-SHARED_KIB = {"9.0": 228} | {name: found[2] for name, found in _OTHERS.items()}
+SHARED_KIB = {"9.0": 228} | {
+    name: found["shared_memory_per_core"] // 1024 for name, (_, found) in _OTHERS.items()
+}
 """Shared memory of a multiprocessor, in KiB, by compute capability."""
 _FACTS = {
     "registers": r"Used (\d+) registers",
@@ -209,20 +272,12 @@ def target(capability: str) -> str:
     """The target of a GPU of a compute capability; that of Hopper is `TARGET`."""
     if capability == "9.0":
         return TARGET
-    name, cores, shared, speed, size = _OTHERS[capability]
-    threads = 2048 if capability in ("8.0", "10.0") else 1536
-    changes = {
-        _CAPABILITY: name,
-        "threads_per_core_limit: 2048": f"threads_per_core_limit: {threads}",
-        "core_count: 132": f"core_count: {cores}",
-        "shared_memory_per_core: 233472": f"shared_memory_per_core: {shared * 1024}",
-        "optin: 232448": f"optin: {(shared - 1) * 1024}",
-        "memory_bandwidth: 4800000000000": f"memory_bandwidth: {speed}000000000",
-        "device_memory_size: 151397597184": f"device_memory_size: {size * 10**9}",
-    }
-    found = TARGET
-    for before, after in changes.items():
-        found = found.replace(before, after)
+    name, facts = _OTHERS[capability]
+    found = TARGET.replace(_CAPABILITY, name)
+    # A program has 1 KiB less than its multiprocessor.
+    optin = facts["shared_memory_per_core"] - 1024
+    for key, value in (facts | {"shared_memory_per_block_optin": optin}).items():
+        found = re.sub(rf"\b{key}: \S+", f"{key}: {value}", found)
     return found
 
 

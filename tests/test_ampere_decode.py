@@ -117,10 +117,18 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
     assert (np.asarray(lse[:, :, 0]) == -np.inf).all()
 
 
-def test_what_the_kernel_cannot_take_is_refused_in_words():
-    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), block_size=32))
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 32}, "it takes a block_size of 16 or"),
+        ({"head_dim": 96}, "it takes a head_dim of 64 or 128 in decode, not 96"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_take_is_refused_in_words(changes, reason):
+    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), **changes))
     function, shapes = case.program()
-    with pytest.raises(ValueError, match="must fit the kernel: it takes a block_size of 16 or"):
+    with pytest.raises(ValueError, match=f"must fit the kernel: {reason}"):
         jax.eval_shape(function, *shapes)
 
 
