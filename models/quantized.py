@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from sketchwalk_jax.models.params import (
     QUANTIZED,
@@ -178,7 +178,7 @@ def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "
 
 @jax.custom_vjp
 def multiply_quantized(
-    x: Float[Array, "B T D"], quantized: Float[Array, "F D"], scales: Float[Array, "F"]
+    x: Float[Array, "B T D"], quantized: Num[Array, "F D"], scales: Float[Array, "F"]
 ) -> Float[Array, "B T F"]:
     """`y` of the module on XLA, for one layer.
 
@@ -206,7 +206,7 @@ def multiply_quantized(
         found = jnp.einsum(
             "btd,fd->btf", x, quantized.astype(x.dtype), precision=matmul_precision(x)
         ).astype(jnp.float32)
-    return (found * scales).astype(x.dtype)
+    return (found * scales[None, None]).astype(x.dtype)
 
 
 def _multiply_narrow(x: Array, weights: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import multiply_quantized
@@ -128,7 +128,7 @@ class LayerWeights:
 
 def linear_of_rows(
     x: Float[Array, "B T D"],
-    weights: dict[str, Float[Array, "L _ _"]],
+    weights: dict[str, Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None,

@@ -67,7 +67,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
@@ -533,7 +533,7 @@ def take_dealt_columns(
 
 def linear_on_ranks(
     x: Float[Array, "B T D"],
-    weights: dict[str, Float[Array, "L _ _"]],
+    weights: dict[str, Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None,
