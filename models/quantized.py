@@ -35,8 +35,8 @@ from sketchwalk_jax.models.params import (
 )
 from sketchwalk_jax.precision import matmul_precision
 
-# Multiplied, not divided by, as are scales: XLA makes products of some divisions, and the host is to
-# find the same numbers.
+# Multiplied, not divided by, as are scales: XLA makes products of some divisions, and the host is
+# to find the same numbers.
 _PER_LARGEST = {"float8_e4m3fn": np.float32(1 / 448), "int8": np.float32(1 / 127)}
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as zero
 

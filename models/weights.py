@@ -134,9 +134,9 @@ def load(
       PermissionError: If the model is gated and you have no access.
       ImportError: If the file is GGUF and the package `gguf` is missing.
       ValueError: If `weights` is unknown, or other than a saved directory's; or if a weight that is
-        quantised is NaN or infinite; or if the weights are not safetensors or GGUF, a file is truncated or corrupt, or
-        tensors are missing, unknown, of another shape or of a type that cannot be read (all listed
-        at once); or if the plan is damaged or of another checkpoint.
+        quantised is NaN or infinite; or if the weights are not safetensors or GGUF, a file is
+        truncated or corrupt, or tensors are missing, unknown, of another shape or of a type that
+        cannot be read (all listed at once); or if the plan is damaged or of another checkpoint.
       NotImplementedError: If the config asks for something that is not implemented.
 
     Example:
