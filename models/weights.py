@@ -218,7 +218,7 @@ def _read_params(
 ) -> Params:
     shapes = param_shapes(model_config, dtype, weights=weights)
     shardings = shardings_by_path(sharding, shapes)
-    params = {}
+    params: dict[tuple[str, ...], jax.Array] = {}
     with _progress_bar(shapes, shardings, is_shown=progress) as advance:
         for path, shape in flatten_params(shapes).items():
             if path[-1] == "quantized":
@@ -274,17 +274,20 @@ def _load_quantized(
             files, source, shape, index, shapes[0].dtype, advance=advance
         )
 
-    def read_part(index: tuple[slice, ...]) -> np.ndarray:
+    whole = tuple(slice(None) for _ in shape)
+
+    def read_part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole if index is None else index
         if index not in parts:
             read(index)
         return parts[index]
 
-    def read_scales(index: tuple[slice, ...]) -> np.ndarray:
+    def read_scales(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole[:num_outputs] if index is None else index
         if index not in scales:
             read((*index, *[slice(0, 1)] * len(source.inputs)))
         return scales[index]
 
-    whole = tuple(slice(None) for _ in shape)
     found = []
     for one, where, make in zip(shapes, shardings, (read_part, read_scales), strict=True):
         if where is None:

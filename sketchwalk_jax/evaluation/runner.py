@@ -165,7 +165,7 @@ def evaluate_model(
     lengths = check_lengths(config, model_config)
     mesh: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
     weights = weights_of(params)
-    eight_bits = {} if weights is None else {"weights": weights}
+    eight_bits: dict[str, Any] = {} if weights is None else {"weights": weights}
     meta = describe_machine(
         model=dict(model),
         **mesh,
