@@ -94,6 +94,7 @@ def main(
     )
     parser.add_argument("--batch", type=int, help="prompts at a time; default: by the memory")
     parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
+    parser.add_argument("--weights", help="float8 or int8; rows then name them beside the model")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     parser.add_argument("--text-tail", type=float, default=1.0)
     parser.add_argument(
@@ -136,6 +137,8 @@ def run_model(
     """
     start = time.monotonic()
     name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
+    if options.weights is not None:
+        name = f"{name}-{options.weights}"
     seed, prompts = STAGES[options.stage]
     tokenizer = load_tokenizer(path)
     amount: dict[str, Any] = {"seed": seed, "prompts": options.prompts or prompts}
@@ -154,8 +157,12 @@ def run_model(
         calibrated_on=CALIBRATED_ON,
         **amount,
     )
-    params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
+    params, model_config = sw.load(
+        path, dtype=options.dtype or default_dtype(), weights=options.weights, progress=False
+    )
     model["dtype"] = params["embed"]["embedding"].dtype.name
+    if options.weights is not None:
+        model["weights"] = options.weights
     model |= {"context": model_config.context_length, "wording": base.wording}
     meta = common.describe_machine(
         models={name: model},

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sketchwalk_jax.models.params import init_params as init_params
     from sketchwalk_jax.models.params import param_shapes as param_shapes
     from sketchwalk_jax.models.plans import fingerprint as fingerprint
+    from sketchwalk_jax.models.quantized import quantize_params as quantize_params
     from sketchwalk_jax.models.rope import RopeConfig as RopeConfig
     from sketchwalk_jax.models.rope import apply_rope as apply_rope
     from sketchwalk_jax.models.rope import rope_frequencies as rope_frequencies
@@ -27,6 +28,7 @@ _MODULES = {
     "init_params": "params",
     "load": "weights",
     "param_shapes": "params",
+    "quantize_params": "quantized",
     "rope_frequencies": "rope",
     "save": "checkpoint",
 }

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -22,6 +22,8 @@ import numpy as np
 from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.params import (
+    QUANTIZED,
+    QUANTIZED_DTYPES,
     Params,
     ParamsSharding,
     check_params,
@@ -31,6 +33,7 @@ from sketchwalk_jax.models.params import (
     unflatten_params,
 )
 from sketchwalk_jax.models.plans import fingerprint
+from sketchwalk_jax.models.quantized import quantize_params
 from sketchwalk_jax.plan import plan_path
 
 FORMAT_VERSION = 1
@@ -46,7 +49,8 @@ def save(
 
     Args:
       directory: Where to write. Parent directories are created.
-      params: The parameter tree, in float32, float16 or bfloat16, with any sharding.
+      params: The parameter tree, in float32, float16 or bfloat16, with any sharding. Weights of
+        eight bits are saved as they are.
       model_config: The model's configuration. Its plan is saved as the plan of the new directory.
       overwrite: Whether to replace a directory that is not empty.
 
@@ -91,20 +95,26 @@ def save(
 
 
 def load_saved(
-    directory: Path, *, dtype: np.dtype | None = None, sharding: ParamsSharding = None
+    directory: Path,
+    *,
+    dtype: np.dtype | None = None,
+    weights: str | None = None,
+    sharding: ParamsSharding = None,
 ) -> tuple[Params, ModelConfig]:
     """Loads a directory written by `save`; `sketchwalk_jax.models.load` calls it.
 
     Args:
       directory: The directory.
       dtype: Dtype of the parameters; None keeps that in which each was saved.
+      weights: As in `sketchwalk_jax.models.load`; None keeps what was saved.
       sharding: Where the parameters go, as in `sketchwalk_jax.models.load`.
 
     Returns:
       The parameters and the model's configuration.
 
     Raises:
-      ValueError: If the directory is of a newer version, damaged, or incomplete.
+      ValueError: If the directory is of a newer version, damaged, or incomplete; or if it holds
+        weights of eight bits and `weights` names others.
     """
     import orbax.checkpoint as ocp
 
@@ -115,14 +125,22 @@ def load_saved(
             f"got {saved.get('format_version')!r}; a newer sketchwalk_jax may read it"
         )
     model_config = ModelConfig.from_pretrained(directory)
-    shapes = param_shapes(model_config)
+    dtypes = saved.get("dtypes", {})
+    stored = saved_weights(dtypes)
+    if stored is not None and weights not in (None, stored):
+        raise ValueError(
+            f"weights must be {stored!r} or left out, as {directory} holds such weights, got "
+            f"{weights!r}; load the checkpoint that it was made of"
+        )
+    shapes = param_shapes(model_config, weights=stored)
     shardings = shardings_by_path(sharding, shapes)
     default = jnp.zeros(()).sharding
-    dtypes = saved.get("dtypes", {})
     wanted = {
         path: jax.ShapeDtypeStruct(
             leaf.shape,
-            dtype or jnp.dtype(dtypes.get("/".join(path), model_config.dtype)),
+            leaf.dtype
+            if path[-1] in QUANTIZED
+            else dtype or jnp.dtype(dtypes.get("/".join(path), model_config.dtype)),
             sharding=shardings[path] or default,
         )
         for path, leaf in flatten_params(shapes).items()
@@ -139,7 +157,21 @@ def load_saved(
             f"{directory / PARAMS_FOLDER} must be a complete checkpoint written by "
             f"sketchwalk_jax.models.save, got {type(error).__name__}: {reason}"
         ) from error
+    if stored is None and weights is not None:
+        params = quantize_params(params, weights)
     return params, model_config
+
+
+def saved_weights(dtypes: Mapping[str, str]) -> str | None:
+    """How the layers of a saved directory are quantised, from the dtypes that it tells of arrays.
+
+    Example:
+      >>> saved_weights({"layers/gate/quantized": "int8"})
+      'int8'
+    """
+    names = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
+    found = {names.get(dtype) for path, dtype in dtypes.items() if path.endswith("/quantized")}
+    return found.pop() if found else None
 
 
 @contextlib.contextmanager

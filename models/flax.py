@@ -18,7 +18,7 @@ from sketchwalk_jax.cache import Cache
 from sketchwalk_jax.generation import Generation, generate
 from sketchwalk_jax.inference import decode_step, forward, prefill
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import Params, check_params, init_params
+from sketchwalk_jax.models.params import Params, check_params, init_params, weights_of
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.renamed import renamed_argument
 
@@ -98,6 +98,16 @@ def _generate(
     )
 
 
+def _check_own(params: Mapping[str, Any], model_config: ModelConfig) -> None:
+    """`check_params`, without weights of eight bits: optimisers would treat them as parameters."""
+    if weights_of(params) is not None:
+        raise NotImplementedError(
+            f"modules for Flax must have weights that train, got weights in {weights_of(params)}; "
+            f"pass these params to sketchwalk_jax.generate, or load without weights="
+        )
+    check_params(params, model_config)
+
+
 class CausalLM(nnx.Module):
     """A Llama, Qwen2 or Qwen3 language model as an nnx module.
 
@@ -151,8 +161,9 @@ class CausalLM(nnx.Module):
 
         Raises:
          ValueError: If arrays are missing, unknown or of another shape.
+         NotImplementedError: If weights have eight bits.
         """
-        check_params(params, model_config)
+        _check_own(params, model_config)
         model = nnx.eval_shape(lambda: cls(model_config, rngs=nnx.Rngs(0)))
         model._own(params)
         return model
@@ -199,7 +210,7 @@ class LinenCausalLM(nn.Module):
             tree = init_params(self.make_rng("params"), self.model_config, self.dtype)
         else:
             tree = dict(self.variables.get("params", {}))
-            check_params(tree, self.model_config)
+            _check_own(tree, self.model_config)
         return {name: self.param(name, lambda _, x=branch: x) for name, branch in tree.items()}
 
     __call__, prefill, decode_step, generate = _logits, _prefill, _decode_step, _generate

@@ -15,6 +15,12 @@ and value heads, H head_dim, F mlp::
     layers/down/kernel              [L, F, D]       bias [L, D]      with mlp_bias
     final_norm/scale                [D]
     lm_head/kernel                  [D, V]                           unless tie_word_embeddings
+
+With weights of eight bits, two arrays stand in place of each `kernel` in the layers. Outputs come
+first, as matrix units of eight bits want them; `W = quantized · scales`::
+
+    layers/<name>/quantized         [L, outputs..., inputs...]       float8_e4m3fn or int8
+    layers/<name>/scales            [L, outputs...]                  float32
 """
 
 import functools
@@ -42,16 +48,49 @@ ParamsSharding = (
 )
 """What `load` accepts as `sharding`."""
 
+QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
+"""What `load` accepts as `weights`, and the dtype of `quantized`."""
+QUANTIZED = ("quantized", "scales")
+"""The arrays that stand in place of a `kernel`."""
 
-def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> Params:
+
+def check_weights(weights: str) -> None:
+    """Raises a `ValueError` unless `weights` is a key of `QUANTIZED_DTYPES`."""
+    if not isinstance(weights, str) or weights not in QUANTIZED_DTYPES:
+        raise ValueError(f"weights must be one of {tuple(QUANTIZED_DTYPES)}, got {weights!r}")
+
+
+def weights_of(params: Any) -> str | None:
+    """How the layers of a parameter tree are quantised; None if they are not.
+
+    Example:
+      >>> weights_of({"layers": {"gate": {"kernel": jnp.ones((2, 4, 8))}}}) is None
+      True
+    """
+    layers = params.get("layers") if isinstance(params, Mapping) else None
+    for leaf in layers.values() if isinstance(layers, Mapping) else ():
+        if isinstance(leaf, Mapping) and "quantized" in leaf:
+            dtype = str(getattr(leaf["quantized"], "dtype", None))
+            names = {value: name for name, value in QUANTIZED_DTYPES.items()}
+            return names.get(dtype, "float8")  # of another dtype, `check_params` says so
+    return None
+
+
+def param_shapes(
+    model_config: ModelConfig, dtype: DTypeLike | None = None, *, weights: str | None = None
+) -> Params:
     """Describes every parameter without allocating any.
 
     Args:
       model_config: Sizes and switches of the model.
       dtype: Dtype of the parameters; None takes the checkpoint's own.
+      weights: `"float8"` or `"int8"` for quantised layers, as in `load`.
 
     Returns:
       The parameter tree with a `jax.ShapeDtypeStruct` for each array.
+
+    Raises:
+      ValueError: If `weights` is unknown.
 
     Example:
       >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
@@ -60,12 +99,21 @@ def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> P
       >>> param_shapes(config)["layers"]["key"]["kernel"].shape
       (2, 32, 2, 8)
     """
+    if weights is not None:
+        check_weights(weights)
     c = model_config
     num_layers, width, mlp = c.num_layers, c.hidden_size, c.intermediate_size
     query, key = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
 
     def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool) -> Params:
-        leaf = {"kernel": (num_layers, *inputs, *outputs)}
+        leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
+        if weights is not None:
+            kind = jnp.dtype(QUANTIZED_DTYPES[weights])
+            scales = jax.ShapeDtypeStruct((num_layers, *outputs), jnp.float32)
+            leaf = {
+                "quantized": jax.ShapeDtypeStruct((num_layers, *outputs, *inputs), kind),
+                "scales": scales,
+            }
         return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
 
     layers: Params = {
@@ -91,7 +139,7 @@ def param_shapes(model_config: ModelConfig, dtype: DTypeLike | None = None) -> P
         shapes["lm_head"] = {"kernel": (width, c.vocab_size)}
     dtype = jnp.dtype(c.dtype if dtype is None else dtype)
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype) if isinstance(shape, tuple) else shape,
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
@@ -301,7 +349,7 @@ def _check_kinds(
     others = {
         "/".join(path): leaf.dtype
         for path, leaf in flatten_params(params["layers"]).items()
-        if leaf.dtype != dtype
+        if leaf.dtype != dtype and path[-1] not in QUANTIZED
     }
     if others:
         name, other = next(iter(others.items()))
@@ -312,16 +360,19 @@ def _check_kinds(
 
 
 @functools.lru_cache(maxsize=64)
-def _expected(model_config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _expected(
+    model_config: ModelConfig, weights: str | None
+) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
     """The shape of every parameter by its path."""
-    return {path: leaf.shape for path, leaf in flatten_params(param_shapes(model_config)).items()}
+    return flatten_params(param_shapes(model_config, weights=weights))
 
 
 def _differences(params: Any, model_config: ModelConfig) -> list[str]:
     """What is wrong with a parameter tree, a line for each array."""
     if not isinstance(params, Mapping):
         return [f"a nested dict of arrays is needed, got {type(params).__name__}"]
-    expected, found = _expected(model_config), flatten_params(params)
+    expected = _expected(model_config, weights_of(params))
+    found = flatten_params(params)
     problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
     wrong_layers = set[int]()
     for path, leaf in found.items():
@@ -333,11 +384,15 @@ def _differences(params: Any, model_config: ModelConfig) -> list[str]:
             problems.append(f"{name} must be an array, got {type(leaf).__name__}")
             continue
         shape = tuple(leaf.shape)
-        if shape != expected[path]:
-            problems.append(f"{name} must be {expected[path]}, got {shape}")
-            if path[0] == "layers" and shape[1:] == expected[path][1:]:
+        wanted = expected[path].shape
+        if shape != wanted:
+            problems.append(f"{name} must be {wanted}, got {shape}")
+            if path[0] == "layers" and shape[1:] == wanted[1:]:
                 wrong_layers.add(shape[0])
-        if leaf.dtype.name not in DTYPES:
+        if path[-1] in QUANTIZED:
+            if leaf.dtype != expected[path].dtype:
+                problems.append(f"{name} must be {expected[path].dtype}, got {leaf.dtype}")
+        elif leaf.dtype.name not in DTYPES:
             problems.append(f"{name} must be one of {DTYPES}, got {leaf.dtype}")
     if len(wrong_layers) == 1:
         problems.insert(

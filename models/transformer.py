@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.quantized import multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.precision import matmul_precision
@@ -24,6 +25,8 @@ PyTree = Any
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
 # What `linear_of_rows` is with its kernels.
 Multiply = Callable[..., list[Array] | None]
+# Whether the kernel for few rows takes `weight_scales`; this line is all that switches it on.
+KERNEL_READS_QUANTIZED = False
 
 
 def rms_norm(
@@ -69,24 +72,49 @@ class LayerWeights:
         """
         stacks = [self.stacks[name] for name in names]
         inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
-        outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
+        is_quantized = "quantized" in stacks[0]
+        if is_quantized:
+            outputs = [one["scales"].shape[1:] for one in stacks]
+        else:
+            outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
         found = None
-        if self.multiply is not None:
+        if self.multiply is not None and (KERNEL_READS_QUANTIZED or not is_quantized):
+            options: dict[str, Any] = {}
+            weights = {
+                name: one["kernel"].reshape(one["kernel"].shape[0], -1, math.prod(out))
+                for name, one, out in zip(names, stacks, outputs, strict=True)
+                if not is_quantized
+            }
+            if is_quantized:
+                weights = {
+                    name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
+                    for name, one, out in zip(names, stacks, outputs, strict=True)
+                }
+                scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
+                options = {"is_transposed": True, "weight_scales": scales}
             found = self.multiply(
                 x.reshape(*x.shape[:2], -1),
-                {
-                    name: one["kernel"].reshape(one["kernel"].shape[0], -1, math.prod(out))
-                    for name, one, out in zip(names, stacks, outputs, strict=True)
-                },
+                weights,
                 self.layer,
                 scale=None if norm is None else self.stacks[norm]["scale"],
                 eps=self.eps,
+                **options,
             )
         if found is None:
             x = x if norm is None else self.norm(x, norm)
-            kernels = [self._own(one["kernel"]) for one in stacks]
-            precision = matmul_precision(x)
-            found = [jnp.einsum(equation, x, one, precision=precision) for one in kernels]
+            if is_quantized:
+                found = [
+                    multiply_quantized(
+                        x.reshape(*x.shape[:2], -1),
+                        self._own(one["quantized"]).reshape(math.prod(out), -1),
+                        self._own(one["scales"]).reshape(-1),
+                    )
+                    for one, out in zip(stacks, outputs, strict=True)
+                ]
+            else:
+                kernels = [self._own(one["kernel"]) for one in stacks]
+                precision = matmul_precision(x)
+                found = [jnp.einsum(equation, x, one, precision=precision) for one in kernels]
         found = [one.reshape(*x.shape[:2], *out) for one, out in zip(found, outputs, strict=True)]
         biases = [self._own(one["bias"]) if "bias" in one else None for one in stacks]
         return [
@@ -100,13 +128,14 @@ class LayerWeights:
 
 def linear_of_rows(
     x: Float[Array, "B T D"],
-    weights: dict[str, Float[Array, "L _ _"]],
+    weights: dict[str, Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None,
     eps: float,
     kernel_config: KernelConfig,
     is_transposed: bool = False,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products by Hopper's kernel for few rows, or `None` where it cannot make them.
 
@@ -118,12 +147,15 @@ def linear_of_rows(
       eps: Of the norm.
       kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
+      weight_scales: Of the output channels, where weights have eight bits.
     """
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
-    if why_not_linear(rows, stacks, scale, is_transposed=is_transposed):
+    # Left out where there are none: weights of eight bits need a kernel that knows them.
+    scales: dict[str, Any] = {} if weight_scales is None else {"weight_scales": weight_scales}
+    if why_not_linear(rows, stacks, scale, is_transposed=is_transposed, **scales):
         return None
     found = linear_kernel(
         rows,
@@ -133,6 +165,7 @@ def linear_of_rows(
         eps=eps,
         is_transposed=is_transposed,
         interpret=kernel_config.interpret,
+        **scales,
     )
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
 

@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,8 +33,10 @@ from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, checkpoint_dtype
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import (
+    QUANTIZED,
     Params,
     ParamsSharding,
+    check_weights,
     flatten_params,
     input_axes,
     param_shapes,
@@ -42,6 +45,7 @@ from sketchwalk_jax.models.params import (
 )
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.plans import fingerprint as fingerprint
+from sketchwalk_jax.models.quantized import quantize_rows
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
 from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.validation import DTYPES, check_dtype
@@ -85,6 +89,7 @@ def load(
     directory: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    weights: str | None = None,
     sharding: ParamsSharding = None,
     progress: bool = True,
     use_plan: bool = True,
@@ -103,6 +108,10 @@ def load(
       dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps the dtype of the
         checkpoint: the one that its config declares, or else that of its embedding. For a quantised
         GGUF file, None means bfloat16; float32 holds the values of such a file exactly.
+      weights: `"float8"` or `"int8"` quantises the weights of the linear layers to eight bits while
+        they are read, with a scale for each output channel (`sketchwalk_jax.models.quantized` has
+        the equations). Embedding and output head keep `dtype`. None leaves weights as they are; of
+        a directory that `save` wrote with weights of eight bits, it keeps these.
       sharding: Where the parameters are placed. None uses the default device. A
         `jax.sharding.Sharding` is used for all parameters. It can also be a tree of shardings with
         the layout of the parameters, or a function that returns a sharding, such as
@@ -124,9 +133,10 @@ def load(
       ConnectionError: If the hub cannot be reached.
       PermissionError: If the model is gated and you have no access.
       ImportError: If the file is GGUF and the package `gguf` is missing.
-      ValueError: If the weights are not safetensors or GGUF, a file is truncated or corrupt, or
-        tensors are missing, unknown, of another shape or of a type that cannot be read (all listed
-        at once); or if the plan is damaged or of another checkpoint.
+      ValueError: If `weights` is unknown, or other than a saved directory's; or if a weight that is
+        quantised is NaN or infinite; or if the weights are not safetensors or GGUF, a file is
+        truncated or corrupt, or tensors are missing, unknown, of another shape or of a type that
+        cannot be read (all listed at once); or if the plan is damaged or of another checkpoint.
       NotImplementedError: If the config asks for something that is not implemented.
 
     Example:
@@ -135,14 +145,17 @@ def load(
       (16, 2048, 32, 64)
     """
     target = None if dtype is None else check_dtype("dtype", dtype)
+    if weights is not None:
+        check_weights(weights)
     directory = find_checkpoint(directory, progress=progress)
+    given: dict[str, Any] = {"dtype": target, "weights": weights, "sharding": sharding}
     plan = find_plan(directory) if use_plan else None
     if directory.is_file():
-        found = _load_gguf(directory, dtype=target, sharding=sharding, progress=progress)
+        found = _load_gguf(directory, progress=progress, **given)
     elif (directory / SAVED_CONFIG_FILE).exists():
-        found = load_saved(directory, dtype=target, sharding=sharding)
+        found = load_saved(directory, **given)
     else:
-        found = _load_safetensors(directory, dtype=target, sharding=sharding, progress=progress)
+        found = _load_safetensors(directory, progress=progress, **given)
     params, model_config = found
     # What `init_cache` makes by default is of the type that was asked for.
     loaded = params["embed"]["embedding"].dtype.name
@@ -150,7 +163,12 @@ def load(
 
 
 def _load_safetensors(
-    directory: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
+    directory: Path,
+    *,
+    dtype: np.dtype | None,
+    weights: str | None,
+    sharding: ParamsSharding,
+    progress: bool,
 ) -> tuple[Params, ModelConfig]:
     model_config = ModelConfig.from_pretrained(directory)
     with TensorFiles(directory) as files:
@@ -168,19 +186,24 @@ def _load_safetensors(
             stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
             stored = stored if stored in DTYPES else "float32"
             model_config = dataclasses.replace(model_config, dtype=stored)
-        params = _read_params(files, sources, model_config, dtype, sharding, progress)
+        params = _read_params(files, sources, model_config, dtype, weights, sharding, progress)
     return params, model_config
 
 
 def _load_gguf(
-    path: Path, *, dtype: np.dtype | None, sharding: ParamsSharding, progress: bool
+    path: Path,
+    *,
+    dtype: np.dtype | None,
+    weights: str | None,
+    sharding: ParamsSharding,
+    progress: bool,
 ) -> tuple[Params, ModelConfig]:
     header = read_header(path)
     model_config = ModelConfig.from_pretrained(path)
     with GgufFiles(header, head_dim=model_config.head_dim) as files:
         sources = find_sources(model_config, keys=GGUF_KEYS)
         check_headers(files, sources, ignored=IGNORED)
-        params = _read_params(files, sources, model_config, dtype, sharding, progress)
+        params = _read_params(files, sources, model_config, dtype, weights, sharding, progress)
     return params, model_config
 
 
@@ -189,15 +212,24 @@ def _read_params(
     sources: Mapping[tuple[str, ...], LeafSource],
     model_config: ModelConfig,
     dtype: np.dtype | None,
+    weights: str | None,
     sharding: ParamsSharding,
     progress: bool,
 ) -> Params:
-    shapes = param_shapes(model_config, dtype)
+    shapes = param_shapes(model_config, dtype, weights=weights)
     shardings = shardings_by_path(sharding, shapes)
-    params = {}
+    params: dict[tuple[str, ...], jax.Array] = {}
     with _progress_bar(shapes, shardings, is_shown=progress) as advance:
         for path, shape in flatten_params(shapes).items():
-            params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
+            if path[-1] == "quantized":
+                source = sources[*path[:-1], "kernel"]
+                paths = [(*path[:-1], name) for name in QUANTIZED]
+                kinds = [flatten_params(shapes)[one] for one in paths]
+                where = [shardings[one] for one in paths]
+                found = _load_quantized(files, source, kinds, where, advance)
+                params |= dict(zip(paths, found, strict=True))
+            elif path[-1:] != ("scales",):
+                params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
     return unflatten_params(params)
 
 
@@ -222,6 +254,47 @@ def _load_leaf(
     if sharding is None:
         return jax.device_put(read(None))
     return jax.make_array_from_callback(shape.shape, sharding, read, dtype=shape.dtype)
+
+
+def _load_quantized(
+    files: Files,
+    source: LeafSource,
+    shapes: list[jax.ShapeDtypeStruct],
+    shardings: list[Sharding | None],
+    advance: Callable[[int], object],
+) -> list[jax.Array]:
+    """A kernel as `quantized` and `scales`; rows are read once where both lie alike."""
+    shape = shapes[0].shape
+    num_outputs = 1 + len(source.outputs)
+    parts: dict[tuple[slice, ...], np.ndarray] = {}
+    scales: dict[tuple[slice, ...], np.ndarray] = {}
+
+    def read(index: tuple[slice, ...]) -> None:
+        parts[index], scales[index[:num_outputs]] = read_quantized(
+            files, source, shape, index, shapes[0].dtype, advance=advance
+        )
+
+    whole = tuple(slice(None) for _ in shape)
+
+    def read_part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole if index is None else index
+        if index not in parts:
+            read(index)
+        return parts[index]
+
+    def read_scales(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole[:num_outputs] if index is None else index
+        if index not in scales:
+            read((*index, *[slice(0, 1)] * len(source.inputs)))
+        return scales[index]
+
+    found = []
+    for one, where, make in zip(shapes, shardings, (read_part, read_scales), strict=True):
+        if where is None:
+            found.append(jax.device_put(make(whole[: len(one.shape)])))
+        else:
+            found.append(jax.make_array_from_callback(one.shape, where, make, dtype=one.dtype))
+    return found
 
 
 @contextlib.contextmanager
@@ -412,6 +485,58 @@ def _read_tensor(
         block = files.read(name, slice(start * rows, stop * rows), *columns)
         block = block.reshape(stop - start, *source.outputs[1:], *read_inputs)
         target[start - first : stop - first] = block[inner]
+
+
+def read_quantized(
+    files: Files,
+    source: LeafSource,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+    *,
+    advance: Callable[[int], object],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reads one device's part of a stack of kernels and quantises it, a few rows at a time.
+
+    A scale depends on all inputs of its row, so whole rows are read, and cut afterwards: scales are
+    the same however the weights are spread over a mesh.
+
+    Args:
+      files: The open files.
+      source: Where the kernel comes from.
+      shape: The whole stacked shape `[L, outputs..., inputs...]`.
+      index: The part, a slice for each axis.
+      dtype: float8_e4m3fn or int8.
+      advance: Called with the number of bytes each time a tensor is done.
+
+    Returns:
+      The part of `quantized`, and its scales.
+
+    Raises:
+      ValueError: If a weight is NaN or infinite.
+    """
+    bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
+    sizes = [bound.stop - bound.start for bound in bounds]
+    num_outputs, num_inputs = len(source.outputs), len(source.inputs)
+    part = np.empty(sizes, dtype)
+    scales = np.empty(sizes[: 1 + num_outputs], np.float32)
+    outputs, inputs = bounds[1 : 1 + num_outputs], bounds[1 + num_outputs :]
+    rows = math.prod(source.outputs[1:])  # stored rows of one index of the leading output axis
+    columns = slice(0, math.prod(source.inputs))
+    first, last = outputs[0].start, outputs[0].stop
+    step = max(1, ROWS_PER_READ // rows)
+    for layer, name in enumerate(source.names[bounds[0]]):
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            block = files.read(name, slice(start * rows, stop * rows), columns)
+            block = block.reshape(stop - start, *source.outputs[1:], *source.inputs)
+            block = block[(slice(None), *outputs[1:])]
+            found, own = quantize_rows(block, dtype, num_inputs=num_inputs, name=name)
+            cut = (*[slice(None)] * num_outputs, *inputs)
+            part[layer, start - first : stop - first] = found[cut]
+            scales[layer, start - first : stop - first] = own
+        advance(part[layer].nbytes + scales[layer].nbytes)
+    return part, scales
 
 
 def resolve_tying(

@@ -22,7 +22,7 @@ from sketchwalk_jax.generation import Generate, Stream, make_generate
 from sketchwalk_jax.memory import free_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import find_checkpoint
-from sketchwalk_jax.models.params import ParamsSharding
+from sketchwalk_jax.models.params import ParamsSharding, check_weights, weights_of
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.padding import bucket_length, new_token_room, pad_right
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
@@ -118,6 +118,7 @@ class LanguageModel:
         policy: Policy | Auto | None = None,
         density: float | None = None,
         dtype: DTypeLike | None = None,
+        weights: str | None = None,
         sharding: ParamsSharding = None,
         progress: bool = True,
     ) -> Self:
@@ -133,6 +134,8 @@ class LanguageModel:
           density: Density of the policy, as in `with_policy`.
           dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in narrower
             types, and elsewhere the dtype of the checkpoint.
+          weights: `"float8"` or `"int8"` for linear layers of eight bits, as in
+            `sketchwalk_jax.load`.
           sharding: Where the parameters are placed, as in `sketchwalk_jax.load`.
           progress: Whether to show progress on standard error.
 
@@ -150,11 +153,15 @@ class LanguageModel:
         """
         if policy is not None:
             check_policy_or_auto(policy)
+        if weights is not None:
+            check_weights(weights)
         checkpoint = find_checkpoint(source, progress=progress)
         tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
-        params, model_config = load(checkpoint, dtype=dtype, sharding=sharding, progress=progress)
+        params, model_config = load(
+            checkpoint, dtype=dtype, weights=weights, sharding=sharding, progress=progress
+        )
         chosen = recommended_policy(model_config) if policy is None else policy
         made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
         return made.with_policy(chosen, density=density)
@@ -223,6 +230,8 @@ class LanguageModel:
         dtype = self.params["embed"]["embedding"].dtype
         density = getattr(self.policy, "density", None)
         policy = type(self.policy).__name__ + (f" of density {density:g}" if density else "")
+        weights = weights_of(self.params)
+        dtype = dtype if weights is None else f"{dtype} with weights in {weights}"
         return f"LanguageModel({model}, {dtype}, context {config.context_length}, {policy})"
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:

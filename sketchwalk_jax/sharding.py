@@ -67,7 +67,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
@@ -99,6 +99,19 @@ _SPREAD: dict[tuple[str, ...], int] = {
     ("up", "kernel"): 2,
     ("up", "bias"): 1,
     ("down", "kernel"): 1,
+    # Of weights of eight bits, whose outputs come first.
+    ("query", "quantized"): 1,
+    ("query", "scales"): 1,
+    ("key", "quantized"): 1,
+    ("key", "scales"): 1,
+    ("value", "quantized"): 1,
+    ("value", "scales"): 1,
+    ("out", "quantized"): 2,
+    ("gate", "quantized"): 1,
+    ("gate", "scales"): 1,
+    ("up", "quantized"): 1,
+    ("up", "scales"): 1,
+    ("down", "quantized"): 2,
 }
 _INPUTS_SPREAD = {"out", "down"}
 
@@ -520,7 +533,7 @@ def take_dealt_columns(
 
 def linear_on_ranks(
     x: Float[Array, "B T D"],
-    weights: dict[str, Float[Array, "L _ _"]],
+    weights: dict[str, Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None,
@@ -528,6 +541,7 @@ def linear_on_ranks(
     placement: Placement,
     kernel_config: KernelConfig,
     is_transposed: bool = False,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """`linear_of_rows`, where each rank uses its own part of the weights.
 
@@ -544,20 +558,23 @@ def linear_on_ranks(
       placement: Where the weights are placed.
       kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
+      weight_scales: Of the output channels, where weights have eight bits.
     """
     ranks, c = placement.size("tensor"), placement.model_config
     of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
-    axis = 1 if of_inputs or is_transposed else 2
+    # Inputs are the last axis of transposed weights, and otherwise the middle one.
+    axis = 1 if of_inputs != is_transposed else 2
 
     def is_whole(name: str) -> bool:
         by_keys = name in ("key", "value") and c.num_kv_heads % ranks != 0
         return by_keys or (name in ("embed", "lm_head") and c.vocab_size % ranks != 0)
 
-    of_weights, of_results = [], []
+    of_weights, of_results, of_scales = [], [], []
     for name in weights:
         spread = None if is_whole(name) else "tensor"
         of_weights.append(placement.sharding(*[None] * axis, spread))
         of_results.append(placement.sharding("data", None, None if of_inputs else spread))
+        of_scales.append(placement.sharding(None, None if of_inputs else spread))
     of_x = placement.sharding("data", None, "tensor" if of_inputs else None)
     own = [
         jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
@@ -568,10 +585,22 @@ def linear_on_ranks(
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.linear import why_not_linear
 
-    if why_not_linear(rows, own, scale, is_transposed=is_transposed):
+    scales: dict[str, Any] = {}
+    if weight_scales is not None:
+        scales["weight_scales"] = [
+            jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
+            for sharding, one in zip(of_scales, weight_scales, strict=True)
+        ]
+    if why_not_linear(rows, own, scale, is_transposed=is_transposed, **scales):
         return None
 
-    def on_rank(x: Array, stacks: list[Array], layer: Array, scale: Array | None) -> list[Array]:
+    def on_rank(
+        x: Array,
+        stacks: list[Array],
+        layer: Array,
+        scale: Array | None,
+        weight_scales: list[Array] | None,
+    ) -> list[Array]:
         # By name again: in a tree names are sorted.
         own = dict(zip(weights, stacks, strict=True))
         found = linear_of_rows(
@@ -582,6 +611,7 @@ def linear_on_ranks(
             eps=eps,
             kernel_config=kernel_config,
             is_transposed=is_transposed,
+            weight_scales=weight_scales,
         )
         assert found is not None  # as was asked above
         return [jax.lax.psum(one, "tensor") for one in found] if of_inputs else found
@@ -589,10 +619,16 @@ def linear_on_ranks(
     return jax.shard_map(
         on_rank,
         mesh=placement.mesh,
-        in_specs=(of_x.spec, specs(of_weights), PartitionSpec(), PartitionSpec()),
+        in_specs=(
+            of_x.spec,
+            specs(of_weights),
+            PartitionSpec(),
+            PartitionSpec(),
+            None if weight_scales is None else specs(of_scales),
+        ),
         out_specs=specs(of_results),
         check_vma=False,
-    )(x, list(weights.values()), layer, scale)
+    )(x, list(weights.values()), layer, scale, weight_scales)
 
 
 def constrain_logits(

@@ -235,6 +235,22 @@ def read_overlaps(text: str) -> list[tuple[int, int]]:
     return found
 
 
+def read_products(text: str) -> list[tuple[str, str]]:
+    """The types of both operands of every product of matrices in a compiled program."""
+    found = []
+    for _, lines in _computations(text):
+        types = dict(
+            match.groups()
+            for line in lines
+            if (match := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (\w+)\[", line))
+        )
+        for line in lines:
+            product = re.search(r" (?:dot|custom-call)\(%([\w.\-]+), %([\w.\-]+)", line)
+            if product and (" dot(" in line or '"__cublas$' in line):
+                found.append((types.get(product[1], "?"), types.get(product[2], "?")))
+    return found
+
+
 def read_roundings(text: str) -> list[tuple[int, int]]:
     """Bits of exponent and mantissa that a compiled program rounds numbers to that it goes on with.
 
@@ -415,6 +431,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
                     "sends": read_sends(text),
                     "overlaps": read_overlaps(text),
                     "roundings": read_roundings(text),
+                    "products": read_products(text),
                     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 }
             printed.seek(0)

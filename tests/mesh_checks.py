@@ -37,7 +37,7 @@ from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
-from sketchwalk_jax.models import ModelConfig, init_params, load, save
+from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.transformer import rms_norm
@@ -469,6 +469,29 @@ def check_loading(directory: str, saved: str) -> None:
 
 
 # Evaluations.
+
+
+def check_eight_bits(directory: str, weights: str) -> None:
+    """Ranks quantise what one device would, whether read or in memory, and draw the same tokens."""
+    options = {"dtype": "float32", "progress": False}
+    whole, model = load(directory, weights=weights, **options)
+    where = placement(model, tensor=2)
+    wide, _ = load(directory, sharding=where, **options)
+    read, _ = load(directory, weights=weights, sharding=where, **options)
+    shapes = flatten_params(param_shapes(model, weights=weights))
+    for made in (read, quantize_params(wide, weights)):
+        for path, array in flatten_params(made).items():
+            assert array.sharding.is_equivalent_to(where(path, shapes[path]), array.ndim), path
+            wanted = flatten_params(whole)[path]
+            assert array.dtype == wanted.dtype
+            np.testing.assert_array_equal(
+                np.asarray(array, np.float32), np.asarray(wanted, np.float32), err_msg=str(path)
+            )
+    tokens = np.arange(20, dtype=np.int32)[None]
+    given = {"model_config": model, "policy": sw.Dense()}
+    one, two = (sw.forward(tree, tokens, **given) for tree in (whole, read))
+    # A sum that rounds differently can move a row by one of its eight-bit steps.
+    np.testing.assert_allclose(one, two, atol=0.05 * float(np.std(one)))
 
 
 def check_evaluation(

@@ -68,6 +68,7 @@ class ModelCase:
       is_fresh: Whether a prompt is read into an empty cache.
       ranks: GPUs.
       axis: Of the mesh that they make.
+      weights: How linear layers are quantised.
     """
 
     model_config: ModelConfig
@@ -78,6 +79,7 @@ class ModelCase:
     is_fresh: bool = False
     ranks: int = 1
     axis: str = "tensor"
+    weights: str | None = None
 
     donated = (2,)  # the cache
 
@@ -89,7 +91,7 @@ class ModelCase:
         settings = Settings(model_config=self.model_config, policy=self.policy, placement=where)
         make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
         cache = jax.eval_shape(lambda: make(self.model_config, self.policy, sharding=where))
-        params = param_shapes(self.model_config)
+        params = param_shapes(self.model_config, weights=self.weights)
         if where is not None:
             params = _place(params, where.params)
             shardings = where.cache(self.policy)
@@ -134,6 +136,9 @@ decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
 decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
+read_llama_8b_float8 = dataclasses.replace(read_llama_8b, weights="float8")
+# Rows keep their dtype beside int8, so weights are converted: what float8 is not to do.
+read_llama_8b_int8 = dataclasses.replace(read_llama_8b, weights="int8")
 decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
 read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)
 read_llama_8b_by_rows = dataclasses.replace(read_llama_8b_on_2, axis="sequence")

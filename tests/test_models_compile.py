@@ -6,6 +6,7 @@ start.
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
 
+import re
 from pathlib import Path
 
 import hopper
@@ -28,6 +29,7 @@ READING = ("read_llama_8b", "read_llama_8b_dense")
 # eight times as many.
 ACTIVATIONS = 10**9
 A_FEW_ROWS = 6 * 2**20  # the logits of eight sequences and their sums
+_WIDE_WEIGHT = re.compile(r"= \(?(?:bf16|f32)\[(?:1,)?(?:4096|14336|1024),(?:4096|14336)\]")
 IN_PLACE = ("dynamic_update_slice", "scatter")
 
 
@@ -114,6 +116,39 @@ def test_two_gpus_decode_a_token(name, launches, compiler):
     assert found["temporary_bytes"] < 2**20
     assert found["launches"][0] <= launches
     assert max(size for _, size in found["sends"]) < 2**20  # logits, and shares
+
+
+_LAYER_PRODUCTS = 7  # query, key, value, out, gate, up, down
+
+
+@pytest.mark.hopper
+def test_a_prompt_is_multiplied_in_eight_bits(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_float8")
+    eight = [one for one in found["products"] if set(one) == {"f8e4m3fn"}]
+    assert len(eight) % _LAYER_PRODUCTS == 0 and len(eight) >= _LAYER_PRODUCTS
+    assert [line for _, line in found["writes"] if _WIDE_WEIGHT.search(line)] == []
+    assert written(found, limit=ACTIVATIONS) == []
+
+
+@pytest.mark.hopper
+@pytest.mark.slow
+def test_products_that_fall_back_would_be_seen(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_int8")
+    assert not any(set(one) == {"f8e4m3fn"} for one in found["products"])
+
+
+def test_a_dequantised_weight_would_be_seen():
+    line = "%convert.1 = bf16[14336,4096]{1,0} fusion(%x)"
+    assert _WIDE_WEIGHT.search(line) and not _WIDE_WEIGHT.search(line.replace("bf16", "f8e4m3fn"))
+    text = """\
+%body (x: f8e4m3fn[8,8]) -> bf16[8,8] {
+  %x = f8e4m3fn[8,8]{1,0} parameter(0)
+  %wide = bf16[8,8]{1,0} convert(%x)
+  %one = bf16[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}
+  ROOT %two = bf16[8,8]{1,0} dot(%one, %wide), lhs_contracting_dims={1}
+}
+"""
+    assert hopper.read_products(text) == [("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")]
 
 
 def test_a_copy_would_be_seen():

@@ -300,6 +300,12 @@ def test_ranks_read_their_share(check, tmp_path: Path):
     check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("weights", ["float8", "int8"])
+def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
+    write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT)
+    check("check_eight_bits", str(tmp_path / "model"), weights)
+
+
 @pytest.mark.slow
 def test_the_command_line_shares_a_model_over_devices(run_python, tmp_path: Path):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}

@@ -71,6 +71,7 @@ def bench(
         float, option("--seconds N", "Begin nothing after so long.", None, min=1.0)
     ] = 600.0,
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     out: Annotated[
         Path, option("--out FILE", "File of the results. Another call goes on from there.", OUTPUT)
     ] = Path("bench.json"),
@@ -87,6 +88,7 @@ def bench(
     device").
     """
     directory = options.check_model(model)
+    options.check_weights_option(weights)
     model_config, policy, chosen, _ = options.prepare(
         directory,
         policy="sketchwalk",
@@ -119,7 +121,7 @@ def bench(
     file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
     keep_compiled_programs()
     start = time.monotonic()
-    params, model_config = options.load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen, weights=weights)
     rule = Rule("sketchwalk", preset, density).with_plan(model_config.plan)
     with elapsed("measuring times"):
         for length in lengths:

@@ -21,6 +21,7 @@ def chat(
     fields: options.SetOption = None,
     phase: options.PhaseOption = "both",
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     max_new_tokens: options.NewTokensOption = 512,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
@@ -48,6 +49,7 @@ def chat(
     new, where the template allows it.
     """
     directory = options.check_model(model)
+    options.check_weights_option(weights)
     model_config, config, chosen, sampling = options.prepare(
         directory,
         policy=policy,
@@ -66,7 +68,7 @@ def chat(
     tokenizer = prompt.open_tokenizer(directory)
     prompt.check_chat_template(tokenizer)
     options.choose_compile_cache(no_compile_cache)
-    params, model_config = options.load_model(directory, chosen)
+    params, model_config = options.load_model(directory, chosen, weights=weights)
     config = options.set_density(
         config, density, params, model_config, tokenizer, num_tokens=LEAST_CONVERSATION
     )

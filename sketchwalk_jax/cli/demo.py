@@ -82,6 +82,7 @@ def demo(
     density: options.DensityOption = None,
     phase: options.PhaseOption = "both",
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     mesh: options.MeshOption = None,
     tokens: Annotated[
         int | None,
@@ -112,6 +113,7 @@ def demo(
     """
     started = time.perf_counter()
     directory = options.check_model(model)
+    options.check_weights_option(weights)
     model_config, config, chosen, _ = options.prepare(
         directory,
         policy="sketchwalk",
@@ -139,7 +141,9 @@ def demo(
         text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
     prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
     keep_compiled_programs()
-    params, model_config = options.load_model(directory, chosen, sharding=placement)
+    params, model_config = options.load_model(
+        directory, chosen, weights=weights, sharding=placement
+    )
 
     policies = {"dense": Dense(block_size=config.block_size), "Sketch-and-Walk": config}
     for name, one in rivals.items():

@@ -173,6 +173,7 @@ def evaluate(
         ),
     ] = _DEFAULT.density_over,
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     mesh: options.MeshOption = None,
     out: Annotated[
         Path,
@@ -229,12 +230,15 @@ def evaluate(
         source = read_text(text, tail=text_tail)
     if tokens is not None:
         options.check_context("--tokens", max(tokens), model_config)
+    options.check_weights_option(weights)
     chosen = options.choose_dtype(dtype, model_config)
     policies = (rule.make() for rule in config.rules())
     placement = options.make_placement(mesh, model_config, *policies)
     tokenizer = prompt.open_tokenizer(directory)
     keep_compiled_programs()
-    params, model_config = options.load_model(directory, chosen, sharding=placement)
+    params, model_config = options.load_model(
+        directory, chosen, weights=weights, sharding=placement
+    )
     name = checkpoint_name(directory)
     results = evaluate_model(
         params,

@@ -58,6 +58,7 @@ def generate(
         ),
     ] = None,
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     mesh: options.MeshOption = None,
     max_new_tokens: options.NewTokensOption = 128,
     temperature: options.TemperatureOption = None,
@@ -122,6 +123,7 @@ def generate(
         prompt.check_one_source(prompt_text, prompt_file)
     if system is not None and not chat:
         raise UsageError("--system must be given together with --chat, got it alone")
+    options.check_weights_option(weights)
     model_config, config, chosen, sampling = options.prepare(
         directory,
         policy=policy,
@@ -212,7 +214,9 @@ def generate(
         texts = TextsFile(out, entries, settings, overwrite=overwrite)
 
     started = time.perf_counter()
-    params, model_config = options.load_model(directory, chosen, sharding=placement)
+    params, model_config = options.load_model(
+        directory, chosen, weights=weights, sharding=placement
+    )
     load_s = time.perf_counter() - started
     config = options.set_density(
         config, density, params, model_config, tokenizer, num_tokens=len(tokens)

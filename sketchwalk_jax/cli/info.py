@@ -14,6 +14,7 @@ from sketchwalk_jax._version import __version__
 from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
+from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.dispatch import (
     FULL_BLOCK,
@@ -23,6 +24,7 @@ from sketchwalk_jax.dispatch import (
     why_not_mosaic_gpu,
 )
 from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.plans import find_plan, stored_tensors
@@ -48,6 +50,7 @@ def info(
     density: options.DensityOption = None,
     fields: options.SetOption = None,
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Describe a checkpoint, its plan, and what would run here.
@@ -55,6 +58,7 @@ def info(
     Reads the headers of the weight files only, and where there is a plan some pieces of them.
     """
     config = options.make_policy(policy, preset, density, fields)
+    options.check_weights_option(weights)
     directory = options.check_model(model)
     model_config = ModelConfig.from_pretrained(directory)
     plan, about_plan = _describe_plan(directory)
@@ -69,7 +73,7 @@ def info(
             policy=config,
             dtype=chosen,
         ),
-        "model": _describe_checkpoint(directory, model_config, dtype=chosen),
+        "model": _describe_checkpoint(directory, model_config, dtype=chosen, weights=weights),
         "plan": about_plan,
         "cache": _describe_cache(model_config, config, max_tokens=max_tokens, dtype=chosen),
         "break_even": {
@@ -128,7 +132,7 @@ def _describe_selection(policy: Policy) -> dict[str, Any]:
 
 
 def _describe_checkpoint(
-    directory: Path, model_config: ModelConfig, *, dtype: str
+    directory: Path, model_config: ModelConfig, *, dtype: str, weights: str | None
 ) -> dict[str, Any]:
     """Sizes and settings of the model, and what is stored and loaded, in bytes.
 
@@ -139,6 +143,12 @@ def _describe_checkpoint(
     count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model_config)))
     tensors, files = stored_tensors(directory)
     dtypes = {FLOAT_DTYPES.get(stored, stored) for *_, stored in tensors}
+    # What `save` wrote in eight bits stays so.
+    kept = saved_weights({name: stored for name, *_, stored in tensors})
+    if kept is not None and weights not in (None, kept):
+        raise UsageError(f"--weights must be {kept} or left out for this directory, got {weights}")
+    weights = weights or kept
+    loaded = jax.tree.leaves(param_shapes(model_config, dtype, weights=weights))
     fields = dataclasses.asdict(model_config)
     del fields["plan"]  # told apart
     rope = {name: value for name, value in fields["rope"].items() if value is not None}
@@ -149,7 +159,8 @@ def _describe_checkpoint(
         "stored_dtypes": sorted(dtypes),
         "stored_files": len(files),
         "stored_bytes": sum(path.stat().st_size for path in files),
-        "loaded_bytes": count * jnp.dtype(dtype).itemsize,
+        "weights": weights or dtype,
+        "loaded_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in loaded),
     }
 
 
@@ -261,6 +272,7 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
         ("rope", f"{model['rope']['rope_type']}, theta {model['rope']['theta']:g}{scaling}"),
         ("end tokens", ends),
         ("parameters", f"{model['parameters']:,}, {_bytes(model['loaded_bytes'])} when loaded"),
+        ("weights", f"linear layers in {model['weights']}"),
         (
             "stored",
             f"{_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "

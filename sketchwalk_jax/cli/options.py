@@ -20,7 +20,7 @@ from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hub import bundled_model, find_checkpoint
-from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.params import QUANTIZED_DTYPES, Params
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.plan import Plan
@@ -142,6 +142,16 @@ DTypeOption = Annotated[
         "Type of weights and cache.",
         METHOD,
         "float32 on CPU, else the checkpoint's",
+    ),
+]
+
+WeightsOption = Annotated[
+    str | None,
+    option(
+        f"--weights {'|'.join(QUANTIZED_DTYPES)}",
+        "Eight bits for the weights of linear layers.",
+        METHOD,
+        "as stored, in --dtype",
     ),
 ]
 
@@ -310,6 +320,13 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype
 
 
+def check_weights_option(weights: str | None) -> None:
+    """Raises a `UsageError` for weights of an unknown kind."""
+    if weights is not None:
+        with usage_errors():
+            check_choice("weights", weights, tuple(QUANTIZED_DTYPES))
+
+
 def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
     """Raises a `UsageError` for more tokens than the model's context has."""
     longest = model_config.context_length
@@ -368,10 +385,16 @@ def make_placement(
 
 
 def load_model(
-    directory: Path, dtype: str, *, use_plan: bool = True, sharding: Placement | None = None
+    directory: Path,
+    dtype: str,
+    *,
+    weights: str | None = None,
+    use_plan: bool = True,
+    sharding: Placement | None = None,
 ) -> tuple[Params, ModelConfig]:
     """The weights, on the device or as they lie on a mesh, with a sign of life."""
-    given: dict[str, Any] = {"dtype": dtype, "use_plan": use_plan, "sharding": sharding}
+    given: dict[str, Any] = {"dtype": dtype, "weights": weights}
+    given |= {"use_plan": use_plan, "sharding": sharding}
     if not (directory / SAVED_CONFIG_FILE).exists():
         return jax.block_until_ready(load(directory, progress=True, **given))
     # Orbax reads everything in one call, without steps for a bar.

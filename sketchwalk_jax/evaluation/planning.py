@@ -24,6 +24,7 @@ from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
 from sketchwalk_jax.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.quantized import out_kernel
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
@@ -296,8 +297,7 @@ def _losses(
     span = whole_prompt(tokens, length)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, walks: PyTree) -> Any:
-        kernel = params["layers"]["out"]["kernel"]
-        kernel = jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+        kernel = out_kernel(params, layer, query.dtype)
         return shared(span, query, key, value, kernel, walks)
 
     return run_prompt(params, tokens, attend, policies, model_config=model_config)[1]

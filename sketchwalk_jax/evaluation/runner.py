@@ -32,6 +32,7 @@ from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples, te
 from sketchwalk_jax.memory import free_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name, find_checkpoint
+from sketchwalk_jax.models.params import weights_of
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.sharding import AXES, Placement, placement_of, whole_batch
@@ -163,9 +164,12 @@ def evaluate_model(
     _check_policies(config, placement)
     lengths = check_lengths(config, model_config)
     mesh: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
+    weights = weights_of(params)
+    eight_bits: dict[str, Any] = {} if weights is None else {"weights": weights}
     meta = describe_machine(
         model=dict(model),
         **mesh,
+        **eight_bits,
         **describe_texts(text, config),
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,

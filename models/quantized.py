@@ -1,0 +1,234 @@
+"""Weights of eight bits: how they are made, and how rows are multiplied by them.
+
+Each output channel has one scale. With weights `w` and inputs `x`::
+
+    scale[f] = max_d |w[f, d]| / largest        largest: 448 for float8_e4m3fn, 127 for int8
+    q[f, d]  = round(w[f, d] · (1 / scale[f]))
+    y[t, f]  = scale[f] · Σ_d x[t, d] q[f, d]
+
+A channel of zeros has the scale 1. For prompts with float8 weights, rows are quantised in the same
+way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
+et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
+
+The libraries qwix and AQT quantise the layers of a Flax model as it runs or trains. They are not
+used here: weights are stacked, plain arrays, and are quantised while a file is read, without Flax.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from sketchwalk_jax.models.params import (
+    QUANTIZED,
+    QUANTIZED_DTYPES,
+    Params,
+    check_weights,
+    input_axes,
+    weights_of,
+)
+from sketchwalk_jax.precision import matmul_precision
+
+# Multiplied, not divided by, as are scales: XLA makes products of some divisions, and the host is
+# to find the same numbers.
+_PER_LARGEST = {"float8_e4m3fn": np.float32(1 / 448), "int8": np.float32(1 / 127)}
+_LEAST_SCALE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as zero
+
+
+def quantize_rows(
+    rows: np.ndarray, dtype: np.dtype, *, num_inputs: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises whole rows of weights on the host.
+
+    Args:
+      rows: Weights `[outputs..., inputs...]`.
+      dtype: float8_e4m3fn or int8.
+      num_inputs: How many axes are inputs.
+      name: Of the tensor, for the error.
+
+    Returns:
+      `q` in the same shape, and the scales `[outputs...]` in float32.
+
+    Raises:
+      ValueError: If a weight is NaN or infinite.
+    """
+    wide = rows.astype(np.float32)
+    axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
+    most = np.abs(wide).max(axis=axes, keepdims=True)
+    if not np.isfinite(most).all():
+        raise ValueError(f"{name} must be finite to be quantised, got NaN or infinite weights")
+    scales = np.where(most > 0, np.maximum(most * _PER_LARGEST[dtype.name], _LEAST_SCALE), 1)
+    scales = scales.astype(np.float32)
+    scaled = wide * (np.float32(1) / scales)
+    found = (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype)
+    return found, scales.reshape(scales.shape[: axes[0]])
+
+
+def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
+    """Quantises the linear layers of parameters in memory.
+
+    Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized`
+    `[L, outputs..., inputs...]` and `scales` `[L, outputs...]` in float32, as this module says.
+    Embedding, output head, norms and biases stay. On a mesh, arrays stay spread as they are.
+
+    Args:
+      params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
+      weights: `"float8"` or `"int8"`.
+
+    Returns:
+      A new tree. Arrays that stay are shared with `params`.
+
+    Raises:
+      ValueError: If `weights` is unknown, the parameters are quantised already, or a weight is NaN
+        or infinite (which is not checked under `jit`).
+
+    Example:
+      >>> layer = {"gate": {"kernel": jnp.ones((2, 32, 64))}}
+      >>> made = quantize_params({"layers": layer}, "int8")["layers"]["gate"]
+      >>> made["quantized"].shape, made["scales"].shape
+      ((2, 64, 32), (2, 64))
+    """
+    check_weights(weights)
+    if weights_of(params) is not None:
+        raise ValueError(
+            f"params must not be quantised yet, got weights in {weights_of(params)}; load the "
+            f"checkpoint again"
+        )
+    layers = {}
+    for name, leaf in params["layers"].items():
+        if "kernel" not in leaf:
+            layers[name] = leaf
+            continue
+        kernel = leaf["kernel"]
+        inputs = len(input_axes(("layers", name, "kernel"), kernel.shape))
+        quantized, scales = _quantize(
+            kernel, dtype=QUANTIZED_DTYPES[weights], num_inputs=inputs, **_shardings(kernel, inputs)
+        )
+        if not isinstance(scales, jax.core.Tracer) and not bool(jnp.isfinite(scales).all()):
+            raise ValueError(
+                f"layers/{name}/kernel must be finite to be quantised, got NaN or infinite weights"
+            )
+        rest = {key: value for key, value in leaf.items() if key != "kernel"}
+        layers[name] = {"quantized": quantized, "scales": scales, **rest}
+    return {**params, "layers": layers}
+
+
+def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
+    """How the results lie where a kernel lies on a mesh."""
+    sharding = None if isinstance(kernel, jax.core.Tracer) else getattr(kernel, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return {}
+    spec = (*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec)))
+    inputs, outputs = spec[1 : 1 + num_inputs], spec[1 + num_inputs :]
+    axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
+    return {"shardings": tuple(NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in axes)}
+
+
+def _quantize(
+    kernel: Array, *, dtype: str, num_inputs: int, shardings: Any = None
+) -> tuple[Array, Array]:
+    """`q` and the scales of one stack, a layer at a time."""
+
+    def quantize(one: Array) -> tuple[Array, Array]:
+        wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
+        scaled, scales = _scale(wide, _PER_LARGEST[dtype], num_inputs)
+        if dtype == "int8":
+            return jnp.rint(scaled).astype(dtype), scales
+        # XLA on CPUs rounds to float16 on the way, which can give another neighbour than on the
+        # host. Rounded before, nothing is left to round: to 3 bits, or to multiples of 2^-9.
+        small = jnp.rint(scaled * 512) / 512
+        rounded = jnp.where(jnp.abs(scaled) < 2**-6, small, jax.lax.reduce_precision(scaled, 8, 3))
+        return rounded.astype(dtype), scales
+
+    return jax.jit(functools.partial(jax.lax.map, quantize), out_shardings=shardings)(kernel)
+
+
+def _scale(wide: Array, per_largest: np.float32, num_inputs: int) -> tuple[Array, Array]:
+    """Float32 numbers over their scales, and the scales, of all but the last axes."""
+    axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
+    most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    scales = jnp.maximum(most * per_largest, _LEAST_SCALE)
+    scales = jnp.where(most == 0, 1, scales)  # a NaN stays one
+    return wide * (1 / scales), scales.reshape(scales.shape[: axes[0]])
+
+
+def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "N H D"]:
+    """The weights behind the attention of one layer, dequantised if they have eight bits.
+
+    Args:
+      params: The parameter tree.
+      layer: The layer.
+      dtype: Of dequantised weights.
+    """
+    leaf = params["layers"]["out"]
+    if "kernel" in leaf:
+        return jax.lax.dynamic_index_in_dim(leaf["kernel"], layer, keepdims=False)
+    quantized, scales = (
+        jax.lax.dynamic_index_in_dim(leaf[name], layer, keepdims=False) for name in QUANTIZED
+    )
+    wide = quantized.astype(jnp.float32) * scales[:, None, None]
+    return jnp.moveaxis(wide, 0, -1).astype(dtype)
+
+
+@jax.custom_vjp
+def multiply_quantized(
+    x: Float[Array, "B T D"], quantized: Num[Array, "F D"], scales: Float[Array, "F"]
+) -> Float[Array, "B T F"]:
+    """`y` of the module on XLA, for one layer.
+
+    Args:
+      x: The input. With float8 weights and several tokens in each sequence, it is quantised.
+      quantized: `q`.
+      scales: Of the output channels, in float32.
+
+    Returns:
+      The product in the dtype of `x`.
+
+    Raises:
+      NotImplementedError: If a gradient is taken: the weights have none.
+    """
+    if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
+        scaled, row_scales = _scale(x.astype(jnp.float32), _PER_LARGEST[quantized.dtype.name], 1)
+        rows = scaled.astype(quantized.dtype)
+        # XLA on GPUs multiplies in eight bits only if both operands come as such. CPUs cannot, and
+        # are fastest in float32. Sums of D products of up to 448² fit into bfloat16.
+        found = jax.lax.platform_dependent(
+            rows, quantized, cpu=_multiply_wide, default=_multiply_narrow
+        ).astype(jnp.float32)
+        found = found * row_scales[..., None]
+    else:
+        found = jnp.einsum(
+            "btd,fd->btf", x, quantized.astype(x.dtype), precision=matmul_precision(x)
+        ).astype(jnp.float32)
+    return (found * scales[None, None]).astype(x.dtype)
+
+
+def _multiply_narrow(x: Array, weights: Array) -> Array:
+    return jax.lax.dot_general(
+        x, weights, (((2,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+    )
+
+
+def _multiply_wide(x: Array, weights: Array) -> Array:
+    wide = jnp.einsum("btd,fd->btf", x.astype(jnp.float32), weights.astype(jnp.float32))
+    return wide.astype(jnp.bfloat16)
+
+
+def _forward(x: Array, quantized: Array, scales: Array) -> Any:
+    raise NotImplementedError(
+        "weights of eight bits must not be differentiated: load the checkpoint without weights= "
+        "to take gradients"
+    )
+
+
+def _backward(residuals: Any, cotangent: Array) -> Any:
+    raise AssertionError("the forward pass raises")
+
+
+multiply_quantized.defvjp(_forward, _backward)

@@ -1,0 +1,182 @@
+"""Weights of eight bits: how they are made, loaded, saved and multiplied."""
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from sketchwalk_jax import Dense, forward, load, save
+from sketchwalk_jax.models import param_shapes, quantize_params, transformer
+from sketchwalk_jax.models.params import check_params, check_runs, flatten_params, weights_of
+from sketchwalk_jax.models.quantized import multiply_quantized, quantize_rows
+
+KINDS = ("float8", "int8")
+
+
+def equal(one, other):
+    one, other = flatten_params(one), flatten_params(other)
+    assert one.keys() == other.keys()
+    for path, array in one.items():
+        assert array.dtype == other[path].dtype, path
+        np.testing.assert_array_equal(
+            np.asarray(array, np.float32), np.asarray(other[path], np.float32), err_msg=str(path)
+        )
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_quantised_parameters_have_the_described_shapes(weights):
+    made = quantize_params(tiny.params(), weights)
+    expected = flatten_params(param_shapes(tiny.MODEL, weights=weights))
+    found = {path: (one.shape, one.dtype) for path, one in flatten_params(made).items()}
+    wanted = {path: (one.shape, one.dtype) for path, one in expected.items()}
+    assert {path for path in found if path[-1] == "kernel"} == {("lm_head", "kernel")}
+    embedding = wanted.pop(("embed", "embedding"))
+    assert found.pop(("embed", "embedding"))[0] == embedding[0]
+    assert {path: one[0] for path, one in found.items()} == {
+        path: one[0] for path, one in wanted.items()
+    }
+    check_runs(made, tiny.MODEL)
+    assert weights_of(made) == weights
+
+
+@pytest.mark.parametrize(("weights", "error"), [("float8", 2**-4), ("int8", 0.5 / 127)])
+def test_a_weight_is_within_half_a_step(weights, error):
+    before = tiny.params()["layers"]["out"]["kernel"]  # [L, N, H, D]
+    leaf = quantize_params(tiny.params(), weights)["layers"]["out"]
+    wide = np.asarray(leaf["quantized"], np.float32)
+    found = wide * np.asarray(leaf["scales"])[:, :, None, None]
+    before = np.moveaxis(np.asarray(before), -1, 1)
+    most = np.abs(before).max((2, 3), keepdims=True)
+    size = most if weights == "int8" else np.maximum(np.abs(before), most * 2**-6 / 448 / error)
+    assert (np.abs(found - before) <= size * error * 1.001).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_zeros_have_the_scale_one_and_tiny_rows_a_finite_one(dtype):
+    rows = np.array([[0, 0], [1e-45, 0], [3e38, -1]], np.float32)
+    found, scales = quantize_rows(rows, np.dtype(jnp.dtype(dtype)), num_inputs=1, name="w")
+    assert scales[0] == 1 and np.isfinite(scales).all() and (scales > 0).all()
+    assert (found[0].astype(np.float32) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused(bad):
+    rows = np.array([[1, bad]], np.float32)
+    with pytest.raises(ValueError, match="w must be finite to be quantised"):
+        quantize_rows(rows, np.dtype(np.int8), num_inputs=1, name="w")
+    params = tiny.params()
+    kernel = params["layers"]["up"]["kernel"].at[1, 0, 0].set(bad)
+    params["layers"]["up"] = {"kernel": kernel}
+    with pytest.raises(ValueError, match="layers/up/kernel must be finite"):
+        quantize_params(params, "float8")
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("float8", 0.3), ("int8", 0.05)])
+def test_logits_stay_close(weights, tolerance):
+    tokens, lengths = tiny.prompts(40, 33)
+    params = tiny.params()
+    options = {"model_config": tiny.MODEL, "policy": Dense(), "lengths": lengths}
+    before = forward(params, tokens, **options)
+    after = forward(quantize_params(params, weights), tokens, **options)
+    before, after = (np.asarray(one)[np.arange(40) < lengths[:, None]] for one in (before, after))
+    error = np.std(after - before) / np.std(before)
+    assert 0 < error < tolerance
+
+
+def test_a_row_of_zeros_and_one_of_nan_leave_the_others():
+    leaf = quantize_params(tiny.params(), "float8")["layers"]["gate"]
+    weights, scales = leaf["quantized"][0], leaf["scales"][0]
+    x = jax.random.normal(jax.random.key(0), (1, 4, 32))
+    before = multiply_quantized(x, weights, scales)
+    after = multiply_quantized(x.at[0, 1].set(0).at[0, 2].set(jnp.nan), weights, scales)
+    assert (after[0, 1] == 0).all() and jnp.isnan(after[0, 2]).all()
+    np.testing.assert_array_equal(after[0, ::3], before[0, ::3])
+
+
+def test_gradients_are_refused():
+    params = quantize_params(tiny.params(), "float8")
+    tokens, _ = tiny.prompts(16)
+
+    def loss(embedding):
+        tree = {**params, "embed": {"embedding": embedding}}
+        return forward(tree, tokens, model_config=tiny.MODEL, policy=Dense()).sum()
+
+    with pytest.raises(NotImplementedError, match="must not be differentiated"):
+        jax.grad(loss)(params["embed"]["embedding"])
+
+
+def test_wrong_weights_are_refused():
+    with pytest.raises(ValueError, match="weights must be one of"):
+        load("nowhere", weights="int5")
+    with pytest.raises(ValueError, match="weights must be one of"):
+        quantize_params(tiny.params(), "fp8")
+    made = quantize_params(tiny.params(), "int8")
+    with pytest.raises(ValueError, match="must not be quantised yet, got weights in int8"):
+        quantize_params(made, "float8")
+    made["layers"]["up"]["scales"] = made["layers"]["up"]["scales"].astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="layers/up/scales must be float32, got bfloat16"):
+        check_params(made, tiny.MODEL)
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_saved_directory_comes_back_exactly(weights, tmp_path):
+    made = quantize_params(tiny.params(jnp.bfloat16), weights)
+    save(tmp_path / "saved", made, tiny.MODEL)
+    equal(load(tmp_path / "saved", progress=False)[0], made)
+    equal(load(tmp_path / "saved", progress=False, weights=weights)[0], made)
+    wide, _ = load(tmp_path / "saved", progress=False, dtype="float32")
+    assert weights_of(wide) == weights
+    other = KINDS[1 - KINDS.index(weights)]
+    with pytest.raises(ValueError, match=f"weights must be {weights!r} or left out"):
+        load(tmp_path / "saved", progress=False, weights=other)
+
+
+def test_a_saved_directory_is_quantised_when_loaded(tmp_path):
+    params = tiny.params()
+    save(tmp_path / "saved", params, tiny.MODEL)
+    found, _ = load(tmp_path / "saved", progress=False, weights="int8")
+    equal(found, quantize_params(params, "int8"))
+
+
+def test_the_kernel_for_few_rows_gets_weights_and_scales(monkeypatch):
+    """A stand-in multiplies as the kernel does: float32 with scales, from `[L, F, D]`."""
+    monkeypatch.setattr(transformer, "KERNEL_READS_QUANTIZED", True)
+    params = quantize_params(tiny.params(), "int8")
+    x = jax.random.normal(jax.random.key(0), (2, 1, 32))
+    seen = []
+
+    def multiply(x, weights, layer, *, scale, eps, is_transposed, weight_scales):
+        seen.append({name: one.shape for name, one in weights.items()})
+        assert is_transposed and scale is None
+        return [
+            jnp.einsum("btd,fd->btf", x, one[layer].astype(jnp.float32)) * own[layer][None, None]
+            for one, own in zip(weights.values(), weight_scales, strict=True)
+        ]
+
+    by_kernel, by_xla = (
+        transformer.LayerWeights(params["layers"], jnp.asarray(2), 1e-6, by).linear(
+            x, ("query", "key"), "btd,dnh->btnh"
+        )
+        for by in (multiply, None)
+    )
+    for one, other in zip(by_kernel, by_xla, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert seen == [{"query": (4, 64, 32), "key": (4, 32, 32)}]
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_checkpoint_is_quantised_while_it_is_read(weights, tmp_path):
+    checkpoints.write_checkpoint(tmp_path, "qwen2")
+    options = {"dtype": "float32", "progress": False}
+    params, _ = load(tmp_path, **options)
+    found, _ = load(tmp_path, weights=weights, **options)
+    equal(found, quantize_params(params, weights))
+
+
+def test_modules_for_flax_refuse_eight_bits():
+    from sketchwalk_jax.models.flax import CausalLM
+
+    with pytest.raises(NotImplementedError, match="must have weights that train, got .* int8"):
+        CausalLM.from_params(quantize_params(tiny.params(), "int8"), tiny.MODEL)
