@@ -25,8 +25,6 @@ PyTree = Any
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
 # What `linear_of_rows` is with its kernels.
 Multiply = Callable[..., list[Array] | None]
-# Whether the kernel for few rows takes `weight_scales`; this line is all that switches it on.
-KERNEL_READS_QUANTIZED = False
 
 
 def rms_norm(
@@ -78,13 +76,8 @@ class LayerWeights:
         else:
             outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
         found = None
-        if self.multiply is not None and (KERNEL_READS_QUANTIZED or not is_quantized):
+        if self.multiply is not None:
             options: dict[str, Any] = {}
-            weights = {
-                name: one["kernel"].reshape(one["kernel"].shape[0], -1, math.prod(out))
-                for name, one, out in zip(names, stacks, outputs, strict=True)
-                if not is_quantized
-            }
             if is_quantized:
                 weights = {
                     name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
@@ -92,6 +85,11 @@ class LayerWeights:
                 }
                 scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
                 options = {"is_transposed": True, "weight_scales": scales}
+            else:
+                weights = {
+                    name: one["kernel"].reshape(len(one["kernel"]), -1, math.prod(out))
+                    for name, one, out in zip(names, stacks, outputs, strict=True)
+                }
             found = self.multiply(
                 x.reshape(*x.shape[:2], -1),
                 weights,
@@ -153,9 +151,10 @@ def linear_of_rows(
     from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
-    # Left out where there are none: weights of eight bits need a kernel that knows them.
-    scales: dict[str, Any] = {} if weight_scales is None else {"weight_scales": weight_scales}
-    if why_not_linear(rows, stacks, scale, is_transposed=is_transposed, **scales):
+    why_not = why_not_linear(
+        rows, stacks, scale, is_transposed=is_transposed, weight_scales=weight_scales
+    )
+    if why_not:
         return None
     found = linear_kernel(
         rows,
@@ -164,8 +163,8 @@ def linear_of_rows(
         scale=scale,
         eps=eps,
         is_transposed=is_transposed,
+        weight_scales=weight_scales,
         interpret=kernel_config.interpret,
-        **scales,
     )
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
 

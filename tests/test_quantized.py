@@ -1,6 +1,7 @@
 """Weights of eight bits: how they are made, loaded, saved and multiplied."""
 
 import checkpoints
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from sketchwalk_jax import Dense, forward, load, save
 from sketchwalk_jax.models import param_shapes, quantize_params, transformer
 from sketchwalk_jax.models.params import check_params, check_runs, flatten_params, weights_of
 from sketchwalk_jax.models.quantized import multiply_quantized, quantize_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
 KINDS = ("float8", "int8")
 
@@ -140,30 +142,34 @@ def test_a_saved_directory_is_quantised_when_loaded(tmp_path):
     equal(found, quantize_params(params, "int8"))
 
 
-def test_the_kernel_for_few_rows_gets_weights_and_scales(monkeypatch):
-    """A stand-in multiplies as the kernel does: float32 with scales, from `[L, F, D]`."""
-    monkeypatch.setattr(transformer, "KERNEL_READS_QUANTIZED", True)
-    params = quantize_params(tiny.params(), "int8")
-    x = jax.random.normal(jax.random.key(0), (2, 1, 32))
-    seen = []
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_layer_multiplies_few_rows_with_the_kernel(weights):
+    def draw(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16) / 8
 
-    def multiply(x, weights, layer, *, scale, eps, is_transposed, weight_scales):
-        seen.append({name: one.shape for name, one in weights.items()})
-        assert is_transposed and scale is None
-        return [
-            jnp.einsum("btd,fd->btf", x, one[layer].astype(jnp.float32)) * own[layer][None, None]
-            for one, own in zip(weights.values(), weight_scales, strict=True)
-        ]
+    kernels = {"query": draw(0, 2, 128, 2, 64), "key": draw(1, 2, 128, 1, 64)}
+    params = {"layers": {name: {"kernel": one} for name, one in kernels.items()}}
+    layers = quantize_params(params, weights)["layers"]
+    layers["attn_norm"] = {"scale": 1 + draw(2, 2, 128)}
+    x, asked = 8 * draw(3, 2, 1, 128), []
 
-    by_kernel, by_xla = (
-        transformer.LayerWeights(params["layers"], jnp.asarray(2), 1e-6, by).linear(
-            x, ("query", "key"), "btd,dnh->btnh"
+    def by_kernel(*arguments, **options):
+        found = transformer.linear_of_rows(
+            *arguments, kernel_config=KernelConfig(interpret=True), **options
         )
-        for by in (multiply, None)
+        asked.append(found is not None)
+        return found
+
+    found, wanted = (
+        transformer.LayerWeights(layers, jnp.asarray(1), 1e-6, by).linear(
+            x, ("query", "key"), "btd,dnh->btnh", norm="attn_norm"
+        )
+        for by in (by_kernel, None)
     )
-    for one, other in zip(by_kernel, by_xla, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    assert seen == [{"query": (4, 64, 32), "key": (4, 32, 32)}]
+    assert asked == [True]
+    for one, other in zip(found, wanted, strict=True):
+        chex.assert_equal_shape((one, other))
+        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("weights", KINDS)
