@@ -412,6 +412,18 @@ def code_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
         yield row | {"shape": shape, "lists": lists}
 
 
+def linear_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """What the assembler makes of the kernel for few rows, a line for each product."""
+    return (row for row in rows if "registers" in row)
+
+
+def linear_facts(data: Results) -> Row:
+    """Milliseconds of a token's linear layers, estimated for each type of weights."""
+    tokens = [row for row in data["rows"] if "estimated_ms" in row]
+    estimated = {row["dtype"]: row["estimated_ms"] for row in tokens}
+    return estimated | {"measured": tokens[0]["measured_bfloat16_ms"]}
+
+
 def rate_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What a multiprocessor does in a cycle, with one kind of work alone."""
     wgmma = "64 × {columns} products in eight bits, left operand in {left}, sums in {sums:sums}"
@@ -758,6 +770,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         tuning_rows,
         warp_rows,
         code_rows,
+        linear_rows,
         rate_rows,
         selection_rows,
         share_rows,
@@ -774,7 +787,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         paper_rows,
     )
 }
-FACTS = {make.__name__: make for make in (rate_facts, gain_facts, warp_facts)}
+FACTS = {make.__name__: make for make in (rate_facts, gain_facts, warp_facts, linear_facts)}
 
 
 # Tables of evaluations. A cell is made of the rows of its line and column, and of the rows that
@@ -937,6 +950,7 @@ def devices(results: Path) -> str:
 # Models that follow instructions.
 
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", re.IGNORECASE)
+QUANTIZED_NAMES = ("-float8", "-int8")  # ends of the names of models with such weights
 _UNITS = {"m": ("million", 1e6), "b": ("billion", 1e9)}
 
 
@@ -985,6 +999,32 @@ def rounding(results: evaluations.Results) -> str:
     }
     table = grid(rows, ["Model", "Tokens"], lines, columns)
     return f"{table}\n\n{describe_whole(results)}"
+
+
+def eight_bits(results: evaluations.Results) -> str:
+    """What weights of eight bits lose on text: alone, and together with sparse attention."""
+    rows, lines = _reported(results), []
+    whole = [model for model in values_of(rows, "model") if not model.endswith(QUANTIZED_NAMES)]
+    for model, weights in itertools.product(whole, ("", *QUANTIZED_NAMES)):
+        own = rows_with(rows, model=f"{model}{weights}", task="text_loss")
+        base = rows_with(rows, model=model, task="text_loss", policy="dense")
+        for row in sorted(own, key=lambda row: row["policy"] != "dense"):
+            attention = "dense" if row["policy"] == "dense" else f"density {row['density']:g}"
+            found = None if row in base else paired_loss_difference([row], base)
+            percent = 100 / base[0]["text_loss"]
+            beyond = found and (
+                f"{percent * found.mean:+.2f} % ({percent * found.low:+.2f} to "
+                f"{percent * found.high:+.2f})"
+            )
+            dtype = weights.removeprefix("-") or results.meta["models"][model]["dtype"]
+            cells = f"{row['tokens']:,}", dtype, attention, f"{row['text_loss']:.3f}"
+            lines.append((model, *cells, beyond or NOTHING))
+    head = ["Model", "Tokens", "Weights", "Attention", "Loss, nats", "Beyond the first line"]
+    text = (
+        f"Loss on {rows[0]['prompts']} texts, sparse in both phases; 95 % intervals of paired "
+        "differences"
+    )
+    return f"{markdown_table(head, lines, num_names=4)}\n\n{text}. {describe_whole(results)}"
 
 
 def by_task(results: evaluations.Results) -> str:
@@ -1359,6 +1399,11 @@ EVALUATIONS = {
         "rounding.json",
         rounding,
         "`python benchmarks/real_models.py --model FILE.gguf --stage development`",
+    ),
+    "eight-bits": _evaluated(
+        "eight_bits.json",
+        eight_bits,
+        "`python benchmarks/real_models.py --model FILE.gguf --task text_loss --weights float8`",
     ),
     "recommended-pages": _evaluated(
         "recommended_pages.json",

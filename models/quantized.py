@@ -10,8 +10,9 @@ A channel of zeros has the scale 1. For prompts with float8 weights, rows are qu
 way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
 et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
 
-The libraries qwix and AQT quantise the layers of a Flax model as it runs or trains. They are not
-used here: weights are stacked, plain arrays, and are quantised while a file is read, without Flax.
+The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
+here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
+kernel of the project reads where they lie.
 """
 
 import functools
