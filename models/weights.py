@@ -228,7 +228,7 @@ def _read_params(
                 where = [shardings[one] for one in paths]
                 found = _load_quantized(files, source, kinds, where, advance)
                 params |= dict(zip(paths, found, strict=True))
-            elif path[-1:] != ("scales",):
+            elif path[-1] != "scales":  # which came with `quantized`
                 params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
     return unflatten_params(params)
 

@@ -55,7 +55,6 @@ _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few s
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
-
 MOST_ROWS = 64
 """Rows that the kernel takes; with more, products are no longer bound by memory."""
 
