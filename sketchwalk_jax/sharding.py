@@ -585,10 +585,12 @@ def linear_on_ranks(
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.linear import why_not_linear
 
-    own_scales = weight_scales and [
-        jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
-        for sharding, one in zip(of_scales, weight_scales, strict=True)
-    ]
+    own_scales = None
+    if weight_scales is not None:
+        own_scales = [
+            jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
+            for sharding, one in zip(of_scales, weight_scales, strict=True)
+        ]
     why_not = why_not_linear(
         rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
     )
