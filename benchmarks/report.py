@@ -62,6 +62,7 @@ from sketchwalk_jax.evaluation.tables import (
     measured,
     measured_phases,
     name_of,
+    paired_loss_difference,
     policy_label,
     policy_labels,
     pool,
@@ -1007,7 +1008,7 @@ def eight_bits(results: evaluations.Results) -> str:
     whole = [model for model in values_of(rows, "model") if not model.endswith(QUANTIZED_NAMES)]
     for model, weights in itertools.product(whole, ("", *QUANTIZED_NAMES)):
         own = rows_with(rows, model=f"{model}{weights}", task="text_loss")
-        base = rows_with(rows, model=model, task="text_loss", policy="dense")
+        base = rows_with(rows, model=model, task="text_loss", label="dense")
         for row in sorted(own, key=lambda row: row["policy"] != "dense"):
             attention = "dense" if row["policy"] == "dense" else f"density {row['density']:g}"
             found = None if row in base else paired_loss_difference([row], base)

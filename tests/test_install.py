@@ -211,7 +211,7 @@ LOADED = {
     "sharding sketch validation walk",
     "attention": "api cudnn differentiable mass xla",
     "models": "checkpoint config family gguf_files gguf_header hf_config hub llama params plans "
-    "qwen rope tensor_files transformer weights",
+    "quantized qwen rope tensor_files transformer weights",
     "pallas_kernels": "config kernel_selection",
     "policies": "adamas base block_codes dense flexprefill lines minference oracle quest "
     "random_blocks ranks recommended released sketchwalk streaming",
