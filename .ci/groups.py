@@ -76,6 +76,7 @@ GROUPS = {
         "language_model",
         "plots",
         "promises",
+        "quantized",
         "sampling",
         "tokenizer",
         "weights",

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.inference import decode_step, prefill
+from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.pallas_kernels.linear import MOST_ROWS, linear_kernel, why_not_linear
 
@@ -217,3 +219,33 @@ def test_a_model_decodes_with_it_as_without(is_tied):
         logits, _ = decode_step(params, tokens[:, 0], cache, **options)
         found.append(logits)
     np.testing.assert_allclose(*found, **tolerance("logits", "bfloat16"))
+
+
+@pytest.mark.parametrize("weights", ["float8", "int8"])
+def test_a_layer_multiplies_few_rows_with_the_kernel(weights):
+    def draw(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16) / 8
+
+    kernels = {"query": draw(0, 2, 128, 2, 64), "key": draw(1, 2, 128, 1, 64)}
+    params = {"layers": {name: {"kernel": one} for name, one in kernels.items()}}
+    layers = quantize_params(params, weights)["layers"]
+    layers["attn_norm"] = {"scale": 1 + draw(2, 2, 128)}
+    x, asked = 8 * draw(3, 2, 1, 128), []
+
+    def by_kernel(*arguments, **options):
+        found = transformer.linear_of_rows(
+            *arguments, kernel_config=KernelConfig(interpret=INTERPRET), **options
+        )
+        asked.append(found is not None)
+        return found
+
+    found, wanted = (
+        transformer.LayerWeights(layers, jnp.asarray(1), 1e-6, by).linear(
+            x, ("query", "key"), "btd,dnh->btnh", norm="attn_norm"
+        )
+        for by in (by_kernel, None)
+    )
+    assert asked == [True]
+    for one, other in zip(found, wanted, strict=True):
+        chex.assert_equal_shape((one, other))
+        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.03, atol=0.03)

@@ -1,7 +1,6 @@
 """Weights of eight bits: how they are made, loaded, saved and multiplied."""
 
 import checkpoints
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 import tiny
 
 from sketchwalk_jax import Dense, forward, load, save
-from sketchwalk_jax.models import param_shapes, quantize_params, transformer
+from sketchwalk_jax.models import param_shapes, quantize_params
 from sketchwalk_jax.models.params import check_params, check_runs, flatten_params, weights_of
 from sketchwalk_jax.models.quantized import multiply_quantized, quantize_rows
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
 KINDS = ("float8", "int8")
 
@@ -140,36 +138,6 @@ def test_a_saved_directory_is_quantised_when_loaded(tmp_path):
     save(tmp_path / "saved", params, tiny.MODEL)
     found, _ = load(tmp_path / "saved", progress=False, weights="int8")
     equal(found, quantize_params(params, "int8"))
-
-
-@pytest.mark.parametrize("weights", KINDS)
-def test_a_layer_multiplies_few_rows_with_the_kernel(weights):
-    def draw(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16) / 8
-
-    kernels = {"query": draw(0, 2, 128, 2, 64), "key": draw(1, 2, 128, 1, 64)}
-    params = {"layers": {name: {"kernel": one} for name, one in kernels.items()}}
-    layers = quantize_params(params, weights)["layers"]
-    layers["attn_norm"] = {"scale": 1 + draw(2, 2, 128)}
-    x, asked = 8 * draw(3, 2, 1, 128), []
-
-    def by_kernel(*arguments, **options):
-        found = transformer.linear_of_rows(
-            *arguments, kernel_config=KernelConfig(interpret=True), **options
-        )
-        asked.append(found is not None)
-        return found
-
-    found, wanted = (
-        transformer.LayerWeights(layers, jnp.asarray(1), 1e-6, by).linear(
-            x, ("query", "key"), "btd,dnh->btnh", norm="attn_norm"
-        )
-        for by in (by_kernel, None)
-    )
-    assert asked == [True]
-    for one, other in zip(found, wanted, strict=True):
-        chex.assert_equal_shape((one, other))
-        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("weights", KINDS)
