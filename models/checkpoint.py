@@ -23,7 +23,7 @@ from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, Model
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.params import (
     QUANTIZED,
-    QUANTIZED_DTYPES,
+    WEIGHTS_OF_DTYPE,
     Params,
     ParamsSharding,
     check_params,
@@ -169,8 +169,9 @@ def saved_weights(dtypes: Mapping[str, str]) -> str | None:
       >>> saved_weights({"layers/gate/quantized": "int8"})
       'int8'
     """
-    names = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
-    found = {names.get(dtype) for path, dtype in dtypes.items() if path.endswith("/quantized")}
+    found = {
+        WEIGHTS_OF_DTYPE.get(dtype) for path, dtype in dtypes.items() if path.endswith("/quantized")
+    }
     return found.pop() if found else None
 
 

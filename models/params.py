@@ -50,6 +50,8 @@ ParamsSharding = (
 
 QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
 """What `load` accepts as `weights`, and the dtype of `quantized`."""
+WEIGHTS_OF_DTYPE = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
+"""The same the other way round."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that stand in place of a `kernel`."""
 
@@ -71,8 +73,7 @@ def weights_of(params: Any) -> str | None:
     for leaf in layers.values() if isinstance(layers, Mapping) else ():
         if isinstance(leaf, Mapping) and "quantized" in leaf:
             dtype = str(getattr(leaf["quantized"], "dtype", None))
-            names = {value: name for name, value in QUANTIZED_DTYPES.items()}
-            return names.get(dtype, "float8")  # of another dtype, `check_params` says so
+            return WEIGHTS_OF_DTYPE.get(dtype, "float8")  # of another dtype, `check_params` says so
     return None
 
 

@@ -193,3 +193,6 @@ def test_results_of_something_else_stay(run, asked):
     found, _, err = run("--tokens", "128", "--density", "0.3", status=1)
     assert "must hold results of the same evaluation, got density 0.2 there, 0.3 now" in err
     assert found["meta"]["density"] == 0.2
+    found, _, err = run("--tokens", "128", "--weights", "int8", status=1)
+    assert 'results of the same evaluation, got weights null there, "int8" now' in err
+    assert "weights" not in found["meta"]

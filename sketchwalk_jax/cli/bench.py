@@ -116,6 +116,7 @@ def bench(
             phase: describe_attention(policy, phase, **heads, dtype=chosen)["implementation"]
             for phase in PHASES
         },
+        **({} if weights is None else {"weights": weights}),
         **({} if config is None else describe_texts(text, config) | config.describe()),
     )
     file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
