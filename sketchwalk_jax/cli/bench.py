@@ -107,6 +107,7 @@ def bench(
         config = _questions(preset, density, prompts, context, tokenizer) if prompts else None
     text = read_text(None)
     heads = {"num_heads": model_config.num_heads, "head_dim": model_config.head_dim}
+    eight_bits: dict[str, Any] = {} if weights is None else {"weights": weights}
     meta = describe_machine(
         model={"name": checkpoint_name(directory), "sha256": hash_weights(directory)},
         preset=preset,
@@ -116,7 +117,7 @@ def bench(
             phase: describe_attention(policy, phase, **heads, dtype=chosen)["implementation"]
             for phase in PHASES
         },
-        **({} if weights is None else {"weights": weights}),
+        **eight_bits,
         **({} if config is None else describe_texts(text, config) | config.describe()),
     )
     file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
