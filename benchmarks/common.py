@@ -292,7 +292,8 @@ def _name(row: Mapping[str, Any], fields: Iterable[str]) -> str:
 
 
 # What is told of each row, since a file's rows may come of several runs.
-RUN = ("date", "command", "repeats", "sources", "copy_tb_per_s", "matmul_tflops")
+RATES = ("copy_tb_per_s", "matmul_tflops", "matmul_float8_tflops")
+RUN = ("date", "command", "repeats", "sources", *RATES)
 # What all rows of a file have in common.
 _SAME = ("device", "cpu", "cores", "versions", "is_quick")
 

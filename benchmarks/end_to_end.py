@@ -21,6 +21,9 @@ attended to, and the statistics. Of a prompt it is the arithmetic of the linear 
 pairs attended to over the rate of a large matrix product. `parts_ms` says what the GPU's kernels
 were busy with, from a trace of one more run.
 
+`--weights bfloat16 --weights float8` measures the same with each type of weights in one process and
+adds its rows, which name the type, to a file of their own, `end_to_end_weights.json`.
+
 What does not fit is listed with the bytes that it needs. What takes half a minute or more is run
 once, and not traced.
 """
@@ -57,6 +60,7 @@ from sketchwalk_jax.generation import DecodeState, decode_tokens, start_decoding
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.models.quantized import quantize_params
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.sampling import Sampling, seen_tokens, sequence_keys
 
@@ -127,7 +131,8 @@ PARTS = {
 REST = "rest"
 # What tells rows apart.
 NAMES = ("implementation", "model", "phase", "tokens", "batch", "policy", "preset", "density")
-NAMES = (*NAMES, "chunk_size")
+NAMES = (*NAMES, "chunk_size", "weights")
+WEIGHTS = ("bfloat16", "float8", "int8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +146,7 @@ class Cell:
       batch: Sequences.
       rule: The policy.
       chunk_size: Tokens of a piece, or None for one piece.
+      weights: Type of the linear layers' weights, or None where no types are compared.
     """
 
     model: str
@@ -149,10 +155,12 @@ class Cell:
     batch: int
     rule: Rule
     chunk_size: int | None = None
+    weights: str | None = None
 
     def row(self, **found: Any) -> Row:
         """What names it, and what was found."""
         rule = self.rule
+        weights = {} if self.weights is None else {"weights": self.weights}
         return {
             "model": self.model,
             "tokens": self.tokens,
@@ -164,6 +172,7 @@ class Cell:
             "dense_layers": dict(rule.fields).get("dense_layers", 0),
             "implementation": "ours",
             "chunk_size": self.chunk_size,
+            **weights,
             **found,
         }
 
@@ -171,13 +180,14 @@ class Cell:
 def main() -> None:
     """Runs everything and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=common.RESULTS / "end_to_end.json")
+    parser.add_argument("--out", type=Path, help="default: end_to_end.json, or as --weights says")
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("--phase", action="append", choices=("prefill", "decode"))
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
     parser.add_argument("--policy", action="append", help="policy or preset; default: all")
     parser.add_argument("--density", type=float, action="append", help="default: all")
+    parser.add_argument("--weights", action="append", choices=WEIGHTS, help="compares types")
     parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
@@ -189,6 +199,9 @@ def main() -> None:
     if options.peer:
         run_peer(json.loads(options.peer))
         return
+    if options.out is None:
+        name = "end_to_end_weights.json" if options.weights else "end_to_end.json"
+        options.out = common.RESULTS / name
     keep_compiled_programs()
     started = time.monotonic()
     names = ["tiny"] if options.quick else options.model or list(MODELS)
@@ -202,10 +215,15 @@ def main() -> None:
         return options.seconds - (time.monotonic() - started)
 
     models = {"tiny": TINY} if options.quick else MODELS
-    has_peer = not (options.without_transformers or options.quick)
+    has_peer = not (options.without_transformers or options.quick or options.weights)
     wanted = {
-        name: [cell for cell in cells(name, options) if matches(cell, options)]
+        (name, weights): [
+            dataclasses.replace(cell, weights=weights)
+            for cell in cells(name, options)
+            if matches(cell, options)
+        ]
         for name in (() if options.only_transformers else names)
+        for weights in options.weights or [None]
     }
     peers = {name: list(peer_cells(name, options)) for name in (names if has_peer else ())}
     asked = [cell.row() for own in wanted.values() for cell in own]
@@ -224,14 +242,16 @@ def main() -> None:
         tqdm.write(describe(row))
         common.add_rows(options.out, meta, [row], NAMES)
 
-    wanted = {name: [cell for cell in own if is_left(cell.row())] for name, own in wanted.items()}
-    wanted = {name: own for name, own in wanted.items() if own}
-    rates = measure_rates(is_quick=options.quick) if wanted else {}
+    wanted = {key: [cell for cell in own if is_left(cell.row())] for key, own in wanted.items()}
+    wanted = {key: own for key, own in wanted.items() if own}
+    rates = {}
+    if wanted:
+        rates = measure_rates(is_quick=options.quick, weights=options.weights or ())
     meta |= rates
-    for name, own in wanted.items():
+    for (name, weights), own in wanted.items():
         if seconds_left() <= 0:
             return
-        model = Model(name, models[name], rates, repeats)
+        model = Model(models[name], rates, repeats, weights=weights)
         fitting = []
         for cell in own:
             if model.needed_bytes(cell) < model.room:
@@ -302,7 +322,7 @@ def describe(row: Row) -> str:
     name = row["preset"] or row["policy"]
     name += f" {row['density']:g}" if row["density"] not in (None, 1.0) else ""
     text = f"{row['implementation']} {row['model']} {row['phase']:<8}{row['tokens']:>8}"
-    text += f" x{row['batch']:<3}{name:<16}"
+    text += f" x{row['batch']:<3}{name:<16}{row.get('weights', '')} "
     if row["error"]:
         return f"{text} {row['error']}"
     text += f"{1e3 * row['seconds']['median']:.3f} ms"
@@ -310,8 +330,11 @@ def describe(row: Row) -> str:
     return text + (f", {row['seconds']['median'] / floor:.2f} of its floor" if floor else "")
 
 
-def measure_rates(*, is_quick: bool) -> dict[str, float]:
-    """How fast this device copies (bytes read and written), and multiplies bfloat16 matrices."""
+def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, float]:
+    """How fast this device copies (bytes read and written), and multiplies large matrices.
+
+    The matrices are bfloat16, and also float8 if `weights` names that.
+    """
     size = 2**22 if is_quick else 2**31
     source = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
     copy = jax.jit(jnp.copy)
@@ -326,24 +349,43 @@ def measure_rates(*, is_quick: bool) -> dict[str, float]:
         return out
 
     copied = common.seconds(lambda: repeated(copy, source), 7)["median"] / times
+    found = {"copy_tb_per_s": 2 * source.nbytes / copied / 1e12}
     product = common.seconds(lambda: repeated(multiply, matrix, matrix), 7)["median"] / times
-    return {
-        "copy_tb_per_s": 2 * source.nbytes / copied / 1e12,
-        "matmul_tflops": 2 * side**3 / product / 1e12,
-    }
+    found["matmul_tflops"] = 2 * side**3 / product / 1e12
+    if "float8" in weights:
+        # The right one transposed, as weights lie: other layouts are not multiplied in float8.
+        narrow = matrix.astype(jnp.float8_e4m3fn)
+        dims = (((1,), (1,)), ((), ()))
+        multiply = jax.jit(
+            functools.partial(
+                jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.bfloat16
+            )
+        )
+        product = common.seconds(lambda: repeated(multiply, narrow, narrow), 7)["median"] / times
+        found["matmul_float8_tflops"] = 2 * side**3 / product / 1e12
+    return found
 
 
 class Model:
     """Random weights of one model, and the measurements with them."""
 
     def __init__(
-        self, name: str, config: ModelConfig, rates: dict[str, float], repeats: int
+        self,
+        config: ModelConfig,
+        rates: dict[str, float],
+        repeats: int,
+        *,
+        weights: str | None = None,
     ) -> None:
         """Draws the weights."""
-        self.name, self.config, self._repeats = name, config, repeats
+        self.config, self._repeats = config, repeats
         self._copy = rates["copy_tb_per_s"] * 1e12
         self._matmul = rates["matmul_tflops"] * 1e12
+        name = "matmul_float8_tflops" if weights == "float8" else "matmul_tflops"
+        self._linear = rates[name] * 1e12
         self._params = random_params(config)
+        if weights not in (None, config.dtype):
+            self._params = jax.block_until_ready(quantize_params(self._params, weights))
         stats = jax.devices()[0].memory_stats() or {}
         self.room = 0.97 * stats.get("bytes_limit", 2**34)
 
@@ -440,13 +482,16 @@ class Model:
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
         repeats = self._repeats if cell.tokens <= 2**16 else 2
         found = time_prompt(program, self._params, prompt, repeats)
-        work = cell.batch * prompt_flops(self.config, cell.tokens, found["measured_density"])
-        return found | {"floor_seconds": work / self._matmul}
+        linear = cell.batch * linear_flops(self.config, cell.tokens)
+        pairs = cell.batch * pair_flops(self.config, cell.tokens, found["measured_density"])
+        return found | {"floor_seconds": linear / self._linear + pairs / self._matmul}
 
     def _decode(self, cell: Cell, program: Any, state: DecodeState) -> Row:
         found, cache = time_tokens(program, self._params, state, self._repeats)
         held = num_bytes((cache.key, cache.value)) * cell.tokens / cache.capacity
-        read = token_bytes(self.config, cell.batch, held, found["measured_density"])
+        read = token_bytes(
+            self.config, cell.batch, held, found["measured_density"], shapes(self._params)
+        )
         return found | {"floor_seconds": (read + num_bytes(cache.statistics)) / self._copy}
 
 
@@ -520,18 +565,35 @@ def time_tokens(
 
 def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
     """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
+    return linear_flops(config, tokens) + pair_flops(config, tokens, density)
+
+
+def linear_flops(config: ModelConfig, tokens: int) -> float:
+    """Arithmetic of a prompt in the linear layers."""
     layers = param_shapes(config)["layers"]
-    linear = 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+    return 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+
+
+def pair_flops(config: ModelConfig, tokens: int, density: float) -> float:
+    """Arithmetic of a prompt's queries with the keys and values attended to."""
     pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
-    return linear + 4 * pairs * config.num_heads * config.head_dim
+    return 4 * pairs * config.num_heads * config.head_dim
 
 
-def token_bytes(config: ModelConfig, batch: int, cache_bytes: float, density: float) -> float:
-    """Bytes of weights, and of keys and values attended to, for a token of every sequence."""
-    shapes = jax.tree.leaves(param_shapes(config))
-    number = np.dtype(config.dtype).itemsize
-    weights = number * sum(math.prod(x.shape) for x in shapes)
+def token_bytes(
+    config: ModelConfig,
+    batch: int,
+    cache_bytes: float,
+    density: float,
+    params: PyTree | None = None,
+) -> float:
+    """Bytes of weights, and of keys and values attended to, for a token of every sequence.
+
+    `params` are the shapes of the weights, those of the model's own type if not given.
+    """
+    weights = num_bytes(param_shapes(config) if params is None else params)
     if not config.tie_word_embeddings:
+        number = np.dtype(config.dtype).itemsize
         weights -= number * (config.vocab_size - batch) * config.hidden_size
     return weights + density * cache_bytes
 
