@@ -13,6 +13,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     LEAST_DECODE_HEAD,
     KernelConfig,
     default_kernel_config,
+    why_not_ampere_token,
     why_not_shape,
 )
 
@@ -21,9 +22,8 @@ DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
 """Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
 
-# What there are kernels for, by GPU. A kernel of tokens for GPUs from Ampere on is one word more
-# here, and a line in `attention/differentiable.py`.
-KERNELS = {"hopper": ("prefill", "decode", "selection"), "ampere": ("prefill",)}
+# What there are kernels for, by GPU.
+KERNELS = {"hopper": ("prefill", "decode", "selection"), "ampere": ("prefill", "decode")}
 LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
@@ -82,6 +82,8 @@ def why_not_mosaic_gpu(
     phase = "decode" if query.shape[1] == 1 else "prefill"
     if not interpret and (reason := why_not_device(phase)):
         return reason
+    if phase == "decode" and kernels_here() == "ampere":
+        return why_not_ampere_token(query, block_size=block_size)
     return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 

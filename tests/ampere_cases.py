@@ -7,8 +7,7 @@ import kernel_cases
 from kernel_cases import AttentionKernelCase, Program
 
 from sketchwalk_jax import KernelConfig
-
-DECODE_HEADS = (64, 128)  # sizes of head that `ampere_decode` takes
+from sketchwalk_jax.pallas_kernels.config import AMPERE_DECODE_HEADS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,5 +82,5 @@ COMPILED = _compiled()
 globals().update(COMPILED)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
 DECODE_CASES = [
-    of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in DECODE_HEADS
+    of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in AMPERE_DECODE_HEADS
 ]

@@ -359,7 +359,7 @@ def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, run, 
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: "8.6")
     lines = dict(line.split(maxsplit=1) for line in run(*command)[0].splitlines()[:5])
     assert lines["prompts"] == "mosaic_gpu"
-    assert lines["tokens"].startswith("xla: it needs an NVIDIA GPU of compute capability 9.0")
+    assert lines["tokens"].startswith("xla: it takes a head_dim of 64 or 128 in decode")
     assert "in selection, not cpu" in lines["selection"]
     other = run(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[2:5]
     assert [line.split()[1].rstrip(":") for line in other] == ["cudnn", "xla", "xla"]
