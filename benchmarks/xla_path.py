@@ -4,9 +4,9 @@
 
 One layer of the default policy from 4K to 32K tokens, in one process: dense attention, attention
 over the lists that the policy makes, by XLA and by the kernels, and the policy's observation and
-selection by XLA. Prompts are queued one after another; tokens are decoded in a loop whose steps
-depend on each other. Forms take turns. On Hopper the kernels are those for other GPUs all the same.
-Without such a GPU everything runs on XLA.
+selection by XLA, for tokens also by kernels. Prompts are queued one after another; tokens are
+decoded in a loop whose steps depend on each other. Forms take turns. On Hopper the kernels are
+those for other GPUs all the same. Without such a GPU everything runs on XLA.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.pallas_kernels.config import default_kernel_config
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.selection import BlockSelection
 
@@ -41,6 +42,7 @@ TOKENS, DENSITIES, BATCHES = (2**12, 2**13, 2**14, 2**15), (0.1, 0.2), (1, 8)
 SUMS = {
     "all_xla": ("selection", "xla"),
     "kernel_and_selection": ("selection", "kernel"),
+    "all_kernels": ("kernel_selection", "kernel"),
 }
 Row = dict[str, Any]
 Programs = dict[str, Future[Any]]
@@ -275,17 +277,21 @@ def decode(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, l
     inputs = selection.Inputs(
         shape, [(query, *one) for one in caches], kernel_inputs.whole_prompt(shape)
     )
-    selecting = selection.token_loop(
+    make = functools.partial(
+        selection.token_loop,
         policy,
         inputs,
         key,
         selects=True,
         rounds=kernels.ROUNDS_OF_LAYERS,
-        kernel_config=None,
     )
+    selects = {"selection": make(kernel_config=None)}
+    if HAS_KERNELS:
+        selects["kernel_selection"] = make(kernel_config=default_kernel_config())
     one = jnp.int32(1)
-    programs = {"selection": submit(pool, selecting[0], one, *selecting[1:])}
-    given = (key, value, selecting[1][3], lengths)
+    programs = {name: submit(pool, some[0], one, *some[1:]) for name, some in selects.items()}
+    _, shapes, tokens = selects["selection"]
+    given = (key, value, shapes[3], lengths)
     full = (jnp.arange(shape.num_blocks, dtype=jnp.int32), jnp.int32(shape.num_blocks))
     ids, counts = (jnp.broadcast_to(x, (shape.batch, 1, 1, *x.shape)) for x in full)
     every = (BlockSelection(ids, counts, shape.block_size),) * LAYERS
@@ -307,12 +313,11 @@ def decode(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, l
         fill = jax.jit(functools.partial(fill_codes, policy))
         codes = tuple(
             fill(own, statistics, inputs.span)
-            for (own, _), statistics in zip(caches, selection.zeros(selecting[1][2]), strict=True)
+            for (own, _), statistics in zip(caches, selection.zeros(shapes[2]), strict=True)
         )
-        state = (*selection.zeros(selecting[1][:2]), codes, selection.zeros(selecting[1][3]))
-        select = selection.looped(programs["selection"], state, selecting[2], STEP)
-        found = select(STEP)[3]
-        calls = {"selection": select}
+        state = (*selection.zeros(shapes[:2]), codes, selection.zeros(shapes[3]))
+        calls = {name: selection.looped(programs[name], state, tokens, STEP) for name in selects}
+        found = calls["selection"](STEP)[3]
         for name, (_, some) in attending.items():
             if some is given:
                 some = (key, value, found, lengths)

@@ -22,8 +22,12 @@ DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
 """Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
 
-# What there are kernels for, by GPU.
-KERNELS = {"hopper": ("prefill", "decode", "selection"), "ampere": ("prefill", "decode")}
+# What there are kernels for, by GPU: attention of prompts and of tokens, selection by any policy,
+# that of a token by the recommended policy (and what writes the token), and products of few rows.
+KERNELS = {
+    "hopper": ("prefill", "decode", "selection", "token selection", "linear layers"),
+    "ampere": ("prefill", "decode", "token selection"),
+}
 LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
@@ -52,7 +56,7 @@ def why_not_device(what: str) -> str | None:
     """Why the default device has no kernels for something, or `None` if it has.
 
     Args:
-      what: `"prefill"`, `"decode"` or `"selection"`.
+      what: One of those that `KERNELS` names.
 
     Returns:
       A reason to show to the caller.
@@ -123,7 +127,10 @@ def choose_implementation(
 
 
 def selection_kernels(
-    implementation: str | None, kernel_config: KernelConfig | None = None
+    implementation: str | None,
+    kernel_config: KernelConfig | None = None,
+    *,
+    what: str = "selection",
 ) -> KernelConfig | None:
     """How policies may run their selection kernels, or `None` where they select on XLA.
 
@@ -133,6 +140,7 @@ def selection_kernels(
       implementation: As asked for attention.
       kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
         unasked.
+      what: What they are for, as `KERNELS` has it.
 
     Returns:
       The configuration for the kernels, or `None`.
@@ -141,23 +149,28 @@ def selection_kernels(
     if kernel_config.interpret:
         return kernel_config if implementation == "mosaic_gpu" else None
     is_wanted = implementation in (None, "mosaic_gpu")
-    return kernel_config if is_wanted and why_not_device("selection") is None else None
+    return kernel_config if is_wanted and why_not_device(what) is None else None
 
 
 def row_kernels(
-    implementation: str | None, kernel_config: KernelConfig | None = None, *, on_one_device: bool
+    implementation: str | None,
+    kernel_config: KernelConfig | None = None,
+    *,
+    on_one_device: bool,
+    what: str = "linear layers",
 ) -> KernelConfig | None:
-    """How few rows may be multiplied with stacked weights, or `None` where XLA does it.
+    """How kernels of few rows may read stacked weights or caches, or `None` where XLA does.
 
-    Where weights may be spread over devices it does: a kernel would get all of them on each.
+    Where these may be spread over devices it does: a kernel would get all of them on each.
 
     Args:
       implementation: As asked for attention.
       kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
         unasked.
-      on_one_device: Whether the weights are known to lie on one device.
+      on_one_device: Whether weights and caches are known to lie on one device.
+      what: What the kernels are for, as `KERNELS` has it.
     """
-    found = selection_kernels(implementation, kernel_config)
+    found = selection_kernels(implementation, kernel_config, what=what)
     return found if found is None or found.interpret or on_one_device else None
 
 

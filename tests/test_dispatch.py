@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from sketchwalk_jax import (
+    Dense,
     KernelConfig,
     SketchWalkConfig,
     block_sparse_attention,
@@ -22,6 +23,7 @@ from sketchwalk_jax import (
     prefill,
     save,
 )
+from sketchwalk_jax.cached_layer import LayerSettings
 from sketchwalk_jax.dispatch import choose_implementation
 from sketchwalk_jax.pallas_kernels import ampere_prefill
 from sketchwalk_jax.selection import full_selection
@@ -151,8 +153,12 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
                 choose_implementation("mosaic_gpu", query, block_size=64)
     pages = jax.ShapeDtypeStruct((1, 64, 2, 96), jnp.bfloat16)
     assert choose_implementation(None, pages, block_size=16, row_size=64) == expected
-    assert (dispatch.selection_kernels(None) is None) == (capability != "9.0")
-    assert (dispatch.row_kernels(None, on_one_device=True) is None) == (capability != "9.0")
+    for what in ("selection", "token selection", "linear layers"):
+        has_kernel = capability == "9.0" or (what == "token selection" and capability != "7.5")
+        assert (dispatch.selection_kernels(None, what=what) is not None) == has_kernel
+        found = dispatch.row_kernels(None, on_one_device=True, what=what)
+        assert (found is not None) == has_kernel
+        assert dispatch.row_kernels(None, on_one_device=False, what=what) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -173,6 +179,23 @@ def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(head_dim, on):
                 choose_implementation("mosaic_gpu", token, block_size=16)
             with pytest.raises(NotImplementedError, match=words):
                 dispatch.choose_dense_implementation("mosaic_gpu", token, **dense)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(SketchWalkConfig.recommended(), {"decode"}), (SketchWalkConfig.paper(), set()),
+     (Dense(), set())],
+)  # fmt: skip
+def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
+    settings = LayerSettings(policy=policy, on_one_device=True)
+    phases = ("prefill", "decode")
+    on("8.0")
+    assert {x for x in phases if settings.selection_kernels(x) is not None} == expected
+    assert (settings.token_kernels is not None) == bool(expected)
+    assert settings.multiply_rows is None
+    on("9.0")
+    assert all(settings.selection_kernels(x) is not None for x in phases)
+    assert settings.token_kernels is not None and settings.multiply_rows is not None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])

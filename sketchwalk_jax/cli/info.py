@@ -98,7 +98,8 @@ def _describe_environment(
         **prompts,  # as before tokens and selection were told apart
         "prompts": prompts,
         "tokens": describe_attention(policy, "decode", **shape),
-        "selection": _describe_selection(policy),
+        "selection": _describe_selection(policy, "selection"),
+        "token_selection": _describe_selection(policy, policy.token_kernels),
     }
 
 
@@ -123,9 +124,9 @@ def describe_attention(
     return {"implementation": found, "why_not_mosaic_gpu": reason}
 
 
-def _describe_selection(policy: Policy) -> dict[str, Any]:
-    """What selects, and why no kernel."""
-    reason = why_not_device("selection")
+def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
+    """What selects, for prompts or for tokens, and why no kernel."""
+    reason = why_not_device(what)
     if not isinstance(policy, RecommendedConfig | SketchWalkConfig):
         reason = f"{type(policy).__name__} has no kernels that select"
     return {"implementation": "xla" if reason else "mosaic_gpu", "why_not_mosaic_gpu": reason}
@@ -230,7 +231,10 @@ def _to_text(found: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [
         ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
         ("devices", f"{devices} (backend {here['backend']})"),
-        *((name, _what_runs(**here[name])) for name in ("prompts", "tokens", "selection")),
+        ("prompts", _what_runs(**here["prompts"])),
+        ("  selection", _what_runs(**here["selection"])),
+        ("tokens", _what_runs(**here["tokens"])),
+        ("  selection", _what_runs(**here["token_selection"])),
         ("", ""),
         *_model_rows(found["model"]),
         ("", ""),
