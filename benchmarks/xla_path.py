@@ -44,15 +44,16 @@ SUMS = {
     "kernel_and_selection": ("selection", "kernel"),
     "all_kernels": ("kernel_selection", "kernel"),
 }
+NAMES = ("op", "tokens", "density", "batch", "heads", "head_dim", "dtype")  # tell rows apart
 Row = dict[str, Any]
-Programs = dict[str, Future[Any]]
 
 
 def main() -> None:
-    """Runs everything and writes the results, length by length."""
+    """Runs everything and writes the results, length by length, in the place of older ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=str(common.RESULTS / "xla_path.json"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--tokens", type=int, action="append", help="default: 4K to 32K")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, in turns")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds")
     options = parser.parse_args()
@@ -61,9 +62,9 @@ def main() -> None:
     size: dict[str, Any] = {"dtype": options.dtype}
     if options.quick:
         size |= {"heads": (4, 2), "head_dim": 64}
-    rows: list[Row] = []
     failed: list[str] = []
-    for tokens in (1024,) if options.quick else TOKENS:
+    for tokens in options.tokens or ((1024,) if options.quick else TOKENS):
+        rows: list[Row] = []
         shapes = [
             Shape(op=op, tokens=tokens, density=density, batch=batch, **size)
             for op, batches in (("prefill", (1,)), ("decode", BATCHES))
@@ -78,7 +79,7 @@ def main() -> None:
             failed += [f"{shape} {error}" for error in errors]
             tqdm.write(describe(row))
         meta = common.describe_machine(is_quick=options.quick, repeats=repeats, failed=failed)
-        common.write_results(options.out, meta, rows)
+        common.add_rows(options.out, meta, rows, NAMES)
     if failed:
         raise SystemExit("\n".join(failed))
 
@@ -315,8 +316,10 @@ def decode(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, l
             fill(own, statistics, inputs.span)
             for (own, _), statistics in zip(caches, selection.zeros(shapes[2]), strict=True)
         )
-        state = (*selection.zeros(shapes[:2]), codes, selection.zeros(shapes[3]))
-        calls = {name: selection.looped(programs[name], state, tokens, STEP) for name in selects}
+        calls = {}
+        for name, (_, own, _) in selects.items():
+            state = (*selection.zeros(own[:2]), codes, selection.zeros(own[3]))
+            calls[name] = selection.looped(programs[name], state, tokens, STEP)
         found = calls["selection"](STEP)[3]
         for name, (_, some) in attending.items():
             if some is given:
