@@ -28,6 +28,12 @@ KERNELS = {
     "hopper": ("prefill", "decode", "selection", "token selection", "linear layers"),
     "ampere": ("prefill", "decode", "token selection"),
 }
+GPU_GROUPS = (
+    "GPUs from Ampere on",
+    "GPUs from Ampere on before JAX 0.11.2",
+    "GPUs before Ampere",
+)
+"""Those that share what runs: kernels, cuDNN's dense attention beside XLA, and XLA alone."""
 LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
@@ -50,6 +56,22 @@ def kernels_here() -> str | None:
     if is_hopper():
         return "hopper"
     return "ampere" if _is_ampere_or_later() else None
+
+
+def group_of_gpus() -> str | None:
+    """Which group of GPUs the default device is in, by what runs there; for expectations of speed.
+
+    Returns:
+      One of `GPU_GROUPS`; `None` on Hopper with its kernels, and where there is no GPU.
+    """
+    if not _compute_capability():
+        return None
+    with_kernels, with_cudnn, without = GPU_GROUPS
+    if not _is_ampere_or_later():
+        return without
+    if why_not_device("prefill") is not None:
+        return with_cudnn
+    return None if is_hopper() else with_kernels
 
 
 def why_not_device(what: str) -> str | None:

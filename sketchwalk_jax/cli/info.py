@@ -213,14 +213,19 @@ def _describe_cache(
 
 
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
-    """From how many tokens on the policy is not slower than dense attention, where it was measured.
+    """From how many tokens on the policy is not slower than dense attention, measured or expected.
 
     Of one sequence; `tokens` is None where it was not, or was slower up to `longest`.
     """
     found = Auto(config).find(phase, model_config)
     if isinstance(found, str):
-        return {"tokens": None, "longest": None, "problem": found}
-    return {"tokens": found.tokens, "longest": found.longest, "problem": None}
+        return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
+    return {
+        "tokens": found.tokens,
+        "longest": found.longest,
+        "is_expected": found.is_expected,
+        "problem": None,
+    }
 
 
 def _to_text(found: dict[str, Any]) -> str:
@@ -311,13 +316,16 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _from_where(tokens: int | None, longest: int | None, problem: str | None) -> str:
+def _from_where(
+    tokens: int | None, longest: int | None, is_expected: bool, problem: str | None
+) -> str:
     """Where a policy pays, in words."""
     if problem is not None:
         return problem
+    how = " (expected, not measured on this device)" if is_expected else ""
     if tokens is None:
-        return f"nowhere up to {longest:,} tokens, where dense attention is faster"
-    return f"from {tokens:,} tokens on, below which dense attention is faster"
+        return f"nowhere up to {longest:,} tokens, where dense attention is faster{how}"
+    return f"from {tokens:,} tokens on, below which dense attention is faster{how}"
 
 
 def _cache_rows(cache: dict[str, Any]) -> list[tuple[str, str]]:
