@@ -35,6 +35,7 @@ from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
     add_parts,
     along_keys,
     finish,
+    heads_of_unit,
     num_splits,
 )
 from sketchwalk_jax.pallas_kernels.config import (
@@ -129,8 +130,7 @@ class _Tiling:
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
-        group = num_heads // max(num_lists, kv_heads)
-        group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
         units = num_heads // group
         programs, stages = sizes(head_dim, shared_memory())
         programs = kernel_config.decode_programs or programs * num_multiprocessors()
