@@ -353,6 +353,27 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
     assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
 
 
+def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
+    times = {"cudnn": 2.0, "xla_dense": 9.0, "all_xla": 8.0, "kernel_and_selection": 3.0}
+
+    def row(op, tokens, **more):
+        forms = {name: {"ms": one} for name, one in (times | more).items()}
+        shape = {"tokens": tokens, "density": 0.1, "batch": 1, "heads": [32, 8], "head_dim": 128}
+        return shape | {"op": op, "forms": forms}
+
+    rows = [row("prefill", 4096), row("prefill", 8192, cudnn=4.0), row("decode", 8192)]
+    found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
+    with_kernels, with_cudnn, without = dispatch.GPU_GROUPS
+    assert found == {
+        (with_kernels, "prefill"): 8192,  # and no form of tokens by kernels alone
+        (with_cudnn, "prefill"): None,
+        (with_cudnn, "decode"): None,
+        (without, "prefill"): 4096,
+        (without, "decode"): 8192,
+    }
+    assert all(one.is_expected for one in benchmark.expected({"rows": rows}))
+
+
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
     """As `end_to_end.py` writes them, as soon as there are any."""
 
@@ -373,6 +394,7 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_pat
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
     assert dataclasses.asdict(found) == expected | {"tokens": 32768, "longest": 32768}
+    assert not found.is_expected
     quick = {"meta": meta | {"is_quick": True}, "rows": rows}
     (tmp_path / "end_to_end.json").write_text(json.dumps(quick))
     with pytest.raises(ValueError, match="--quick"):
