@@ -4,9 +4,11 @@
 
 Whole models with random weights, prompts as `stream` reads them and decode steps at a full cache,
 in turns with dense attention, round by round. Linear layers take the same time on either side, so
-that few narrow ones will do. On a GPU, rows of `end_to_end.py` say the same of real models.
+that few narrow ones will do. On a GPU, rows of `end_to_end.py` say the same of real models. What is
+expected of GPUs that were not measured is what one layer took on an H200 with the code that runs on
+them, by `xla_path.py`.
 
-`report.py` makes of both files the table that the package comes with,
+`report.py` makes of these files the table that the package comes with,
 `sketchwalk_jax/break_even.json`, and the sentence of README.md.
 """
 
@@ -28,6 +30,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax.auto import BreakEven
 from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.dispatch import GPU_GROUPS
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.policies import Policy, by_name
@@ -46,7 +49,13 @@ MODELS = {"narrow": cpu.MODEL, "wide": WIDE}
 LENGTHS = {"prefill": (256, 512, 1024, 2048, 4096), "decode": (256, 512, 1024, 2048, 4096, 8192)}
 BATCHES = {"narrow": (1, 8), "wide": (1,)}
 MOST_TOKENS = 16384  # of all sequences of a batch together
-FILES = ("break_even_cpu.json", "end_to_end.json")
+FILES = ("break_even_cpu.json", "end_to_end.json", "xla_path.json")
+# Of each group of GPUs, dense attention and the sums of a sparse layer, by phase, in `xla_path.py`.
+EXPECTED = {
+    GPU_GROUPS[0]: ("cudnn", {"prefill": "kernel_and_selection", "decode": "all_kernels"}),
+    GPU_GROUPS[1]: ("cudnn", {"prefill": "all_xla", "decode": "all_xla"}),
+    GPU_GROUPS[2]: ("xla_dense", {"prefill": "all_xla", "decode": "all_xla"}),
+}
 SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
 TABLE = common.ROOT / "sketchwalk_jax" / "break_even.json"
 Row = dict[str, Any]
@@ -162,11 +171,28 @@ def break_evens(results: Path) -> list[BreakEven]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["meta"].get("is_quick"):
             raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
+        if path.name == FILES[2]:
+            found += expected(data)
+            continue
         rows = data["rows"] if path.name == FILES[0] else list(speedups(data))
         # What is looked up is the class of a policy and its density.
         rows = [row for row in rows if row["preset"] in PRESETS]
         found += of_rows(rows, data["meta"]["device"])
     return found
+
+
+def expected(data: dict[str, Any]) -> Iterator[BreakEven]:
+    """What is expected of groups of GPUs, from the rows of `xla_path.py`."""
+    for group, (dense, sums) in EXPECTED.items():
+        rows = []
+        for row in data["rows"]:
+            forms, sparse = row["forms"], sums[row["op"]]
+            if sparse in forms:
+                faster = {"median": forms[dense]["ms"] / forms[sparse]["ms"]}
+                width = row["heads"][0] * row["head_dim"]
+                found = {"phase": row["op"], "policy": "sketchwalk", "preset": "recommended"}
+                rows.append(row | found | {"width": width, "speedup": faster})
+        yield from of_rows(rows, group)
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:
@@ -258,7 +284,7 @@ def update_table(results: Path, *, is_check: bool) -> bool:
 
 def sentence(results: Path) -> str:
     """From where on sparse pays, for README.md: the default policy, one sequence."""
-    own = [one for one in break_evens(results) if one.batch == 1]
+    own = [one for one in break_evens(results) if one.batch == 1 and not one.is_expected]
     own = [one for one in own if one.policy == "RecommendedConfig" and one.density == DENSITY]
     parts = []
     for device in dict.fromkeys(one.device for one in own):

@@ -433,7 +433,7 @@ class Model:
         valid = jnp.broadcast_to(jnp.arange(empty.capacity) < length, (cell.batch, empty.capacity))
         span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
         shape = LayerShape(config.num_heads, size[2], size[3], empty.key.dtype)
-        kernels = self._settings(cell).selection_kernels
+        kernels = self._settings(cell).selection_kernels("prefill")
 
         def one_layer(layer: Any) -> tuple[Any, Any, Any]:
             keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), 3)

@@ -393,6 +393,15 @@ def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
             yield found
 
 
+def xla_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """Attention and selection by XLA beside the kernels and dense attention, a line each."""
+    for row in rows:
+        times = {name: (one["ms"], one["ms_iqr"]) for name, one in row["forms"].items()}
+        found = row | times | {"phase": {"prefill": "a prompt", "decode": "a token"}[row["op"]]}
+        found["share"] = times["selection"][0] / times["kernel"][0]
+        yield found
+
+
 def warp_facts(data: Results) -> Row:
     """The largest error, and whether second runs were equal."""
     checks = [one for row in data["rows"] for one in row["forms"].values() if "is_bit_equal" in one]
@@ -770,6 +779,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         kernel_selection_rows,
         tuning_rows,
         warp_rows,
+        xla_rows,
         code_rows,
         linear_rows,
         rate_rows,

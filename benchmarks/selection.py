@@ -39,6 +39,7 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
 from sketchwalk_jax.selection import BlockSelection
@@ -536,8 +537,10 @@ def prompt_loop(
     return loop(step, num_layers=num_layers, rounds=rounds), state, (layers, inputs.span)
 
 
-def token_step(policy: Policy, *, selects: bool) -> Step:
-    """Observes one token and, if asked, selects for it.
+def token_step(
+    policy: Policy, *, selects: bool, kernel_config: KernelConfig | None = KERNELS
+) -> Step:
+    """Observes one token and, if asked, selects for it, on XLA without a `kernel_config`.
 
     The state is `(walk, entry, statistics of the layers, lists of the layers)`; the inputs
     `(queries and keys of the token, stacked keys, span)`.
@@ -549,10 +552,16 @@ def token_step(policy: Policy, *, selects: bool) -> Step:
         walk, entry, (query, key), own = jax.lax.optimization_barrier(
             (walk, entry, tokens[index], statistics[index])
         )
-        own = policy.observe(query, key, own, span=span, kernel_config=KERNELS)
+        own = policy.observe(query, key, own, span=span, kernel_config=kernel_config)
         if selects:
             selection, walk = policy.select(
-                query, keys, own, walk, layer=jnp.int32(index), span=span, kernel_config=KERNELS
+                query,
+                keys,
+                own,
+                walk,
+                layer=jnp.int32(index),
+                span=span,
+                kernel_config=kernel_config,
             )
             selections = _replaced(selections, index, selection)
         entry = _first_entry(selections[index] if selects else own)
@@ -562,7 +571,13 @@ def token_step(policy: Policy, *, selects: bool) -> Step:
 
 
 def token_loop(
-    policy: Policy, inputs: Inputs, keys: Any, *, selects: bool, rounds: int
+    policy: Policy,
+    inputs: Inputs,
+    keys: Any,
+    *,
+    selects: bool,
+    rounds: int,
+    kernel_config: KernelConfig | None = KERNELS,
 ) -> tuple[Callable[..., PyTree], PyTree, PyTree]:
     """The loop of `token_step`, the shapes of its state, and its inputs.
 
@@ -572,8 +587,9 @@ def token_loop(
       keys: Stacked keys of the layers `[L B S K H]`.
       selects: Whether the policy selects, or observes only.
       rounds: Rounds over the layers.
+      kernel_config: How kernels run; None for XLA.
     """
-    step = token_step(policy, selects=selects)
+    step = token_step(policy, selects=selects, kernel_config=kernel_config)
     tokens = tuple((query[:, -1:], key[:, -1:]) for query, key, _ in inputs.layers)
     positions = jnp.full((inputs.shape.batch,), inputs.shape.tokens - 1, jnp.int32)
     given = (tokens, keys, Span.of_tokens(positions, policy.block_size))

@@ -35,6 +35,7 @@ from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
     add_parts,
     along_keys,
     finish,
+    heads_of_unit,
     num_splits,
 )
 from sketchwalk_jax.pallas_kernels.config import (
@@ -42,13 +43,12 @@ from sketchwalk_jax.pallas_kernels.config import (
     default_kernel_config,
     num_multiprocessors,
     shared_memory,
-    why_not_shape,
+    why_not_ampere_token,
     without_derivative,
 )
 from sketchwalk_jax.pallas_kernels.warp_products import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-HEADS = (64, 128)  # sizes of head; to pad others would copy the layer of the cache for each token
 _MAX_HEADS = 16  # of a program: rows of a product
 _WARPS = warp_ops.WARPS
 _ROWS = _WARPS * _MAX_HEADS
@@ -130,8 +130,7 @@ class _Tiling:
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
-        group = num_heads // max(num_lists, kv_heads)
-        group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
         units = num_heads // group
         programs, stages = sizes(head_dim, shared_memory())
         programs = kernel_config.decode_programs or programs * num_multiprocessors()
@@ -394,22 +393,6 @@ def _log2(x: int) -> int:
     return x.bit_length() - 1
 
 
-def why_not_token(query: Any, *, block_size: int) -> str | None:
-    """Why the kernel cannot take one token of these queries, or `None` if it can.
-
-    Args:
-      query: The queries `[B, 1, N, H]`, an array or its abstract shape.
-      block_size: Tokens per key block.
-
-    Returns:
-      A reason to show to the caller.
-    """
-    head_dim = query.shape[3]
-    if head_dim not in HEADS:
-        return f"it takes a head_dim of {' or '.join(map(str, HEADS))} in decode, not {head_dim}"
-    return why_not_shape(query, block_size=block_size)
-
-
 def ampere_decode(
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "L B S K H"],
@@ -452,7 +435,7 @@ def ampere_decode(
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    reason = why_not_token(query, block_size=block_size)
+    reason = why_not_ampere_token(query, block_size=block_size)
     if reason is not None:
         raise ValueError(f"query and block_size must fit the kernel: {reason}")
     batch, _, num_heads, head_dim = query.shape

@@ -1,4 +1,4 @@
-"""Four bits of what every key is beside its block, on Hopper GPUs, written where they belong.
+"""Four bits of what every key is beside its block, on NVIDIA GPUs, written where they belong.
 
 Channel by channel, over the keys `s` of a block (`policies.block_codes.encode`):
 

@@ -51,6 +51,12 @@ _LOG2_E = math.log2(math.e)
 # Planning
 
 
+def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int, *, most: int) -> int:
+    """Query heads that share a list and a key/value head, as many as one program takes."""
+    group = num_heads // max(num_lists, kv_heads)
+    return max(x for x in range(1, most + 1) if group % x == 0)
+
+
 def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: KernelConfig) -> int:
     """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
 
@@ -132,8 +138,7 @@ class _Tiling:
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
         head_dim += max(_ROWS - head_dim, -head_dim % 16)
-        group = num_heads // max(num_lists, kv_heads)
-        group = max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
         units = num_heads // group
         step_keys = max(kernel_config.decode_keys, block_size)
         splits = num_splits(batch * units, list_blocks, block_size, kernel_config)

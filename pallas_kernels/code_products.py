@@ -57,6 +57,24 @@ _MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which i
 _STEP_BIAS = (14, 10)  # what makes the field of an exponent: step / 2, and step / 32
 _EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152: what is taken off, in units of the above
 _TWICE = 0x40004000
+# The larger numbers of two pairs without signs, `$1` and `x`, and float32 numbers `a` and `b` in
+# float8_e4m3, as a pair `x` of float16.
+_HOPPER = (
+    "max.u16x2 $0, $1, x;",
+    "cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.f16x2.e4m3x2 x, e;",
+)
+# Older GPUs have no instructions for these. Of pairs they keep the largest number alone. They round
+# by a number whose last bit is what the last one of the result is, which is 2^-9 or more.
+_AMPERE = (
+    "shr.u32 y, x, 16; max.u32 y, y, $1; and.b32 x, x, 0xffff; max.u32 $0, x, y;",
+    " ".join(
+        f"min.NaN.f32 {x}, {x}, 0f43E00000; max.NaN.f32 {x}, {x}, 0fC3E00000; "  # 448
+        f"mov.b32 x, {x}; and.b32 x, x, 0x7f800000; max.u32 x, x, 0x3c800000; mov.b32 c, x; "
+        f"mul.f32 c, c, 0f49C00000; add.rn.f32 {x}, {x}, c; sub.rn.f32 {x}, {x}, c;"
+        for x in ("a", "b")
+    )
+    + " cvt.rn.f16x2.f32 x, b, a;",
+)
 
 
 def block_products(
@@ -288,13 +306,14 @@ class _Warp:
 
     def _round(self, pairs: list[list[ir.Value]]) -> tuple[list[list[ir.Value]], ir.Value]:
         """Twice the queries in eight bits, as float16, and the power of two that they lack."""
+        larger, in_eight_bits = _HOPPER if mgpu.utils.get_arch().major >= 9 else _AMPERE
         peak = _int(0)
         for pair in (x for half in pairs for x in half):
-            peak = _ptx(
-                "{ .reg .b32 x; and.b32 x, $2, 0x7fff7fff; max.u16x2 $0, $1, x; }", peak, pair
-            )
+            code = f"{{ .reg .b32 x, y; and.b32 x, $2, 0x7fff7fff; {larger} }}"
+            peak = _ptx(code, peak, pair)
         for distance in (1, 2):
-            peak = _ptx("max.u16x2 $0, $1, $2;", peak, mgpu.utils.shfl_bfly(peak, distance))
+            code = f"{{ .reg .b32 x, y; mov.b32 x, $2; {larger} }}"
+            peak = _ptx(code, peak, mgpu.utils.shfl_bfly(peak, distance))
         peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
         # 448 is 1.75 · 2^8.
         is_above = arith.cmpi(arith.CmpIPredicate.sgt, arith.andi(peak, _int(0x7F)), _int(0x60))
@@ -306,10 +325,9 @@ class _Warp:
             for x in (shift, arith.subi(_int(0), shift))
         )
         code = (
-            "{ .reg .f32 a, b; .reg .b32 x, y; .reg .b16 e; shl.b32 x, $1, 16; "
+            "{ .reg .f32 a, b, c; .reg .b32 x, y; .reg .b16 e; shl.b32 x, $1, 16; "
             "and.b32 y, $1, 0xffff0000; mov.b32 a, x; mov.b32 b, y; mul.f32 a, a, $2; "
-            "mul.f32 b, b, $2; cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.f16x2.e4m3x2 x, e; "
-            f"mov.b32 y, {_TWICE}; mul.rn.f16x2 $0, x, y; }}"
+            f"mul.f32 b, b, $2; {in_eight_bits} mov.b32 y, {_TWICE}; mul.rn.f16x2 $0, x, y; }}"
         )
         factor = arith.bitcast(ir.F32Type.get(), down)
         return [[_ptx(code, x, factor) for x in half] for half in pairs], up

@@ -17,6 +17,8 @@ DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
 # The decode kernel would pad smaller heads, and copy the whole cache for each token.
 LEAST_DECODE_HEAD = 64
+# On GPUs other than Hopper; to pad other heads would copy the layer of the cache for each token.
+AMPERE_DECODE_HEADS = (64, 128)
 
 # Limits of the selection kernels, each of which has a row of blocks in its registers.
 MAX_BLOCKS = 16384
@@ -194,6 +196,23 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
     elif block_size not in PREFILL_BLOCK_SIZES:
         return f"it takes a block_size of {' or '.join(map(str, PREFILL_BLOCK_SIZES))} in prefill"
     return None
+
+
+def why_not_ampere_token(query: Any, *, block_size: int) -> str | None:
+    """Why the kernel of tokens for GPUs other than Hopper cannot take queries, or `None`.
+
+    Args:
+      query: The queries `[B, 1, N, H]`, an array or its abstract shape.
+      block_size: Tokens per key block.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    head_dim = query.shape[3]
+    if head_dim not in AMPERE_DECODE_HEADS:
+        sizes = " or ".join(map(str, AMPERE_DECODE_HEADS))
+        return f"it takes a head_dim of {sizes} in decode on this GPU, not {head_dim}"
+    return why_not_shape(query, block_size=block_size)
 
 
 _NO_DERIVATIVE = (

@@ -1,4 +1,4 @@
-"""Selection through the Hopper kernels, where they can make the same lists.
+"""Selection through the kernels, where they can make the same lists.
 
 Each function here stands beside one in plain JAX, takes what that takes, and says with `None` that
 no kernel can take the call. `dispatch.selection_kernels` says whether to ask. The kernels

@@ -1,4 +1,4 @@
-"""Evidence and block list of one token per sequence, on Hopper GPUs, from the scores of its heads.
+"""Evidence and block list of one token per sequence from its heads' scores, from Ampere on.
 
 The second kernel of the recommended policy's decoding step, after `token_scores`. It weighs the
 parts that programs of the first one have written, and selects:

@@ -1,4 +1,4 @@
-"""What blocks of keys are worth to one token, on Hopper GPUs, from keys at four bits.
+"""What blocks of keys are worth to one token, on GPUs from Ampere on, from keys at four bits.
 
     l[n, j] = scale · (q_n · centre_j + max_{s in block j} q'_n · step_j code_s)
 

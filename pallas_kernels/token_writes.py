@@ -1,4 +1,4 @@
-"""The key and value of a decoded token, written to their caches on Hopper GPUs in one launch.
+"""The key and value of a decoded token, written to their caches on NVIDIA GPUs in one launch.
 
 A program has one sequence and one of the two arrays; each thread copies some adjacent channels.
 """

@@ -1,11 +1,12 @@
-"""The policy of a call: the given one, the recommended one, or what an `Auto` chooses.
+"""The policy of a call: the given one, the default, or what an `Auto` chooses.
 
 `Auto` is dense attention below the measured break-even length, and sparse attention above it.
 
 Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
 policy. It is replaced by a policy, for each phase, before anything is traced, because it depends
 only on the sizes of the call. It uses measurements only: those in `break_even.json` beside this
-file, which `benchmarks/break_even.py` writes from the results of the benchmarks.
+file, which `benchmarks/break_even.py` writes from the results of the benchmarks. On GPUs without
+measurements it goes by what the same code took on an H200.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sketchwalk_jax.cache import Cache
-from sketchwalk_jax.dispatch import device_kind
+from sketchwalk_jax.dispatch import GPU_GROUPS, device_kind, group_of_gpus
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.policies.dense import Dense
@@ -38,7 +39,8 @@ class BreakEven:
     only, and `width` is the size of attention.
 
     Attributes:
-      device: The device, as JAX names its kind.
+      device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, what is expected
+        of GPUs that were not measured.
       phase: `"prefill"` or `"decode"`. In prefill, tokens are those of the prompt. In decode, they
         are those in the cache of each sequence.
       policy: Name of the policy's class.
@@ -61,11 +63,19 @@ class BreakEven:
     tokens: int | None
     longest: int
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether it was measured with the same code on another device."""
+        return self.device in GPU_GROUPS
+
     def pays(self, tokens: int) -> bool | None:
-        """Whether the policy is no slower at a length, or None if that was not measured."""
+        """Whether the policy is no slower at a length, or None if that was not measured.
+
+        What is expected to be slower at every length that was measured is so at longer ones.
+        """
         if self.tokens is not None:
             return tokens >= self.tokens
-        return False if tokens <= self.longest else None
+        return False if tokens <= self.longest or self.is_expected else None
 
 
 @renamed_field("config", "policy")
@@ -89,6 +99,9 @@ class Choice:
 class Auto:
     """For each phase: sparse where that was measured to be no slower, dense elsewhere.
 
+    On NVIDIA GPUs without measurements, sparse where that is expected, from measurements of the
+    same code on an H200. The default of `generate` and the like is an `Auto` on these GPUs.
+
     `generate`, `make_generate`, `stream` and `LanguageModel` accept it in place of a policy. Their
     results say what was chosen (`Generation.choice`). `Auto` changes results: below the break-even
     they are those of dense attention. A call with a cache continues with the policy that the cache
@@ -97,8 +110,9 @@ class Auto:
     A break-even applies to a call if it has the same device, policy and block size. Its density is
     the smallest measured one that is not below that of the policy. Its batch is the largest
     measured one that is not above that of the call. Its width is the nearest one within a factor of
-    four. If no break-even applies, or the model is on a mesh of several devices, the sparse policy
-    runs as requested, and `Choice.reasons` says "no measurement".
+    four; for an expectation it may be any. If no break-even applies, or the model is on a mesh of
+    several devices, the sparse policy runs as requested, and `Choice.reasons` says "no
+    measurement".
 
     `prefill`, `decode_step` and `init_cache` see only a part of a generation, so they need a
     policy. Call `choose` to get a policy and a phase for them.
@@ -148,6 +162,9 @@ class Auto:
         policy = self.policy(model_config)
         device = device_kind() if device is None else device
         found = [one for one in self._rows if (one.device, one.phase) == (device, phase)]
+        if not found and device == device_kind():
+            group = group_of_gpus()
+            found = [one for one in self._rows if (one.device, one.phase) == (group, phase)]
         if not found:
             return f"no measurement for this device, {device}"
         name, density = type(policy).__name__, getattr(policy, "density", None)
@@ -162,7 +179,8 @@ class Auto:
         def times(one: BreakEven) -> float:
             return max(one.width / width, width / one.width)
 
-        found = [one for one in found if times(one) <= _MOST_TIMES and one.batch <= batch]
+        found = [one for one in found if times(one) <= _MOST_TIMES or one.is_expected]
+        found = [one for one in found if one.batch <= batch]
         if not found:
             return f"no measurement of {batch} sequences with attention {width} wide on {device}"
         return min(found, key=lambda one: (one.density, times(one), -one.batch))
@@ -245,7 +263,7 @@ class Auto:
 
 
 def recommended_policy(model_config: ModelConfig) -> Policy:
-    """The default policy: the recommended one, with the model's plan if it has one.
+    """The recommended policy, with the model's plan if it has one.
 
     Args:
       model_config: Configuration of the model.
@@ -255,6 +273,23 @@ def recommended_policy(model_config: ModelConfig) -> Policy:
     """
     check_model_config(model_config)
     return RecommendedConfig(plan=model_config.plan)
+
+
+def default_policy(model_config: ModelConfig) -> "Policy | Auto":
+    """What a call without a policy gets: the recommended one.
+
+    On NVIDIA GPUs of which the package has no measurements it is an `Auto` of it, so that attention
+    is sparse only where it is expected to pay.
+
+    Args:
+      model_config: Configuration of the model.
+
+    Raises:
+      ValueError: If it is not a `ModelConfig`.
+    """
+    policy = recommended_policy(model_config)
+    is_measured = any(one.device == device_kind() for one in read_break_evens())
+    return policy if is_measured or group_of_gpus() is None else Auto(policy)
 
 
 def check_policy_or_auto(policy: Any) -> None:
@@ -268,6 +303,8 @@ def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
     if isinstance(found, str):
         return found
     where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"
+    if found.is_expected:
+        where = f"expected, not measured: {where}"
     if pays is None:
         return f"no measurement beyond {found.longest:,} tokens ({where})"
     if found.tokens is None:

@@ -90,22 +90,25 @@ class LayerSettings:
         names = ("scale", "implementation", "kernel_config")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def row_kernels(self) -> KernelConfig | None:
+    def _row_kernels(self, what: str) -> KernelConfig | None:
         """What kernels for one token may run with, or `None` where XLA does without.
 
         They take weights and caches that are all here, or of which a placement says what is.
         """
+        given = self.implementation, self.kernel_config
         if self.placement is not None:
-            return self.selection_kernels
-        return row_kernels(
-            self.implementation, self.kernel_config, on_one_device=self.on_one_device
-        )
+            return selection_kernels(*given, what=what)
+        return row_kernels(*given, on_one_device=self.on_one_device, what=what)
+
+    @property
+    def token_kernels(self) -> KernelConfig | None:
+        """What kernels that write and observe a token may run with, or `None` for XLA."""
+        return self._row_kernels(self.policy.token_kernels)
 
     @property
     def multiply_rows(self) -> Multiply | None:
         """How few rows are multiplied with weights, or `None` where XLA does it."""
-        kernel_config = self.row_kernels
+        kernel_config = self._row_kernels("linear layers")
         if kernel_config is None:
             return None
         if self.placement is None:
@@ -114,10 +117,10 @@ class LayerSettings:
             linear_on_ranks, placement=self.placement, kernel_config=kernel_config
         )
 
-    @property
-    def selection_kernels(self) -> KernelConfig | None:
-        """What policies may run their kernels with, or `None` where they select on XLA."""
-        return selection_kernels(self.implementation, self.kernel_config)
+    def selection_kernels(self, phase: str) -> KernelConfig | None:
+        """What policies may run their kernels with in a phase, or `None` where they use XLA."""
+        what = self.policy.token_kernels if phase == "decode" else "selection"
+        return selection_kernels(self.implementation, self.kernel_config, what=what)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +239,7 @@ def write_and_observe(
     """
     policy, span = exchange.policy, exchange.span
     # Of a token, each launch takes longer than what it does.
-    kernel_config = settings.row_kernels if span.is_token else None
+    kernel_config = settings.token_kernels if span.is_token else None
     place, start, key, value = exchange.held(tokens, cache.capacity)
     write = TokenWrite(value, cache.key, cache.value, layer)
     in_place = policy.in_place if place is span and tokens.seen_key is key else None
@@ -270,7 +273,7 @@ def write_and_observe(
         index=index,
         span=span,
         policy=policy,
-        kernel_config=settings.selection_kernels,
+        kernel_config=settings.selection_kernels(span.phase),
     )
     return dataclasses.replace(cache, statistics=statistics), one
 
@@ -323,7 +326,7 @@ def layer_attention(
                         walk,
                         layer=layer,
                         span=piece.span,
-                        kernel_config=settings.selection_kernels,
+                        kernel_config=settings.selection_kernels(span.phase),
                     )
                     pairs = lists.attended_pairs(*piece.span.queries_of_rows(size))
                     kept = lists if settings.return_selection else None

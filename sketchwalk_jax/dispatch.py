@@ -13,6 +13,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     LEAST_DECODE_HEAD,
     KernelConfig,
     default_kernel_config,
+    why_not_ampere_token,
     why_not_shape,
 )
 
@@ -21,9 +22,18 @@ DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
 """Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
 
-# What there are kernels for, by GPU. A kernel of tokens for GPUs from Ampere on is one word more
-# here, and a line in `attention/differentiable.py`.
-KERNELS = {"hopper": ("prefill", "decode", "selection"), "ampere": ("prefill",)}
+# What there are kernels for, by GPU: attention of prompts and of tokens, selection by any policy,
+# that of a token by the recommended policy (and what writes the token), and products of few rows.
+KERNELS = {
+    "hopper": ("prefill", "decode", "selection", "token selection", "linear layers"),
+    "ampere": ("prefill", "decode", "token selection"),
+}
+GPU_GROUPS = (
+    "GPUs from Ampere on",
+    "GPUs from Ampere on before JAX 0.11.2",
+    "GPUs before Ampere",
+)
+"""Those that share what runs: kernels, cuDNN's dense attention beside XLA, and XLA alone."""
 LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
@@ -48,11 +58,27 @@ def kernels_here() -> str | None:
     return "ampere" if _is_ampere_or_later() else None
 
 
+def group_of_gpus() -> str | None:
+    """Which group of GPUs the default device is in, by what runs there; for expectations of speed.
+
+    Returns:
+      One of `GPU_GROUPS`; `None` on Hopper with its kernels, and where there is no GPU.
+    """
+    if not _compute_capability():
+        return None
+    with_kernels, with_cudnn, without = GPU_GROUPS
+    if not _is_ampere_or_later():
+        return without
+    if why_not_device("prefill") is not None:
+        return with_cudnn
+    return None if is_hopper() else with_kernels
+
+
 def why_not_device(what: str) -> str | None:
     """Why the default device has no kernels for something, or `None` if it has.
 
     Args:
-      what: `"prefill"`, `"decode"` or `"selection"`.
+      what: One of those that `KERNELS` names.
 
     Returns:
       A reason to show to the caller.
@@ -82,6 +108,8 @@ def why_not_mosaic_gpu(
     phase = "decode" if query.shape[1] == 1 else "prefill"
     if not interpret and (reason := why_not_device(phase)):
         return reason
+    if phase == "decode" and kernels_here() == "ampere":
+        return why_not_ampere_token(query, block_size=block_size)
     return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 
@@ -121,7 +149,10 @@ def choose_implementation(
 
 
 def selection_kernels(
-    implementation: str | None, kernel_config: KernelConfig | None = None
+    implementation: str | None,
+    kernel_config: KernelConfig | None = None,
+    *,
+    what: str = "selection",
 ) -> KernelConfig | None:
     """How policies may run their selection kernels, or `None` where they select on XLA.
 
@@ -131,6 +162,7 @@ def selection_kernels(
       implementation: As asked for attention.
       kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
         unasked.
+      what: What they are for, as `KERNELS` has it.
 
     Returns:
       The configuration for the kernels, or `None`.
@@ -139,23 +171,28 @@ def selection_kernels(
     if kernel_config.interpret:
         return kernel_config if implementation == "mosaic_gpu" else None
     is_wanted = implementation in (None, "mosaic_gpu")
-    return kernel_config if is_wanted and why_not_device("selection") is None else None
+    return kernel_config if is_wanted and why_not_device(what) is None else None
 
 
 def row_kernels(
-    implementation: str | None, kernel_config: KernelConfig | None = None, *, on_one_device: bool
+    implementation: str | None,
+    kernel_config: KernelConfig | None = None,
+    *,
+    on_one_device: bool,
+    what: str = "linear layers",
 ) -> KernelConfig | None:
-    """How few rows may be multiplied with stacked weights, or `None` where XLA does it.
+    """How kernels of few rows may read stacked weights or caches, or `None` where XLA does.
 
-    Where weights may be spread over devices it does: a kernel would get all of them on each.
+    Where these may be spread over devices it does: a kernel would get all of them on each.
 
     Args:
       implementation: As asked for attention.
       kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
         unasked.
-      on_one_device: Whether the weights are known to lie on one device.
+      on_one_device: Whether weights and caches are known to lie on one device.
+      what: What the kernels are for, as `KERNELS` has it.
     """
-    found = selection_kernels(implementation, kernel_config)
+    found = selection_kernels(implementation, kernel_config, what=what)
     return found if found is None or found.interpret or on_one_device else None
 
 

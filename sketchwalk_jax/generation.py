@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, recommended_policy
+from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calls import (
@@ -80,7 +80,7 @@ class Generation:
         the end of a shorter prompt are empty.
       is_finite: Whether all logits of a sequence were finite, bool `[B]`. If they were not, its
         tokens are meaningless.
-      choice: What an `Auto` chose, or `None` if the call got a policy.
+      choice: What an `Auto` chose, or `None` if a policy ran as it was.
     """
 
     tokens: Int[Array, "B U"]
@@ -282,7 +282,7 @@ class Options:
     def __post_init__(self) -> None:
         """Checks every option and fills in the defaults."""
         check_model_config(self.model_config)
-        policy = recommended_policy(self.model_config) if self.policy is None else self.policy
+        policy = default_policy(self.model_config) if self.policy is None else self.policy
         check_policy_or_auto(policy)
         settings = Settings(
             model_config=self.model_config,
@@ -509,7 +509,8 @@ def generate(
       model_config: Configuration of the model, from `load`.
       policy: Which key blocks each query attends to, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses between a sparse
+        `SketchWalkConfig.recommended(plan=model_config.plan)`, and an `Auto` of it on GPUs other
+        than Hopper that the package has no measurements of. An `Auto` chooses between a sparse
         policy and dense attention, by the padded length of the prompts, the number of sequences and
         the contents of the cache.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
@@ -644,8 +645,8 @@ def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (t
     Args:
       model_config: Configuration of the model, from `load`.
       policy: Which key blocks each query attends to, such as
-        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default: as
+        in `generate`.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
       eos_token_ids: Tokens that end a sequence. Default: those of the model.
       pad_token_id: Token that fills `tokens` after the end of a sequence.
@@ -709,7 +710,7 @@ class Stream(Iterator[StreamChunk]):
 
     @property
     def choice(self) -> Choice | None:
-        """What an `Auto` chose, or `None` if the call got a policy."""
+        """What an `Auto` chose, or `None` if a policy ran as it was."""
         return self._call.choice
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, Shaped
 
-from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, recommended_policy
+from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.calibration import set_density
 from sketchwalk_jax.calls import cache_bytes
@@ -129,7 +129,8 @@ class LanguageModel:
             in `sketchwalk_jax.load`.
           policy: Which key blocks each query attends to, such as
             `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
-            `SketchWalkConfig.recommended()`. A recommended policy gets the plan of the model, if
+            `SketchWalkConfig.recommended()`, and an `Auto` of it on GPUs other than Hopper that the
+            package has no measurements of. A recommended policy gets the plan of the model, if
             there is one.
           density: Density of the policy, as in `with_policy`.
           dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in narrower
@@ -162,7 +163,7 @@ class LanguageModel:
         params, model_config = load(
             checkpoint, dtype=dtype, weights=weights, sharding=sharding, progress=progress
         )
-        chosen = recommended_policy(model_config) if policy is None else policy
+        chosen = default_policy(model_config) if policy is None else policy
         made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
         return made.with_policy(chosen, density=density)
 

@@ -4,11 +4,10 @@ import dataclasses
 
 import hopper
 import kernel_cases
-from kernel_cases import AttentionKernelCase, Program
+from kernel_cases import AttentionKernelCase, Case, Program
 
 from sketchwalk_jax import KernelConfig
-
-DECODE_HEADS = (64, 128)  # sizes of head that `ampere_decode` takes
+from sketchwalk_jax.pallas_kernels.config import AMPERE_DECODE_HEADS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +78,48 @@ DECODE_SHAPES = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenSelectionCase:
+    """What selects for a token, or writes it, on a GPU.
+
+    Attributes:
+      case: The case of Hopper.
+      capability: Compute capability of the GPU.
+    """
+
+    case: Case
+    capability: str
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return f"{self.case}-{self.capability}"
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """That of the case."""
+        return self.case.program(kernel_config=kernel_config)
+
+
+def _selects_for_token(case: Case) -> bool:
+    """Whether a case is of kernels for tokens of the recommended policy."""
+    return (
+        (isinstance(case, kernel_cases.EvidenceKernelCase) and case.count is None)
+        or (isinstance(case, kernel_cases.CodesKernelCase) and not case.rows)
+        or isinstance(case, kernel_cases.WriteKernelCase)
+        or (isinstance(case, kernel_cases.SelectionKernelCase) and case.num_rows == 1)
+    )
+
+
 COMPILED = _compiled()
-globals().update(COMPILED)  # the compiler takes a case of a file by its name there
+SELECTION = {
+    str(found): found
+    for capability in hopper.SHARED_KIB
+    if capability != "9.0"
+    for case in kernel_cases.COMPILED.values()
+    if _selects_for_token(case)
+    for found in [TokenSelectionCase(case, capability)]
+}
+globals().update(COMPILED | SELECTION)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
 DECODE_CASES = [
-    of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in DECODE_HEADS
+    of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in AMPERE_DECODE_HEADS
 ]

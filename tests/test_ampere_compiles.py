@@ -1,4 +1,4 @@
-"""The kernels for GPUs from Ampere on compile for each of them, on Ampere without spills.
+"""What runs on GPUs from Ampere on compiles for each of them, on Ampere almost without spills.
 
 On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
 """
@@ -10,10 +10,15 @@ import hopper
 import pytest
 from variants import slow_unless
 
+CASES = ampere_cases.COMPILED | ampere_cases.SELECTION
 # On every change: on the least shared memory of GPUs, and on the newest of them.
-KEPT = ("prefill-32x8-H128-T4096,4096-shared-block16", "decode-32x8-H128-T65536-shared-block16")
+KEPT = (
+    "prefill-32x8-H128-T4096,4096-shared-block16",
+    "decode-32x8-H128-T65536-shared-block16",
+    "evidence 32/8 of 128, a token, 4 pages, 256",
+)
 KEPT_GPUS = ("-8.6", "-12.0")
-# Of two heads of 128, the assembler for Blackwell keeps a few numbers of threads in memory.
+# In prompts, of two heads of 128, the assembler for Blackwell keeps a few numbers in memory.
 SPILLS = {
     "prefill-32x8-H128-T4096,4096-shared-block16-float16-rows64-12.0": 64,
     **{
@@ -21,6 +26,9 @@ SPILLS = {
         for name in ampere_cases.COMPILED
         if name.startswith("prefill-32x8-H128-") and name.endswith("-10.0")
     },
+    # Of a row of as many blocks as the kernels take.
+    "evidence 32/8 of 128, a token, 4 pages, 4096-8.0": 24,
+    "evidence 32/8 of 128, a token, 16384-10.0": 8,
 }
 
 
@@ -48,22 +56,17 @@ def compiler_of():
 @pytest.mark.hopper
 @pytest.mark.parametrize(
     "name",
-    slow_unless(
-        lambda name: name.startswith(KEPT) and name.endswith(KEPT_GPUS), ampere_cases.COMPILED
-    ),
+    slow_unless(lambda name: name.startswith(KEPT) and name.endswith(KEPT_GPUS), CASES),
 )
 def test_it_compiles(name, compiler_of):
-    compiler = compiler_of(ampere_cases.COMPILED[name].capability)
+    compiler = compiler_of(CASES[name].capability)
     kernels = compiler.compile(f"{ampere_cases.__file__}:{name}")
     assert kernels, "no kernel was compiled"
+    most = SPILLS.get(name, 0)
     for kernel, facts in kernels.items():
         assert 0 < facts["registers"] <= 255, kernel
-        found = {fact: facts[fact] for fact in facts if fact != "registers"}
-        nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
-        if name in SPILLS:
-            assert found.pop("complaints")
-            assert all(found.pop(x) <= SPILLS[name] for x in nothing)
-            nothing = {}
-        else:
-            nothing |= {"complaints": []}
-        assert found == nothing | {"hazards": []}, kernel
+        assert facts["hazards"] == [], kernel
+        spilled = [facts[x] for x in ("stack_bytes", "spill_store_bytes", "spill_load_bytes")]
+        assert max(spilled) <= most, kernel
+        assert bool(facts["complaints"]) == any(spilled), kernel
+    assert any(facts["complaints"] for facts in kernels.values()) == (most > 0)

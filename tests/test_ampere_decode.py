@@ -121,7 +121,7 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
     ("changes", "reason"),
     [
         ({"block_size": 32}, "it takes a block_size of 16 or"),
-        ({"head_dim": 96}, "it takes a head_dim of 64 or 128 in decode, not 96"),
+        ({"head_dim": 96}, "it takes a head_dim of 64 or 128 in decode on this GPU, not 96"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """`Auto`: what is chosen from measurements, what then runs, and the measurements themselves."""
 
 import dataclasses
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import Auto, Dense, generation
-from sketchwalk_jax.auto import BreakEven, read_break_evens
+from sketchwalk_jax import Auto, Dense, dispatch, generation
+from sketchwalk_jax.auto import BreakEven, default_policy, read_break_evens
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.policies import by_name
@@ -122,6 +123,46 @@ def test_what_never_paid_is_dense_as_far_as_it_was_measured():
     never = tuple(dataclasses.replace(one, tokens=None) for one in TABLE)
     assert what(chosen(400, never)) == ("dense", "both")
     assert "sparse did not pay up to 400" in chosen(400, never).reasons[0]
+
+
+def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
+    monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
+    group = dataclasses.replace(PREFILL, device="GPUs from Ampere on", width=4096)
+    never = dataclasses.replace(group, tokens=None)
+    older = dataclasses.replace(group, device="GPUs before Ampere", tokens=10)
+    table = (never, dataclasses.replace(group, phase="decode"), older)
+    for capability, expected in (
+        ("8.6", [("dense", "both"), ("sparse", "decode"), ("sparse", "decode")]),
+        ("7.5", [("sparse", "both")] * 3),  # and no measurement of decode
+        ("9.0", [("sparse", "both")] * 3),
+        ("", [("sparse", "both")] * 3),
+    ):
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
+        assert [what(chosen(tokens, table)) for tokens in (99, 100, 401)] == expected
+        own = (*table, dataclasses.replace(PREFILL, device="some GPU", tokens=500))
+        assert what(chosen(401, own))[1] in ("decode", "both")
+        reasons = chosen(401, table).reasons
+        assert ("expected, not measured" in reasons[0]) == (capability in ("7.5", "8.6"))
+        assert "prefill dense" in chosen(401, own).reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("8.0", Auto), ("7.5", Auto), ("9.0", None), ("", None)]
+)
+def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # a CPU was measured
+    monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
+    policy = sw.SketchWalkConfig.recommended()
+    assert default_policy(MODEL) == (policy if expected is None else Auto(policy))
+    prompt, _ = prompts(20)
+    call = functools.partial(sw.generate, model_config=MODEL, max_new_tokens=1)
+    choice = jax.eval_shape(lambda x: call(params(), x), jnp.asarray(prompt)).choice
+    assert (choice is None) == (expected is None)
+    if choice is not None:
+        assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
 
 
 @pytest.mark.unchecked
@@ -245,7 +286,8 @@ def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     assert err.splitlines()[0] == f"auto: {found['reasons'][0]}"
     assert main(["info", "--model", str(model), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["break_even"]
-    assert shown["decode"] == {"tokens": None, "longest": 400, "problem": None}
+    found = {"tokens": None, "longest": 400, "is_expected": False, "problem": None}
+    assert shown["decode"] == found
     assert main(["info", "--model", str(model), "--density", "0.9"]) == 0
     assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
 
@@ -311,6 +353,27 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
     assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
 
 
+def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
+    times = {"cudnn": 2.0, "xla_dense": 9.0, "all_xla": 8.0, "kernel_and_selection": 3.0}
+
+    def row(op, tokens, **more):
+        forms = {name: {"ms": one} for name, one in (times | more).items()}
+        shape = {"tokens": tokens, "density": 0.1, "batch": 1, "heads": [32, 8], "head_dim": 128}
+        return shape | {"op": op, "forms": forms}
+
+    rows = [row("prefill", 4096), row("prefill", 8192, cudnn=4.0), row("decode", 8192)]
+    found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
+    with_kernels, with_cudnn, without = dispatch.GPU_GROUPS
+    assert found == {
+        (with_kernels, "prefill"): 8192,  # and no form of tokens by kernels alone
+        (with_cudnn, "prefill"): None,
+        (with_cudnn, "decode"): None,
+        (without, "prefill"): 4096,
+        (without, "decode"): 8192,
+    }
+    assert all(one.is_expected for one in benchmark.expected({"rows": rows}))
+
+
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
     """As `end_to_end.py` writes them, as soon as there are any."""
 
@@ -331,6 +394,7 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_pat
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
     assert dataclasses.asdict(found) == expected | {"tokens": 32768, "longest": 32768}
+    assert not found.is_expected
     quick = {"meta": meta | {"is_quick": True}, "rows": rows}
     (tmp_path / "end_to_end.json").write_text(json.dumps(quick))
     with pytest.raises(ValueError, match="--quick"):

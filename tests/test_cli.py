@@ -346,23 +346,27 @@ def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, run, 
     for capability in ("", "8.6", "9.0"):
         monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
         here = json.loads(run(*command, "--json")[0])["environment"]
-        parts = [here[name] for name in ("prompts", "tokens", "selection")]
+        names = ("prompts", "tokens", "selection", "token_selection")
+        parts = [here[name] for name in names]
         found[capability] = [one["implementation"] for one in parts]
         assert here["implementation"] == parts[0]["implementation"]
         assert here["why_not_mosaic_gpu"] == parts[0]["why_not_mosaic_gpu"]
     # Heads of 8 are too small for the kernel of tokens.
     assert found == {
-        "": ["xla"] * 3,
-        "8.6": ["mosaic_gpu", "xla", "xla"],
-        "9.0": ["mosaic_gpu", "xla", "mosaic_gpu"],
+        "": ["xla"] * 4,
+        "8.6": ["mosaic_gpu", "xla", "xla", "mosaic_gpu"],
+        "9.0": ["mosaic_gpu", "xla", "mosaic_gpu", "mosaic_gpu"],
     }
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: "8.6")
-    lines = dict(line.split(maxsplit=1) for line in run(*command)[0].splitlines()[:5])
-    assert lines["prompts"] == "mosaic_gpu"
-    assert lines["tokens"].startswith("xla: it needs an NVIDIA GPU of compute capability 9.0")
-    assert "in selection, not cpu" in lines["selection"]
-    other = run(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[2:5]
-    assert [line.split()[1].rstrip(":") for line in other] == ["cudnn", "xla", "xla"]
+    lines = [line.split(maxsplit=1) for line in run(*command)[0].splitlines()[2:6]]
+    assert [name for name, _ in lines] == ["prompts", "selection", "tokens", "selection"]
+    assert lines[0][1] == lines[3][1] == "mosaic_gpu"
+    assert "in selection, not cpu" in lines[1][1]
+    assert lines[2][1].startswith("xla: it takes a head_dim of 64 or 128 in decode")
+    other = run(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[2:6]
+    assert [line.split()[1].rstrip(":") for line in other] == ["cudnn", "xla", "xla", "xla"]
+    paper = run(*command, "--preset", "paper")[0].splitlines()[5]
+    assert "xla: it needs an NVIDIA GPU of compute capability 9.0" in paper
 
 
 def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, monkeypatch):

@@ -1,6 +1,8 @@
 """Which implementation of attention over lists runs where."""
 
 import dataclasses
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,11 @@ import pytest
 import tiny
 
 from sketchwalk_jax import (
+    Dense,
     KernelConfig,
     SketchWalkConfig,
     block_sparse_attention,
+    block_sparse_decode,
     dispatch,
     generate,
     init_cache,
@@ -19,6 +23,7 @@ from sketchwalk_jax import (
     prefill,
     save,
 )
+from sketchwalk_jax.cached_layer import LayerSettings
 from sketchwalk_jax.dispatch import choose_implementation
 from sketchwalk_jax.pallas_kernels import ampere_prefill
 from sketchwalk_jax.selection import full_selection
@@ -27,7 +32,7 @@ REASONS = {
     "no GPU": ({"is_hopper": False}, r"compute capability 8\.0 .* in prefill, not cpu"),
     "no GPU for a token": (
         {"is_hopper": False, "num_tokens": 1},
-        r"compute capability 9\.0 .* in decode, not cpu",
+        r"compute capability 8\.0 .* in decode, not cpu",
     ),
     "float32": ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
     "wide heads": ({"head_dim": 256}, "head_dim of at most 128"),
@@ -83,9 +88,8 @@ def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(monkeypatch):
         assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
 
 
-def test_dense_attention_behind_a_cache_takes_full_lists(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    monkeypatch.setattr(dispatch, "_is_ampere_or_later", lambda: True)
+def test_dense_attention_behind_a_cache_takes_full_lists(on):
+    on("9.0")
 
     def choose(asked=None, *, tokens=1, heads=64, keys=128, offset=True):
         query = jax.ShapeDtypeStruct((2, tokens, 4, heads), jnp.bfloat16)
@@ -99,7 +103,7 @@ def test_dense_attention_behind_a_cache_takes_full_lists(monkeypatch):
         choose("mosaic_gpu", keys=100)
     with pytest.raises(NotImplementedError, match="a key for every query, not 128 for 192"):
         choose("mosaic_gpu", tokens=192, offset=False)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
+    on("7.5")
     assert choose() == "xla"
 
 
@@ -136,33 +140,62 @@ def test_each_gpu_has_kernels_of_its_own(backend, capability, expected, monkeypa
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "9.0", "12.0"])
-def test_what_runs_on_a_gpu_depends_on_the_phase(capability, on):
+def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
     on(capability)
-    tokens = {"prefill": 128, "decode": 1}
-    for phase, least in (("prefill", 8.0), ("decode", 9.0)):
-        query = jax.ShapeDtypeStruct((2, tokens[phase], 4, 128), jnp.float16)
-        has_kernel = capability == "9.0" or (phase == "prefill" and capability != "7.5")
-        expected = "mosaic_gpu" if has_kernel else "xla"
+    expected = "xla" if capability == "7.5" else "mosaic_gpu"
+    for phase, tokens in (("prefill", 128), ("decode", 1)):
+        query = jax.ShapeDtypeStruct((2, tokens, 4, 128), jnp.float16)
         assert choose_implementation(None, query, block_size=64) == expected
         assert choose_implementation("xla", query, block_size=64) == "xla"
-        if not has_kernel:
-            words = rf"compute capability {least} .* in {phase}, not GPU {capability}"
+        if expected == "xla":
+            words = rf"compute capability 8\.0 .* in {phase}, not GPU {capability}"
             with pytest.raises(NotImplementedError, match=words):
                 choose_implementation("mosaic_gpu", query, block_size=64)
     pages = jax.ShapeDtypeStruct((1, 64, 2, 96), jnp.bfloat16)
-    expected = "xla" if capability == "7.5" else "mosaic_gpu"
     assert choose_implementation(None, pages, block_size=16, row_size=64) == expected
-    assert (dispatch.selection_kernels(None) is None) == (capability != "9.0")
-    assert (dispatch.row_kernels(None, on_one_device=True) is None) == (capability != "9.0")
+    for what in ("selection", "token selection", "linear layers"):
+        has_kernel = capability == "9.0" or (what == "token selection" and capability != "7.5")
+        assert (dispatch.selection_kernels(None, what=what) is not None) == has_kernel
+        found = dispatch.row_kernels(None, on_one_device=True, what=what)
+        assert (found is not None) == has_kernel
+        assert dispatch.row_kernels(None, on_one_device=False, what=what) is None
 
 
-def test_dense_pieces_of_a_prompt_go_through_the_kernel_of_prompts(on):
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(head_dim, on):
+    token = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
+    piece = jax.ShapeDtypeStruct((2, 64, 4, head_dim), jnp.bfloat16)
+    dense = {"num_keys": 128, "has_offset": True}
+    for capability in ("8.0", "9.0"):
+        on(capability)
+        is_taken = capability == "9.0" or head_dim != 96
+        expected = "mosaic_gpu" if is_taken else "xla"
+        assert choose_implementation(None, token, block_size=16) == expected
+        assert dispatch.choose_dense_implementation(None, token, **dense) == expected
+        assert dispatch.choose_dense_implementation(None, piece, **dense) == "mosaic_gpu"
+        if not is_taken:
+            words = "head_dim of 64 or 128 in decode on this GPU, not 96"
+            with pytest.raises(NotImplementedError, match=words):
+                choose_implementation("mosaic_gpu", token, block_size=16)
+            with pytest.raises(NotImplementedError, match=words):
+                dispatch.choose_dense_implementation("mosaic_gpu", token, **dense)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(SketchWalkConfig.recommended(), {"decode"}), (SketchWalkConfig.paper(), set()),
+     (Dense(), set())],
+)  # fmt: skip
+def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
+    settings = LayerSettings(policy=policy, on_one_device=True)
+    phases = ("prefill", "decode")
     on("8.0")
-    options = {"num_keys": 128, "has_offset": True}
-    query = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
-    assert dispatch.choose_dense_implementation(None, query, **options) == "mosaic_gpu"
-    token = jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16)
-    assert dispatch.choose_dense_implementation(None, token, **options) == "xla"
+    assert {x for x in phases if settings.selection_kernels(x) is not None} == expected
+    assert (settings.token_kernels is not None) == bool(expected)
+    assert settings.multiply_rows is None
+    on("9.0")
+    assert all(settings.selection_kernels(x) is not None for x in phases)
+    assert settings.token_kernels is not None and settings.multiply_rows is not None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
@@ -183,8 +216,11 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
     shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     lists = jax.eval_shape(lambda: full_selection(jnp.arange(2)[None, :], 2))
 
-    def attend(query, key, value, lists):
-        return block_sparse_attention(query, key, value, lists, **options)
+    def attend(query, *others):
+        if query.shape[1] > 1:
+            return block_sparse_attention(query, *others, **options)
+        lengths = jnp.full(1, 128, jnp.int32)
+        return block_sparse_decode(query, *others, kv_lengths=lengths, **options)
 
     def gradient(query, *others):
         return jax.grad(lambda x: attend(x, *others).astype(jnp.float32).sum())(query)
@@ -192,13 +228,16 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
-    for capability, name in (("8.0", "ampere_prefill"), ("9.0", "block_sparse_prefill")):
+    token = jax.ShapeDtypeStruct((1, 1, 2, 64), jnp.bfloat16)
+    own = jax.eval_shape(lambda: full_selection(jnp.array([[1]]), 2))
+    arguments = {"prefill": (shape, shape, shape, lists), "decode": (token, shape, shape, own)}
+    for capability, kind in (("8.0", "ampere"), ("9.0", "block_sparse")):
         on(capability)
-        for function in (gradient, on_mesh):
+        for phase, function in itertools.product(arguments, (gradient, on_mesh)):
             jax.clear_caches()  # a process has one kind of GPU, but here
-            text = str(jax.make_jaxpr(function)(shape, shape, shape, lists))
-            found = {x for x in ("ampere_prefill", "block_sparse_prefill") if f"={x}" in text}
-            assert found == {name}, (capability, function)
+            text = str(jax.make_jaxpr(function)(*arguments[phase]))
+            found = set(re.findall(r"=((?:ampere|block_sparse)_(?:prefill|decode))", text))
+            assert found == {f"{kind}_{phase}"}, (capability, phase, function)
 
 
 @pytest.mark.interpreted

@@ -136,3 +136,20 @@ def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path
     assert [row["dtype"] for row in rows] == ["bfloat16", "float8_e4m3fn", "int8"]
     assert all(row["ms"] > 0 and row["is_bit_equal"] for row in rows)
     assert max(row["relative_error"] for row in rows) < 5e-3
+
+
+def test_the_code_of_xla_is_timed_beside_dense_attention(run_benchmark, tmp_path):
+    path = tmp_path / "xla_path.json"
+    run_benchmark("xla_path.py", "--quick", "--out", path)
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["meta"]["failed"] == []
+    assert [(row["op"], row["batch"]) for row in results["rows"]] == [
+        ("prefill", 1),
+        ("decode", 1),
+        ("decode", 8),
+    ]
+    for row in results["rows"]:
+        forms = row["forms"]
+        assert forms.keys() >= {"xla_dense", "xla", "selection", "all_xla"}
+        assert all(one["ms"] > 0 for one in forms.values())
+        assert forms["all_xla"]["ms"] > max(forms[x]["ms"] for x in ("xla", "selection"))

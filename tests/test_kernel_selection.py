@@ -177,8 +177,8 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     jax.clear_caches()  # the policy is seen while the call is traced
     asked, answer = [], KernelConfig(row_tile=3)
 
-    def selection_kernels(*arguments):
-        asked.append(arguments)
+    def selection_kernels(*arguments, what="selection"):
+        asked.append((*arguments, what))
         return answer
 
     for module in ("layer", "cached_layer"):
@@ -192,5 +192,5 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     options |= {"model_config": tiny.MODEL, "policy": config, "max_new_tokens": 1}
     run = functools.partial(generate, **options)
     jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
-    assert set(asked) == {(implementation, sizes)}
+    assert set(asked) == {(implementation, sizes, "selection")}
     assert len(Asked.seen) == 6 and set(Asked.seen) == {answer}

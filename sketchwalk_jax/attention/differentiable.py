@@ -92,6 +92,10 @@ def attend_lists(
         # Pallas takes long to import, and few callers need it. `dispatch.KERNELS` says what there
         # is; without a GPU the interpreter runs the kernels for NVIDIA.
         is_ampere = kernels_here() == "ampere"
+        if first_block is None and is_ampere:
+            from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
+
+            return ampere_decode(*arrays, **where)
         if first_block is None:
             from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 

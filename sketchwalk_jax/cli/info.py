@@ -98,7 +98,8 @@ def _describe_environment(
         **prompts,  # as before tokens and selection were told apart
         "prompts": prompts,
         "tokens": describe_attention(policy, "decode", **shape),
-        "selection": _describe_selection(policy),
+        "selection": _describe_selection(policy, "selection"),
+        "token_selection": _describe_selection(policy, policy.token_kernels),
     }
 
 
@@ -123,9 +124,9 @@ def describe_attention(
     return {"implementation": found, "why_not_mosaic_gpu": reason}
 
 
-def _describe_selection(policy: Policy) -> dict[str, Any]:
-    """What selects, and why no kernel."""
-    reason = why_not_device("selection")
+def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
+    """What selects, for prompts or for tokens, and why no kernel."""
+    reason = why_not_device(what)
     if not isinstance(policy, RecommendedConfig | SketchWalkConfig):
         reason = f"{type(policy).__name__} has no kernels that select"
     return {"implementation": "xla" if reason else "mosaic_gpu", "why_not_mosaic_gpu": reason}
@@ -212,14 +213,19 @@ def _describe_cache(
 
 
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
-    """From how many tokens on the policy is not slower than dense attention, where it was measured.
+    """From how many tokens on the policy is not slower than dense attention, measured or expected.
 
     Of one sequence; `tokens` is None where it was not, or was slower up to `longest`.
     """
     found = Auto(config).find(phase, model_config)
     if isinstance(found, str):
-        return {"tokens": None, "longest": None, "problem": found}
-    return {"tokens": found.tokens, "longest": found.longest, "problem": None}
+        return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
+    return {
+        "tokens": found.tokens,
+        "longest": found.longest,
+        "is_expected": found.is_expected,
+        "problem": None,
+    }
 
 
 def _to_text(found: dict[str, Any]) -> str:
@@ -230,7 +236,10 @@ def _to_text(found: dict[str, Any]) -> str:
     rows: list[tuple[str, str]] = [
         ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
         ("devices", f"{devices} (backend {here['backend']})"),
-        *((name, _what_runs(**here[name])) for name in ("prompts", "tokens", "selection")),
+        ("prompts", _what_runs(**here["prompts"])),
+        ("  selection", _what_runs(**here["selection"])),
+        ("tokens", _what_runs(**here["tokens"])),
+        ("  selection", _what_runs(**here["token_selection"])),
         ("", ""),
         *_model_rows(found["model"]),
         ("", ""),
@@ -307,13 +316,16 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _from_where(tokens: int | None, longest: int | None, problem: str | None) -> str:
+def _from_where(
+    tokens: int | None, longest: int | None, is_expected: bool, problem: str | None
+) -> str:
     """Where a policy pays, in words."""
     if problem is not None:
         return problem
+    how = " (expected, not measured on this device)" if is_expected else ""
     if tokens is None:
-        return f"nowhere up to {longest:,} tokens, where dense attention is faster"
-    return f"from {tokens:,} tokens on, below which dense attention is faster"
+        return f"nowhere up to {longest:,} tokens, where dense attention is faster{how}"
+    return f"from {tokens:,} tokens on, below which dense attention is faster{how}"
 
 
 def _cache_rows(cache: dict[str, Any]) -> list[tuple[str, str]]:

@@ -226,6 +226,9 @@ class Policy(abc.ABC):
     all rows.
     """
 
+    token_kernels: ClassVar[str] = "selection"
+    """Which kernels observe and select for a token, one of the names in `dispatch.KERNELS`."""
+
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0
 

@@ -111,6 +111,7 @@ class RecommendedConfig(ScorePolicy):
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
+    token_kernels = "token selection"
 
     page_size: int | None = 16
     sink_tokens: int | None = 16

@@ -1,0 +1,43 @@
+"""The kernels that select for a token, as they are compiled for GPUs before Hopper.
+
+On Hopper `test_recommended_kernels.py` has all of them; here is what differs elsewhere: how queries
+are rounded to eight bits. `test_ampere_compiles.py` has the shapes.
+"""
+
+import jax
+import numpy as np
+import pytest
+import test_recommended_kernels
+from test_recommended_kernels import SIZE, TOKEN_KINDS, TOKEN_SHAPES, draw_token
+from variants import RUNS_COMPILED, slow_unless
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not RUNS_COMPILED, reason="interpreted, kernels are the same on all GPUs"),
+]
+
+
+def select(capability, drawn):
+    """Lists and evidence by the kernels as they are compiled for a GPU."""
+    import compiled_kernels
+
+    jax.clear_caches()
+    with compiled_kernels.compiled_for(capability):
+        return jax.device_get(test_recommended_kernels.select_pages(*drawn))
+
+
+@pytest.mark.parametrize("kind", slow_unless("huge".__eq__, TOKEN_KINDS))
+@pytest.mark.parametrize(
+    ("capability", "shape"),
+    [
+        ("8.0", TOKEN_SHAPES[2]),
+        pytest.param("8.6", TOKEN_SHAPES[0], marks=pytest.mark.slow),
+        pytest.param("8.9", TOKEN_SHAPES[1], marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_get_the_lists_that_they_get_on_hopper(capability, shape, kind):
+    drawn = draw_token(*shape, kind, pages=4, second=17 * SIZE + 21)
+    # `ptxas` takes code for the first GPU of a process, and for older ones.
+    wanted, found = (jax.tree.leaves(select(x, drawn)) for x in ("9.0", capability))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
