@@ -101,14 +101,14 @@ class LayerWeights:
         if found is None:
             x = x if norm is None else self.norm(x, norm)
             if is_quantized:
-                found = [
-                    multiply_quantized(
-                        x.reshape(*x.shape[:2], -1),
-                        self._own(one["quantized"]).reshape(math.prod(out), -1),
-                        self._own(one["scales"]).reshape(-1),
-                    )
-                    for one, out in zip(stacks, outputs, strict=True)
-                ]
+                rows = x.reshape(*x.shape[:2], -1)
+                found = []
+                for name, one, out in zip(names, stacks, outputs, strict=True):
+                    own = self._own(one["quantized"]).reshape(math.prod(out), -1)
+                    # A compiled program says by this name which product has which types.
+                    with jax.named_scope(name):
+                        scales = self._own(one["scales"]).reshape(-1)
+                        found.append(multiply_quantized(rows, own, scales))
             else:
                 kernels = [self._own(one["kernel"]) for one in stacks]
                 precision = matmul_precision(x)
