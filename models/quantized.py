@@ -6,20 +6,9 @@ Each output channel has one scale. With weights `w` and inputs `x`::
     q[f, d]  = round(w[f, d] · (1 / scale[f]))
     y[t, f]  = scale[f] · Σ_d x[t, d] q[f, d]
 
-A channel of zeros has the scale 1. A channel in float8 takes the best of 16 scales::
-
-    scale[f] = argmin_s Σ_d (w[f, d] - s · q_s[f, d])²
-    s in max_d |w[f, d]| / 448 · 32 / (32 - i),   i = 0, ..., 15
-
-A floating type rounds a number by where it lies between two powers of two, and each scale moves
-them all. That matters where weights have few values, as in most GGUF files: with the first scale,
-a text's loss is 0.69 % (0.48 to 0.90) above that of SmolLM2-135M as it is, with the best one 0.44 %
-(0.25 to 0.63). Of many inputs, the sum takes every second or third one and so on, at most 4,096.
-
-For prompts with float8 weights, rows are quantised as well, each token with the first scale of its
-own, so that both operands of the product have eight bits: Micikevicius et al., "FP8 Formats for
-Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype. Rows and weights in int8 lose
-less if they are rotated before (0.11 %), but such a product takes 1.4 times as long on an H200.
+A channel of zeros has the scale 1. For prompts with float8 weights, rows are quantised in the same
+way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
+et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
 
 The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
 here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
@@ -50,10 +39,6 @@ from sketchwalk_jax.precision import matmul_precision
 # Multiplied, not divided by, as are scales: XLA makes products of some divisions, and the host is
 # to find the same numbers.
 _PER_LARGEST = {"float8_e4m3fn": np.float32(1 / 448), "int8": np.float32(1 / 127)}
-# By these the scales of float8 are larger than the first one.
-_RATIOS = tuple(np.float32(32 / (32 - i)) for i in range(16))
-_MOST_INPUTS = 4096  # that decide on a scale
-_UNIT = 256  # of squared errors, so that `_MOST_INPUTS` of the largest, 28², stay below 2^31
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as zero
 
 
@@ -81,9 +66,6 @@ def quantize_rows(
         raise ValueError(f"{name} must be finite to be quantised, got NaN or infinite weights")
     scales = np.where(most > 0, np.maximum(most * _PER_LARGEST[dtype.name], _LEAST_SCALE), 1)
     scales = scales.astype(np.float32)
-    if dtype != np.int8:
-        flat, firsts = (one.reshape(scales.size, -1) for one in (wide, scales))
-        scales = _best_scales(flat, firsts, np).reshape(scales.shape)
     scaled = wide * (np.float32(1) / scales)
     found = (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype)
     return found, scales.reshape(scales.shape[: axes[0]])
@@ -156,57 +138,25 @@ def _quantize(
 
     def quantize(one: Array) -> tuple[Array, Array]:
         wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
-        scales = _first_scales(wide, _PER_LARGEST[dtype], num_inputs)
+        scaled, scales = _scale(wide, _PER_LARGEST[dtype], num_inputs)
         if dtype == "int8":
-            return jnp.rint(wide * (1 / scales)).astype(dtype), scales.reshape(outputs(wide))
-        flat, firsts = (one.reshape(*outputs(wide), -1) for one in (wide, scales))
-        scales = _best_scales(flat, firsts, jnp).reshape(scales.shape)
-        scaled = wide * (1 / scales)
+            return jnp.rint(scaled).astype(dtype), scales
         # XLA on CPUs rounds to float16 on the way, which can give another neighbour than on the
         # host. Rounded before, nothing is left to round: to 3 bits, or to multiples of 2^-9.
         small = jnp.rint(scaled * 512) / 512
         rounded = jnp.where(jnp.abs(scaled) < 2**-6, small, jax.lax.reduce_precision(scaled, 8, 3))
-        return rounded.astype(dtype), scales.reshape(outputs(wide))
-
-    def outputs(wide: Array) -> tuple[int, ...]:
-        return wide.shape[: wide.ndim - num_inputs]
+        return rounded.astype(dtype), scales
 
     return jax.jit(functools.partial(jax.lax.map, quantize), out_shardings=shardings)(kernel)
 
 
-def _first_scales(wide: Array, per_largest: np.float32, num_inputs: int) -> Array:
-    """The scales of all but the last axes, which stay as axes of one, by the largest number."""
+def _scale(wide: Array, per_largest: np.float32, num_inputs: int) -> tuple[Array, Array]:
+    """Float32 numbers over their scales, and the scales, of all but the last axes."""
     axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
     most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-    return jnp.where(most == 0, 1, jnp.maximum(most * per_largest, _LEAST_SCALE))  # NaN stays NaN
-
-
-def _best_scales(rows: Any, firsts: Any, xp: Any) -> Any:
-    """The scales of float8 with the least squared error, as the module says.
-
-    Errors are whole numbers, so that their sums are the same in every order: on the host, on a
-    device, and on a mesh.
-
-    Args:
-      rows: Weights `[outputs..., inputs]` in float32.
-      firsts: The first scales `[outputs..., 1]`.
-      xp: `numpy`, or `jax.numpy`.
-
-    Returns:
-      Scales like the first ones.
-    """
-    rows = rows[..., :: -(-rows.shape[-1] // _MOST_INPUTS)]
-    errors = []
-    for ratio in _RATIOS:
-        bits = (rows * (1 / (firsts * ratio))).view(np.uint32)
-        # Of 23 bits behind the leading one, rounding leaves 3. Where float8 has fewer, for numbers
-        # below 2^-6, errors are too small to count.
-        rest = bits & (2**20 - 1)
-        rest = xp.minimum(rest, 2**20 - rest).astype(np.float32) * np.float32(2**-23)
-        error = rest * (bits & 0x7F800000).view(np.float32)
-        error = xp.rint(error * error * (_UNIT * ratio * ratio)).astype(np.int32)
-        errors.append(error.sum(axis=-1, keepdims=True, dtype=np.int32))
-    return firsts * xp.asarray(_RATIOS)[xp.argmin(xp.stack(errors), axis=0)]
+    scales = jnp.maximum(most * per_largest, _LEAST_SCALE)
+    scales = jnp.where(most == 0, 1, scales)  # a NaN stays one
+    return wide * (1 / scales), scales.reshape(scales.shape[: axes[0]])
 
 
 def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "N H D"]:
@@ -245,15 +195,14 @@ def multiply_quantized(
       NotImplementedError: If a gradient is taken: the weights have none.
     """
     if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
-        wide = x.astype(jnp.float32)
-        row_scales = _first_scales(wide, _PER_LARGEST[quantized.dtype.name], 1)
-        rows = (wide * (1 / row_scales)).astype(quantized.dtype)
+        scaled, row_scales = _scale(x.astype(jnp.float32), _PER_LARGEST[quantized.dtype.name], 1)
+        rows = scaled.astype(quantized.dtype)
         # XLA on GPUs multiplies in eight bits only if both operands come as such. CPUs cannot, and
         # are fastest in float32. Sums of D products of up to 448² fit into bfloat16.
         found = jax.lax.platform_dependent(
             rows, quantized, cpu=_multiply_wide, default=_multiply_narrow
         ).astype(jnp.float32)
-        found = found * row_scales
+        found = found * row_scales[..., None]
     else:
         found = jnp.einsum(
             "btd,fd->btf", x, quantized.astype(x.dtype), precision=matmul_precision(x)

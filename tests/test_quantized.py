@@ -49,41 +49,8 @@ def test_a_weight_is_within_half_a_step(weights, error):
     found = wide * np.asarray(leaf["scales"])[:, :, None, None]
     before = np.moveaxis(np.asarray(before), -1, 1)
     most = np.abs(before).max((2, 3), keepdims=True)
-    scales = np.asarray(leaf["scales"])[:, :, None, None]
-    size = most if weights == "int8" else np.maximum(np.abs(before), scales * 2**-6)
+    size = most if weights == "int8" else np.maximum(np.abs(before), most * 2**-6 / 448 / error)
     assert (np.abs(found - before) <= size * error * 1.001).all()
-
-
-def squared_errors(rows, scales):
-    """Of each row in float8 with each scale."""
-    found = (rows / scales[..., None]).astype("float8_e4m3fn").astype(np.float64)
-    return ((found * scales[..., None] - rows) ** 2).sum(-1)
-
-
-@pytest.mark.parametrize("inputs", [64, 4097])
-def test_a_channel_takes_the_scale_of_the_least_squared_error(inputs):
-    rows = np.random.default_rng(0).standard_t(4, (256, inputs)).astype(np.float32)
-    rows[::2] = np.rint(rows[::2] * 3)  # of few values: here a scale matters most
-    found, scales = quantize_rows(rows, np.dtype("float8_e4m3fn"), num_inputs=1, name="w")
-    read = rows[:, :: 1 + (inputs > 4096)]  # what decides
-    most = np.abs(rows).max(-1)
-    every = most / 448 * 32 / np.arange(17, 33)[:, None]
-    errors = squared_errors(read, every.astype(np.float32))
-    np.testing.assert_allclose(squared_errors(read, scales), errors.min(0), rtol=1e-3)
-    assert squared_errors(read, scales).sum() < 0.97 * errors[-1].sum()
-    wide = found.astype(np.float64) * scales[:, None]
-    np.testing.assert_allclose(
-        ((wide - rows) ** 2).sum(-1), squared_errors(rows, scales), rtol=1e-3
-    )
-
-
-def test_the_host_finds_the_numbers_of_a_device():
-    kernel = np.random.default_rng(1).standard_t(3, (2, 4, 96, 48)).astype(np.float32)
-    params = {"layers": {"out": {"kernel": jnp.asarray(kernel)}}}
-    made = quantize_params(params, "float8")["layers"]["out"]
-    rows = np.moveaxis(kernel, -1, 1)
-    found, scales = quantize_rows(rows, np.dtype("float8_e4m3fn"), num_inputs=2, name="w")
-    equal({"layers": {"out": {"quantized": found, "scales": scales}}}, {"layers": {"out": made}})
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
