@@ -126,12 +126,7 @@ def load_saved(
         )
     model_config = ModelConfig.from_pretrained(directory)
     dtypes = saved.get("dtypes", {})
-    stored = saved_weights(dtypes)
-    if stored is not None and weights not in (None, stored):
-        raise ValueError(
-            f"weights must be {stored!r} or left out, as {directory} holds such weights, got "
-            f"{weights!r}; load the checkpoint that it was made of"
-        )
+    stored = saved_weights(dtypes, directory, weights)
     shapes = param_shapes(model_config, weights=stored)
     shardings = shardings_by_path(sharding, shapes)
     default = jnp.zeros(()).sharding
@@ -162,17 +157,33 @@ def load_saved(
     return params, model_config
 
 
-def saved_weights(dtypes: Mapping[str, str]) -> str | None:
+def saved_weights(
+    dtypes: Mapping[str, str], directory: Path, weights: str | None = None
+) -> str | None:
     """How the layers of a saved directory are quantised, from the dtypes that it tells of arrays.
 
+    Args:
+      dtypes: Names of dtypes by the paths of arrays.
+      directory: The directory, for the error.
+      weights: What is asked for; None takes what was saved.
+
+    Raises:
+      ValueError: If the layers are quantised otherwise than asked for.
+
     Example:
-      >>> saved_weights({"layers/gate/quantized": "int8"})
+      >>> saved_weights({"layers/gate/quantized": "int8"}, Path("saved"))
       'int8'
     """
     found = {
         WEIGHTS_OF_DTYPE.get(dtype) for path, dtype in dtypes.items() if path.endswith("/quantized")
     }
-    return found.pop() if found else None
+    stored = found.pop() if found else None
+    if stored is not None and weights not in (None, stored):
+        raise ValueError(
+            f"weights must be {stored!r} or left out, as {directory} holds such weights, got "
+            f"{weights!r}; load the checkpoint that it was made of"
+        )
+    return stored
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ class LayerWeights:
       layer: The layer.
       eps: Of the norms.
       multiply: How few rows are multiplied (`linear_of_rows`), or `None` for XLA, which copies the
-        layer's weights out of their stack first: little beside the products of many rows.
+        layer's weights out of their stack first, a read and a write of each: little beside the
+        products of many rows. `xla_gpu_enable_dynamic_slice_fusion`, which is to leave out such
+        copies, does not before float8 products of cuBLAS.
     """
 
     stacks: PyTree
@@ -101,14 +103,14 @@ class LayerWeights:
         if found is None:
             x = x if norm is None else self.norm(x, norm)
             if is_quantized:
-                found = [
-                    multiply_quantized(
-                        x.reshape(*x.shape[:2], -1),
-                        self._own(one["quantized"]).reshape(math.prod(out), -1),
-                        self._own(one["scales"]).reshape(-1),
-                    )
-                    for one, out in zip(stacks, outputs, strict=True)
-                ]
+                rows = x.reshape(*x.shape[:2], -1)
+                found = []
+                for name, one, out in zip(names, stacks, outputs, strict=True):
+                    quantized = self._own(one["quantized"]).reshape(math.prod(out), -1)
+                    own_scales = self._own(one["scales"]).reshape(-1)
+                    # A compiled program says by this name which product has which types.
+                    with jax.named_scope(name):
+                        found.append(multiply_quantized(rows, quantized, own_scales))
             else:
                 kernels = [self._own(one["kernel"]) for one in stacks]
                 precision = matmul_precision(x)

@@ -235,19 +235,24 @@ def read_overlaps(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def read_products(text: str) -> list[tuple[str, str]]:
-    """The types of both operands of every product of matrices in a compiled program."""
+def read_products(text: str) -> list[tuple[str, str, str]]:
+    """Every product of matrices in a compiled program: its name in JAX, and both operands.
+
+    Operands are written as XLA writes them, such as `bf16[32,64]`.
+    """
     found = []
     for _, lines in _computations(text):
-        types = dict(
+        operands = dict(
             match.groups()
             for line in lines
-            if (match := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (\w+)\[", line))
+            if (match := re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (\w+\[[\d,]*\])", line))
         )
         for line in lines:
             product = re.search(r" (?:dot|custom-call)\(%([\w.\-]+), %([\w.\-]+)", line)
             if product and (" dot(" in line or '"__cublas$' in line):
-                found.append((types.get(product[1], "?"), types.get(product[2], "?")))
+                name = re.search(r'op_name="([^"]*)"', line)
+                own = [operands.get(one, "?") for one in product.groups()]
+                found.append((name[1] if name else "", *own))
     return found
 
 

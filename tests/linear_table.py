@@ -29,29 +29,21 @@ import ampere_table
 import hopper
 
 _BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-_TYPES = ("bfloat16", "float8_e4m3fn", "int8")
-# Columns of the arrays that share an input, its width, and whether it goes through a norm.
-_PRODUCTS: dict[str, tuple[tuple[int, ...], int, bool]] = {
-    "query, key, value": ((4096, 1024, 1024), 4096, True),
-    "output": ((4096,), 4096, False),
-    "gate, up": ((14336, 14336), 4096, True),
-    "down": ((4096,), 14336, False),
-}
 _LAYERS, _HEAD = 32, 128256 * 4096
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 # An H200: bytes in a second, processors, clock under load, and instructions of a clock.
 _BANDWIDTH, _PROCESSORS, _CLOCK, _STARTED = 4.8e12, 132, 1.75e9, 4
 
 
-def row_of(name: str, dtype: str, sharding: Any) -> dict[str, Any]:
-    """What is counted of one product."""
+def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]:
+    """What is counted of one product of the benchmark `linear`."""
     import jax
     import kernel_cases
     import ptx
 
     from sketchwalk_jax.pallas_kernels import linear
 
-    columns, inputs, has_norm = _PRODUCTS[name]
+    columns, inputs, has_norm = product
     case = kernel_cases.LinearKernelCase(
         rows=1,
         inputs=inputs,
@@ -116,7 +108,7 @@ def row_of(name: str, dtype: str, sharding: Any) -> dict[str, Any]:
 def estimate(rows: list[dict[str, Any]], measured_ms: float) -> dict[str, Any]:
     """A token's linear layers with the types of these rows."""
     own = _LAYERS * sum(row["memory_bytes"] for row in rows)
-    wide = _LAYERS * sum(_wide_bytes(row["product"]) for row in rows) + 2 * _HEAD
+    wide = _LAYERS * sum(2 * sum(row["columns"]) * row["inputs"] for row in rows) + 2 * _HEAD
     rate = wide / measured_ms / 1e9
     return {
         "product": "a token",
@@ -128,11 +120,6 @@ def estimate(rows: list[dict[str, Any]], measured_ms: float) -> dict[str, Any]:
         "estimated_ms": (own + 2 * _HEAD) / rate / 1e9,
         "largest_issue_share": max(row["issue_share"] for row in rows),
     }
-
-
-def _wide_bytes(name: str) -> int:
-    columns, inputs, _ = _PRODUCTS[name]
-    return 2 * sum(columns) * inputs
 
 
 def _measured_ms() -> float:
@@ -160,12 +147,13 @@ def main() -> None:
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
     sys.path[:0] = [str(_BENCHMARKS.parent), str(_BENCHMARKS)]
     import common
+    import linear
     from jax.sharding import NamedSharding, PartitionSpec
 
     sharding = NamedSharding(hopper.make_mesh(1, "device", "9.0"), PartitionSpec())
     rows, measured_ms = [], _measured_ms()
-    for dtype in _TYPES:
-        own = [row_of(name, dtype, sharding) for name in _PRODUCTS]
+    for dtype in linear.TYPES:
+        own = [row_of(*product, dtype, sharding) for product in linear.PRODUCTS.items()]
         rows += [*own, estimate(own, measured_ms)]
         print(f"{dtype}: {rows[-1]['estimated_ms']:.2f} ms a token, estimated", flush=True)
     details = {"assembler": ampere_table.assembler(), "is_measured": False}

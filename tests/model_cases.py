@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from sketchwalk_jax import Dense, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import _read, decode_token
+from sketchwalk_jax.models import transformer
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
@@ -114,6 +115,31 @@ class ModelCase:
         return decode, (params, jax.ShapeDtypeStruct((self.batch,), jnp.int32), cache)
 
 
+class WidenedCase(ModelCase):
+    """A step that makes whole weights of bfloat16 before it multiplies: what none is to do."""
+
+    def program(
+        self, *, config: Any = None, mesh: Any = None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """That of `ModelCase`, with another product while it is traced."""
+        step, arguments = super().program(config=config, mesh=mesh)
+
+        def widened(*arguments: Any) -> Any:
+            was = transformer.multiply_quantized
+            transformer.multiply_quantized = _multiply_widened
+            try:
+                return step(*arguments)
+            finally:
+                transformer.multiply_quantized = was
+
+        return widened, arguments
+
+
+def _multiply_widened(x: Any, quantized: Any, scales: Any) -> Any:
+    wide = (quantized.astype(jnp.float32) * scales[:, None]).astype(x.dtype)
+    return jnp.einsum("btd,fd->btf", x, jax.lax.optimization_barrier(wide))
+
+
 def _place(shapes: Any, shardings: Any) -> Any:
     """Shapes that say where they lie; of the shardings, one may be for several."""
 
@@ -139,6 +165,7 @@ read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768
 read_llama_8b_float8 = dataclasses.replace(read_llama_8b, weights="float8")
 # Rows keep their dtype beside int8, so weights are converted: what float8 is not to do.
 read_llama_8b_int8 = dataclasses.replace(read_llama_8b, weights="int8")
+read_llama_8b_widened = WidenedCase(**vars(read_llama_8b_float8))
 decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
 read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)
 read_llama_8b_by_rows = dataclasses.replace(read_llama_8b_on_2, axis="sequence")

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import checkpoints
+import numpy as np
 import pytest
 import tiny
 
@@ -93,6 +94,18 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
     assert load(model)[1].plan is None
 
 
+@pytest.mark.slow
+@pytest.mark.unchecked
+def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path, run):
+    out = tmp_path / "plan.json"
+    run("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)
+    assert json.loads(out.read_text())["measured"]["weights"] == "int8"
+    assert json.loads(plan_path(planned).read_text())["measured"]["weights"] is None
+    found, wide = Plan.read(out), load(planned)[1].plan
+    assert found.densities == wide.densities and found.losses != wide.losses
+    np.testing.assert_allclose(found.losses, wide.losses, rtol=0.2)
+
+
 @pytest.mark.unchecked
 def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, run):
     before = plan_path(planned).read_bytes()
@@ -116,6 +129,7 @@ def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, r
         (["--prompts", "0"], "Invalid value for '--prompts'"),
         (["--text", "none.txt"], "--text must be a readable UTF-8 file"),
         (["--dtype", "int8"], "--dtype must be one of"),
+        (["--weights", "int5"], "--weights must be one of"),
         (["--out", "nowhere/plan.json"], "--out must be a file in a folder that can be written"),
         (["--out", "."], "--out must be a file, got the folder"),
     ],

@@ -15,6 +15,7 @@ import pytest
 from sketchwalk_jax import language_model, tokenizer
 from sketchwalk_jax.cli import main, options, prompt
 from sketchwalk_jax.models import hub
+from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 
@@ -92,6 +93,7 @@ MISTAKES = {
     "mesh of too many": (["--mesh", "tensor=4,sequence=64"], "--mesh must have at most the "),
     "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
     "unknown dtype": (["--dtype", "int8"], "--dtype must be one of ('float32', 'float16'"),
+    "unknown weights": (["--weights", "int5"], "--weights must be one of ('float8', 'int8')"),
     "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),
     "pieces of no token": (["--stream-every", 0], "'--stream-every'"),
     "negative seed": (["--seed", -1], "'--seed'"),
@@ -124,6 +126,18 @@ def test_directory_that_does_not_exist_is_named(command, tmp_path, refuse):
     file = tmp_path / "file"
     file.touch()
     assert "got the file" in refuse(2, command, "--model", file, *arguments)
+
+
+@pytest.mark.parametrize(("command", "status"), [("generate", 1), ("info", 2)])
+def test_a_directory_of_other_weights_is_refused(command, status, model, tmp_path, refuse):
+    params, config = load(model, weights="int8", progress=False)
+    save(tmp_path / "saved", params, config)
+    checkpoints.write_byte_tokenizer(tmp_path / "saved")
+    prompt = ["--prompt", "a"] if command == "generate" else []
+    options = ["--model", tmp_path / "saved", "--weights", "float8"]
+    message = refuse(status, command, *options, *prompt)
+    assert "weights must be 'int8' or left out" in message
+    assert message.startswith("error: --weights") == (command == "info")
 
 
 @pytest.mark.parametrize(

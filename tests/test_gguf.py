@@ -24,7 +24,8 @@ from sketchwalk_jax import Dense, forward, generate, load, save
 from sketchwalk_jax.cli import app
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.evaluation.provenance import hash_weights
-from sketchwalk_jax.models import ModelConfig, rope_frequencies
+from sketchwalk_jax.models import ModelConfig, quantize_params, rope_frequencies
+from sketchwalk_jax.models.params import flatten_params
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
 
@@ -103,6 +104,22 @@ def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, 
     expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
     np.testing.assert_array_equal(params["lm_head"]["kernel"].T, expected)
     assert_equals_directory(file, config, tensors)
+
+
+@pytest.mark.parametrize("weights", ["float8", "int8"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "more rows than are read at once"])
+def test_a_file_is_quantised_while_it_is_read(file: Path, case: str, weights: str):
+    model_type, overrides = MODELS[case]
+    write_gguf(file, model_type, quantisation="Q8_0", **overrides)
+    params, _ = load(file, dtype="float32", progress=False)
+    found, _ = load(file, dtype="float32", weights=weights, progress=False)
+    expected = flatten_params(quantize_params(params, weights))
+    found = flatten_params(found)
+    assert found.keys() == expected.keys()
+    for path, leaf in found.items():
+        assert leaf.dtype == expected[path].dtype
+        one, other = (np.asarray(x, np.float32) for x in (leaf, expected[path]))
+        np.testing.assert_array_equal(one, other, err_msg=str(path))
 
 
 def test_blocks_of_256_weights_are_read(file: Path):

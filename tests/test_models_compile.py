@@ -118,15 +118,51 @@ def test_two_gpus_decode_a_token(name, launches, compiler):
     assert max(size for _, size in found["sends"]) < 2**20  # logits, and shares
 
 
-_LAYER_PRODUCTS = 7  # query, key, value, out, gate, up, down
+# Weights of each product of a layer, outputs first.
+_PRODUCTS = {
+    "query": "[4096,4096]",
+    "key": "[1024,4096]",
+    "value": "[1024,4096]",
+    "out": "[4096,4096]",
+    "gate": "[14336,4096]",
+    "up": "[14336,4096]",
+    "down": "[4096,14336]",
+}
+
+
+def products_of_layers(found: dict) -> dict[str, set[tuple[str, str]]]:
+    """Operands of each of a layer's products, by the name of its weights."""
+    operands: dict[str, set[tuple[str, str]]] = {}
+    for name, left, right in found["products"]:
+        for own in set(name.split("/")) & set(_PRODUCTS):
+            operands.setdefault(own, set()).add((left, right))
+    return operands
+
+
+def multiplied_wide(found: dict) -> list[str]:
+    """Weights of a layer that some product does not multiply as float8, or that none multiplies."""
+    operands = products_of_layers(found)
+    return [
+        name
+        for name, shape in _PRODUCTS.items()
+        if not operands.get(name)
+        or any(
+            f"f8e4m3fn{shape}" not in pair or not all(one.startswith("f8e4m3fn[") for one in pair)
+            for pair in operands[name]
+        )
+    ]
+
+
+def widened(found: dict) -> list[str]:
+    """Instructions that write weights in more than eight bits."""
+    return [line for _, line in found["writes"] if _WIDE_WEIGHT.search(line)]
 
 
 @pytest.mark.hopper
 def test_a_prompt_is_multiplied_in_eight_bits(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_float8")
-    eight = [one for one in found["products"] if set(one) == {"f8e4m3fn"}]
-    assert len(eight) % _LAYER_PRODUCTS == 0 and len(eight) >= _LAYER_PRODUCTS
-    assert [line for _, line in found["writes"] if _WIDE_WEIGHT.search(line)] == []
+    assert multiplied_wide(found) == []
+    assert widened(found) == []
     assert written(found, limit=ACTIVATIONS) == []
 
 
@@ -134,21 +170,48 @@ def test_a_prompt_is_multiplied_in_eight_bits(compiler):
 @pytest.mark.slow
 def test_products_that_fall_back_would_be_seen(compiler):
     found = compiler.compile(f"program {FILE}:read_llama_8b_int8")
-    assert not any(set(one) == {"f8e4m3fn"} for one in found["products"])
+    assert multiplied_wide(found) == list(_PRODUCTS)
+
+
+@pytest.mark.hopper
+@pytest.mark.slow
+def test_weights_that_are_dequantised_whole_would_be_seen(compiler):
+    found = compiler.compile(f"program {FILE}:read_llama_8b_widened")
+    assert multiplied_wide(found) == list(_PRODUCTS)
+    assert widened(found) != []
+
+
+def test_one_product_of_wide_weights_would_be_seen():
+    of_rows = {name: shape.split(",")[1].rstrip("]") for name, shape in _PRODUCTS.items()}
+    products = [
+        (f"jit(f)/mlp/{name}/dot", f"f8e4m3fn[64,{of_rows[name]}]", f"f8e4m3fn{shape}")
+        for name, shape in _PRODUCTS.items()
+    ]
+    assert multiplied_wide({"products": products}) == []
+    assert multiplied_wide({"products": products[1:]}) == ["query"]
+    for bad in ("bf16[4096,14336]", "f8e4m3fn[4096,4096]"):
+        spoilt = [*products, (products[-1][0], products[-1][1], bad)]
+        assert multiplied_wide({"products": spoilt}) == ["down"]
+    wide_rows = [*products, ("jit(f)/up/dot", "bf16[64,4096]", "f8e4m3fn[14336,4096]")]
+    assert multiplied_wide({"products": wide_rows}) == ["up"]
 
 
 def test_a_dequantised_weight_would_be_seen():
     line = "%convert.1 = bf16[14336,4096]{1,0} fusion(%x)"
-    assert _WIDE_WEIGHT.search(line) and not _WIDE_WEIGHT.search(line.replace("bf16", "f8e4m3fn"))
+    assert widened({"writes": [(0, line)]}) == [line]
+    assert widened({"writes": [(0, line.replace("bf16", "f8e4m3fn"))]}) == []
     text = """\
 %body (x: f8e4m3fn[8,8]) -> bf16[8,8] {
   %x = f8e4m3fn[8,8]{1,0} parameter(0)
   %wide = bf16[8,8]{1,0} convert(%x)
-  %one = bf16[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}
+  %one = bf16[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, metadata={op_name="jit(f)/up/dot"}
   ROOT %two = bf16[8,8]{1,0} dot(%one, %wide), lhs_contracting_dims={1}
 }
 """
-    assert hopper.read_products(text) == [("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")]
+    assert hopper.read_products(text) == [
+        ("jit(f)/up/dot", "f8e4m3fn[8,8]", "f8e4m3fn[8,8]"),
+        ("", "bf16[8,8]", "bf16[8,8]"),
+    ]
 
 
 def test_a_copy_would_be_seen():

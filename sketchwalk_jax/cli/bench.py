@@ -88,7 +88,6 @@ def bench(
     device").
     """
     directory = options.check_model(model)
-    options.check_weights_option(weights)
     model_config, policy, chosen, _ = options.prepare(
         directory,
         policy="sketchwalk",

@@ -14,6 +14,7 @@ from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompt
 from sketchwalk_jax.evaluation.provenance import describe_machine
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
+from sketchwalk_jax.models.params import weights_of
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
@@ -39,6 +40,7 @@ def calibrate(
     prompts: Annotated[int, option("--prompts N", "Prompts.", min=1)] = PROMPTS,
     text: options.TextOption = None,
     dtype: options.DTypeOption = None,
+    weights: options.WeightsOption = None,
     mesh: options.MeshOption = None,
     out: Annotated[
         Path | None,
@@ -81,7 +83,9 @@ def calibrate(
     own = fingerprint(directory)
     keep_compiled_programs()
     # A plan that is there already may be of another checkpoint: it is to be replaced.
-    params, model_config = options.load_model(directory, chosen, use_plan=False, sharding=placement)
+    params, model_config = options.load_model(
+        directory, chosen, weights=weights, use_plan=False, sharding=placement
+    )
 
     with progress_bar(prompts, "measuring", unit=" prompts") as bar:
         plan = make_plan(
@@ -94,6 +98,7 @@ def calibrate(
         tasks=list(TASKS[:prompts]),
         text={"name": source.name, "sha256": source.sha256},
         dtype=chosen,
+        weights=weights_of(params),
     )
     plan.write(path, measured=measured)
     print(_table(plan), flush=True)

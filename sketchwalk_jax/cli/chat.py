@@ -49,7 +49,6 @@ def chat(
     new, where the template allows it.
     """
     directory = options.check_model(model)
-    options.check_weights_option(weights)
     model_config, config, chosen, sampling = options.prepare(
         directory,
         policy=policy,

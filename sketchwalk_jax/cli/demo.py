@@ -113,7 +113,6 @@ def demo(
     """
     started = time.perf_counter()
     directory = options.check_model(model)
-    options.check_weights_option(weights)
     model_config, config, chosen, _ = options.prepare(
         directory,
         policy="sketchwalk",

@@ -230,7 +230,6 @@ def evaluate(
         source = read_text(text, tail=text_tail)
     if tokens is not None:
         options.check_context("--tokens", max(tokens), model_config)
-    options.check_weights_option(weights)
     chosen = options.choose_dtype(dtype, model_config)
     policies = (rule.make() for rule in config.rules())
     placement = options.make_placement(mesh, model_config, *policies)

@@ -123,7 +123,6 @@ def generate(
         prompt.check_one_source(prompt_text, prompt_file)
     if system is not None and not chat:
         raise UsageError("--system must be given together with --chat, got it alone")
-    options.check_weights_option(weights)
     model_config, config, chosen, sampling = options.prepare(
         directory,
         policy=policy,

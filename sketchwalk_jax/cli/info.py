@@ -14,7 +14,7 @@ from sketchwalk_jax._version import __version__
 from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
-from sketchwalk_jax.cli.errors import UsageError
+from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import flag, option
 from sketchwalk_jax.dispatch import (
     FULL_BLOCK,
@@ -58,7 +58,6 @@ def info(
     Reads the headers of the weight files only, and where there is a plan some pieces of them.
     """
     config = options.make_policy(policy, preset, density, fields)
-    options.check_weights_option(weights)
     directory = options.check_model(model)
     model_config = ModelConfig.from_pretrained(directory)
     plan, about_plan = _describe_plan(directory)
@@ -145,9 +144,8 @@ def _describe_checkpoint(
     tensors, files = stored_tensors(directory)
     dtypes = {FLOAT_DTYPES.get(stored, stored) for *_, stored in tensors}
     # What `save` wrote in eight bits stays so.
-    kept = saved_weights({name: stored for name, *_, stored in tensors})
-    if kept is not None and weights not in (None, kept):
-        raise UsageError(f"--weights must be {kept} or left out for this directory, got {weights}")
+    with usage_errors():
+        kept = saved_weights({name: stored for name, *_, stored in tensors}, directory, weights)
     weights = weights or kept
     loaded = jax.tree.leaves(param_shapes(model_config, dtype, weights=weights))
     fields = dataclasses.asdict(model_config)

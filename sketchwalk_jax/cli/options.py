@@ -51,15 +51,15 @@ _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def option(
-    spec: str, help: str, panel: str | None = None, default: str | bool = True, **limits: Any
+    spec: str, help: str, panel: str | None = None, default: str | bool = True, **checks: Any
 ) -> Any:
-    """An option with a value, such as `--tokens N`, and its `min` and `max`.
+    """An option with a value, such as `--tokens N`, and its `min` and `max`, or its `callback`.
 
     Help shows `default`, or Python's own where that is True.
     """
     name, _, metavar = spec.partition(" ")
     return typer.Option(
-        name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **limits
+        name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **checks
     )
 
 
@@ -145,6 +145,15 @@ DTypeOption = Annotated[
     ),
 ]
 
+
+def _known_weights(weights: str | None) -> str | None:
+    """Raises a `UsageError` for weights of an unknown kind."""
+    if weights is not None:
+        with usage_errors():
+            check_choice("weights", weights, tuple(QUANTIZED_DTYPES))
+    return weights
+
+
 WeightsOption = Annotated[
     str | None,
     option(
@@ -152,6 +161,7 @@ WeightsOption = Annotated[
         "Eight bits for the weights of linear layers.",
         METHOD,
         "as stored, in --dtype",
+        callback=_known_weights,
     ),
 ]
 
@@ -318,13 +328,6 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     with usage_errors():
         check_choice("dtype", dtype, DTYPES)
     return dtype
-
-
-def check_weights_option(weights: str | None) -> None:
-    """Raises a `UsageError` for weights of an unknown kind."""
-    if weights is not None:
-        with usage_errors():
-            check_choice("weights", weights, tuple(QUANTIZED_DTYPES))
 
 
 def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
