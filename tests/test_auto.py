@@ -362,10 +362,12 @@ def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
         return shape | {"op": op, "forms": forms}
 
     rows = [row("prefill", 4096), row("prefill", 8192, cudnn=4.0), row("decode", 8192)]
+    rows += [row("decode", 2**14, all_kernels=1.0), row("decode", 2**15, all_kernels=1.0)]
     found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
     with_kernels, with_cudnn, without = dispatch.GPU_GROUPS
     assert found == {
-        (with_kernels, "prefill"): 8192,  # and no form of tokens by kernels alone
+        (with_kernels, "prefill"): 8192,
+        (with_kernels, "decode"): 2**14,  # of shorter ones nothing is known
         (with_cudnn, "prefill"): None,
         (with_cudnn, "decode"): None,
         (without, "prefill"): 4096,
