@@ -971,8 +971,8 @@ def size_of(model: str) -> str:
     return f"{found[1]} {_UNITS[found[2].lower()][0]} parameters" if found else ""
 
 
-def _reported(results: evaluations.Results) -> list[Row]:
-    """The rows that are reported; small models first."""
+def _reported(results: evaluations.Results, *, has_quantized: bool = False) -> list[Row]:
+    """The rows that are reported, small models first; quantised weights have their own tables."""
 
     def parameters(model: str) -> float:
         found = _SIZE.search(model)
@@ -980,6 +980,8 @@ def _reported(results: evaluations.Results) -> list[Row]:
 
     found = []
     for model in sorted(values_of(results.rows, "model"), key=parameters):
+        if model.endswith(QUANTIZED_NAMES) and not has_quantized:
+            continue
         own = rows_with(results.rows, model=model)
         found += [row for row in own if row["stage"] == "report"]
     return found
@@ -1013,29 +1015,63 @@ def rounding(results: evaluations.Results) -> str:
 
 
 def eight_bits(results: evaluations.Results) -> str:
-    """What weights of eight bits lose on text: alone, and together with sparse attention."""
-    rows, lines = _reported(results), []
+    """What weights of eight bits lose: on text, alone and with sparse attention; and of answers."""
+    rows, lines = _reported(results, has_quantized=True), []
+    narrow = [row for row in rows if row["model"].endswith(QUANTIZED_NAMES)]
+    answered = tasks_of(counted(narrow))
     whole = [model for model in values_of(rows, "model") if not model.endswith(QUANTIZED_NAMES)]
     for model, weights in itertools.product(whole, ("", *QUANTIZED_NAMES)):
-        own = rows_with(rows, model=f"{model}{weights}", task="text_loss")
-        base = rows_with(rows, model=model, task="text_loss", label="dense")
-        for row in sorted(own, key=lambda row: row["policy"] != "dense"):
-            attention = "dense" if row["policy"] == "dense" else f"density {row['density']:g}"
-            found = None if row in base else paired_loss_difference([row], base)
-            percent = 100 / base[0]["text_loss"]
+        others = [row for row in narrow if row["model"].startswith(model)]
+        attentions = dict.fromkeys((policy_label(row), row["density"]) for row in others)
+        for tokens, (label, density) in itertools.product(values_of(others, "tokens"), attentions):
+            where = {"tokens": tokens, "label": label, "density": density, "phase": "both"}
+            own = rows_with(rows, model=f"{model}{weights}", **where)
+            if not own:
+                continue
+            row, *_ = rows_with(own, task="text_loss")
+            (base,) = rows_with(rows, model=model, tokens=tokens, task="text_loss", label="dense")
+            found = None if row is base else paired_loss_difference([row], [base])
+            percent = 100 / base["text_loss"]
             beyond = found and (
                 f"{percent * found.mean:+.2f} % ({percent * found.low:+.2f} to "
                 f"{percent * found.high:+.2f})"
             )
             dtype = weights.removeprefix("-") or results.meta["models"][model]["dtype"]
-            cells = f"{row['tokens']:,}", dtype, attention, f"{row['text_loss']:.3f}"
-            lines.append((model, *cells, beyond or NOTHING))
-    head = ["Model", "Tokens", "Weights", "Attention", "Loss, nats", "Beyond the first line"]
-    text = (
-        f"Loss on {rows[0]['prompts']} texts, sparse in both phases; 95 % intervals of paired "
-        "differences"
-    )
+            attention = "dense" if label == "dense" else f"density {density:g}"
+            cells = f"{tokens:,}", dtype, attention, str(row["prompts"]), f"{row['text_loss']:.3f}"
+            pools = (pool(counted(rows_with(own, task=task))) for task in answered)
+            kept = [
+                NOTHING if label == "dense" or one is None else f"{one.exact:.2f}" for one in pools
+            ]
+            lines.append((model, *cells, beyond or NOTHING, *kept))
+    head = ["Model", "Tokens", "Weights", "Attention", "Texts", "Loss, nats"]
+    head += ["Beyond the first line", *map(task_title, answered)]
+    text = "Sparse in both phases; 95 % intervals of paired differences"
+    if answered:
+        text += "; right answers are those of the prompts that dense attention with the same "
+        text += "weights answers"
     return f"{markdown_table(head, lines, num_names=4)}\n\n{text}. {describe_whole(results)}"
+
+
+def continuations(results: evaluations.Results) -> str:
+    """How far texts that go on under sparse attention differ from those under dense attention."""
+    rows = _reported(results)
+    lines = _each(rows, "model", "density", "phase", label="recommended")
+
+    def number(name: str) -> Cell:
+        return lambda found, _: f"{found[0][name]:.3f}" if found else NOTHING
+
+    columns: dict[str, tuple[Where, Cell]] = {
+        "Same likeliest token": ({}, number("agreement")),
+        "KL divergence, nats": ({}, number("kl")),
+        "Loss beyond dense, nats": ({}, _beyond("dense", "long_decode")),
+    }
+    table = grid(rows, ["Model", "Density", "Sparse in"], lines, columns)
+    prompts, tokens = rows[0]["prompts"], rows[0]["tokens"]
+    return (
+        f"{table}\n\n{prompts} texts of {tokens:,} tokens, whose last 512 are decoded one by one. "
+        f"{describe_whole(results)}"
+    )
 
 
 def by_task(results: evaluations.Results) -> str:
@@ -1403,6 +1439,12 @@ EVALUATIONS = {
     "methods": _ANSWERS(methods),
     "by-task": _ANSWERS(by_task),
     "text-loss": _ANSWERS(losses_beyond),
+    "eight-bits-models": _ANSWERS(eight_bits),
+    "continuations": _evaluated(
+        "continuations.json",
+        continuations,
+        "`python benchmarks/real_models.py --model FILE.gguf --task long_decode`",
+    ),
     "forms": _ANSWERS(functools.partial(summary, cell=_interval)),
     "methods-intervals": _REAL(functools.partial(summary, cell=_interval)),
     "real-data": _REAL(instruction_data),
