@@ -42,15 +42,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, warp_products
-from sketchwalk_jax.pallas_kernels.block_sparse_prefill import (
-    check_arguments,
-    launch,
-    with_whole_heads,
-)
+from sketchwalk_jax.pallas_kernels.block_sparse_prefill import check_arguments, with_whole_heads
 from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
     default_kernel_config,
     shared_memory,
+    without_derivative,
 )
 from sketchwalk_jax.pallas_kernels.warp_products import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
@@ -548,9 +545,13 @@ def ampere_prefill(
         keys=kernel_config.prefill_keys or keys,
         stages=kernel_config.prefill_stages or stages,
     )
-    make_kernel = functools.partial(
-        plgpu.kernel,
+    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if return_lse:
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = plgpu.kernel(
         functools.partial(_attend, tiling=tiling),
+        out_type=out_type,
         scratch_types=_scratch(tiling, query.dtype),
         grid=(tiling.programs,),
         grid_names=("program",),
@@ -559,5 +560,15 @@ def ampere_prefill(
         interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="ampere_prefill",
     )
-    arrays = (query, key, value, ids, counts, index, first_block, kv_lengths)
-    return launch(make_kernel, *arrays, head_dim=head_dim, return_lse=return_lse)
+    outputs = without_derivative(kernel)(
+        query,
+        key,
+        value,
+        ids,
+        counts,
+        index.reshape(1),
+        first_block.astype(jnp.int32),
+        kv_lengths.astype(jnp.int32),
+    )
+    out = outputs[0][..., :head_dim]
+    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None

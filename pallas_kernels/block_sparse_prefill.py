@@ -1018,9 +1018,13 @@ def block_sparse_prefill(
         exponent=scale * math.log2(math.e),
         interpret=kernel_config.interpret,
     )
-    make_kernel = functools.partial(
-        plgpu.kernel,
+    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if return_lse:
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = plgpu.kernel(
         functools.partial(_attend, tiling=tiling),
+        out_type=out_type,
         scratch_types=_scratch(tiling, query.dtype),
         grid=(tiling.programs,),
         grid_names=("program",),
@@ -1031,8 +1035,18 @@ def block_sparse_prefill(
         interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="block_sparse_prefill",
     )
-    arrays = (query, key, value, ids, counts, index, first_block, kv_lengths)
-    return launch(make_kernel, *arrays, head_dim=head_dim, return_lse=return_lse)
+    outputs = without_derivative(kernel)(
+        query,
+        key,
+        value,
+        ids,
+        counts,
+        index.reshape(1),
+        first_block.astype(jnp.int32),
+        kv_lengths.astype(jnp.int32),
+    )
+    out = outputs[0][..., :head_dim]
+    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
 
 
 def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
@@ -1062,50 +1076,3 @@ def with_whole_heads(query: Array, key: Array, value: Array, layer: Array | int)
         return jnp.pad(jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False), after)[None]
 
     return jnp.pad(query, after), one_layer(key), one_layer(value), jnp.zeros_like(layer)
-
-
-def launch(
-    make_kernel: Callable[..., Any],
-    query: Float[Array, "B T N H2"],
-    key: Float[Array, "L B S K H2"],
-    value: Float[Array, "L B S K H2"],
-    ids: Int[Array, "B M I P"],
-    counts: Int[Array, "B M I"],
-    layer: Int[Array, ""],
-    first_block: Int[Array, "B"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    head_dim: int,
-    return_lse: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """What a kernel of prompts returns: the output without padding, and the log-sum-exp.
-
-    Args:
-      make_kernel: `plgpu.kernel` with everything but the types of its outputs.
-      query: Queries, as `with_whole_heads` returns them.
-      key: Keys, likewise.
-      value: Values, likewise.
-      ids: Lists.
-      counts: Entries in each list.
-      layer: Layer of keys and values.
-      first_block: Row of each sequence's first query.
-      kv_lengths: Keys present in each sequence.
-      head_dim: Features of a head without padding.
-      return_lse: Whether to return the log-sum-exp.
-    """
-    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
-    if return_lse:
-        shape = (query.shape[0], query.shape[2], query.shape[1])
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    outputs = without_derivative(make_kernel(out_type=out_type))(
-        query,
-        key,
-        value,
-        ids,
-        counts,
-        layer.reshape(1),
-        first_block.astype(jnp.int32),
-        kv_lengths.astype(jnp.int32),
-    )
-    out = outputs[0][..., :head_dim]
-    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None

@@ -101,6 +101,26 @@ def test_the_floor_of_a_token_is_what_must_be_read(results):
     assert read["recommended", 1] == pytest.approx(weights + attended + own["method_state_bytes"])
 
 
+def test_types_of_weights_are_measured_side_by_side(run_benchmark, tmp_path, benchmark):
+    path = tmp_path / "weights.json"
+    types = ("--weights", "bfloat16", "--weights", "float8")
+    only = ("--policy", "dense", "--phase", "decode", "--batch", "1")
+    run_benchmark("end_to_end.py", "--quick", *types, *only, "--out", path)
+    wide, narrow = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert (wide["weights"], narrow["weights"]) == ("bfloat16", "float8")
+    assert wide["error"] is narrow["error"] is None
+    assert wide["run"]["matmul_float8_tflops"] > 0
+    # Half of the bytes of the layers' products; scales of their outputs, in float32.
+    config = benchmark.TINY
+    layers = benchmark.param_shapes(config)["layers"]
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+    scales = jax.tree.leaves(benchmark.param_shapes(config, weights="float8")["layers"])
+    outputs = sum(math.prod(x.shape) for x in scales if x.dtype == "float32")
+    rate = wide["run"]["copy_tb_per_s"] * 1e12
+    less = (wide["floor_seconds"] - narrow["floor_seconds"]) * rate
+    assert less == pytest.approx(weights - 4 * outputs)
+
+
 def test_kernels_belong_to_parts(benchmark):
     part_of = benchmark.part_of
     assert part_of("block_sparse_decode_mosaic_gpu_kernel") == "attention"
