@@ -38,7 +38,9 @@ GROUPS = {
     # As they are compiled for Hopper, run by the emulator of tests/ptx.
     "emulated": (
         "ampere_decode",
+        "ampere_linear",
         "ampere_prefill",
+        "ampere_selection",
         "kernel_selection",
         "kernels",
         "linear_kernel",

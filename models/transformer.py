@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from sketchwalk_jax.dispatch import kernels_here
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -126,6 +127,49 @@ class LayerWeights:
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
 
+class _KernelOfRows(NamedTuple):
+    """A kernel for few rows, and what says in words why it cannot take some."""
+
+    multiply: Callable[..., list[Array]]
+    why_not: Callable[..., str | None]
+
+
+def _kernel_of_rows() -> _KernelOfRows:
+    """That of the default device; Hopper's where there is none, for the interpreter."""
+    # Pallas takes long to import, and few callers need it.
+    if kernels_here() == "ampere":
+        from sketchwalk_jax.pallas_kernels.ampere_linear import (
+            ampere_linear,
+            why_not_ampere_linear,
+        )
+
+        return _KernelOfRows(ampere_linear, why_not_ampere_linear)
+    from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
+
+    return _KernelOfRows(linear_kernel, why_not_linear)
+
+
+def why_not_few_rows(
+    x: Any,
+    kernels: Sequence[Any],
+    scale: Any = None,
+    *,
+    is_transposed: bool = False,
+    weight_scales: Sequence[Any] | None = None,
+) -> str | None:
+    """Why the device's kernel for few rows cannot take some, or `None` if it can.
+
+    Args:
+      x: Rows `[B, D]`, an array or its abstract shape.
+      kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
+      scale: Of a norm `[L, D]`, likewise.
+      is_transposed: Which of them.
+      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
+    """
+    options = {"is_transposed": is_transposed, "weight_scales": weight_scales}
+    return _kernel_of_rows().why_not(x, kernels, scale, **options)
+
+
 def linear_of_rows(
     x: Float[Array, "B T D"],
     weights: dict[str, Num[Array, "L _ _"]],
@@ -137,7 +181,7 @@ def linear_of_rows(
     is_transposed: bool = False,
     weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
-    """The products by Hopper's kernel for few rows, or `None` where it cannot make them.
+    """The products by the device's kernel for few rows, or `None` where it cannot make them.
 
     Args:
       x: The input.
@@ -149,25 +193,12 @@ def linear_of_rows(
       is_transposed: Whether weights are `[L, F, D]`.
       weight_scales: Of the output channels, where weights have eight bits.
     """
-    # Pallas takes long to import, and few callers need it.
-    from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
-
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
-    why_not = why_not_linear(
-        rows, stacks, scale, is_transposed=is_transposed, weight_scales=weight_scales
-    )
-    if why_not:
+    options = {"is_transposed": is_transposed, "weight_scales": weight_scales}
+    if why_not_few_rows(rows, stacks, scale, **options):
         return None
-    found = linear_kernel(
-        rows,
-        stacks,
-        layer,
-        scale=scale,
-        eps=eps,
-        is_transposed=is_transposed,
-        weight_scales=weight_scales,
-        interpret=kernel_config.interpret,
-    )
+    options |= {"scale": scale, "eps": eps, "interpret": kernel_config.interpret}
+    found = _kernel_of_rows().multiply(rows, stacks, layer, **options)
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
 
 

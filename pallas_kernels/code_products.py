@@ -477,24 +477,6 @@ def _larger_of_rows(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Va
     return _larger(own, mgpu.utils.shfl_bfly(other, distance))
 
 
-def _load(
-    pointer: ir.Value, count: int, flag: ir.Value, *, offset: int = 0, how: str = ""
-) -> list[ir.Value]:
-    """So many adjacent words of global memory, or zeros unless the flag is set; starts at once."""
-    targets = [f"${index}" for index in range(count)]
-    names = targets[0] if count == 1 else f"{{{', '.join(targets)}}}"
-    vector = "" if count == 1 else f".v{count}"
-    zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
-    code = (
-        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} "
-        f"@p ld.global{how}{vector}.b32 {names}, [${count} + {offset}]; }}"
-    )
-    found = mgpu.utils.inline_ptx(
-        code, pointer, flag, result_types=[_i32()] * count, has_side_effects=True
-    )
-    return list(found)
-
-
 def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
     """What another lane of the warp has."""
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
@@ -512,3 +494,4 @@ def _flag(condition: ir.Value) -> ir.Value:
 
 
 _i32, _int, _address, _multiply = words.i32, words.constant, words.address, words.multiply
+_load = words.load

@@ -26,7 +26,7 @@ FULL_BLOCK = 64
 # that of a token by the recommended policy (and what writes the token), and products of few rows.
 KERNELS = {
     "hopper": ("prefill", "decode", "selection", "token selection", "linear layers"),
-    "ampere": ("prefill", "decode", "token selection"),
+    "ampere": ("prefill", "decode", "token selection", "linear layers"),
 }
 GPU_GROUPS = (
     "GPUs from Ampere on",

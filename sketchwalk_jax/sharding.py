@@ -71,7 +71,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed, linear_of_rows
+from sketchwalk_jax.models.transformer import embed, linear_of_rows, why_not_few_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy
 from sketchwalk_jax.policies.ranks import Blocks, Heads
@@ -582,16 +582,13 @@ def linear_on_ranks(
     ]
     batch, tokens, width = of_x.shard_shape(x.shape)
     rows = jax.ShapeDtypeStruct((batch * tokens, width), x.dtype)
-    # Pallas takes long to import, and few callers need it.
-    from sketchwalk_jax.pallas_kernels.linear import why_not_linear
-
     own_scales = None
     if weight_scales is not None:
         own_scales = [
             jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
             for sharding, one in zip(of_scales, weight_scales, strict=True)
         ]
-    why_not = why_not_linear(
+    why_not = why_not_few_rows(
         rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
     )
     if why_not:

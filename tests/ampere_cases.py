@@ -1,8 +1,10 @@
 """Cases of the kernels for GPUs from Ampere on: every GPU, head, list and type, by name."""
 
 import dataclasses
+from typing import Any
 
 import hopper
+import jax
 import kernel_cases
 from kernel_cases import AttentionKernelCase, Case, Program
 
@@ -109,6 +111,44 @@ def _selects_for_token(case: Case) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AmpereLinearCase(kernel_cases.LinearKernelCase):
+    """Rows times one layer of stacked weights.
+
+    Attributes:
+      capability: Compute capability of the GPU that it is compiled for.
+    """
+
+    capability: str
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return f"linear {self.rows}x{self.inputs} to {self.columns}, {self.dtype}-{self.capability}"
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """The products."""
+        from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear
+
+        def array(*shape: int, dtype: str = self.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        stacks = [array(kernel_cases.NUM_LAYERS, self.inputs, width) for width in self.columns]
+        return ampere_linear, (array(self.rows, self.inputs), stacks, array(dtype="int32"))
+
+
+# Few rows and as many as there may be; several arrays; widths of a 0.5B, an 8B and a 70B model.
+LINEAR_SHAPES: tuple[dict[str, Any], ...] = (
+    {"rows": 1, "inputs": 4096, "columns": (4096, 1024, 1024)},
+    {"rows": 1, "inputs": 14336, "columns": (4096,)},
+    {"rows": 8, "inputs": 896, "columns": (4864, 4864), "dtype": "float16"},
+    {"rows": 32, "inputs": 8192, "columns": (28672, 28672)},
+)
+LINEAR = {
+    str(found): found
+    for capability in hopper.SHARED_KIB
+    for shape in LINEAR_SHAPES
+    for found in [AmpereLinearCase(**shape, capability=capability)]
+}
 COMPILED = _compiled()
 SELECTION = {
     str(found): found
@@ -118,7 +158,9 @@ SELECTION = {
     if _selects_for_token(case)
     for found in [TokenSelectionCase(case, capability)]
 }
-globals().update(COMPILED | SELECTION)  # the compiler takes a case of a file by its name there
+globals().update(
+    COMPILED | SELECTION | LINEAR
+)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
 DECODE_CASES = [
     of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in AMPERE_DECODE_HEADS

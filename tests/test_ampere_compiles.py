@@ -10,12 +10,13 @@ import hopper
 import pytest
 from variants import slow_unless
 
-CASES = ampere_cases.COMPILED | ampere_cases.SELECTION
+CASES = ampere_cases.COMPILED | ampere_cases.SELECTION | ampere_cases.LINEAR
 # On every change: on the least shared memory of GPUs, and on the newest of them.
 KEPT = (
     "prefill-32x8-H128-T4096,4096-shared-block16",
     "decode-32x8-H128-T65536-shared-block16",
     "evidence 32/8 of 128, a token, 4 pages, 256",
+    "linear 1x4096",
 )
 KEPT_GPUS = ("-8.6", "-12.0")
 # In prompts, of two heads of 128, the assembler for Blackwell keeps a few numbers in memory.

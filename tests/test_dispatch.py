@@ -154,7 +154,7 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
     pages = jax.ShapeDtypeStruct((1, 64, 2, 96), jnp.bfloat16)
     assert choose_implementation(None, pages, block_size=16, row_size=64) == expected
     for what in ("selection", "token selection", "linear layers"):
-        has_kernel = capability == "9.0" or (what == "token selection" and capability != "7.5")
+        has_kernel = capability == "9.0" or (what != "selection" and capability != "7.5")
         assert (dispatch.selection_kernels(None, what=what) is not None) == has_kernel
         found = dispatch.row_kernels(None, on_one_device=True, what=what)
         assert (found is not None) == has_kernel
@@ -192,10 +192,12 @@ def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
     on("8.0")
     assert {x for x in phases if settings.selection_kernels(x) is not None} == expected
     assert (settings.token_kernels is not None) == bool(expected)
-    assert settings.multiply_rows is None
+    assert settings.multiply_rows is not None
     on("9.0")
     assert all(settings.selection_kernels(x) is not None for x in phases)
     assert settings.token_kernels is not None and settings.multiply_rows is not None
+    on("7.5")
+    assert settings.multiply_rows is None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
