@@ -20,7 +20,6 @@ from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sharding import place
 
-dispatch.is_hopper = lambda: True
 dispatch._is_ampere_or_later = lambda: True
 
 _LLAMA_8B = ModelConfig(
@@ -70,6 +69,7 @@ class ModelCase:
       ranks: GPUs.
       axis: Of the mesh that they make.
       weights: How linear layers are quantised.
+      capability: Compute capability of the GPU.
     """
 
     model_config: ModelConfig
@@ -81,6 +81,7 @@ class ModelCase:
     ranks: int = 1
     axis: str = "tensor"
     weights: str | None = None
+    capability: str = "9.0"
 
     donated = (2,)  # the cache
 
@@ -88,6 +89,8 @@ class ModelCase:
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step as a function of arrays, and shapes, which say where they lie on a mesh."""
+        # Asked when the step is traced, which is before another case's program is made.
+        dispatch.is_hopper = lambda: self.capability == "9.0"
         where = None if mesh is None else place(mesh, self.model_config)
         settings = Settings(model_config=self.model_config, policy=self.policy, placement=where)
         make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
@@ -159,6 +162,11 @@ decode_llama_8b_paper = ModelCase(
     model_config=_LLAMA_8B, policy=SketchWalkConfig.paper(density=0.1, dense_layers=2)
 )
 decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
+# A GPU from Ampere on with the least shared memory.
+decode_llama_1b_on_ampere = dataclasses.replace(decode_llama_1b, capability="8.6")
+decode_llama_1b_on_ampere_dense = dataclasses.replace(
+    decode_llama_1b_on_ampere, policy=_DENSE, batch=8, tokens=16384
+)
 decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
@@ -174,5 +182,3 @@ read_llama_8b_by_rows_at_once = dataclasses.replace(
 )
 decode_llama_8b_by_blocks = dataclasses.replace(decode_llama_8b_on_2, axis="sequence")
 read_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE, new=32768)
-
-NAMES = tuple(name for name, value in list(globals().items()) if isinstance(value, ModelCase))

@@ -8,6 +8,7 @@ import os
 import ampere_cases
 import hopper
 import pytest
+import test_models_compile
 from variants import slow_unless
 
 CASES = ampere_cases.COMPILED | ampere_cases.SELECTION | ampere_cases.LINEAR
@@ -19,6 +20,7 @@ KEPT = (
     "linear 1x4096",
 )
 KEPT_GPUS = ("-8.6", "-12.0")
+LAUNCHES = 20  # of a layer of a decoded token, at most
 # In prompts, of two heads of 128, the assembler for Blackwell keeps a few numbers in memory.
 SPILLS = {
     "prefill-32x8-H128-T4096,4096-shared-block16-float16-rows64-12.0": 64,
@@ -71,3 +73,20 @@ def test_it_compiles(name, compiler_of):
         assert max(spilled) <= most, kernel
         assert bool(facts["complaints"]) == any(spilled), kernel
     assert any(facts["complaints"] for facts in kernels.values()) == (most > 0)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        "decode_llama_1b_on_ampere".__eq__,
+        ["decode_llama_1b_on_ampere", "decode_llama_1b_on_ampere_dense"],
+    ),
+)
+def test_a_decoded_token_copies_nothing(name, compiler_of):
+    """No layer of weights is copied out of its stack, and no cache."""
+    found = compiler_of("8.6").compile(f"program {test_models_compile.FILE}:{name}")
+    limit = test_models_compile.A_FEW_ROWS
+    assert test_models_compile.written(found, limit=limit) == []
+    assert found["temporary_bytes"] < 16 * 2**20
+    assert found["launches"][0] <= LAUNCHES
