@@ -127,6 +127,9 @@ class LayerWeights:
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
 
+_SUMMED_ROWS = 4  # with more, sums would make as many passes over weights as products do
+
+
 class _KernelOfRows(NamedTuple):
     """A kernel for few rows, and what says in words why it cannot take some."""
 
@@ -194,12 +197,59 @@ def linear_of_rows(
       weight_scales: Of the output channels, where weights have eight bits.
     """
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
-    options = {"is_transposed": is_transposed, "weight_scales": weight_scales}
+    options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
     if why_not_few_rows(rows, stacks, scale, **options):
-        return None
+        if kernels_here() != "ampere":
+            return None
+        return sums_of_rows(x, weights, layer, scale=scale, eps=eps, **options)
     options |= {"scale": scale, "eps": eps, "interpret": kernel_config.interpret}
     found = _kernel_of_rows().multiply(rows, stacks, layer, **options)
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
+
+
+def sums_of_rows(
+    x: Float[Array, "B T D"],
+    weights: dict[str, Num[Array, "L _ _"]],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "L D"] | None,
+    eps: float,
+    is_transposed: bool = False,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
+) -> list[Float[Array, "B T _"]] | None:
+    """The products of very few rows as sums, or `None` where XLA should multiply matrices.
+
+    On a GPU, XLA copies a layer out of its stack before it multiplies matrices: three passes over
+    the weights. A sum of products is fused with what reads the weights where they lie: a pass for
+    each two rows.
+
+    Args:
+      x: The input.
+      weights: Of all layers, by name.
+      layer: The layer.
+      scale: Of the norm that the input goes through first, of all layers, if there is one.
+      eps: Of the norm.
+      is_transposed: Whether weights are `[L, F, D]`.
+      weight_scales: Of the output channels, where weights have eight bits.
+    """
+    stacks = list(weights.values())
+    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1:
+        return None
+    if scale is not None:
+        x = rms_norm(x, scale[layer], eps=eps)
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    found = []
+    for index, stack in enumerate(stacks):
+        wide = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False).astype(jnp.float32)
+        if is_transposed:
+            sums = [jnp.sum(row[None] * wide, axis=1) for row in rows]
+        else:
+            sums = [jnp.sum(row[:, None] * wide, axis=0) for row in rows]
+        total = jnp.stack(sums)
+        if weight_scales is not None:
+            total = total * weight_scales[index][layer][None]
+        found.append(total.reshape(*x.shape[:2], -1).astype(x.dtype))
+    return found
 
 
 def embed(params: PyTree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -110,10 +110,10 @@ def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling, interpret: bool
 
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, scalar, reference, *(reference,) * len(arrays)))
     def multiply(_: Any, *arguments: Any) -> None:
-        numbers = [words.scalars(one)[0] for one in arguments[:3]]
+        layer, tile, part = (words.scalars(one)[0] for one in arguments[:3])
         x, *others = arguments[3:]
         half = len(others) // 2
-        _Warp(tiling, *numbers, x, others[:half], others[half:]).run()
+        _Warp(tiling, layer, tile, part, x, others[:half], others[half:]).run()
 
     multiply(own_layer, tile, part, x, *arrays)
 
@@ -165,6 +165,7 @@ class _Warp:
         left = arith.subi(_int(tiling.steps), self._first)
         self._count = arith.minsi(left, _int(tiling.own_steps))
         # Of the array that the columns belong to: where its layer and its results begin.
+        self._own: list[ir.Value] = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             width = ir.MemRefType(source.type).shape[2]
             column = arith.muli(arith.subi(own, _int(tiling.starts[index])), _int(_COLUMNS))
@@ -172,11 +173,11 @@ class _Warp:
             # A stack may have more than 2^31 weights, a layer has fewer.
             before = arith.muli(_long(layer), _long(_int(self._inputs * width)))
             weights = words.address(source, arith.addi(before, _long(column)))
-            found = weights, words.address(target, column), _int(width)
+            found = [weights, words.address(target, column), _int(width)]
             if index:
                 is_later = _less(_int(tiling.starts[index] - 1), own)
                 both = zip(found, self._own, strict=True)
-                found = tuple(arith.select(is_later, one, other) for one, other in both)
+                found = [arith.select(is_later, one, other) for one, other in both]
             self._own = found
 
     def run(self) -> None:

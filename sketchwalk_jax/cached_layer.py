@@ -19,11 +19,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
-from sketchwalk_jax.dispatch import IMPLEMENTATIONS, row_kernels, selection_kernels
+from sketchwalk_jax.dispatch import (
+    IMPLEMENTATIONS,
+    is_gpu_without,
+    row_kernels,
+    selection_kernels,
+)
 from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
 from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
-from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows
+from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows, sums_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.kernel_selection import write_token
 from sketchwalk_jax.policies.base import Policy, Span, TokenWrite, check_policy, take_layer
@@ -107,10 +112,11 @@ class LayerSettings:
 
     @property
     def multiply_rows(self) -> Multiply | None:
-        """How few rows are multiplied with weights, or `None` where XLA does it."""
+        """How few rows are multiplied with weights, or `None` where XLA multiplies matrices."""
         kernel_config = self._row_kernels("linear layers")
         if kernel_config is None:
-            return None
+            is_alone = self.placement is None and self.on_one_device
+            return sums_of_rows if is_alone and is_gpu_without("linear layers") else None
         if self.placement is None:
             return functools.partial(linear_of_rows, kernel_config=kernel_config)
         return functools.partial(

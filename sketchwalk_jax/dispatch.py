@@ -64,7 +64,7 @@ def group_of_gpus() -> str | None:
     Returns:
       One of `GPU_GROUPS`; `None` on Hopper with its kernels, and where there is no GPU.
     """
-    if not _compute_capability():
+    if not is_gpu():
         return None
     with_kernels, with_cudnn, without = GPU_GROUPS
     if not _is_ampere_or_later():
@@ -89,6 +89,20 @@ def why_not_device(what: str) -> str | None:
         return f"it needs JAX 0.11.2 or later, not {jax.__version__}" if is_old else None
     needed = _AMPERE if what in KERNELS["ampere"] else _HOPPER
     return f"it needs an NVIDIA GPU of compute capability {needed} in {what}, not {device_kind()}"
+
+
+def is_gpu() -> bool:
+    """Whether the default device is a GPU."""
+    return bool(_compute_capability())
+
+
+def is_gpu_without(what: str) -> bool:
+    """Whether the default device is a GPU without kernels for something.
+
+    Args:
+      what: One of those that `KERNELS` names.
+    """
+    return is_gpu() and why_not_device(what) is not None
 
 
 def why_not_mosaic_gpu(

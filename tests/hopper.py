@@ -49,13 +49,28 @@ gpu_device_info {
   device_memory_size: 151397597184
 }
 """
+_LEAST_WITH_KERNELS = 8.0
 _CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
 # Other GPUs, by compute capability: what their target says of it, and where they differ from an
 # H200. The figures of 8.0 (A100, 40 GB), 8.6 (A6000), 10.0 (B200) and 12.0 (RTX 6000 Pro) are
 # those of the targets in XLA's repository (`xla/backends/gpu/target_config/specs`), as the H200's
 # are, with two exceptions at 12.0: 100 KiB of shared memory, not 128, and the GPU's own (`a`)
 # instructions, as for the H200. XLA has no target for 8.9: figures of an RTX 4090 are unchecked.
+# Nor has it one for 7.5: those are the figures of a T4's data sheet.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "7.5": (
+        "major: 7 minor: 5",
+        {
+            "threads_per_core_limit": 1024,
+            "shared_memory_per_core": 64 * 1024,
+            "core_count": 40,
+            "fpus_per_core": 64,
+            "clock_rate_ghz": 1.59,
+            "memory_bandwidth": 320000000000,
+            "l2_cache_size": 4194304,
+            "device_memory_size": 15843721216,
+        },
+    ),
     "8.0": (
         "major: 8",
         {
@@ -123,9 +138,11 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SHARED_KIB = {"9.0": 228} | {
-    name: found["shared_memory_per_core"] // 1024 for name, (_, found) in _OTHERS.items()
+    name: found["shared_memory_per_core"] // 1024
+    for name, (_, found) in _OTHERS.items()
+    if float(name) >= _LEAST_WITH_KERNELS
 }
-"""Shared memory of a multiprocessor, in KiB, by compute capability."""
+"""Shared memory of a multiprocessor, in KiB, by compute capability, of GPUs with kernels."""
 _FACTS = {
     "registers": r"Used (\d+) registers",
     "stack_bytes": r"(\d+) bytes stack frame",
@@ -314,7 +331,7 @@ def compiling_for(capability: str) -> Iterator[None]:
     major, minor = map(int, capability.split("."))
     utils._infer_arch = lambda: (major, minor)
     for kernel in kernels:
-        kernel.shared_memory = lambda: SHARED_KIB[capability] * 1024
+        kernel.shared_memory = lambda: SHARED_KIB.get(capability, 0) * 1024
     try:
         yield
     finally:

@@ -20,8 +20,6 @@ from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.sharding import place
 
-dispatch._is_ampere_or_later = lambda: True
-
 _LLAMA_8B = ModelConfig(
     model_type="llama",
     vocab_size=128256,
@@ -90,7 +88,7 @@ class ModelCase:
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step as a function of arrays, and shapes, which say where they lie on a mesh."""
         # Asked when the step is traced, which is before another case's program is made.
-        dispatch.is_hopper = lambda: self.capability == "9.0"
+        dispatch._compute_capability = lambda: self.capability
         where = None if mesh is None else place(mesh, self.model_config)
         settings = Settings(model_config=self.model_config, policy=self.policy, placement=where)
         make = functools.partial(init_cache, batch=self.batch, max_tokens=self.tokens)
@@ -166,6 +164,13 @@ decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
 decode_llama_1b_on_ampere = dataclasses.replace(decode_llama_1b, capability="8.6")
 decode_llama_1b_on_ampere_dense = dataclasses.replace(
     decode_llama_1b_on_ampere, policy=_DENSE, batch=8, tokens=16384
+)
+# A T4, without kernels: everything runs on XLA.
+decode_llama_1b_on_turing_dense = ModelCase(
+    model_config=dataclasses.replace(_LLAMA_1B, dtype="float16"),
+    policy=_DENSE,
+    tokens=16384,
+    capability="7.5",
 )
 decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)

@@ -90,3 +90,14 @@ def test_a_decoded_token_copies_nothing(name, compiler_of):
     assert test_models_compile.written(found, limit=limit) == []
     assert found["temporary_bytes"] < 16 * 2**20
     assert found["launches"][0] <= LAUNCHES
+
+
+@pytest.mark.hopper
+@pytest.mark.slow
+def test_a_token_on_a_gpu_without_kernels_copies_nothing(compiler_of):
+    """On a T4 XLA reads weights and caches where they lie."""
+    name = "decode_llama_1b_on_turing_dense"
+    found = compiler_of("7.5").compile(f"program {test_models_compile.FILE}:{name}")
+    scores = 2 * 2**20  # of 32 heads and 16,384 tokens, the largest array that is written
+    assert test_models_compile.written(found, limit=scores) == []
+    assert found["temporary_bytes"] < 16 * 2**20

@@ -13,8 +13,9 @@ from test_ampere_prefill import ON_GPU, on_some_gpu
 from test_linear_kernel import EPS
 from variants import INTERPRET, slow_unless
 
-from sketchwalk_jax import KernelConfig, dispatch
-from sketchwalk_jax.models import transformer
+from sketchwalk_jax import Dense, KernelConfig, dispatch
+from sketchwalk_jax.cached_layer import LayerSettings
+from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.pallas_kernels.ampere_linear import (
     MOST_ROWS,
     ampere_linear,
@@ -130,3 +131,35 @@ def test_a_gpu_multiplies_few_rows_with_its_own_kernel(capability, monkeypatch):
         assert one.dtype == jnp.float16
         wanted = wide @ np.asarray(weights[1], np.float64)
         np.testing.assert_allclose(one[:, 0].astype("f4"), wanted, rtol=0.01, atol=0.02)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
+    """A T4 has no kernel; an A100's does not take weights of eight bits."""
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "7.5" if not weights else "8.0")
+    settings = LayerSettings(policy=Dense(), on_one_device=True)
+    x, kernels, scale = draw(3, 128, (64, 128), "bfloat16")
+    params = {"layers": {"gate": {"kernel": kernels[0]}, "up": {"kernel": kernels[1]}}}
+    layers = quantize_params(params, weights)["layers"] if weights else params["layers"]
+    layers["norm"] = {"scale": scale}
+    asked = []
+
+    def multiply(*arguments, **options):
+        found = settings.multiply_rows(*arguments, **options)
+        asked.append(found is not None)
+        return found
+
+    def linear(rows, multiply):
+        own = transformer.LayerWeights(layers, jnp.asarray(1), EPS, multiply)
+        return own.linear(rows, ("gate", "up"), "btd,df->btf", norm="norm")
+
+    for one, other in zip(linear(x[None], multiply), linear(x[None], None), strict=True):
+        chex.assert_equal_shape((one, other))
+        assert one.dtype == other.dtype
+        # Without it the rows are rounded to the type of the weights, or a scale later.
+        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.02, atol=0.05)
+    linear(jnp.tile(x, (1, 2))[None].reshape(1, 6, 128), multiply)
+    assert asked == [True, False]  # of more rows it makes no more than matrix products would
+    on_cpu = LayerSettings(policy=Dense(), on_one_device=True)
+    monkeypatch.setattr(dispatch, "_compute_capability", str)
+    assert on_cpu.multiply_rows is None

@@ -20,7 +20,7 @@ from sketchwalk_jax import (
     block_sparse_decode,
     dense_attention,
 )
-from sketchwalk_jax.attention import num_query_blocks
+from sketchwalk_jax.attention import num_query_blocks, xla
 from sketchwalk_jax.selection import full_selection
 
 SIZE = 64
@@ -124,6 +124,25 @@ def test_full_lists_equal_dense_attention_and_jax(case):
         expected = wanted[row], residual[row]
         assert_close(case, lists[row], lse[row], expected, length)
         assert_close(case, whole[row], whole_lse[row], expected, length)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_token_on_a_gpu_without_kernels_attends_as_elsewhere(group, dtype, monkeypatch):
+    """The form for GPUs: heads that share values in sums, and more of them in a product."""
+    case = AttentionCase(group=group, lengths=(190, 1, 0), head_dim=16, dtype=dtype)
+    query, key, value = draw(case, num_queries=1)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    where = {"kv_lengths": lengths, "query_offset": jnp.maximum(lengths - 1, 0)}
+    where |= {"layer": jnp.asarray(1), "return_lse": True, "implementation": "xla"}
+    stacks = [jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (key, value)]
+    wanted, wanted_lse = dense_attention(query, *stacks, **where)
+    monkeypatch.setattr(xla, "is_gpu", lambda: True)
+    found, lse = dense_attention(query, *stacks, **where)
+    assert found.dtype == wanted.dtype and lse.dtype == jnp.float32
+    allowed = tolerance("attention", dtype)
+    np.testing.assert_allclose(found.astype("f4"), wanted.astype("f4"), **allowed)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", cases.ATTENTION_CASES, ids=str)

@@ -25,6 +25,7 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.cached_layer import LayerSettings
 from sketchwalk_jax.dispatch import choose_implementation
+from sketchwalk_jax.models.transformer import sums_of_rows
 from sketchwalk_jax.pallas_kernels import ampere_prefill
 from sketchwalk_jax.selection import full_selection
 
@@ -197,7 +198,8 @@ def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
     assert all(settings.selection_kernels(x) is not None for x in phases)
     assert settings.token_kernels is not None and settings.multiply_rows is not None
     on("7.5")
-    assert settings.multiply_rows is None
+    assert not any(settings.selection_kernels(x) for x in phases)
+    assert settings.multiply_rows is sums_of_rows
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.dispatch import is_gpu
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE, matmul_precision
 from sketchwalk_jax.selection import BlockSelection
 
+_SUMMED_HEADS = 4  # heads that share values, at most, whose values are not multiplied as a matrix
 NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
 
 # key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
@@ -302,6 +304,61 @@ def attend_lists(
     return join_heads(out, shape), join_heads(lse, shape)
 
 
+def attend_dense_token(
+    query: Float[Array, "B 1 1 N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    positions: Int[Array, "B 1 1"],
+    *,
+    layer: Int[Array, ""],
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+) -> tuple[Float[Array, "B 1 1 N H"], Float[Array, "B 1 1 N"]]:
+    """`attend_dense` of one token per sequence, as XLA fuses it best on a GPU.
+
+    A product with so few rows is bound by memory. Matrix products would have keys and values copied
+    first, head by head, which takes three passes over them, and the whole cache turned around
+    before the first layer and back after the last. Sums of products are fused with what reads the
+    cache where it lies. XLA makes one or two passes over the keys, and over the values half as many
+    as heads share them; from five such heads on a product of copied values is cheaper.
+    """
+    batch, _, _, num_heads, head_dim = query.shape
+    key_tokens, kv_heads = key.shape[2:4]
+    heads = query.reshape(batch, 1, kv_heads, -1, head_dim)
+    group = heads.shape[3]
+    keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (key, value))
+    place = jnp.arange(key_tokens, dtype=jnp.int32)[None]
+    is_seen = (place <= positions[:, 0]) & (place < kv_lengths[:, None])
+    is_seen = is_seen[..., None, None]  # [B S 1 1]
+    wide = keys.astype(jnp.float32)
+    products = [
+        jnp.sum(wide * heads[:, :, :, index].astype(jnp.float32), axis=-1) for index in range(group)
+    ]
+    scores = jnp.where(is_seen, jnp.stack(products, axis=-1) * scale, MASK_VALUE)  # [B S K G]
+    maximum = jnp.max(scores, axis=1, initial=FIRST_MAXIMUM)
+    # Made once: each power would be taken again for every feature of a value.
+    weights = jax.lax.optimization_barrier(jnp.exp(scores - maximum[:, None]))
+    denominator = jnp.sum(weights, axis=1)
+    values = jnp.where(is_seen, values, 0)  # weight 0 would not erase NaN
+    if group <= _SUMMED_HEADS:
+        wide = values.astype(jnp.float32)
+        sums = [jnp.sum(wide * weights[..., index, None], axis=1) for index in range(group)]
+        numerator = jnp.stack(sums, axis=2)
+    else:
+        numerator = jnp.einsum(
+            "bskg,bskh->bkgh",
+            weights.astype(values.dtype),
+            values,
+            precision=matmul_precision(values),
+            preferred_element_type=jnp.float32,
+        )
+    is_empty = denominator == 0.0
+    safe = jnp.where(is_empty, 1.0, denominator)
+    lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(safe))
+    out = (numerator / safe[..., None]).astype(query.dtype)
+    return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+
+
 def attend_dense(
     query: Float[Array, "B I Q N H"],
     key: Float[Array, "L B S K H"],
@@ -320,6 +377,9 @@ def attend_dense(
     """
     shape = query.shape
     batch, _, _, num_heads, head_dim = shape
+    if shape[1] * shape[2] == 1 and is_gpu():
+        where: dict[str, Any] = {"layer": layer, "kv_lengths": kv_lengths, "scale": scale}
+        return attend_dense_token(query, key, value, positions, **where)
     key_tokens, kv_heads = key.shape[2:4]
     key, value = jax.lax.optimization_barrier((key, value))  # as above: where one step takes all
     group = num_heads // kv_heads
