@@ -136,6 +136,7 @@ def test_a_gpu_multiplies_few_rows_with_its_own_kernel(capability, monkeypatch):
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
     """A T4 has no kernel; an A100's does not take weights of eight bits."""
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: "7.5" if not weights else "8.0")
     settings = LayerSettings(policy=Dense(), on_one_device=True)
     x, kernels, scale = draw(3, 128, (64, 128), "bfloat16")
