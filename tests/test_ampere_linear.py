@@ -11,7 +11,8 @@ import pytest
 import test_linear_kernel
 from test_ampere_prefill import ON_GPU, on_some_gpu
 from test_linear_kernel import EPS
-from variants import INTERPRET, slow_unless
+from tolerances import tolerance
+from variants import INTERPRET, RUNS_COMPILED, slow_unless
 
 from sketchwalk_jax import Dense, KernelConfig, dispatch
 from sketchwalk_jax.cached_layer import LayerSettings
@@ -164,3 +165,13 @@ def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, mon
     on_cpu = LayerSettings(policy=Dense(), on_one_device=True)
     monkeypatch.setattr(dispatch, "_compute_capability", str)
     assert on_cpu.multiply_rows is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RUNS_COMPILED and not ON_GPU, reason="interpreted, Hopper's kernels run")
+def test_a_model_decodes_with_all_kernels_as_without(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
+    monkeypatch.setattr(dispatch, "_is_ampere_or_later", lambda: True)
+    assert dispatch.kernels_here() == "ampere"
+    found = test_linear_kernel.logits_with_and_without(is_tied=False)
+    np.testing.assert_allclose(*found, **tolerance("logits", "bfloat16"))

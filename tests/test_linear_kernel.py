@@ -190,9 +190,8 @@ def test_what_it_does_not_take_in_eight_bits_it_says():
     assert "multiples of 128 inputs and 64 columns, not 192 and [64]" in why(inputs=192)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_a_model_decodes_with_it_as_without(is_tied):
+def logits_with_and_without(is_tied):
+    """Logits of a token by kernels, and without any."""
     model = dataclasses.replace(
         tiny.MODEL,
         num_layers=2,
@@ -218,7 +217,13 @@ def test_a_model_decodes_with_it_as_without(is_tied):
         options |= {"implementation": implementation, "kernel_config": kernel_config}
         logits, _ = decode_step(params, tokens[:, 0], cache, **options)
         found.append(logits)
-    np.testing.assert_allclose(*found, **tolerance("logits", "bfloat16"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_decodes_with_it_as_without(is_tied):
+    np.testing.assert_allclose(*logits_with_and_without(is_tied), **tolerance("logits", "bfloat16"))
 
 
 @pytest.mark.parametrize("weights", ["float8", "int8"])
