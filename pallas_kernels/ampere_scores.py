@@ -356,7 +356,9 @@ class _Warp:
             total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
         # Of a query that saw nothing any number will do: nothing that it saw counts.
         saw = arith.cmpf(arith.CmpFPredicate.OGT, total, _float(0.0))
-        common = arith.mulf(_run("lg2.approx.ftz.f32 $0, $1;", total), _float(sizes.exponent))
+        common = arith.mulf(
+            _run("lg2.approx.ftz.f32 $0, $1;", total), _float(float(sizes.exponent))
+        )
         return highest, arith.select(saw, common, _float(0.0))
 
     def _write(self, step: ir.Value, sums: list[ir.Value]) -> None:
@@ -445,7 +447,7 @@ def _load(pointer: ir.Value, count: int, *, offset: int = 0) -> list[ir.Value]:
 
 def _float(value: float) -> ir.Value:
     """A number that is known."""
-    return arith.constant(ir.F32Type.get(), float(value))
+    return arith.constant(ir.F32Type.get(), value)
 
 
 def _bf16() -> ir.Type:

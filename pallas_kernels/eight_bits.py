@@ -7,8 +7,8 @@ So one step, of two blocks of keys, is emitted in the assembler's own language (
 * The queries stay in registers, so that shared memory is read for the keys alone.
 * Sums are made in float16, two to a register: half the registers for the tensor cores to read and
   write, and one instruction takes the maxima of three times two of them. Queries are small enough
-  (`largest_of_query`) that no sum is above the largest number of float16; what its 11 bits lose is less
-  than what eight bits have lost before.
+  (`largest_of_query`) that no sum is above the largest number of float16; what its 11 bits lose
+  is less than what eight bits have lost before.
 * The first product of a block ignores what the sums were.
 * While a thread takes the maxima of two blocks, the tensor cores multiply for the next two. Sums
   are held in registers that only the assembler has names for: no compiler copies what is in flight.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int8, UInt8
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
@@ -227,7 +228,13 @@ def representatives(
         return None
     from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
 
-    return representatives_kernel(query, valid, count=count, interpret=kernel_config.interpret)
+    return representatives_kernel(
+        query,
+        valid,
+        count=count,
+        by_warp=dispatch.kernels_here() == "ampere",
+        interpret=kernel_config.interpret,
+    )
 
 
 def block_codes(

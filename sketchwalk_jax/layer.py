@@ -158,7 +158,7 @@ def sketchwalk_attention(
         scale=check_scale(scale),
         implementation=chosen,
         kernel_config=kernel_config,
-        selects_with=selection_kernels(implementation, kernel_config),
+        selects_with=selection_kernels(implementation, kernel_config, what=policy.prompt_kernels),
     )
 
 

@@ -16,6 +16,7 @@ KEPT = (
     "prefill-32x8-H128-T4096,4096-shared-block16",
     "decode-32x8-H128-T65536-shared-block16",
     "evidence 32/8 of 128, a token, 4 pages, 256",
+    "evidence 32/8 of 128, 8 queries, 4 pages, 256",
 )
 KEPT_GPUS = ("-8.6", "-12.0")
 # In prompts, of two heads of 128, the assembler for Blackwell keeps a few numbers in memory.

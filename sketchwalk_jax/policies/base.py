@@ -226,8 +226,11 @@ class Policy(abc.ABC):
     all rows.
     """
 
+    prompt_kernels: ClassVar[str] = "selection"
+    """Which kernels observe and select for a prompt, one of the names in `dispatch.KERNELS`."""
+
     token_kernels: ClassVar[str] = "selection"
-    """Which kernels observe and select for a token, one of the names in `dispatch.KERNELS`."""
+    """Which ones do so for a token."""
 
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0

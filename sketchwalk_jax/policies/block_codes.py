@@ -259,6 +259,25 @@ def _eight_bits(
     return jax.lax.optimization_barrier(rounded), _power_of_two(shift)
 
 
+def doubled_queries(
+    query: Float[Array, "B K M C"], *, per_row: int, wanted: int
+) -> tuple[Float[Array, "B K M C"], Float[Array, "B K M"]]:
+    """Queries as `ampere_peaks` takes them: float16, twice those in eight bits, and what they lack.
+
+    They are small enough that no sum of products with keys is above the largest float16.
+
+    Args:
+      query: Queries, row after row.
+      per_row: Queries of a row.
+      wanted: Those of them that count; of the others what they lack is NaN, and not a power of two.
+    """
+    from sketchwalk_jax.pallas_kernels.eight_bits import largest_of_query
+
+    rounded, factor = _eight_bits(query, largest_of_query(query.shape[-1]))
+    is_query = jnp.arange(query.shape[2], dtype=jnp.int32) % per_row < wanted
+    return 2.0 * rounded.astype(jnp.float16), jnp.where(is_query, factor[..., 0], jnp.nan)
+
+
 def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
     """`2^n`, exact, of `n` from -126 to 127; `exp2` is not on every backend."""
     return jax.lax.bitcast_convert_type(jnp.left_shift(n + 127, 23), jnp.float32)
@@ -516,18 +535,13 @@ def _ampere_scores(
     """`_hopper_scores` on GPUs from Ampere on."""
     from sketchwalk_jax.pallas_kernels.ampere_peaks import ampere_peaks
     from sketchwalk_jax.pallas_kernels.ampere_scores import ampere_scores
-    from sketchwalk_jax.pallas_kernels.eight_bits import largest_of_query
 
     stack, layer = codes.stack, codes.layer
     centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
 
     def score(own: Array, first_row: Array) -> Array:
         where = {"first_row": first_row, "per_row": per_row, "pages": pages, "interpret": interpret}
-        rounded, factor = _eight_bits(own, largest_of_query(own.shape[-1]))
-        # What fills up a row is left out.
-        is_query = jnp.arange(own.shape[2], dtype=jnp.int32) % per_row < wanted
-        factor = jnp.where(is_query, factor[..., 0], jnp.nan)
-        twice = 2.0 * rounded.astype(jnp.float16)
+        twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
         given = (stack.code, stack.step)
         peaks = ampere_peaks(twice, *given, layer=layer, lengths=kv_lengths, **where)
         return ampere_scores(peaks, factor, own, centre, scale=scale, exponent=exponent, **where)

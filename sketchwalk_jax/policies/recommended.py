@@ -111,6 +111,7 @@ class RecommendedConfig(ScorePolicy):
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
+    prompt_kernels = "prompt selection"
     token_kernels = "token selection"
 
     page_size: int | None = 16
