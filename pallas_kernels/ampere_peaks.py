@@ -327,7 +327,7 @@ class _Warp:
                 is_odd = arith.andi(arith.shrui(self._place, _int(bit)), _int(1))
                 is_odd = arith.cmpi(arith.CmpIPredicate.ne, is_odd, _int(0))
                 pairs = [peaks[start : start + 2] for start in range(0, len(peaks), 2)]
-                peaks = [_larger_of_pages(*pair, is_odd, 1 << bit) for pair in pairs]
+                peaks = [_larger_of_pages(pair, is_odd, 1 << bit) for pair in pairs]
             column = arith.addi(column, arith.shli(self._place, _int(1)))
         peaks = [arith.select(missing, _int(_NAN), x) for x in peaks]
         # More than 2^31 peaks have no 32-bit place.
@@ -348,10 +348,9 @@ def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
     return words.run(f"{{ .reg .b32 x, y; {low} {high} max.NaN.f16x2 $0, x, y; }}", first, second)
 
 
-def _larger_of_pages(
-    first: ir.Value, second: ir.Value, is_odd: ir.Value, distance: int
-) -> ir.Value:
+def _larger_of_pages(pair: list[ir.Value], is_odd: ir.Value, distance: int) -> ir.Value:
     """The larger of two lanes at a distance, of what comes second for the odd one of them."""
+    first, second = pair
     own, other = arith.select(is_odd, second, first), arith.select(is_odd, first, second)
     return _larger(own, mgpu.utils.shfl_bfly(other, distance))
 

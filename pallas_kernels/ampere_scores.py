@@ -99,12 +99,12 @@ def _score(
     """One program: 32 queries of each of four warps."""
     program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows come first
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    arrays = (x.at[batch, kv_head] for x in (peaks, factor, query))
-    given = (*arrays, centre.at[batch], out.at[batch, kv_head])
+    arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
+    given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
     place, start = program * warp_ops.WARPS, first_row[batch]
     if sizes.interpret:
         for warp in range(warp_ops.WARPS):
-            _interpreted(*given, place + warp, kv_head, start, sizes=sizes)
+            _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
@@ -118,17 +118,9 @@ def _score(
 
 
 def _interpreted(
-    peaks: Any,
-    factor: Any,
-    query: Any,
-    centre: Any,
-    out: Any,
-    place: Array,
-    kv_head: Array,
-    start: Array,
-    *,
-    sizes: _Sizes,
+    given: list[Any], place: Array, kv_head: Array, start: Array, *, sizes: _Sizes
 ) -> None:
+    peaks, factor, query, centre, out = given
     own = pl.ds(place * _QUERIES, _QUERIES)
     first = jax.lax.div(place * _QUERIES, sizes.per_row)
     part = jax.lax.rem(place, sizes.parts)
@@ -141,14 +133,15 @@ def _interpreted(
     values = values + jnp.repeat(shared, sizes.pages, axis=0)
     row = jnp.arange(_QUERIES, dtype=jnp.int32) // sizes.per_row
     block = jnp.arange(len(values), dtype=jnp.int32) // sizes.pages
-    counts = (block[:, None] <= start + first + row) & (jnp.abs(values) < sizes.limit)
-    largest = jnp.max(jnp.where(counts, values, FIRST_MAXIMUM / sizes.factor), axis=0)
+    counts = (block[:, None] <= (start + first + row)[None]) & (jnp.abs(values) < sizes.limit)
+    least = FIRST_MAXIMUM / sizes.factor
+    largest = jnp.max(jnp.where(counts, values, least), axis=0, keepdims=True)
     away = (values - largest) * sizes.factor
-    total = jnp.sum(jnp.where(counts, jnp.exp2(away), 0.0), axis=0)
+    total = jnp.sum(jnp.where(counts, jnp.exp2(away), 0.0), axis=0, keepdims=True)
     common = jnp.where(total > 0.0, jnp.log2(total) * sizes.exponent, 0.0)
     parts = jnp.where(counts, jnp.exp2(away * sizes.exponent - common), 0.0)
     for index in range(sizes.rows):
-        some = parts if sizes.rows == 1 else jnp.where(row == index, parts, 0.0)
+        some = parts if sizes.rows == 1 else jnp.where(row[None] == index, parts, 0.0)
         out[part, first + index] = jnp.sum(some, axis=1)
 
 

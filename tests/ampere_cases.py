@@ -116,6 +116,12 @@ SELECTION = {
     if isinstance(case, _SELECTING)
     for found in [SelectionCase(case, capability)]
 }
+# Prompts of the recommended policy, for the table of what the assembler makes of the kernels.
+PROMPT_CODE = [
+    x
+    for x in kernel_cases.EVIDENCE_CASES
+    if x.count is not None and x.pages > 1 and (x.heads, x.kv_heads) in ((32, 8), (14, 2))
+]
 globals().update(COMPILED | SELECTION)  # the compiler takes a case of a file by its name there
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
 DECODE_CASES = [

@@ -81,8 +81,10 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     _, _, rows, lengths = drawn
     is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
     assert np.isfinite(found).all()
-    # As on Hopper.
-    bound = {"rtol": 5e-3, "atol": 1e-6} if KERNELS.interpret else {"rtol": 5e-2, "atol": 1e-3}
+    # As on Hopper. More of the softmax is a page's peak than a block's, which has 11 bits.
+    bound = {"rtol": 5e-2, "atol": 1e-3}
+    if KERNELS.interpret and pages == 1:
+        bound = {"rtol": 5e-3, "atol": 1e-6}
     np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **bound)
 
 

@@ -540,7 +540,8 @@ def _ampere_scores(
     centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
 
     def score(own: Array, first_row: Array) -> Array:
-        where = {"first_row": first_row, "per_row": per_row, "pages": pages, "interpret": interpret}
+        where: dict[str, Any] = {"pages": pages, "interpret": interpret}
+        where |= {"first_row": first_row, "per_row": per_row}
         twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
         given = (stack.code, stack.step)
         peaks = ampere_peaks(twice, *given, layer=layer, lengths=kv_lengths, **where)
