@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int8, UInt8
 
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
@@ -217,11 +216,13 @@ def representatives(
     *,
     count: int,
     block_size: int,
+    by_warp: bool = False,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I R N C"] | None:
     """Queries that stand for each row of the recommended policy, in the slow half of the channels.
 
-    But for distances that differ by less than 2^-17 of themselves, the same ones.
+    But for distances that differ by less than 2^-17 of themselves, the same ones. On GPUs other
+    than Hopper warps copy what they need (`by_warp`).
     """
     is_right = query.dtype.itemsize == 2 and query.shape[-1] in SCORED_HEADS
     if not is_right or block_size != SCORED_BLOCK:
@@ -232,7 +233,7 @@ def representatives(
         query,
         valid,
         count=count,
-        by_warp=dispatch.kernels_here() == "ampere",
+        by_warp=by_warp,
         interpret=kernel_config.interpret,
     )
 
