@@ -254,7 +254,7 @@ def select_whole(
       key: Their keys.
       walks: The walk of each policy.
       span: The tokens.
-      kernel_config: What the policies' Hopper kernels run with, or `None` for plain JAX.
+      kernel_config: What the policies' kernels run with, or `None` for plain JAX.
 
     Returns:
       The lists and the next walk of each policy.

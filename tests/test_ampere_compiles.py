@@ -6,6 +6,7 @@ On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.m
 import os
 
 import ampere_cases
+import ampere_table
 import hopper
 import pytest
 from variants import slow_unless
@@ -71,3 +72,26 @@ def test_it_compiles(name, compiler_of):
         assert max(spilled) <= most, kernel
         assert bool(facts["complaints"]) == any(spilled), kernel
     assert any(facts["complaints"] for facts in kernels.values()) == (most > 0)
+
+
+def test_the_table_counts_the_innermost_loops_that_multiply():
+    names = [
+        "MOV R1, R2 ;",
+        ".L_x_1:",  # around one that multiplies
+        "IADD3 R1, R1, 1, RZ ;",
+        ".L_x_2:",
+        "HMMA.16816.F16 R1, R2, R3, RZ ;",
+        "HMMA.16816.F16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_2) ;",
+        "@P1 BRA `(.L_x_1) ;",
+        ".L_x_3:",  # multiplies nothing
+        "IADD3 R1, R1, 1, RZ ;",
+        "@P0 BRA `(.L_x_3) ;",
+        ".L_x_4:",
+        "HMMA.16816.F32.BF16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_4) ;",
+        "EXIT ;",
+    ]
+    lines = [x if x.startswith(".L") else f"/*{n:04x}*/ {x}" for n, x in enumerate(names)]
+    assert ampere_table.loops("\n".join(lines)) == (3 + 2, 3)
+    assert ampere_table.loops("\n".join(lines[:1] + lines[-1:])) == (0, 0)

@@ -304,7 +304,7 @@ class Policy(abc.ABC):
           key: Their keys.
           statistics: Those of this layer so far.
           span: The tokens.
-          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
         """
         return statistics
 
@@ -336,7 +336,7 @@ class Policy(abc.ABC):
           walk: The state that the last layer left.
           layer: This layer's index in the cache.
           span: The tokens.
-          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
         """
 
     def check_phase(self, span: Span) -> None:
