@@ -50,11 +50,15 @@ LENGTHS = {"prefill": (256, 512, 1024, 2048, 4096), "decode": (256, 512, 1024, 2
 BATCHES = {"narrow": (1, 8), "wide": (1,)}
 MOST_TOKENS = 16384  # of all sequences of a batch together
 FILES = ("break_even_cpu.json", "end_to_end.json", "xla_path.json")
-# Of each group of GPUs, dense attention and the sums of a sparse layer, by phase, in `xla_path.py`.
+# Of each group of GPUs, dense attention and the sums of a sparse layer, by phase, in `xla_path.py`;
+# of several sums, the first that has been measured. Selection by XLA is no faster than by kernels.
 EXPECTED = {
-    GPU_GROUPS[0]: ("cudnn", {"prefill": "kernel_and_selection", "decode": "all_kernels"}),
-    GPU_GROUPS[1]: ("cudnn", {"prefill": "all_xla", "decode": "all_xla"}),
-    GPU_GROUPS[2]: ("xla_dense", {"prefill": "all_xla", "decode": "all_xla"}),
+    GPU_GROUPS[0]: (
+        "cudnn",
+        {"prefill": ("all_kernels", "kernel_and_selection"), "decode": ("all_kernels",)},
+    ),
+    GPU_GROUPS[1]: ("cudnn", {"prefill": ("all_xla",), "decode": ("all_xla",)}),
+    GPU_GROUPS[2]: ("xla_dense", {"prefill": ("all_xla",), "decode": ("all_xla",)}),
 }
 SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
 TABLE = common.ROOT / "sketchwalk_jax" / "break_even.json"
@@ -190,8 +194,9 @@ def expected(data: dict[str, Any]) -> Iterator[BreakEven]:
     for group, (dense, sums) in EXPECTED.items():
         rows = []
         for row in data["rows"]:
-            forms, sparse = row["forms"], sums[row["op"]]
-            if sparse in forms:
+            forms = row["forms"]
+            sparse = next((one for one in sums[row["op"]] if one in forms), None)
+            if sparse is not None:
                 faster = {"median": forms[dense]["ms"] / forms[sparse]["ms"]}
                 width = row["heads"][0] * row["head_dim"]
                 found = {"phase": row["op"], "policy": "sketchwalk", "preset": "recommended"}

@@ -4,7 +4,7 @@
 
 One layer of the default policy from 4K to 32K tokens, in one process: dense attention, attention
 over the lists that the policy makes, by XLA and by the kernels, and the policy's observation and
-selection by XLA, for tokens also by kernels. Prompts are queued one after another; tokens are
+selection, by XLA and, in bfloat16, by the kernels. Prompts are queued one after another; tokens are
 decoded in a loop whose steps depend on each other. Forms take turns. On Hopper the kernels are
 those for other GPUs all the same. Without such a GPU everything runs on XLA.
 """
@@ -29,7 +29,7 @@ from tqdm import tqdm
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
-from sketchwalk_jax.pallas_kernels.config import default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.selection import BlockSelection
 
@@ -50,6 +50,8 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Runs everything and writes the results, length by length, in the place of older ones."""
+    if HAS_KERNELS:  # those for other GPUs on Hopper, too
+        dispatch.kernels_here = lambda: "ampere"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=str(common.RESULTS / "xla_path.json"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
@@ -134,15 +136,18 @@ def policy_of(shape: Shape) -> sw.RecommendedConfig:
     return sw.SketchWalkConfig.recommended(density=shape.density)
 
 
-def select_prompt(shape: Shape, query: Array, key: Array, span: Span) -> BlockSelection:
-    """The lists of a whole prompt in the first layer, by XLA."""
+def select_prompt(
+    shape: Shape, query: Array, key: Array, span: Span, *, kernel_config: KernelConfig | None = None
+) -> BlockSelection:
+    """The lists of a whole prompt in the first layer, by XLA, or by kernels with what they need."""
     policy, num_blocks = policy_of(shape), shape.num_blocks
     sizes = {"batch": shape.batch, "num_blocks": num_blocks}
+    how: dict[str, Any] = {"span": span, "kernel_config": kernel_config}
     statistics = policy.init_statistics(selection.layer_shape(shape), **sizes)
-    statistics = policy.observe(query, key, statistics, span=span)
+    statistics = policy.observe(query, key, statistics, **how)
     walk = policy.init_walk(**sizes, num_rows=num_blocks)
     layer = jnp.zeros((), jnp.int32)
-    return policy.select(query, key[None], statistics, walk, layer=layer, span=span)[0]
+    return policy.select(query, key[None], statistics, walk, layer=layer, **how)[0]
 
 
 def attend_by_kernel(query: Array, key: Array, value: Array, lists: BlockSelection) -> Array:
@@ -187,7 +192,11 @@ def prefill(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, 
         sparse["kernel"] = attend_by_kernel
     programs = {name: submit(pool, one, *drawn) for name, one in dense.items()}
     programs |= {name: submit(pool, one, *drawn, lists) for name, one in sparse.items()}
-    programs["selection"] = submit(pool, select, *drawn[:2], span)
+    selects = {"selection": select}
+    if HAS_KERNELS and shape.dtype == "bfloat16":
+        with_kernels = default_kernel_config()
+        selects["kernel_selection"] = functools.partial(select, kernel_config=with_kernels)
+    programs |= {name: submit(pool, one, *drawn[:2], span) for name, one in selects.items()}
 
     def measure(repeats: int) -> tuple[Row, list[str]]:
         prompts = []
@@ -201,7 +210,7 @@ def prefill(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, 
         sets = {
             **dict.fromkeys(dense, [one[:3] for one in prompts]),
             **dict.fromkeys(sparse, prompts),
-            "selection": [(*one[:2], span) for one in prompts],
+            **dict.fromkeys(selects, [(*one[:2], span) for one in prompts]),
         }
         calls = {name: selection.queued(programs[name], some) for name, some in sets.items()}
         return timed(shape, calls, repeats, step=1)

@@ -16,10 +16,8 @@ with `t` its place among the four threads of a row and `w` 32-bit words of codes
 of the second. Queries and centres are read in the same places. The words of a product are bytes 0
 and 2, then 1 and 3, of a word of codes.
 
-*Numbers.* A code is made float16 by two instructions for two: its four bits into the mantissa of
-1024, and a product and a sum that take off what is too much and multiply by the step. All of it is
-exact: `q'` is float8_e4m3 times a power of two, which is left to the end, and `step · code` is
-exact in eight bits. The steps are halved and the queries doubled, or constants would exceed 65504.
+*Numbers.* Codes are made float16 where they are (`four_bits`), and `q'` is float8_e4m3 times a
+power of two, which is left to the end: all of it is exact.
 """
 
 from typing import Any
@@ -34,7 +32,8 @@ from jaxlib.mlir.dialects import memref
 from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array
 
-from sketchwalk_jax.pallas_kernels import warp_ops, words
+from sketchwalk_jax.pallas_kernels import four_bits, warp_ops, words
+from sketchwalk_jax.pallas_kernels.four_bits import HIGH, LOW, NO_STEP
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
@@ -48,14 +47,8 @@ _STAGES = 2  # blocks that a warp has under way
 _GROUPS = KEYS // 8  # of eight rows, one for each four threads
 _TILES = KEYS // 16  # of the rows of a product
 _LARGEST_SHIFT = 100  # of a query's power of two
-_NO_STEP = -128  # in the place of a step: there is no key
 # How codes are read: once, and the rest of the line, which other heads have, to the second cache.
 _ONCE = ".nc.L1::no_allocate.L2::128B"
-_LOW, _HIGH = 0, 1  # halves of the channels, and of a byte
-_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
-_STEP_BIAS = (14, 10)  # what makes the field of an exponent: step / 2, and step / 32
-_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152: what is taken off, in units of the above
 _TWICE = 0x40004000
 # The larger numbers of two pairs without signs, `$1` and `x`, and float32 numbers `a` and `b` in
 # float8_e4m3, as a pair `x` of float16.
@@ -165,7 +158,7 @@ def _products_interpreted(
     beside = codes * _power_of_two(step.astype(jnp.int32))[:, None]
     products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
-    is_key = (place < length) & (step[:, :1] != _NO_STEP)
+    is_key = (place < length) & (step[:, :1] != NO_STEP)
     products = jnp.where(is_key[..., None], products, -jnp.inf)
     found = jnp.max(products.reshape(count, pages, -1, QUERIES), axis=2) * up.T[None]
     if pages == 1:
@@ -230,7 +223,7 @@ class _Warp:
             for start in (width // 4, 3 * width // 4)
         ]
         centres = [self._load_centres(8 * part) for part in range(-(-blocks // 8))]
-        pairs = [_in_pairs(x) for x in queries]
+        pairs = [four_bits.in_pairs(x) for x in queries]
         self._write_shared(pairs, centres)
         rounded, scale = self._round(pairs)
         # The two columns of a product that a thread has are queries of other threads' rows.
@@ -281,7 +274,7 @@ class _Warp:
         for group in range(_GROUPS):
             found += _load(start, self._words, flag, offset=group * stride, how=_ONCE)
         start = _address(self._step, self._place_of(block))
-        for half in (_LOW, _HIGH):
+        for half in (LOW, HIGH):
             found += _load(start, self._words, flag, offset=half * self._row_bytes)
         return found
 
@@ -298,9 +291,9 @@ class _Warp:
         pointer = _address(self._centre, self._place_of(block))
         halves = [
             _load(pointer, 2 * self._words, _flag(is_there), offset=2 * half * self._row_bytes)
-            for half in (_LOW, _HIGH)
+            for half in (LOW, HIGH)
         ]
-        return local, [_in_pairs(x) for x in halves]
+        return local, [four_bits.in_pairs(x) for x in halves]
 
     # Numbers
 
@@ -310,10 +303,10 @@ class _Warp:
         peak = _int(0)
         for pair in (x for half in pairs for x in half):
             code = f"{{ .reg .b32 x, y; and.b32 x, $2, 0x7fff7fff; {larger} }}"
-            peak = _ptx(code, peak, pair)
+            peak = words.run(code, peak, pair)
         for distance in (1, 2):
             code = f"{{ .reg .b32 x, y; mov.b32 x, $2; {larger} }}"
-            peak = _ptx(code, peak, mgpu.utils.shfl_bfly(peak, distance))
+            peak = words.run(code, peak, mgpu.utils.shfl_bfly(peak, distance))
         peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
         # 448 is 1.75 · 2^8.
         is_above = arith.cmpi(arith.CmpIPredicate.sgt, arith.andi(peak, _int(0x7F)), _int(0x60))
@@ -330,7 +323,7 @@ class _Warp:
             f"mul.f32 b, b, $2; {in_eight_bits} mov.b32 y, {_TWICE}; mul.rn.f16x2 $0, x, y; }}"
         )
         factor = arith.bitcast(ir.F32Type.get(), down)
-        return [[_ptx(code, x, factor) for x in half] for half in pairs], up
+        return [[words.run(code, x, factor) for x in half] for half in pairs], up
 
     def _write_shared(
         self,
@@ -342,7 +335,7 @@ class _Warp:
         none = [[_int(0)] * len(half) for half in pairs]
         both = [found for _, found in centres] + [none] * (2 - len(centres))
         total = [zero] * 4
-        for half in (_LOW, _HIGH):
+        for half in (LOW, HIGH):
             for word in range(self._words):
                 left = [rows[half][2 * word + k] for k in range(2) for rows in both]
                 right = pairs[half][2 * word : 2 * word + 2]
@@ -360,12 +353,13 @@ class _Warp:
         """The largest products with the keys of one block, or of each of its pages."""
         words = self._words
         codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
-        factors = self._factors(steps)
+        factors = [
+            four_bits.factors(steps[half * words : (half + 1) * words], half)
+            for half in (LOW, HIGH)
+        ]
         block = arith.addi(self._first, local)
         left = arith.subi(self._length, arith.muli(block, _int(KEYS)))
-        byte = arith.andi(steps[0], _int(0xFF))
-        is_empty = arith.cmpi(arith.CmpIPredicate.eq, byte, _int(_NO_STEP & 0xFF))
-        left = arith.select(is_empty, _int(0), left)
+        left = arith.select(four_bits.is_empty(steps), _int(0), left)
         f32 = ir.F32Type.get()
         least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
         of_pages = [[least, least] for _ in range(self._pages)]
@@ -379,9 +373,9 @@ class _Warp:
             for word in range(words):
                 rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
                 rows += [arith.shrui(x, _int(8)) for x in rows]
-                for half in (_LOW, _HIGH):
+                for half in (LOW, HIGH):
                     numbers = [
-                        _numbers(x, half, *factors[half][2 * word + index // 2])
+                        four_bits.numbers(x, half, *factors[half][2 * word + index // 2])
                         for index, x in enumerate(rows)
                     ]
                     right = rounded[half][2 * word : 2 * word + 2]
@@ -419,47 +413,12 @@ class _Warp:
         column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
         memref.store(value, self._peaks, [words.index(x) for x in (page, local, column)])
 
-    def _factors(self, steps: list[ir.Value]) -> list[list[tuple[ir.Value, ir.Value]]]:
-        """Of both halves, for the bytes 0 and 2, then 1 and 3, of each word: product and sum."""
-        found = []
-        for half in (_LOW, _HIGH):
-            pairs = []
-            for word in steps[half * self._words : (half + 1) * self._words]:
-                for shift in (0, 8):
-                    x = arith.andi(arith.shrui(word, _int(shift)), _int(0x00FF00FF))
-                    bias = _STEP_BIAS[half]
-                    x = arith.addi(x, _int(bias << 16 | bias))
-                    x = arith.shli(arith.andi(x, _int(0x001F001F)), _int(10))
-                    code = f"{{ .reg .b32 x; mov.b32 x, {_EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
-                    pairs.append((x, _ptx(code, x)))
-            found.append(pairs)
-        return found
-
     def _store(self, ref: ir.Value, local: ir.Value, values: list[ir.Value]) -> None:
         """Writes the two columns of this thread."""
         column = arith.shli(self._place, _int(1))
         for index, value in enumerate(values):
             place = arith.addi(column, _int(index))
             memref.store(value, ref, [words.index(local), words.index(place)])
-
-
-def _numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir.Value:
-    """Two of the codes of a word, times their steps, in float16."""
-    code = (
-        f"{{ .reg .b32 x; lop3.b32 x, $1, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
-        "fma.rn.f16x2 $0, x, $2, $3; }"
-    )
-    return _ptx(code, word, factor, excess)
-
-
-def _in_pairs(words: list[ir.Value]) -> list[ir.Value]:
-    """Of each four numbers of 16 bits, the first and the third, then the second and the fourth."""
-    found = []
-    for start in range(0, len(words), 2):
-        for selector in ("0x5410", "0x7632"):
-            code = f"prmt.b32 $0, $1, $2, {selector};"
-            found.append(_ptx(code, words[start], words[start + 1]))
-    return found
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
@@ -481,11 +440,6 @@ def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
     """What another lane of the warp has."""
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
     return mgpu.utils.inline_ptx(code, value, lane, result_types=value.type, has_side_effects=True)
-
-
-def _ptx(code: str, *operands: ir.Value) -> ir.Value:
-    """One integer of an instruction or a few."""
-    return mgpu.utils.inline_ptx(code, *operands, result_types=_i32())
 
 
 def _flag(condition: ir.Value) -> ir.Value:

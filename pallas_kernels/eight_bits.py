@@ -7,8 +7,8 @@ So one step, of two blocks of keys, is emitted in the assembler's own language (
 * The queries stay in registers, so that shared memory is read for the keys alone.
 * Sums are made in float16, two to a register: half the registers for the tensor cores to read and
   write, and one instruction takes the maxima of three times two of them. Queries are small enough
-  (`_largest`) that no sum is above the largest number of float16; what its 11 bits lose is less
-  than what eight bits have lost before.
+  (`largest_of_query`) that no sum is above the largest number of float16; what its 11 bits lose
+  is less than what eight bits have lost before.
 * The first product of a block ignores what the sums were.
 * While a thread takes the maxima of two blocks, the tensor cores multiply for the next two. Sums
   are held in registers that only the assembler has names for: no compiler copies what is in flight.
@@ -70,7 +70,7 @@ _MOST_SHIFT = 100
 _MANTISSA, _BIAS = 23, 127  # of float32
 
 
-def _largest(channels: int) -> float:
+def largest_of_query(channels: int) -> float:
     """The largest number of a query, a power of two below 448, the largest one of eight bits.
 
     With keys of at most 448 a sum is at most `channels * 1.75 * 64 / channels * 448 = 50,176`; the
@@ -83,14 +83,14 @@ def _largest(channels: int) -> float:
 def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"]]:
     """Queries in float8_e4m3fn, and the power of two that each is to be multiplied by.
 
-    What `policies.block_codes.round_queries` does, with another power of two (`_largest`).
+    What `policies.block_codes.round_queries` does, with another power of two (`largest_of_query`).
 
     Args:
       query: In 16 bits, in `LAYOUT`.
     """
     x = query.astype(jnp.float32)
     largest = jax.lax.bitcast_convert_type(
-        jnp.max(jnp.abs(x), axis=1) / _largest(x.shape[1]), jnp.int32
+        jnp.max(jnp.abs(x), axis=1) / largest_of_query(x.shape[1]), jnp.int32
     )
     # The least exponent of two that is not below the number.
     shift = ((largest + ((1 << _MANTISSA) - 1)) >> _MANTISSA) - _BIAS

@@ -216,18 +216,26 @@ def representatives(
     *,
     count: int,
     block_size: int,
+    by_warp: bool = False,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I R N C"] | None:
     """Queries that stand for each row of the recommended policy, in the slow half of the channels.
 
-    But for distances that differ by less than 2^-17 of themselves, the same ones.
+    But for distances that differ by less than 2^-17 of themselves, the same ones. On GPUs other
+    than Hopper warps copy what they need (`by_warp`).
     """
     is_right = query.dtype.itemsize == 2 and query.shape[-1] in SCORED_HEADS
     if not is_right or block_size != SCORED_BLOCK:
         return None
     from sketchwalk_jax.pallas_kernels.representatives import representatives_kernel
 
-    return representatives_kernel(query, valid, count=count, interpret=kernel_config.interpret)
+    return representatives_kernel(
+        query,
+        valid,
+        count=count,
+        by_warp=by_warp,
+        interpret=kernel_config.interpret,
+    )
 
 
 def block_codes(

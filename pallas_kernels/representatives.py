@@ -1,4 +1,4 @@
-"""Queries that stand for those of a row, on Hopper GPUs: its mean, and the farthest ones.
+"""Queries that stand for those of a row, on NVIDIA GPUs from Ampere on: its mean, and the farthest.
 
 Farthest-point traversal, head by head (`policies.recommended.representative_queries`): after the
 mean, the query whose distance to the nearest one taken is largest. Each warp takes one row of one
@@ -59,6 +59,7 @@ class _Sizes:
       head_dim: Features of a head, of which the slow half counts.
       count: Representatives.
       kind: Type of the queries.
+      by_warp: Whether each warp copies its own queries, for want of an engine that does.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -67,6 +68,7 @@ class _Sizes:
     head_dim: int
     count: int
     kind: Any
+    by_warp: bool
     interpret: bool
 
     @property
@@ -89,7 +91,7 @@ def _represent(
     queries: Any,
     norms: Any,
     means: Any,
-    filled: Any,
+    filled: Any = None,
 ) -> None:
     """One program: four rows of a head, those of the last one again where there are fewer."""
     program, batch = jax.lax.axis_index("program"), jax.lax.axis_index("batch")
@@ -101,8 +103,12 @@ def _represent(
         for half in range(2):  # channels `d` and `d + H/2` turn together, slower the larger `d` is
             channels = pl.ds((2 * half + 1) * quarter, quarter)
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
-            plgpu.copy_gmem_to_smem(source, target, filled)
-    plgpu.barrier_wait(filled)
+            if not sizes.by_warp:
+                plgpu.copy_gmem_to_smem(source, target, filled)
+            elif sizes.interpret:
+                target[...] = source[...]
+    if not sizes.by_warp:
+        plgpu.barrier_wait(filled)
     if sizes.interpret:
         for index, (row, head) in enumerate(wheres):
             is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
@@ -111,14 +117,19 @@ def _represent(
     shared = plgpu.RefType(ops.transforms(queries.dtype, sizes.width))
     scalar, plain = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, plain, plain, plain))
+    given = [query.at[batch]] if sizes.by_warp else []
+
+    @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, *[plain] * (3 + len(given))))
     def traverse(
-        _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any
+        _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any, *given: Any
     ) -> None:
         (first,) = words.scalars(first)
-        _Traversal(sizes, first, valid, queries, norms, means, out).emit()
+        traversal = _Traversal(sizes, first, valid, queries, norms, means, out)
+        for source in given:
+            traversal.copy(source)
+        traversal.emit()
 
-    traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch])
+    traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch], *given)
 
 
 def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
@@ -194,6 +205,32 @@ class _Traversal:
         """The address of the warp's own piece of shared memory, of so many bytes."""
         start = llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
         return arith.addi(start, arith.muli(self._warp, words.constant(size)))
+
+    def copy(self, source: ir.Value) -> None:
+        """Brings the warp's queries from those of a sequence, `[T, N, H]` in global memory."""
+        sizes, constant = self._sizes, words.constant
+        chunks = sizes.chunks // 2  # of a piece
+        lane_row = arith.divui(self._lane, constant(chunks))
+        chunk = arith.remui(self._lane, constant(chunks))
+        first = arith.addi(arith.muli(self._row, constant(_QUERIES)), lane_row)
+        start = arith.addi(arith.muli(first, constant(sizes.heads)), self._head)
+        start = arith.addi(
+            arith.muli(start, constant(sizes.head_dim)), arith.muli(chunk, constant(_CHUNK))
+        )
+        pointer = words.address(source, start)
+        # Rows that a lane copies are 8 or 16 apart: the swizzle flips the same bits in all.
+        place, turn = self._address(lane_row, chunk)
+        target = arith.addi(self._queries, arith.xori(place, turn))
+        together = words.LANES // chunks
+        for half in range(2):
+            for row in range(0, _QUERIES, together):
+                from_start = 2 * row * sizes.heads * sizes.head_dim
+                from_start += (2 * half + 1) * sizes.width
+                offset = (half * _QUERIES + row) * sizes.width
+                code = f"cp.async.cg.shared.global [$0 + {offset}], [$1 + {from_start}], 16;"
+                mgpu.utils.inline_ptx(code, target, pointer, has_side_effects=True)
+        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+        _wait_for_lanes()
 
     def emit(self) -> None:
         """Finds the representatives and writes them."""
@@ -507,6 +544,10 @@ class _Traversal:
 
     def _unpack(self, word: ir.Value) -> list[ir.Value]:
         """Two numbers of 16 bits."""
+        if self._kind == "bf16" and self._sizes.by_warp:  # which has no instruction for it
+            low = arith.shli(word, words.constant(16))
+            high = arith.andi(word, words.constant(0xFFFF0000 - (1 << 32)))
+            return [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
         code = (
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
             f"cvt.f32.{self._kind} $0, low; cvt.f32.{self._kind} $1, high; }}"
@@ -572,6 +613,7 @@ def representatives_kernel(
     valid: Bool[Array, "B T"],
     *,
     count: int,
+    by_warp: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B I R N C"]:
     """`count` representatives of each 64 queries of every head, in the slow half of the channels.
@@ -580,6 +622,7 @@ def representatives_kernel(
       query: Queries in 16 bits, of whole rows, with a head_dim of 64 or 128.
       valid: Which columns hold a query of the sequence.
       count: Representatives.
+      by_warp: Whether warps copy what they need, as on GPUs other than Hopper; else TMA does.
       interpret: Whether the interpreter runs the kernel.
     """
     batch, tokens, heads, head_dim = query.shape
@@ -590,19 +633,22 @@ def representatives_kernel(
         head_dim=head_dim,
         count=count,
         kind=query.dtype,
+        by_warp=by_warp,
         interpret=interpret,
     )
     shape = (batch, rows, count, heads, 2, quarter)
     size = (_HEADS, 2, _QUERIES, quarter)
+    scratch: dict[str, Any] = {
+        "queries": ops.tiled(size, query.dtype, swizzle=sizes.width),
+        "norms": plgpu.SMEM((_HEADS, _QUERIES), jnp.float32),
+        "means": plgpu.SMEM((_HEADS, _PARTS + 1, quarter), jnp.int32),
+    }
+    if not by_warp:
+        scratch["filled"] = plgpu.Barrier(num_arrivals=2 * _HEADS)
     kernel = plgpu.kernel(
         functools.partial(_represent, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, query.dtype),
-        scratch_types={
-            "queries": ops.tiled(size, query.dtype, swizzle=sizes.width),
-            "norms": plgpu.SMEM((_HEADS, _QUERIES), jnp.float32),
-            "means": plgpu.SMEM((_HEADS, _PARTS + 1, quarter), jnp.int32),
-            "filled": plgpu.Barrier(num_arrivals=2 * _HEADS),
-        },
+        scratch_types=scratch,
         grid=(batch, -(-rows * heads // _HEADS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),

@@ -211,7 +211,7 @@ def select_blocks_kernel(
     block_size: int = 64,
     interpret: bool = False,
 ) -> BlockSelection:
-    """`selection.select_blocks` as one Hopper kernel: the same lists for the same scores.
+    """`selection.select_blocks` as one kernel: the same lists for the same scores.
 
     Args:
       scores: Block scores of each row, float32; only their order within a row matters, and those

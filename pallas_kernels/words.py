@@ -97,6 +97,11 @@ def power_of_two(exponent: ir.Value) -> ir.Value:
     return arith.bitcast(ir.F32Type.get(), field)
 
 
+def run(code: str, *operands: ir.Value) -> ir.Value:
+    """One integer of an instruction or a few."""
+    return mgpu.utils.inline_ptx(code, *operands, result_types=i32())
+
+
 def multiply(
     kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
 ) -> list[ir.Value]:
@@ -141,3 +146,17 @@ def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None
     """Writes four adjacent numbers of 32 bits to global memory."""
     code = f"st.global.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
     mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
+
+
+def multiply_halves(
+    left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
+) -> list[ir.Value]:
+    """`multiply` of float16 whose sums are float16, too: two columns to a word."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
+        "{$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};"
+    )
+    operands = (*left, *right, *total)
+    kinds = [i32()] * 2
+    options: dict[str, Any] = {"has_side_effects": True, "convergent": True}
+    return list(mgpu.utils.inline_ptx(code, *operands, result_types=kinds, **options))

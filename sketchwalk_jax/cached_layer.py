@@ -125,7 +125,8 @@ class LayerSettings:
 
     def selection_kernels(self, phase: str) -> KernelConfig | None:
         """What policies may run their kernels with in a phase, or `None` where they use XLA."""
-        what = self.policy.token_kernels if phase == "decode" else "selection"
+        policy = self.policy
+        what = policy.token_kernels if phase == "decode" else policy.prompt_kernels
         return selection_kernels(self.implementation, self.kernel_config, what=what)
 
 

@@ -23,10 +23,17 @@ FULL_BLOCK = 64
 """Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
 
 # What there are kernels for, by GPU: attention of prompts and of tokens, selection by any policy,
-# that of a token by the recommended policy (and what writes the token), and products of few rows.
+# by the recommended policy of prompts and of a token (and what writes that), products of few rows.
 KERNELS = {
-    "hopper": ("prefill", "decode", "selection", "token selection", "linear layers"),
-    "ampere": ("prefill", "decode", "token selection", "linear layers"),
+    "hopper": (
+        "prefill",
+        "decode",
+        "selection",
+        "prompt selection",
+        "token selection",
+        "linear layers",
+    ),
+    "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }
 GPU_GROUPS = (
     "GPUs from Ampere on",

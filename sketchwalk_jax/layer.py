@@ -158,7 +158,7 @@ def sketchwalk_attention(
         scale=check_scale(scale),
         implementation=chosen,
         kernel_config=kernel_config,
-        selects_with=selection_kernels(implementation, kernel_config),
+        selects_with=selection_kernels(implementation, kernel_config, what=policy.prompt_kernels),
     )
 
 
@@ -254,7 +254,7 @@ def select_whole(
       key: Their keys.
       walks: The walk of each policy.
       span: The tokens.
-      kernel_config: What the policies' Hopper kernels run with, or `None` for plain JAX.
+      kernel_config: What the policies' kernels run with, or `None` for plain JAX.
 
     Returns:
       The lists and the next walk of each policy.

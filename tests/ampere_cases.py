@@ -81,8 +81,8 @@ DECODE_SHAPES = [
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenSelectionCase:
-    """What selects for a token, or writes it, on a GPU.
+class SelectionCase:
+    """What selects by the recommended policy, or writes a token, on a GPU.
 
     Attributes:
       case: The case of Hopper.
@@ -101,14 +101,12 @@ class TokenSelectionCase:
         return self.case.program(kernel_config=kernel_config)
 
 
-def _selects_for_token(case: Case) -> bool:
-    """Whether a case is of kernels for tokens of the recommended policy."""
-    return (
-        (isinstance(case, kernel_cases.EvidenceKernelCase) and case.count is None)
-        or (isinstance(case, kernel_cases.CodesKernelCase) and not case.rows)
-        or isinstance(case, kernel_cases.WriteKernelCase)
-        or (isinstance(case, kernel_cases.SelectionKernelCase) and case.num_rows == 1)
-    )
+_SELECTING = (
+    kernel_cases.EvidenceKernelCase,
+    kernel_cases.CodesKernelCase,
+    kernel_cases.WriteKernelCase,
+    kernel_cases.SelectionKernelCase,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,12 +153,17 @@ SELECTION = {
     for capability in hopper.SHARED_KIB
     if capability != "9.0"
     for case in kernel_cases.COMPILED.values()
-    if _selects_for_token(case)
-    for found in [TokenSelectionCase(case, capability)]
+    if isinstance(case, _SELECTING)
+    for found in [SelectionCase(case, capability)]
 }
-globals().update(
-    COMPILED | SELECTION | LINEAR
-)  # the compiler takes a case of a file by its name there
+# Prompts of the recommended policy, for the table of what the assembler makes of the kernels.
+PROMPT_CODE = [
+    x
+    for x in kernel_cases.EVIDENCE_CASES
+    if x.count is not None and x.pages > 1 and (x.heads, x.kv_heads) in ((32, 8), (14, 2))
+]
+# The compiler takes a case of a file by its name there.
+globals().update(COMPILED | SELECTION | LINEAR)
 PREFILL_CASES = [of(x) for x in kernel_cases.CASES if x.op == "prefill"]
 DECODE_CASES = [
     of(x) for x in kernel_cases.CASES if x.op == "decode" and x.head_dim in AMPERE_DECODE_HEADS

@@ -9,6 +9,10 @@ masked steps, beside those that multiply, which no code can do without.
 
 Of decode, whose warps have keys of their own, also the bytes of keys and values that the programs
 of a multiprocessor have under way, and registers and spills of the kernel that combines.
+
+Of the kernels that select for prompts where Hopper's do not, the instructions of their loops, and
+the cycles that the largest products take tensor cores, where NVIDIA says how many of them these
+make in a cycle.
 """
 
 import argparse
@@ -36,6 +40,43 @@ def inner_loop(code: str, product: str = "HMMA") -> tuple[int, int]:
       code: What `nvdisasm` printed of a kernel.
       product: The name of what multiplies.
     """
+    names, jumps = _read_code(code)
+    products = [index for index, name in enumerate(names) if name.startswith(product)]
+    # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
+    start, end = min(
+        ((to, at) for at, to in jumps.items() if to <= products[0] and at >= products[-1]),
+        key=lambda x: x[1] - x[0],
+    )
+    count, index = 0, start
+    while index <= end:
+        count += 1
+        to = jumps.get(index, 0)
+        is_masked = index < to <= end and any(name.startswith("BAR") for name in names[index:to])
+        index = to if is_masked else index + 1
+    return count, len(products)
+
+
+def loops(code: str, product: str = "HMMA") -> tuple[int, int]:
+    """Instructions of all innermost loops that multiply, one turn of each, and how many multiply.
+
+    Args:
+      code: What `nvdisasm` printed of a kernel.
+      product: The name of what multiplies.
+    """
+    names, jumps = _read_code(code)
+    back = [(to, at) for at, to in jumps.items() if to <= at]
+    of_loops = {x: sum(name.startswith(product) for name in names[x[0] : x[1] + 1]) for x in back}
+    multiply = [x for x in back if of_loops[x]]
+    inner = [
+        (start, end)
+        for start, end in multiply
+        if not any((to, at) != (start, end) and start <= to and at <= end for to, at in multiply)
+    ]
+    return sum(end - start + 1 for start, end in inner), sum(of_loops[x] for x in inner)
+
+
+def _read_code(code: str) -> tuple[list[str], dict[int, int]]:
+    """Names of all instructions, and from where to where they jump."""
     lines: list[tuple[str, str]] = []  # name and operands
     labels: dict[str, int] = {}
     for text in code.splitlines():
@@ -50,19 +91,7 @@ def inner_loop(code: str, product: str = "HMMA") -> tuple[int, int]:
         target = re.search(r"`\((\.L_x_\d+)\)", operands)
         if name.startswith("BRA") and target is not None:
             jumps[index] = labels[target[1]]
-    products = [index for index, (name, _) in enumerate(lines) if name.startswith(product)]
-    # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
-    start, end = min(
-        ((to, at) for at, to in jumps.items() if to <= products[0] and at >= products[-1]),
-        key=lambda x: x[1] - x[0],
-    )
-    count, index = 0, start
-    while index <= end:
-        count += 1
-        to = jumps.get(index, 0)
-        is_masked = index < to <= end and any(name.startswith("BAR") for name, _ in lines[index:to])
-        index = to if is_masked else index + 1
-    return count, len(products)
+    return [name for name, _ in lines], jumps
 
 
 def spills(facts: dict[str, Any]) -> int:
@@ -78,72 +107,135 @@ def rows_of(capability: str) -> None:
     for what in ("PTXAS", "SASS_CTRL", "PTX", "HOST_LLVM"):
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
     import ampere_cases
+
+    answers = os.fdopen(os.dup(1), "w")
+    for case in ampere_cases.COMPILED.values():
+        if case.capability == capability:
+            print(json.dumps(_attention_row(case)), file=answers, flush=True)
+    for selection in ampere_cases.PROMPT_CODE if capability != "9.0" else ():
+        for row in _selection_rows(selection, capability):
+            print(json.dumps(row), file=answers, flush=True)
+
+
+def _compile(case: Any, capability: str) -> str:
+    """What is printed while a case is compiled."""
     import jax
-    import ptx
     from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
+    function, shapes = case.program()
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        with hopper.compiling_for(capability):
+            jax.jit(function).lower(*shapes).compile()
+        printed.seek(0)
+        return printed.read()
+
+
+def _occupancy(said: str, shared: int, capability: str) -> dict[str, Any]:
+    """Registers, spills, and how many programs of a kernel a multiprocessor has at a time."""
+    facts = hopper.read_assembler(said)
+    registers = -(-facts["registers"] // 8) * 8 * _THREADS
+    memory = hopper.SHARED_KIB[capability] * 1024
+    limits = {
+        "registers": _REGISTERS // registers,
+        "shared memory": memory // (shared + _RESERVED),
+    }
+    least = min(limits, key=limits.__getitem__)
+    return {
+        "registers": facts["registers"],
+        "spill_bytes": spills(facts),
+        "shared_bytes": shared,
+        "programs": limits[least],
+        "limit": least,
+    }
+
+
+def _attention_row(case: Any) -> dict[str, Any]:
+    """The row of a kernel for attention."""
+    import ptx
 
     from sketchwalk_jax.pallas_kernels import ampere_prefill
 
-    sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
-    memory = hopper.SHARED_KIB[capability] * 1024
-    answers = os.fdopen(os.dup(1), "w")
-    for case in ampere_cases.COMPILED.values():
-        if case.capability != capability:
-            continue
-        function, shapes = case.program()
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
-        with tempfile.TemporaryFile("w+") as printed:
-            os.dup2(printed.fileno(), 1)
-            with hopper.compiling_for(capability):
-                jax.jit(function).lower(*shapes).compile()
-            printed.seek(0)
-            text = printed.read()
-        # The kernel that combines comes second, if there is one.
-        (said, code), *others = hopper.split_kernels(text)
-        facts = hopper.read_assembler(said)
-        shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
-        registers = -(-facts["registers"] // 8) * 8 * _THREADS
-        limits = {
-            "registers": _REGISTERS // registers,
-            "shared memory": memory // (shared + _RESERVED),
+    text = _compile(case, case.capability)
+    # The kernel that combines comes second, if there is one.
+    (said, code), *others = hopper.split_kernels(text)
+    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
+    occupancy = _occupancy(said, shared, case.capability)
+    if case.op == "prefill":
+        rows = 64 if case.heads[0] == case.heads[1] else 128
+        memory = hopper.SHARED_KIB[case.capability] * 1024
+        keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
+        own = keys
+    else:  # of the keys of a step each warp has its own
+        keys, own = 64, 16
+        stages = shared // (2 * 2 * keys * case.head_dim)
+    count, products = inner_loop(code)
+    row = {
+        "op": case.op,
+        "capability": case.capability,
+        "heads": case.heads,
+        "head_dim": case.head_dim,
+        "lists": f"pages of {case.block_size}" if case.block_size == 16 else f"{case.block_size}",
+        "dtype": case.dtype,
+        "keys": keys,
+        "stages": stages,
+        **occupancy,
+        "instructions": count * 64 // own,
+        "products": products * 64 // own,
+    }
+    if case.op == "decode":
+        combine = [hopper.read_assembler(said) for said, _ in others]
+        row |= {
+            "kib_in_flight": row["programs"] * (stages - 1) * keys * case.head_dim // 256,
+            "parts": "several" if combine else "one",
+            "combine_registers": combine[0]["registers"] if combine else None,
+            "combine_spill_bytes": spills(combine[0]) if combine else None,
         }
-        least = min(limits, key=limits.__getitem__)
-        if case.op == "prefill":
-            rows = 64 if case.heads[0] == case.heads[1] else 128
-            keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
-            own = keys
-        else:  # of the keys of a step each warp has its own
-            keys, own = 64, 16
-            stages = shared // (2 * 2 * keys * case.head_dim)
-        count, products = inner_loop(code)
-        row = {
-            "op": case.op,
-            "capability": capability,
-            "heads": case.heads,
-            "head_dim": case.head_dim,
-            "lists": f"pages of {case.block_size}"
-            if case.block_size == 16
-            else f"{case.block_size}",
-            "dtype": case.dtype,
-            "keys": keys,
-            "stages": stages,
-            "registers": facts["registers"],
-            "spill_bytes": spills(facts),
-            "shared_bytes": shared,
-            "programs": limits[least],
-            "limit": least,
-            "instructions": count * 64 // own,
-            "products": products * 64 // own,
-        }
-        if case.op == "decode":
-            combine = [hopper.read_assembler(said) for said, _ in others]
-            row |= {
-                "kib_in_flight": limits[least] * (stages - 1) * keys * case.head_dim // 256,
-                "parts": "several" if combine else "one",
-                "combine_registers": combine[0]["registers"] if combine else None,
-                "combine_spill_bytes": spills(combine[0]) if combine else None,
+    return row
+
+
+# Of the kernels that select for prompts: what their loops do in a turn of each, for a warp.
+_TURNS = {
+    "representatives": "one query more, of 64",
+    "ampere_peaks": "64 keys, 64 queries",
+    "ampere_scores": "16 blocks, 32 queries, both passes",
+}
+# Cycles of a quarter of a multiprocessor for a product of `mma.sync` with sums in float16, by
+# NVIDIA's figures of dense float16: 1024 fused multiply-adds of an A100's multiprocessor, and 512.
+_CYCLES = {"8.0": 8, "8.6": 16, "8.9": 16, "12.0": 16}
+
+
+def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
+    """The rows of the kernels that select for a prompt."""
+    import ptx
+
+    text = _compile(case, capability)
+    rows = []
+    for (said, code), (_, host) in zip(hopper.split_kernels(text), ptx.kernels(text), strict=True):
+        (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
+        shared = ptx.read_launch(host, [0] * 10).shared_bytes
+        count, products = loops(code)  # none where the assembler has unrolled it
+        cycles = _CYCLES.get(capability) if name == "ampere_peaks" else None
+        rows.append(
+            {
+                "op": "prompt selection",
+                "capability": capability,
+                "heads": (case.heads, case.kv_heads),
+                "head_dim": case.head_dim,
+                "lists": f"pages of {64 // case.pages}",
+                "kernel": name,
+                "turn": _TURNS[name],
+                **_occupancy(said, shared, capability),
+                "instructions": count or None,
+                "products": products or None,
+                "tensor_cycles": None if cycles is None else cycles * products,
             }
-        print(json.dumps(row), file=answers, flush=True)
+        )
+    return rows
 
 
 def main() -> None:

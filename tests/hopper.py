@@ -324,18 +324,20 @@ def compiling_for(capability: str) -> Iterator[None]:
     """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
     from jax.experimental.mosaic.gpu import utils
 
+    from sketchwalk_jax import dispatch
     from sketchwalk_jax.pallas_kernels import ampere_decode, ampere_prefill
 
     kernels = ampere_decode, ampere_prefill
-    was = utils._infer_arch, [kernel.shared_memory for kernel in kernels]
+    was = utils._infer_arch, [kernel.shared_memory for kernel in kernels], dispatch.kernels_here
     major, minor = map(int, capability.split("."))
     utils._infer_arch = lambda: (major, minor)
+    dispatch.kernels_here = lambda: "hopper" if capability == "9.0" else "ampere"
     for kernel in kernels:
         kernel.shared_memory = lambda: SHARED_KIB.get(capability, 0) * 1024
     try:
         yield
     finally:
-        utils._infer_arch = was[0]
+        utils._infer_arch, _, dispatch.kernels_here = was
         for kernel, memory in zip(kernels, was[1], strict=True):
             kernel.shared_memory = memory
 

@@ -536,6 +536,10 @@ EVIDENCE_CASES = (
             (32, 8, 128, 4096),
         )
     ),
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, count=8, blocks=256, pages=4),
+    EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, count=32, blocks=45, pages=4),
+    EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, count=4, blocks=2048, pages=4),
+    EvidenceKernelCase(heads=2, kv_heads=2, head_dim=64, count=8, pages=4),
 )
 
 

@@ -6,6 +6,7 @@ On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.m
 import os
 
 import ampere_cases
+import ampere_table
 import hopper
 import pytest
 import test_models_compile
@@ -18,6 +19,7 @@ KEPT = (
     "decode-32x8-H128-T65536-shared-block16",
     "evidence 32/8 of 128, a token, 4 pages, 256",
     "linear 1x4096",
+    "evidence 32/8 of 128, 8 queries, 4 pages, 256",
 )
 KEPT_GPUS = ("-8.6", "-12.0")
 LAUNCHES = 20  # of a layer of a decoded token, at most
@@ -101,3 +103,26 @@ def test_a_token_on_a_gpu_without_kernels_copies_nothing(compiler_of):
     scores = 2 * 2**20  # of 32 heads and 16,384 tokens, the largest array that is written
     assert test_models_compile.written(found, limit=scores) == []
     assert found["temporary_bytes"] < 16 * 2**20
+
+
+def test_the_table_counts_the_innermost_loops_that_multiply():
+    names = [
+        "MOV R1, R2 ;",
+        ".L_x_1:",  # around one that multiplies
+        "IADD3 R1, R1, 1, RZ ;",
+        ".L_x_2:",
+        "HMMA.16816.F16 R1, R2, R3, RZ ;",
+        "HMMA.16816.F16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_2) ;",
+        "@P1 BRA `(.L_x_1) ;",
+        ".L_x_3:",  # multiplies nothing
+        "IADD3 R1, R1, 1, RZ ;",
+        "@P0 BRA `(.L_x_3) ;",
+        ".L_x_4:",
+        "HMMA.16816.F32.BF16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_4) ;",
+        "EXIT ;",
+    ]
+    lines = [x if x.startswith(".L") else f"/*{n:04x}*/ {x}" for n, x in enumerate(names)]
+    assert ampere_table.loops("\n".join(lines)) == (3 + 2, 3)
+    assert ampere_table.loops("\n".join(lines[:1] + lines[-1:])) == (0, 0)

@@ -374,6 +374,10 @@ def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
         (without, "decode"): 8192,
     }
     assert all(one.is_expected for one in benchmark.expected({"rows": rows}))
+    # Prompts whose selection by kernels has been measured count with that.
+    rows = [row("prefill", 2048), row("prefill", 4096, all_kernels=1.0)]
+    found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
+    assert found[with_kernels, "prefill"] == 4096
 
 
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):

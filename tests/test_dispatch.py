@@ -154,7 +154,7 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
                 choose_implementation("mosaic_gpu", query, block_size=64)
     pages = jax.ShapeDtypeStruct((1, 64, 2, 96), jnp.bfloat16)
     assert choose_implementation(None, pages, block_size=16, row_size=64) == expected
-    for what in ("selection", "token selection", "linear layers"):
+    for what in ("selection", "prompt selection", "token selection", "linear layers"):
         has_kernel = capability == "9.0" or (what != "selection" and capability != "7.5")
         assert (dispatch.selection_kernels(None, what=what) is not None) == has_kernel
         found = dispatch.row_kernels(None, on_one_device=True, what=what)
@@ -184,7 +184,7 @@ def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(head_dim, on):
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [(SketchWalkConfig.recommended(), {"decode"}), (SketchWalkConfig.paper(), set()),
+    [(SketchWalkConfig.recommended(), {"prefill", "decode"}), (SketchWalkConfig.paper(), set()),
      (Dense(), set())],
 )  # fmt: skip
 def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):

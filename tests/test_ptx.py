@@ -357,6 +357,26 @@ def test_faults_of_products_are_seen(parts, message):
         multiply(*parts)
 
 
+# Each thread has one word of its own in all places of both matrices and of the sums.
+OWN_PRODUCT = """
+  ld.global.b32 %r2, [%rd5];
+  mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r3, %r4}, {%r2, %r2, %r2, %r2}, {%r2, %r2},
+    {%r2, %r2};
+  st.global.b32 [%rd6], %r3; st.global.b32 [%rd6+128], %r4;
+"""
+
+
+def test_products_of_a_warp_have_sums_in_float16():
+    pairs = np.random.default_rng(0).normal(size=(8, 4, 2)).astype(np.float16)  # by row and place
+    lines = pairs.reshape(8, 8)
+    left = np.block([[lines, lines], [lines, lines]]).astype(np.float32)
+    right = np.concatenate([lines, lines], axis=1).astype(np.float32)  # a line for each column
+    wanted = left @ right.T + np.concatenate([lines, lines])
+    found = run(OWN_PRODUCT, pairs.view(np.uint32), np.zeros((2, 8, 4), np.uint32))
+    found = found.view(np.float16).reshape(16, 8)
+    np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
 HOST = """\
 define void @one_mosaic_gpu(ptr %0, ptr %1) {
   %2 = load ptr, ptr %1, align 8

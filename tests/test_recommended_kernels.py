@@ -116,7 +116,7 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
 PAGES = 4
 OF_PAGE = SIZE // PAGES
 # Case, what is drawn, blocks before each sequence's first row.
-PAGE_CASES = [
+SHARES_CASES = [
     ("eight of a row", "random", (0, 0)),
     ("three heads for one", "nan", (2, 0)),
     ("three heads for one", "huge", (0, 2)),
@@ -132,16 +132,17 @@ CASES_OF_PAGES = CASES | {
 }
 
 
-def peaks_of_pages(query, factor, codes, lengths):
-    """What the first kernel finds: products of queries `[B K M C]` in eight bits, in float16."""
+def peaks_of_pages(query, factor, codes, lengths, *, of_magnitudes=False):
+    """What the first kernel finds: products of queries `[B K M C]` in eight bits, in float16.
+
+    With `of_magnitudes`, how large the sums of a product can be on the way.
+    """
     key = codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
     is_key = jnp.arange(key.shape[1])[None] < lengths[:, None]
     small = (query.astype(jnp.float32) / factor[..., None]).astype(jnp.float16)
-    products = np.einsum(
-        "bkmc,bskc->bkms",
-        np.asarray(small.astype(jnp.float8_e4m3fn), np.float64),
-        np.asarray(key, np.float64),
-    )
+    given = [np.asarray(x, np.float64) for x in (small.astype(jnp.float8_e4m3fn), key)]
+    given = [np.abs(x) for x in given] if of_magnitudes else given
+    products = np.einsum("bkmc,bskc->bkms", *given)
     products = np.where(np.asarray(is_key)[:, None, None], products, -np.inf)
     peaks = products.reshape(*products.shape[:3], -1, OF_PAGE).max(axis=-1)
     peaks = np.where(np.isinf(peaks), np.nan, peaks)  # of a page without a key
@@ -199,7 +200,7 @@ def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
 
 
 @pytest.mark.parametrize(
-    "drawn", slow_unless((lambda one: one[:2] == ("three heads for one", "nan")), PAGE_CASES)
+    "drawn", slow_unless((lambda one: one[:2] == ("three heads for one", "nan")), SHARES_CASES)
 )
 def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     case, kind, first_row = drawn

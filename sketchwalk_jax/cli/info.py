@@ -97,7 +97,7 @@ def _describe_environment(
         **prompts,  # as before tokens and selection were told apart
         "prompts": prompts,
         "tokens": describe_attention(policy, "decode", **shape),
-        "selection": _describe_selection(policy, "selection"),
+        "selection": _describe_selection(policy, policy.prompt_kernels),
         "token_selection": _describe_selection(policy, policy.token_kernels),
     }
 

@@ -226,8 +226,11 @@ class Policy(abc.ABC):
     all rows.
     """
 
+    prompt_kernels: ClassVar[str] = "selection"
+    """Which kernels observe and select for a prompt, one of the names in `dispatch.KERNELS`."""
+
     token_kernels: ClassVar[str] = "selection"
-    """Which kernels observe and select for a token, one of the names in `dispatch.KERNELS`."""
+    """Which ones do so for a token."""
 
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0
@@ -301,7 +304,7 @@ class Policy(abc.ABC):
           key: Their keys.
           statistics: Those of this layer so far.
           span: The tokens.
-          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
         """
         return statistics
 
@@ -333,7 +336,7 @@ class Policy(abc.ABC):
           walk: The state that the last layer left.
           layer: This layer's index in the cache.
           span: The tokens.
-          kernel_config: What the policy's Hopper kernels run with, or `None` for plain JAX.
+          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
         """
 
     def check_phase(self, span: Span) -> None:

@@ -13,12 +13,14 @@ of a complete block never change, however the tokens came.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span, take_layer
@@ -241,15 +243,39 @@ def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
 
 
 def _eight_bits(
-    query: Float[Array, "*axes C"],
+    query: Float[Array, "*axes C"], largest: float = _LARGEST_FLOAT8
 ) -> tuple[Float[Array, "*axes C"], Float[Array, "*axes 1"]]:
-    """Both factors of `round_queries`: float8_e4m3fn, and the power of two, float32."""
+    """Both factors of `round_queries`: float8_e4m3fn, and the power of two, float32.
+
+    Args:
+      query: Queries.
+      largest: The largest number of one in eight bits: 448 times a power of two.
+    """
     x = query.astype(jnp.float32)
-    shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST_FLOAT8)
+    shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest)
     shift = jnp.clip(shift, -100, 100)
     rounded = (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn)
     # On GPUs XLA takes a number that is rounded and widened again for the number itself.
     return jax.lax.optimization_barrier(rounded), _power_of_two(shift)
+
+
+def doubled_queries(
+    query: Float[Array, "B K M C"], *, per_row: int, wanted: int
+) -> tuple[Float[Array, "B K M C"], Float[Array, "B K M"]]:
+    """Queries as `ampere_peaks` takes them: float16, twice those in eight bits, and what they lack.
+
+    They are small enough that no sum of products with keys is above the largest float16.
+
+    Args:
+      query: Queries, row after row.
+      per_row: Queries of a row.
+      wanted: Those of them that count; of the others what they lack is NaN, and not a power of two.
+    """
+    from sketchwalk_jax.pallas_kernels.eight_bits import largest_of_query
+
+    rounded, factor = _eight_bits(query, largest_of_query(query.shape[-1]))
+    is_query = jnp.arange(query.shape[2], dtype=jnp.int32) % per_row < wanted
+    return 2.0 * rounded.astype(jnp.float16), jnp.where(is_query, factor[..., 0], jnp.nan)
 
 
 def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
@@ -296,8 +322,8 @@ def block_scores(
       pages: Pages of a block, equal parts of it; 1 scores whole blocks.
       heads: How the heads are spread over ranks, if they are: the shares of all are added up on
         every rank, in the order of one device, so that all have its scores.
-      kernel_config: What Hopper kernels run with, or `None` for plain JAX; they take prompts of
-        bfloat16 and blocks of 64 tokens.
+      kernel_config: What kernels run with, or `None` for plain JAX; they take prompts of bfloat16
+        and blocks of 64 tokens.
 
     Returns:
       Float32 `[B, I, J · pages]`; 0 where nothing that counts was seen.
@@ -416,18 +442,17 @@ def _scores_of_kernels(
     heads: Heads | None,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I P"]:
-    """`block_scores` by the Hopper kernels, which have one axis for rows and queries."""
-    from sketchwalk_jax.pallas_kernels import block_scores as kernel
-    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+    """`block_scores` by kernels, which have one axis for rows and queries."""
+    from sketchwalk_jax.pallas_kernels.block_scores import STEP, TILE, queries_per_row
 
+    is_ampere = dispatch.kernels_here() == "ampere"
     batch, num_rows, count, num_heads, channels = queries.shape
-    stack, layer = codes.stack, codes.layer
-    num_blocks, kv_heads = stack.centre.shape[2:4]
+    num_blocks, kv_heads = codes.stack.centre.shape[2:4]
     wanted = count * num_heads // kv_heads
-    per_row = kernel.queries_per_row(wanted)
+    per_row = queries_per_row(wanted)
     # Rows at a time: a multiple of what fills a program, and as many as the memory says.
-    room = -(-num_blocks // kernel.STEP) * kernel.STEP
-    least = kernel.TILE // math.gcd(kernel.TILE, per_row)
+    room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
+    least = TILE // math.gcd(TILE, per_row)
     most = _MOST_PEAKS // (batch * kv_heads * room * pages * per_row)
     tile = min(max(least, most // least * least), -(-num_rows // least) * least)
     more_rows = -num_rows % tile
@@ -435,25 +460,20 @@ def _scores_of_kernels(
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
-    beside = block_residuals_kernel(
-        stack.code,
-        stack.step,
-        layer=layer,
-        lengths=kv_lengths,
+    score_tile = (_ampere_scores if is_ampere else _hopper_scores)(
+        codes,
+        kv_lengths,
+        wanted=wanted,
+        per_row=per_row,
         pages=pages,
+        scale=scale,
+        exponent=exponent,
         interpret=kernel_config.interpret,
     )
-    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
-    centre = jnp.pad(own_centre, ((0, 0), (0, room - num_blocks), (0, 0), (0, 0)))
 
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         index, own = part
-        where: dict[str, Any] = {"first_row": rows[:, 0] + index * tile, "per_row": per_row}
-        where |= {"pages": pages, "interpret": kernel_config.interpret}
-        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
-        found = kernel.block_scores_kernel(
-            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
-        )
+        found = score_tile(own, rows[:, 0] + index * tile)
         found = found[..., : num_blocks * pages]
         if heads is not None:
             found = heads.gather(found, axis=1)
@@ -465,3 +485,66 @@ def _scores_of_kernels(
     page = jnp.arange(num_blocks * pages, dtype=jnp.int32)[None, None]
     is_before = page < (rows[..., None] + 1) * pages
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
+
+
+def _hopper_scores(
+    codes: LayerCodes,
+    kv_lengths: Int[Array, "B"],
+    *,
+    wanted: int,
+    per_row: int,
+    pages: int,
+    scale: float,
+    exponent: int,
+    interpret: bool,
+) -> Callable[..., Float[Array, "B K parts Q P"]]:
+    """Scores of queries `[B K M C]` from their first row on, before the norm, on Hopper."""
+    from sketchwalk_jax.pallas_kernels import block_scores as kernel
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+    stack, layer = codes.stack, codes.layer
+    where: dict[str, Any] = {"pages": pages, "interpret": interpret}
+    beside = block_residuals_kernel(
+        stack.code, stack.step, layer=layer, lengths=kv_lengths, **where
+    )
+    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+    more = -own_centre.shape[1] % kernel.STEP
+    centre = jnp.pad(own_centre, ((0, 0), (0, more), (0, 0), (0, 0)))
+
+    def score(own: Array, first_row: Array) -> Array:
+        own_where = where | {"first_row": first_row, "per_row": per_row}
+        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **own_where)
+        return kernel.block_scores_kernel(
+            peaks, factor, own, centre, scale=scale, exponent=exponent, **own_where
+        )
+
+    return score
+
+
+def _ampere_scores(
+    codes: LayerCodes,
+    kv_lengths: Int[Array, "B"],
+    *,
+    wanted: int,
+    per_row: int,
+    pages: int,
+    scale: float,
+    exponent: int,
+    interpret: bool,
+) -> Callable[..., Float[Array, "B K parts Q P"]]:
+    """`_hopper_scores` on GPUs from Ampere on."""
+    from sketchwalk_jax.pallas_kernels.ampere_peaks import ampere_peaks
+    from sketchwalk_jax.pallas_kernels.ampere_scores import ampere_scores
+
+    stack, layer = codes.stack, codes.layer
+    centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+
+    def score(own: Array, first_row: Array) -> Array:
+        where: dict[str, Any] = {"pages": pages, "interpret": interpret}
+        where |= {"first_row": first_row, "per_row": per_row}
+        twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
+        given = (stack.code, stack.step)
+        peaks = ampere_peaks(twice, *given, layer=layer, lengths=kv_lengths, **where)
+        return ampere_scores(peaks, factor, own, centre, scale=scale, exponent=exponent, **where)
+
+    return score

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.plan import Plan
@@ -111,6 +112,7 @@ class RecommendedConfig(ScorePolicy):
     counts_dense_layers: ClassVar[bool] = True
     heads_on_mesh = "combined"
     blocks_on_mesh = "keys"
+    prompt_kernels = "prompt selection"
     token_kernels = "token selection"
 
     page_size: int | None = 16
@@ -420,8 +422,9 @@ class RecommendedConfig(ScorePolicy):
         sizes, found = {"count": count, "block_size": self.block_size}, None
         kernel_config = self._of_slow(kernel_config, head_dim)
         if kernel_config is not None:
+            by_warp = dispatch.kernels_here() == "ampere"
             found = kernel_selection.representatives(
-                query, valid, **sizes, kernel_config=kernel_config
+                query, valid, **sizes, by_warp=by_warp, kernel_config=kernel_config
             )
         if found is None:
             query = query[..., self.channels(head_dim)]

@@ -528,15 +528,19 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
         for part in range(per):
             column = per * (LANE % 4) + 4 * per * index + part
             second[LANE // 4, column] = entries[:, part].astype(np.float32)
-    if to != "f32":
-        raise NotImplementedError(one.text)
-    sums = [warp.lanes(x, "f32") for x in start]
     product = first @ second.T
-    for index in range(2):
-        row, column = _sum_places(index)
-        for part in range(2):
-            found = product[row, column + part] + sums[2 * index + part]
-            warp.put(target[2 * index + part], found.astype(np.float32))
+    places = [_sum_places(index) for index in range(2)]
+    products = [product[row, column + part] for row, column in places for part in range(2)]
+    if to == "f32":
+        sums = [warp.lanes(x, "f32") for x in start]
+        for name, one_product, one_sum in zip(target, products, sums, strict=True):
+            warp.put(name, (one_product + one_sum).astype(np.float32))
+        return
+    for index, name in enumerate(target):  # two columns to a register
+        pair = np.stack(products[2 * index : 2 * index + 2], axis=-1)
+        held = np.ascontiguousarray(warp.lanes(start[index], "b32"))
+        pair = pair + held.view(TYPES[to]).reshape(LANES, 2).astype(np.float32)
+        warp.put(name, np.ascontiguousarray(pair.astype(TYPES[to])).view(np.uint32).reshape(LANES))
 
 
 def _operand(

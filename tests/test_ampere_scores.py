@@ -1,0 +1,233 @@
+"""The kernels that select for prompts on GPUs from Ampere on, beside plain JAX.
+
+In the interpreter, as they are compiled for an A100, or on a Hopper GPU, which runs them, too.
+`test_recommended_kernels.py` has what is drawn and what is wanted.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_recommended_kernels as hopper_tests
+from test_recommended_kernels import (
+    CASES,
+    CASES_OF_PAGES,
+    HOSTILE,
+    KERNELS,
+    PAGES,
+    PROMPT_POLICIES,
+    SHARES_CASES,
+    SIZE,
+)
+from variants import RUNS_COMPILED, slow_unless
+
+from sketchwalk_jax import SketchWalkConfig, dispatch
+from sketchwalk_jax.policies import block_codes
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
+
+ampere_peaks = pytest.importorskip("sketchwalk_jax.pallas_kernels.ampere_peaks")
+ampere_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.ampere_scores")
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.fixture(autouse=True)
+def ampere(monkeypatch):
+    """Kernels are those for other GPUs than Hopper, and if compiled, then for an A100."""
+    if not RUNS_COMPILED:
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere")
+        yield
+        return
+    import compiled_kernels
+
+    with compiled_kernels.compiled_for("8.0"):
+        yield
+
+
+@functools.partial(jax.jit, static_argnames=("pages", "kernel_config"))
+def score(queries, codes, rows, lengths, *, pages, kernel_config):
+    return block_scores(
+        queries,
+        codes,
+        rows,
+        kv_lengths=lengths,
+        scale=0.2,
+        exponent=4,
+        pages=pages,
+        kernel_config=kernel_config,
+    )
+
+
+SCORED = [
+    *((case, "random", pages) for case in CASES for pages in (1, PAGES)),
+    *(("three heads for one", kind, pages) for kind in HOSTILE for pages in (1, PAGES)),
+]
+KEPT = [("three heads for one", "nan", PAGES), ("eight of a row", "random", 1)]
+
+
+@pytest.mark.parametrize("drawn", slow_unless(KEPT.__contains__, SCORED), ids=str)
+def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
+    *drawn, pages = drawn
+    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
+    monkeypatch.setattr(ampere_peaks, "_PART", 3)  # and keys, for several programs
+    drawn = hopper_tests.draw(*drawn)
+    found, wanted = (
+        np.asarray(score(*drawn, pages=pages, kernel_config=one)) for one in (KERNELS, None)
+    )
+    _, _, rows, lengths = drawn
+    is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
+    assert np.isfinite(found).all()
+    # As on Hopper. More of the softmax is a page's peak than a block's, which has 11 bits.
+    bound = {"rtol": 5e-2, "atol": 1e-3}
+    if KERNELS.interpret and pages == 1:
+        bound = {"rtol": 5e-3, "atol": 1e-6}
+    np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **bound)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "exponent"))
+def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
+    """What kernels find, from queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
+    from sketchwalk_jax.pallas_kernels.block_scores import queries_per_row
+
+    batch, num_rows, count, heads, channels = queries.shape
+    kv_heads = codes.centre.shape[2]
+    wanted = count * heads // kv_heads
+    per_row = queries_per_row(wanted)
+    more_rows = -num_rows % (ampere_peaks.TILE // np.gcd(ampere_peaks.TILE, per_row))
+    own = jnp.moveaxis(queries.reshape(batch, num_rows, count, kv_heads, -1, channels), 3, 1)
+    own = own.reshape(batch, kv_heads, num_rows, wanted, channels)
+    own = jnp.pad(own, ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0)))
+    own = own.reshape(batch, kv_heads, -1, channels)
+    twice, factor = block_codes.doubled_queries(own, per_row=per_row, wanted=wanted)
+    where = {"first_row": first_row, "per_row": per_row, "pages": PAGES}
+    where["interpret"] = KERNELS.interpret
+    stack = codes.as_layer().stack
+    given, layer = (twice, stack.code, stack.step), jnp.int32(0)
+    peaks = ampere_peaks.ampere_peaks(*given, layer=layer, lengths=lengths, **where)
+    found = ampere_scores.ampere_scores(
+        peaks, factor, own, codes.centre, scale=scale, exponent=exponent, **where
+    )
+    assert found.shape[2:] == (-(-per_row // 32), own.shape[2] // per_row, peaks.shape[2])
+    return peaks, factor, own, found.sum(axis=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "drawn", slow_unless((lambda one: one[:2] == ("three heads for one", "below")), SHARES_CASES)
+)
+def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
+    case, kind, first_row = drawn
+    monkeypatch.setitem(CASES, case, CASES_OF_PAGES[case])
+    queries, codes, rows, lengths = hopper_tests.draw(case, kind)
+    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are behind the end
+    first_row = jnp.array(first_row, jnp.int32)
+    lengths, how = lengths.astype(jnp.int32), {"scale": 0.2, "exponent": 4}
+    run_all = functools.partial(run_pages, queries, codes, first_row, lengths, **how)
+    peaks, factor, query, found = run_all()
+    of_peaks = functools.partial(hopper_tests.peaks_of_pages, query, factor, codes, lengths)
+    wanted, largest = of_peaks(), of_peaks(of_magnitudes=True)
+    found = np.asarray(found)
+    per_row = query.shape[2] // found.shape[1]
+    row = np.asarray(first_row)[:, None] + np.arange(query.shape[2]) // per_row
+    is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
+    is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
+    peaks = np.where(is_written, np.asarray(peaks), 0.0)
+    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
+    wanted, largest = (np.where(is_written, x, 0.0) for x in (wanted, largest))
+    np.testing.assert_array_equal(np.isnan(peaks), np.isnan(wanted))
+    # Sums keep 11 bits after each 16 channels, and what is wanted after all of them.
+    roundings = query.shape[-1] // 16 + 1
+    away = np.abs(peaks.astype(np.float64) - wanted)
+    assert not (away > roundings * 2.0**-11 * largest.astype(np.float64)).any()
+    is_close = np.isclose(peaks, wanted, rtol=2**-10, atol=2**-9, equal_nan=True)
+    assert is_close.mean() > 0.999  # most are the nearest number, or the next one
+    wanted, is_seen = hopper_tests.shares_of_pages(
+        peaks, factor, query, codes, first_row, per_row=per_row, **how
+    )
+    found, again = (np.where(is_seen, x, 0.0) for x in (found, np.asarray(run_all()[3])))
+    np.testing.assert_array_equal(found, again)
+    assert np.isfinite(found).all() and (kind != "random" or found.max() > 0.1)
+    np.testing.assert_allclose(found, np.where(is_seen, wanted, 0.0), rtol=1e-3, atol=1e-6)
+
+
+def test_what_the_kernels_do_not_take_goes_to_plain_jax():
+    codes = BlockCodes.zeros(
+        batch=1, num_blocks=4, block_size=SIZE, num_kv_heads=1, num_channels=64, dtype=jnp.float32
+    )
+    queries = jnp.ones((1, 4, 2, 2, 64), jnp.float32)
+    rows, lengths = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([4 * SIZE], jnp.int32)
+    found, wanted = (
+        score(queries, codes, rows, lengths, pages=PAGES, kernel_config=one)
+        for one in (KERNELS, None)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", slow_unless((128, 5).__eq__, [(64, 8), (128, 5)]))
+@pytest.mark.parametrize("dtype", slow_unless("bfloat16".__eq__, ["bfloat16", "float16"]))
+def test_representatives_are_those_of_plain_jax(size, dtype):
+    head_dim, count = size
+    query = np.random.default_rng(0).normal(size=(3, 3 * SIZE, 3, head_dim)).astype(np.float32)
+    query[0, 5, 1, head_dim // 4] = np.nan
+    query[0, 70, 2, head_dim // 2 - 1] = np.inf
+    query[1, SIZE : 2 * SIZE] = query[1, SIZE]  # all equal
+    begin, end = np.array([3, 0, 0]), np.array([150, 3 * SIZE, 2 * SIZE + 2])
+    column = np.arange(3 * SIZE)[None]
+    valid = jnp.asarray((column >= begin[:, None]) & (column < end[:, None]))
+    query = jnp.asarray(query, dtype)
+    represent = jax.jit(
+        functools.partial(SketchWalkConfig.recommended().represent, count=count),
+        static_argnames="kernel_config",
+    )
+    found, wanted = (
+        np.asarray(represent(query, valid, kernel_config=one), np.float32)
+        for one in (KERNELS, None)
+    )
+    np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", slow_unless("pages".__eq__, PROMPT_POLICIES))
+def test_a_prompt_is_selected_alike(name):
+    rng, policy = np.random.default_rng(0), PROMPT_POLICIES[name]
+    heads, kv_heads, head_dim, blocks = 4, 2, 64, 9
+    tokens = blocks * SIZE
+    query, key = (
+        jnp.asarray(rng.normal(size=(1, tokens, count, head_dim)) * 2.0, jnp.bfloat16)
+        for count in (heads, kv_heads)
+    )
+    lengths = jnp.array([tokens - 9], jnp.int32)
+    valid = jnp.arange(tokens)[None] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    shape = LayerShape(heads, kv_heads, head_dim, jnp.bfloat16)
+    empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
+    walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
+
+    def select(*, kernel_config):
+        codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
+        # The second of two layers, where it lies.
+        stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
+        codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
+        return policy.select(
+            query, key[None], codes, walk, layer=layer, span=span, kernel_config=kernel_config
+        )[0]
+
+    found, again, wanted = (
+        jax.jit(functools.partial(select, kernel_config=one))() for one in (KERNELS, KERNELS, None)
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(found.counts, wanted.counts)
+    assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
+    counts = np.asarray(wanted.counts)[0, 0]
+    pairs = [np.asarray(one.ids)[0, 0] for one in (found, wanted)]
+    common = [len({*x[:n]} & {*y[:n]}) for x, y, n in zip(*pairs, counts, strict=True)]
+    assert sum(common) > 0.95 * counts.sum()  # but for near ties
+    if KERNELS.interpret:
+        text = str(jax.make_jaxpr(functools.partial(select, kernel_config=KERNELS))())
+        names = set(re.findall(r"=(ampere_\w+|block_\w+|representatives|sketchwalk_\w+)", text))
+        assert names >= {"ampere_peaks", "ampere_scores", "block_codes", "representatives"}
+        assert not names & {"block_peaks", "block_scores", "block_residuals"}
