@@ -46,12 +46,24 @@ def install() -> None:
 def compiled_for(capability: str) -> Iterator[None]:
     """Kernels that are called meanwhile are compiled for another GPU."""
     global _capability
+    _start_assembler()
     was, _capability = _capability, capability
     try:
         with hopper.compiling_for(capability):
             yield
     finally:
         _capability = was
+
+
+@functools.cache
+def _start_assembler() -> None:
+    """Compiles for Hopper: `ptxas` takes code for a process's first GPU, and for older ones."""
+
+    def copy(source: Any, target: Any) -> None:
+        target[0] = source[0]
+
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    _code(_make(copy, out_type=one), [one])
 
 
 def _kernel(body: Any, *, interpret: Any = None, **options: Any) -> Any:

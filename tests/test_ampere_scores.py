@@ -144,7 +144,7 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     away = np.abs(peaks.astype(np.float64) - wanted)
     assert not (away > roundings * 2.0**-11 * largest.astype(np.float64)).any()
     is_close = np.isclose(peaks, wanted, rtol=2**-10, atol=2**-9, equal_nan=True)
-    assert is_close.mean() > 0.999  # most are the nearest number, or the next one
+    assert is_close.mean() > 0.99  # most are the nearest number, or the next one
     wanted, is_seen = hopper_tests.shares_of_pages(
         peaks, factor, query, codes, first_row, per_row=per_row, **how
     )
