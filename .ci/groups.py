@@ -40,6 +40,7 @@ GROUPS = {
         "ampere_decode",
         "ampere_linear",
         "ampere_prefill",
+        "ampere_scores",
         "ampere_selection",
         "kernel_selection",
         "kernels",

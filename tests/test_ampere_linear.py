@@ -158,13 +158,10 @@ def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, mon
     for one, other in zip(linear(x[None], multiply), linear(x[None], None), strict=True):
         chex.assert_equal_shape((one, other))
         assert one.dtype == other.dtype
-        # Without it the rows are rounded to the type of the weights, or a scale later.
-        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.02, atol=0.05)
+        # Of 128 products of order one, whose factors or sums are rounded in other places.
+        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.02, atol=0.15)
     linear(jnp.tile(x, (1, 2))[None].reshape(1, 6, 128), multiply)
     assert asked == [True, False]  # of more rows it makes no more than matrix products would
-    on_cpu = LayerSettings(policy=Dense(), on_one_device=True)
-    monkeypatch.setattr(dispatch, "_compute_capability", str)
-    assert on_cpu.multiply_rows is None
 
 
 @pytest.mark.slow

@@ -200,6 +200,8 @@ def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
     on("7.5")
     assert not any(settings.selection_kernels(x) for x in phases)
     assert settings.multiply_rows is sums_of_rows
+    on("")  # no GPU
+    assert settings.multiply_rows is None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
