@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from sketchwalk_jax.dispatch import kernels_here
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -140,7 +140,7 @@ class _KernelOfRows(NamedTuple):
 def _kernel_of_rows() -> _KernelOfRows:
     """That of the default device; Hopper's where there is none, for the interpreter."""
     # Pallas takes long to import, and few callers need it.
-    if kernels_here() == "ampere":
+    if dispatch.kernels_here() == "ampere":
         from sketchwalk_jax.pallas_kernels.ampere_linear import (
             ampere_linear,
             why_not_ampere_linear,
@@ -199,7 +199,7 @@ def linear_of_rows(
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
     options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
     if why_not_few_rows(rows, stacks, scale, **options):
-        if kernels_here() != "ampere":
+        if dispatch.kernels_here() != "ampere":
             return None
         return sums_of_rows(x, weights, layer, scale=scale, eps=eps, **options)
     options |= {"scale": scale, "eps": eps, "interpret": kernel_config.interpret}

@@ -331,7 +331,9 @@ def compiling_for(capability: str) -> Iterator[None]:
     was = utils._infer_arch, [kernel.shared_memory for kernel in kernels], dispatch.kernels_here
     major, minor = map(int, capability.split("."))
     utils._infer_arch = lambda: (major, minor)
-    dispatch.kernels_here = lambda: "hopper" if capability == "9.0" else "ampere"
+    has_kernels = float(capability) >= _LEAST_WITH_KERNELS
+    here = "hopper" if capability == "9.0" else "ampere" if has_kernels else None
+    dispatch.kernels_here = lambda: here
     for kernel in kernels:
         kernel.shared_memory = lambda: SHARED_KIB.get(capability, 0) * 1024
     try:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.attention import xla
-from sketchwalk_jax.dispatch import kernels_here
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.selection import BlockSelection
 
@@ -91,7 +91,7 @@ def attend_lists(
         }
         # Pallas takes long to import, and few callers need it. `dispatch.KERNELS` says what there
         # is; without a GPU the interpreter runs the kernels for NVIDIA.
-        is_ampere = kernels_here() == "ampere"
+        is_ampere = dispatch.kernels_here() == "ampere"
         if first_block is None and is_ampere:
             from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
 
