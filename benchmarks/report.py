@@ -417,6 +417,9 @@ def warp_facts(data: Results) -> Row:
 def code_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What the assembler makes of a kernel, a line for each GPU and shape."""
     for row in rows:
+        if row["op"] == "linear":
+            yield row | {"columns": " + ".join(f"{width:,}" for width in row["columns"])}
+            continue
         shape = "{}/{} × {}".format(*row["heads"], row["head_dim"])
         lists = row["lists"] if "pages" in row["lists"] else f"blocks of {row['lists']}"
         yield row | {"shape": shape, "lists": lists}

@@ -5,11 +5,14 @@ from typing import Any
 
 import hopper
 import jax
+import jax.numpy as jnp
 import kernel_cases
 from kernel_cases import AttentionKernelCase, Case, Program
 
 from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.pallas_kernels.config import AMPERE_DECODE_HEADS
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,38 @@ SELECTION = {
     if isinstance(case, _SELECTING)
     for found in [SelectionCase(case, capability)]
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class WholePromptCase:
+    """All of the selection of a prompt by the default policy, in one layer of the 8B shape."""
+
+    capability: str = "8.0"
+    blocks: int = 256
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """Lists and evidence from queries and keys."""
+        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
+        shape = LayerShape(32, 8, 128, jnp.bfloat16)
+
+        def select(query: Any, key: Any, lengths: Any) -> Any:
+            valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+            span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+            how: dict[str, Any] = {"span": span, "kernel_config": kernels}
+            codes = policy.init_statistics(shape, batch=1, num_blocks=self.blocks)
+            codes = policy.observe(query, key, codes, **how)
+            walk = policy.init_walk(batch=1, num_rows=self.blocks, num_blocks=self.blocks)
+            layer = jnp.zeros((), jnp.int32)
+            return policy.select(query, key[None], codes, walk, layer=layer, **how)
+
+        heads = (shape.num_heads, shape.num_kv_heads)
+        query, key = (
+            jax.ShapeDtypeStruct((1, 64 * self.blocks, n, 128), jnp.bfloat16) for n in heads
+        )
+        return select, (query, key, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+WHOLE_PROMPT = WholePromptCase()
 # Prompts of the recommended policy, for the table of what the assembler makes of the kernels.
 PROMPT_CODE = [
     x

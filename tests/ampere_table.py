@@ -112,6 +112,9 @@ def rows_of(capability: str) -> None:
     for case in ampere_cases.COMPILED.values():
         if case.capability == capability:
             print(json.dumps(_attention_row(case)), file=answers, flush=True)
+    for case in ampere_cases.LINEAR.values() if capability != "9.0" else ():
+        if case.capability == capability:
+            print(json.dumps(_linear_row(case)), file=answers, flush=True)
     for selection in ampere_cases.PROMPT_CODE if capability != "9.0" else ():
         for row in _selection_rows(selection, capability):
             print(json.dumps(row), file=answers, flush=True)
@@ -196,6 +199,29 @@ def _attention_row(case: Any) -> dict[str, Any]:
             "combine_spill_bytes": spills(combine[0]) if combine else None,
         }
     return row
+
+
+def _linear_row(case: Any) -> dict[str, Any]:
+    """The row of the kernel that multiplies a few rows."""
+    import ptx
+
+    text = _compile(case, case.capability)
+    ((said, code),) = hopper.split_kernels(text)
+    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
+    count, products = loops(code)  # none where the assembler has unrolled it
+    row = {
+        "op": "linear",
+        "capability": case.capability,
+        "rows": case.rows,
+        "inputs": case.inputs,
+        "columns": list(case.columns),
+        "dtype": case.dtype,
+        **_occupancy(said, shared, case.capability),
+        "instructions": count or None,
+        "products": products or None,
+    }
+    # A thread reads eight weights of each of four inputs of a group, four groups ahead.
+    return row | {"kib_in_flight": row["programs"] * _THREADS * 4 * 4 * 16 // 1024}
 
 
 # Of the kernels that select for prompts: what their loops do in a turn of each, for a warp.

@@ -105,6 +105,15 @@ def test_a_token_on_a_gpu_without_kernels_copies_nothing(compiler_of):
     assert found["temporary_bytes"] < 16 * 2**20
 
 
+@pytest.mark.hopper
+def test_between_the_kernels_of_a_prompt_little_is_written(compiler_of):
+    """No score for each key: twice the queries that stand for rows, and what is small beside."""
+    compiler = compiler_of(ampere_cases.WHOLE_PROMPT.capability)
+    found = compiler.compile(f"program {ampere_cases.__file__}:WHOLE_PROMPT")
+    written = [size for size, _ in found["writes"]]
+    assert max(written) < 20e6 and sum(written) < 80e6
+
+
 def test_the_table_counts_the_innermost_loops_that_multiply():
     names = [
         "MOV R1, R2 ;",
