@@ -19,8 +19,16 @@ and lie with the inputs last. They are half the bytes. They are widened to bfloa
 bits. A scale multiplies the sum of a column in float32. A weight or a scale that is not finite
 spoils its column, and an input its row; an int8 weight is always finite.
 
+Weights of four bits (uint8, two in a byte) have a scale for each group of 32 inputs,
+
+    W_i[layer, d, f] = (code_i[layer, f, d] - 8) · s_i[layer, d / 32, f]
+
+and lie as `sketchwalk_jax.models.four_bits` says. The tensor cores multiply codes less 8, which
+bfloat16 has exactly, and the sum of each group is multiplied by its scale in float32 before it is
+added to the others: `Σ_group s · Σ_d x · (code - 8)`.
+
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
-a part of the inputs; it reads them 64 x 64 at a time (in eight bits 64 x 128 or 64 x 256), several
+a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 or 64 x 256), several
 such tiles on their way, and multiplies with the tensor cores, the weights for the left operand, so
 that as few as eight columns of the right one are enough for the rows. The parts are added up,
 divided by the root and multiplied by the scales by whoever reads the result, in their order: the
@@ -38,15 +46,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile in eight bits, lines of as many bytes. Two lines where eight rows leave registers
+# Inputs of a tile of narrow weights, in lines of as many. Two lines where eight rows leave registers
 # and shared memory for them: what stands around a product then serves twice the weights.
-_NARROW_TILE = 128
+_NARROW_TILE = widen.LINE
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
-# The same where weights have eight bits and many rows leave registers for two programs.
+# The same where weights are narrow and many rows leave registers for two programs.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
@@ -91,8 +100,18 @@ class Tiling:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether weights have eight bits."""
+        """Whether weights have eight or four bits."""
         return self.dtype != jnp.bfloat16
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights have four bits."""
+        return self.dtype == jnp.uint8
+
+    @property
+    def lines(self) -> int:
+        """Lines of a tile of narrow weights."""
+        return self.depth // _NARROW_TILE
 
     @property
     def parts(self) -> int:
@@ -123,8 +142,13 @@ class Tiling:
             "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=2 + self.has_norm, num_barriers=stages),
         }
+        copies = 2 + self.has_norm
+        if self.is_packed:
+            copies += self.lines
+            own["weights"] = plgpu.SMEM((stages, self.lines, _TILE, _NARROW_TILE // 2), self.dtype)
+            own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
+        own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
             own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
         if self.has_norm:
@@ -143,13 +167,16 @@ def _multiply(
     filled: Any,
     arrived: Any = None,
     scales: Any = None,
+    factors: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
     arrived = arrived if tiling.is_padded else inputs
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     every: tuple[Any, ...] = arrays if tiling.has_norm else (None, *arrays, None)
     scale, *others, squares = every
-    sources, targets = others[: len(others) // 2], others[len(others) // 2 :]
+    count_of_arrays = len(tiling.starts) - 1
+    sources, targets = others[:count_of_arrays], others[-count_of_arrays:]
+    group_scales = others[count_of_arrays:-count_of_arrays]
     first = part * tiling.own_steps
     count = jnp.minimum(tiling.own_steps, tiling.steps - first)
     own_layer = layer[0]
@@ -174,11 +201,24 @@ def _multiply(
                 plgpu.copy_gmem_to_smem(scale.at[own_layer, own], scales.at[slot], filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
+                if tiling.is_packed:
+                    copy_codes(index, columns, slot, first + step)
+                    return
                 axes = (columns, own) if tiling.is_transposed else (own, columns)
                 source = sources[index].at[own_layer, *axes]
                 plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
 
             of_array(copy)
+
+    def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
+        size = _NARROW_TILE // 2
+        for line in range(tiling.lines):
+            own = pl.ds((place * tiling.lines + line) * size, size)
+            source = sources[index].at[own_layer, columns, own]
+            plgpu.copy_gmem_to_smem(source, weights.at[slot, line], filled.at[slot])
+        count = tiling.depth // GROUP
+        source = group_scales[index].at[own_layer, pl.ds(place * count, count), columns]
+        plgpu.copy_gmem_to_smem(source, factors.at[slot], filled.at[slot])
 
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
@@ -198,6 +238,43 @@ def _multiply(
             own = (wide * plgpu.layout_cast(factor, _TURNED)).astype(jnp.bfloat16)
         ops.write(inputs_of(index).transpose((1, 0)), own, optimized=True)
         return found
+
+    def sum_of_groups(slot: Any, right: Any) -> Any:
+        """Products of a tile of codes, each group's times its scale."""
+
+        def products(sums: list[ops.Accumulator]) -> Any:
+            for line in range(tiling.lines):
+                codes = widen.codes_to_bfloat16(weights.at[slot, line], interpret=tiling.interpret)
+                for index, left in enumerate(codes, line * len(codes)):
+                    own = right.at[:, pl.ds(index * GROUP, GROUP)]
+                    sums[index].add_product(left, own.transpose((1, 0)))
+            total = None
+            for index, one in enumerate(sums):
+                found = one.load()
+                factor = ops.read(factors.at[slot, index], ops.BY_ROW).astype(jnp.float32)
+                found = found * ops.spread(factor, found.shape, 0)
+                total = found if total is None else total + found
+            return total
+
+        count = tiling.depth // GROUP
+        shape = (_TILE, tiling.rows)
+        return ops.with_accumulators(products, shape, count, interpret=tiling.interpret)
+
+    def add_up_groups() -> Any:
+        def step(index: Any, state: Any) -> Any:
+            total, found = state
+            slot = jax.lax.rem(index, tiling.stages)
+            plgpu.barrier_wait(filled.at[slot])
+            if tiling.has_norm or tiling.is_padded:
+                found = prepare(index, slot, found)
+                plgpu.commit_smem()
+            else:
+                warp_ops.barrier(interpret=tiling.interpret)
+            load(index + tiling.stages - 1)
+            return total + sum_of_groups(slot, inputs_of(index)), found
+
+        none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
+        return jax.lax.fori_loop(0, count, step, (ops.full((_TILE, tiling.rows), 0.0), none))
 
     def add_up(total: ops.Accumulator) -> Any:
         def step(index: Any, found: Any) -> Any:
@@ -228,7 +305,10 @@ def _multiply(
         return total.load(), found
 
     shape = (_TILE, tiling.rows)
-    products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
+    if tiling.is_packed:
+        products, found = add_up_groups()
+    else:
+        products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
     # By rows, so that whoever adds up the parts reads those that there are, one after the other.
     ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()
@@ -271,7 +351,10 @@ def tile(
     is_padded = num_rows < _LEAST_ROWS
     row_bytes = 2 * depth * rows
     # The weights, the rows as they are read, and what the norm multiplies by.
-    stage_bytes = depth * (_TILE * dtype.itemsize + 2) + row_bytes
+    weight_bytes = depth * _TILE * dtype.itemsize
+    if dtype == jnp.uint8:
+        weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // GROUP)
+    stage_bytes = weight_bytes + 2 * depth + row_bytes
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
     # Rows as they arrived are others: for each stage, or two for all.
     if is_padded and dtype == jnp.bfloat16:
@@ -310,20 +393,25 @@ def why_not_linear(
       kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
       scale: Of a norm `[L, D]`, likewise.
       is_transposed: Which of them.
-      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
+      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, or of four bits,
+        `[L, D / 32, F]`, likewise.
     """
     own = {str(one.dtype) for one in kernels}
-    is_narrow = own <= set(widen.TYPES) and len(own) == 1
+    is_packed = own == {"uint8"}
+    is_narrow = is_packed or (own <= set(widen.TYPES) and len(own) == 1)
+    bits = "four" if is_packed else "eight"
     if x.dtype != jnp.bfloat16 or not (own == {"bfloat16"} or is_narrow):
         return f"it takes bfloat16, not {x.dtype} times {', '.join(sorted(own))}"
     if is_narrow != (weight_scales is not None):
-        needed = "weights of eight bits need weight_scales" if is_narrow else "bfloat16 has none"
+        needed = f"weights of {bits} bits need weight_scales" if is_narrow else "bfloat16 has none"
         return f"{needed}, got {kernels[0].dtype}"
     if weight_scales is not None:
         if not is_transposed:
-            return "weights of eight bits must be [L, F, D], is_transposed=True"
+            return f"weights of {bits} bits must be [L, F, D], is_transposed=True"
         shapes = [tuple(one.shape) for one in weight_scales]
         wanted = [tuple(one.shape[:2]) for one in kernels]
+        if is_packed:
+            wanted = [(layers, x.shape[1] // GROUP, width) for layers, width in wanted]
         if shapes != wanted:
             return f"weight_scales must be {wanted}, not {shapes}"
     if scale is not None and scale.dtype != x.dtype:
@@ -346,7 +434,7 @@ def linear_kernel(
     scale: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     is_transposed: bool = False,
-    weight_scales: Sequence[Float[Array, "L _"]] | None = None,
+    weight_scales: Sequence[Float[Array, "L *groups _"]] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
     """`out_i` of the module.
@@ -354,13 +442,14 @@ def linear_kernel(
     Args:
       x: Rows in bfloat16, at most `MOST_ROWS`.
       kernels: Weights of all layers, in bfloat16, whose `D` and `F` are multiples of 64; or in
-        float8_e4m3fn or int8, all in one of them, `[L, F, D]`, whose `D` is a multiple of 128.
+        float8_e4m3fn or int8, all in one of them, `[L, F, D]`, whose `D` is a multiple of 128; or
+        bytes of codes of four bits, `[L, F, D / 2]`, likewise.
       layer: The layer.
       scale: `g` of all layers, in bfloat16; without it there is no norm.
       eps: What the norm adds to the mean of squares.
       is_transposed: Whether the weights are `[L, F, D]`.
       weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights of eight
-        bits, and for these alone.
+        bits, or bfloat16 `[L, D / 32, F]` of four bits, and for these alone.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -388,7 +477,10 @@ def linear_kernel(
     if not tiling.is_padded:
         x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
-    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
+    group_scales = []
+    if weight_scales is not None and tiling.is_packed:
+        group_scales, weight_scales = list(weight_scales), None  # the kernel multiplies by these
+    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels, *group_scales)
     arrays, inverse = [*found, last], None
     if scale is not None:
         arrays = found

@@ -12,7 +12,7 @@ from sketchwalk_jax.models import param_shapes, quantize_params
 from sketchwalk_jax.models.params import check_params, check_runs, flatten_params, weights_of
 from sketchwalk_jax.models.quantized import multiply_quantized, quantize_rows
 
-KINDS = ("float8", "int8")
+KINDS = ("float8", "int8", "int4")
 
 
 def equal(one, other):
