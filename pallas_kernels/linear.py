@@ -138,8 +138,10 @@ class Tiling:
         Rows that are fewer than tensor cores take cannot be copied to where these read.
         """
         stages = self.stages
+        # Products of a group take the inputs that lie together.
+        swizzle = {"swizzle": 2 * GROUP} if self.is_packed else {}
         own: dict[str, Any] = {
-            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
+            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16, **swizzle),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
         }

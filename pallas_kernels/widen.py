@@ -122,7 +122,7 @@ def codes_to_bfloat16(codes: Any, *, interpret: bool) -> list[Array]:
         # A warp has 16 rows; its lanes read eight of them side by side.
         place = arith.muli(words.warp(), words.constant(16 * _LINE_BYTES))
         place = arith.addi(place, arith.muli(words.lane(), words.constant(16)))
-        place = arith.addi(place, llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(codes, 3)))
+        place = arith.addi(place, llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(codes)))
         rows = [
             mgpu.utils.inline_ptx(
                 _VECTOR,
