@@ -3,8 +3,10 @@
     W[f, d] = scales[d / 32, f] · (code[f, d] - 8)        0 <= code <= 15
 
 The weight of a group that is largest without its sign becomes -8, about: a scale may be negative.
-Of nine steps around that the one with the least squared error is taken, found in whole numbers, so
-that the host and XLA choose the same. Scales are bfloat16, four and a half bits for each weight.
+Scales are bfloat16 numbers whose first four digits alone may be other than zero: the product of such
+a scale and a code has no more than eight digits, so that bfloat16 has every `W` exactly. Of seven
+neighbouring scales the one with the least squared error is taken, found in whole numbers, so that
+the host and XLA choose the same. A weight takes four and a half bits.
 
 *Which input is where.* Of each block of 128 inputs (of fewer, if 128 does not divide the inputs, but
 64 or 32 does), with the digits of an input's number and of its place
@@ -27,8 +29,11 @@ from jaxtyping import Array, Float, UInt8
 from sketchwalk_jax.models.params import GROUP
 
 _OFFSET, _LARGEST = 8, 7
-_UNITS = 1024  # of the largest weight of a group, in which errors are counted
-_STEPS = (134, 128, 122, 115, 109, 102, 96, 90, 83)  # in these units
+# The largest weight of a group has 512 to 1023 of the units in which errors are counted. In these,
+# scales are of the following numbers: one above the largest weight over -8, and those below it.
+_UNIT_BITS = 10
+_STEPS = np.array([32, 36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144], "f4")
+_TRIED = 7
 _LEAST = np.float32(2.0**-100)  # smaller weights count as zeros
 _WORDS = 4  # groups of a block at most
 
@@ -49,26 +54,32 @@ def quantize_groups(wide: Any, xp: Any) -> tuple[Any, Any]:
     largest = xp.where(high > -low, high, low)
     sign = xp.where(largest > _LEAST, np.float32(-1), np.float32(1))
     size = xp.maximum(xp.abs(largest), _LEAST)
-    size = xp.where(size < np.inf, size, np.float32(np.nan))
+    mantissa, exponent = xp.frexp(size)
     # Whole numbers below 2^24 are exact in float32, however sums are ordered.
-    units = xp.rint(groups * (sign * np.float32(_UNITS) / size))
+    units = xp.rint(groups * xp.ldexp(sign, _UNIT_BITS - exponent))
+    wanted = mantissa * np.float32(2**_UNIT_BITS / _OFFSET)
+    first = xp.searchsorted(_STEPS, wanted, side="left")
     least = step = None
-    for candidate in _STEPS:
-        code = xp.rint(units * np.float32(1 / candidate))
-        code = xp.minimum(xp.maximum(code, np.float32(-_OFFSET)), np.float32(_LARGEST))
-        error = units - code * np.float32(candidate)
+    for back in range(_TRIED):
+        candidate = xp.take(_STEPS, xp.clip(first - back, 0, len(_STEPS) - 1))
+        error = units - _rounded(units * (np.float32(1) / candidate), xp) * candidate
         error = (error * error).sum(axis=-1, keepdims=True)
         if least is None:
-            least, step = error, xp.full(error.shape, candidate, np.float32)
+            least, step = error, candidate
         else:
-            step = xp.where(error < least, np.float32(candidate), step)
+            step = xp.where(error < least, candidate, step)
             least = xp.minimum(error, least)
-    scales = (sign * size * (step * np.float32(1 / _UNITS))).astype(jnp.bfloat16)
-    code = xp.rint(groups * (np.float32(1) / scales.astype(np.float32)))
-    code = xp.minimum(xp.maximum(code, np.float32(-_OFFSET)), np.float32(_LARGEST))
+    scales = sign * xp.ldexp(step, exponent - _UNIT_BITS)
+    scales = xp.where(size < np.inf, scales, np.float32(np.nan))
+    code = _rounded(groups * (np.float32(1) / scales), xp)
     # NaN has no code: its scale tells of it.
     code = xp.where(code == code, code, np.float32(0)) + np.float32(_OFFSET)
-    return _pack(code.astype(np.uint8).reshape(wide.shape), xp), scales[..., 0]
+    return _pack(code.astype(np.uint8).reshape(wide.shape), xp), scales[..., 0].astype(jnp.bfloat16)
+
+
+def _rounded(x: Any, xp: Any) -> Any:
+    """The nearest codes, less 8."""
+    return xp.minimum(xp.maximum(xp.rint(x), np.float32(-_OFFSET)), np.float32(_LARGEST))
 
 
 def _pack(codes: Any, xp: Any) -> Any:

@@ -23,9 +23,8 @@ Weights of four bits (uint8, two in a byte) have a scale for each group of 32 in
 
     W_i[layer, d, f] = (code_i[layer, f, d] - 8) · s_i[layer, d / 32, f]
 
-and lie as `sketchwalk_jax.models.four_bits` says. The tensor cores multiply codes less 8, which
-bfloat16 has exactly, and the sum of each group is multiplied by its scale in float32 before it is
-added to the others: `Σ_group s · Σ_d x · (code - 8)`.
+and lie as `sketchwalk_jax.models.four_bits` says. bfloat16 has these weights exactly, and so they
+are widened with their scales.
 
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
 a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 or 64 x 256), several
@@ -53,6 +52,7 @@ _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 # Inputs of a tile of narrow weights, in lines of as many. Two lines where eight rows leave registers
 # and shared memory for them: what stands around a product then serves twice the weights.
 _NARROW_TILE = widen.LINE
+_GROUPS = _NARROW_TILE // GROUP  # of a line, in four bits
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 # The same where weights are narrow and many rows leave registers for two programs.
@@ -138,18 +138,16 @@ class Tiling:
         Rows that are fewer than tensor cores take cannot be copied to where these read.
         """
         stages = self.stages
-        # Products of a group take the inputs that lie together.
-        swizzle = {"swizzle": 2 * GROUP} if self.is_packed else {}
         own: dict[str, Any] = {
-            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16, **swizzle),
+            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
         }
         copies = 2 + self.has_norm
         if self.is_packed:
-            copies += self.lines
+            copies += 2 * self.lines - 1
             own["weights"] = plgpu.SMEM((stages, self.lines, _TILE, _NARROW_TILE // 2), self.dtype)
-            own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
+            own["factors"] = plgpu.SMEM((stages, self.lines, _GROUPS, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
             own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
@@ -215,12 +213,11 @@ def _multiply(
     def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
         size = _NARROW_TILE // 2
         for line in range(tiling.lines):
-            own = pl.ds((place * tiling.lines + line) * size, size)
-            source = sources[index].at[own_layer, columns, own]
+            own = place * tiling.lines + line
+            source = sources[index].at[own_layer, columns, pl.ds(own * size, size)]
             plgpu.copy_gmem_to_smem(source, weights.at[slot, line], filled.at[slot])
-        count = tiling.depth // GROUP
-        source = group_scales[index].at[own_layer, pl.ds(place * count, count), columns]
-        plgpu.copy_gmem_to_smem(source, factors.at[slot], filled.at[slot])
+            source = group_scales[index].at[own_layer, pl.ds(own * _GROUPS, _GROUPS), columns]
+            plgpu.copy_gmem_to_smem(source, factors.at[slot, line], filled.at[slot])
 
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
@@ -241,43 +238,6 @@ def _multiply(
         ops.write(inputs_of(index).transpose((1, 0)), own, optimized=True)
         return found
 
-    def sum_of_groups(slot: Any, right: Any) -> Any:
-        """Products of a tile of codes, each group's times its scale."""
-
-        def products(sums: list[ops.Accumulator]) -> Any:
-            for line in range(tiling.lines):
-                codes = widen.codes_to_bfloat16(weights.at[slot, line], interpret=tiling.interpret)
-                for index, left in enumerate(codes, line * len(codes)):
-                    own = right.at[:, pl.ds(index * GROUP, GROUP)]
-                    sums[index].add_product(left, own.transpose((1, 0)))
-            total = None
-            for index, one in enumerate(sums):
-                found = one.load()
-                factor = ops.read(factors.at[slot, index], ops.BY_ROW).astype(jnp.float32)
-                found = found * ops.spread(factor, found.shape, 0)
-                total = found if total is None else total + found
-            return total
-
-        count = tiling.depth // GROUP
-        shape = (_TILE, tiling.rows)
-        return ops.with_accumulators(products, shape, count, interpret=tiling.interpret)
-
-    def add_up_groups() -> Any:
-        def step(index: Any, state: Any) -> Any:
-            total, found = state
-            slot = jax.lax.rem(index, tiling.stages)
-            plgpu.barrier_wait(filled.at[slot])
-            if tiling.has_norm or tiling.is_padded:
-                found = prepare(index, slot, found)
-                plgpu.commit_smem()
-            else:
-                warp_ops.barrier(interpret=tiling.interpret)
-            load(index + tiling.stages - 1)
-            return total + sum_of_groups(slot, inputs_of(index)), found
-
-        none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
-        return jax.lax.fori_loop(0, count, step, (ops.full((_TILE, tiling.rows), 0.0), none))
-
     def add_up(total: ops.Accumulator) -> Any:
         def step(index: Any, found: Any) -> Any:
             slot = jax.lax.rem(index, tiling.stages)
@@ -292,7 +252,14 @@ def _multiply(
                 warp_ops.barrier(interpret=tiling.interpret)
             load(index + tiling.stages - 1)
             own, right = weights.at[slot], inputs_of(index)
-            if tiling.is_narrow:
+            if tiling.is_packed:
+                for line in range(tiling.lines):
+                    left = widen.codes_to_bfloat16(
+                        own.at[line], factors.at[slot, line], interpret=tiling.interpret
+                    )
+                    inputs_of_line = right.at[:, pl.ds(line * _NARROW_TILE, _NARROW_TILE)]
+                    total.add_product(left, inputs_of_line.transpose((1, 0)))
+            elif tiling.is_narrow:
                 for first in range(0, tiling.depth, _NARROW_TILE):
                     line = pl.ds(first, _NARROW_TILE)
                     left = widen.to_bfloat16(own.at[:, line], interpret=tiling.interpret)
@@ -307,10 +274,7 @@ def _multiply(
         return total.load(), found
 
     shape = (_TILE, tiling.rows)
-    if tiling.is_packed:
-        products, found = add_up_groups()
-    else:
-        products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
+    products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
     # By rows, so that whoever adds up the parts reads those that there are, one after the other.
     ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()

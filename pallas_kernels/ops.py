@@ -229,15 +229,6 @@ def with_accumulator(
     body: Callable[[Accumulator], Any], shape: tuple[int, int], *, interpret: bool
 ) -> Any:
     """Runs `body` with an accumulator of zeros and returns what it returns."""
-    return with_accumulators(lambda one: body(*one), shape, 1, interpret=interpret)
-
-
-def with_accumulators(
-    body: Callable[[list[Accumulator]], Any], shape: tuple[int, int], count: int, *, interpret: bool
-) -> Any:
-    """Runs `body` with so many accumulators of zeros and returns what it returns."""
     if interpret:
-        zeros = jnp.zeros(shape, jnp.float32)
-        return body([InterpretedAccumulator(zeros) for _ in range(count)])
-    kinds = [plgpu.ACC(shape, jnp.float32)] * count
-    return pl.run_scoped(lambda *refs: body([Accumulator(ref) for ref in refs]), *kinds)
+        return body(InterpretedAccumulator(jnp.zeros(shape, jnp.float32)))
+    return pl.run_scoped(lambda ref: body(Accumulator(ref)), plgpu.ACC(shape, jnp.float32))

@@ -13,8 +13,9 @@ takes four instructions.
 
 Codes of four bits lie as `sketchwalk_jax.models.four_bits` says, in lines of 128 inputs: a thread
 reads those of a line that it holds of a row as one vector of 16 bytes, and a warp 512 bytes side by
-side. A pair takes three instructions at most: a shift, which the first of four does not need, one
-that makes four bits the mantissa's last ones of 128, and one that takes 136 off.
+side. A pair takes three instructions at most: a shift, which the first of four does not need; one
+that makes four bits the last ones of 128; and a product with the scale `s` that takes `136 s` off.
+Scales have four digits, so that `136 s` and the result are exact too.
 """
 
 from typing import Any
@@ -48,13 +49,23 @@ _PAIR = """
   sub.bf16x2 $0, low, top;
   }"""
 _UPPER = 0x43
+_ptx = mgpu.utils.inline_ptx
 _CODES = """
   {
   .reg .b32 both;
   lop3.b32 both, $1, 0x000f000f, 0x43004300, 0xea;
-  sub.bf16x2 $0, both, $2;
+  fma.rn.bf16x2 $0, both, $2, $3;
   }"""
-_EXCESS = 0x43084308  # 136
+# The scale of a row, twice, and -136 times that.
+_SCALE = """
+  {
+  .reg .b16 one;
+  .reg .b32 excess;
+  ld.shared.b16 one, [$2];
+  mov.b32 $0, {one, one};
+  mov.b32 excess, 0xc308c308;
+  mul.rn.bf16x2 $1, $0, excess;
+  }"""
 _VECTOR = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 _LINE_BYTES = LINE // 2
 _GROUP = 32  # inputs of a word that a thread reads, which have one scale
@@ -97,65 +108,70 @@ def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:
     return _as_pair(llvm.inline_asm(words.i32(), [both, upper], _PAIR, "=r,r,r"))
 
 
-def codes_to_bfloat16(codes: Any, *, interpret: bool) -> list[Array]:
-    """The codes of a line of 64 rows less 8 in bfloat16, in `ops.ACCUMULATOR`: each 32 inputs.
+def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
+    """The weights of a line of 64 rows in bfloat16, `[64, 128]` in `ops.ACCUMULATOR`.
 
     Args:
       codes: `[64, 64]` bytes in shared memory, row by row.
+      scales: `[4, 64]` in shared memory, of each 32 inputs.
       interpret: Whether the interpreter runs the kernel.
-
-    Returns:
-      Four arrays `[64, 32]`.
     """
     count = LINE // _GROUP
     if interpret:
         digits = codes[...].astype(jnp.int32).reshape(-1, 4, count, 2, 2)  # t, w, e, i
         both = jnp.stack([digits & 15, digits >> 4], axis=-1) - 8  # t, w, e, i, n
-        wide = both.transpose(0, 2, 4, 5, 1, 3).reshape(-1, count, _GROUP)
-        return [wide[:, index].astype(jnp.bfloat16) for index in range(count)]
-    shape = (codes.shape[0], _GROUP)
-    kind = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR)
+        wide = both.transpose(0, 2, 4, 5, 1, 3).reshape(-1, count, _GROUP).astype(jnp.float32)
+        wide = wide * scales[...].astype(jnp.float32).T[:, :, None]
+        return wide.reshape(-1, LINE).astype(jnp.bfloat16)
+    shape = (codes.shape[0], LINE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[kind] * count)
-    def widen(_: Any, codes: Any) -> Any:
-        excess = words.constant(_EXCESS)
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR),
+    )
+    def widen(_: Any, codes: Any, scales: Any) -> Any:
+        constant = words.constant
         # A warp has 16 rows; its lanes read eight of them side by side.
-        place = arith.muli(words.warp(), words.constant(16 * _LINE_BYTES))
-        place = arith.addi(place, arith.muli(words.lane(), words.constant(16)))
-        place = arith.addi(place, llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(codes)))
-        rows = [
-            mgpu.utils.inline_ptx(
-                _VECTOR,
-                arith.addi(place, words.constant(8 * half * _LINE_BYTES)),
-                result_types=[words.i32()] * count,
-                has_side_effects=True,
-            )
-            for half in range(2)
-        ]
-        found = []
-        for index in range(count):
-            pairs = []
-            for shift in range(0, 16, 4):
-                for row in rows:
-                    word = row[index]
-                    word = arith.shrui(word, words.constant(shift)) if shift else word
-                    pairs.append(
-                        _as_pair(llvm.inline_asm(words.i32(), [word, excess], _CODES, "=r,r,r"))
-                    )
-            template = mgpu.FragmentedArray.splat(
-                arith.constant(ir.BF16Type.get(), 0.0), shape, ops.ACCUMULATOR.to_mgpu()
-            )
-            registers = template.registers.copy()
-            for number, pair in enumerate(pairs):
-                registers.flat[number] = pair
-            found.append(
-                mgpu.FragmentedArray(
-                    _registers=registers, _layout=template.layout, _is_signed=None
-                )
-            )
-        return found
+        place = arith.muli(words.warp(), constant(16 * _LINE_BYTES))
+        place = arith.addi(place, arith.muli(words.lane(), constant(16)))
+        place = arith.addi(place, _pointer(codes))
+        row = arith.addi(
+            arith.muli(words.warp(), constant(16)), arith.shrui(words.lane(), constant(2))
+        )
+        scale_place = arith.addi(_pointer(scales), arith.shli(row, constant(1)))
 
-    return list(widen(codes))
+        def line_of(half: int) -> list[ir.Value]:
+            start = arith.addi(place, constant(8 * half * _LINE_BYTES))
+            kinds = [words.i32()] * count
+            return list(_ptx(_VECTOR, start, result_types=kinds, has_side_effects=True))
+
+        def scale_of(half: int, index: int) -> list[ir.Value]:
+            start = arith.addi(scale_place, constant(2 * (index * shape[0] + 8 * half)))
+            kinds = [words.i32()] * 2
+            return list(_ptx(_SCALE, start, result_types=kinds, has_side_effects=True))
+
+        rows = [line_of(half) for half in range(2)]
+        layout = ops.ACCUMULATOR.to_mgpu()
+        zero = arith.constant(ir.BF16Type.get(), 0.0)
+        registers = mgpu.FragmentedArray.splat(zero, shape, layout).registers.copy()
+        pairs = []
+        for index in range(count):
+            factors = [scale_of(half, index) for half in range(2)]
+            for shift in range(0, 16, 4):
+                for words_of_row, factor in zip(rows, factors, strict=True):
+                    word = words_of_row[index]
+                    word = arith.shrui(word, constant(shift)) if shift else word
+                    operands = [word, *factor]
+                    pairs.append(llvm.inline_asm(words.i32(), operands, _CODES, "=r,r,r,r"))
+        for number, pair in enumerate(pairs):
+            registers.flat[number] = _as_pair(pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return widen(codes, scales)
+
+
+def _pointer(ref: ir.Value) -> ir.Value:
+    return llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
 
 
 def _as_pair(word: ir.Value) -> ir.Value:
