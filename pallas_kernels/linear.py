@@ -57,6 +57,9 @@ _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 # The same where weights are narrow and many rows leave registers for two programs.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
+# Inputs of one row that a warpgroup holds at a time, where each thread has two side by side.
+_ROW = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
+_ROW_INPUTS = 256
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
 _STEPS = 16  # tiles of a program, at least, where there are as many
@@ -109,6 +112,11 @@ class Tiling:
         return self.dtype == jnp.uint8
 
     @property
+    def is_by_row(self) -> bool:
+        """Whether rows are prepared one by one: those that there are, for few instructions."""
+        return self.is_packed and self.is_padded and self.depth % _ROW_INPUTS == 0
+
+    @property
     def lines(self) -> int:
         """Lines of a tile of narrow weights."""
         return self.depth // _NARROW_TILE
@@ -145,9 +153,9 @@ class Tiling:
         }
         copies = 2 + self.has_norm
         if self.is_packed:
-            copies += 2 * self.lines - 1
-            own["weights"] = plgpu.SMEM((stages, self.lines, _TILE, _NARROW_TILE // 2), self.dtype)
-            own["factors"] = plgpu.SMEM((stages, self.lines, _GROUPS, _TILE), jnp.bfloat16)
+            copies += 1
+            own["weights"] = widen.lines_of_codes((stages, _TILE, self.depth // 2))
+            own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
             own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
@@ -211,13 +219,11 @@ def _multiply(
             of_array(copy)
 
     def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
-        size = _NARROW_TILE // 2
-        for line in range(tiling.lines):
-            own = place * tiling.lines + line
-            source = sources[index].at[own_layer, columns, pl.ds(own * size, size)]
-            plgpu.copy_gmem_to_smem(source, weights.at[slot, line], filled.at[slot])
-            source = group_scales[index].at[own_layer, pl.ds(own * _GROUPS, _GROUPS), columns]
-            plgpu.copy_gmem_to_smem(source, factors.at[slot, line], filled.at[slot])
+        half, groups = tiling.depth // 2, tiling.depth // GROUP
+        source = sources[index].at[own_layer, columns, pl.ds(place * half, half)]
+        plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
+        source = group_scales[index].at[own_layer, pl.ds(place * groups, groups), columns]
+        plgpu.copy_gmem_to_smem(source, factors.at[slot], filled.at[slot])
 
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
@@ -225,8 +231,27 @@ def _multiply(
     def inputs_of(index: Any) -> Any:
         return inputs.at[jax.lax.rem(index, tiling.slots)]
 
+    def prepare_rows(index: Any, slot: Any, found: Any) -> Any:
+        """`prepare`, row by row."""
+        found = list(found)
+        for first in range(0, tiling.depth, _ROW_INPUTS):
+            part = pl.ds(first, _ROW_INPUTS)
+            if tiling.has_norm:
+                factor = ops.read(scales.at[slot, part], _ROW).astype(jnp.float32)
+            for row in range(tiling.num_rows):
+                own = ops.read(arrived.at[slot, row, part], _ROW)
+                if tiling.has_norm:
+                    wide = own.astype(jnp.float32)
+                    found[row] = found[row] + wide * wide
+                    own = (wide * factor).astype(jnp.bfloat16)
+                target = inputs_of(index).at[:, part]
+                widen.write_row(target, own, row, interpret=tiling.interpret)
+        return tuple(found)
+
     def prepare(index: Any, slot: Any, found: Any) -> Any:
         """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
+        if tiling.is_by_row:
+            return prepare_rows(index, slot, found)
         source = arrived.at[slot].transpose((1, 0))
         own = plgpu.load(source, layout=_TURNED, optimized=not tiling.is_padded)
         if tiling.has_norm:
@@ -255,7 +280,9 @@ def _multiply(
             if tiling.is_packed:
                 for line in range(tiling.lines):
                     left = widen.codes_to_bfloat16(
-                        own.at[line], factors.at[slot, line], interpret=tiling.interpret
+                        own.at[:, pl.ds(line * _NARROW_TILE // 2, _NARROW_TILE // 2)],
+                        factors.at[slot, pl.ds(line * _GROUPS, _GROUPS)],
+                        interpret=tiling.interpret,
                     )
                     inputs_of_line = right.at[:, pl.ds(line * _NARROW_TILE, _NARROW_TILE)]
                     total.add_product(left, inputs_of_line.transpose((1, 0)))
@@ -269,7 +296,13 @@ def _multiply(
                 total.add_product(left, right.transpose((1, 0)))
             return found
 
-        none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
+        none: Any = ()
+        if tiling.has_norm and tiling.is_by_row:
+            none = (ops.full((_ROW_INPUTS,), 0.0, _ROW),) * tiling.num_rows
+        elif tiling.has_norm:
+            none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED)
+        elif tiling.is_by_row:
+            none = ((),) * tiling.num_rows
         found = total.loop(count, step, none)
         return total.load(), found
 
@@ -282,7 +315,11 @@ def _multiply(
 
         @pl.when(tile == 0)
         def _() -> None:
-            ops.write(squares.at[part], jnp.sum(found, axis=0))
+            if tiling.is_by_row:
+                for row, own in enumerate(found):
+                    ops.write(squares.at[part, row], own)
+            else:
+                ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
         own = pl.ds(0, tiling.num_rows)
@@ -428,7 +465,10 @@ def linear_kernel(
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
-    shapes += [] if scale is None else [(tiling.parts, rows)]
+    if scale is not None:
+        # Of rows that are prepared one by one, whoever reads the result adds up the threads' sums.
+        own = (num_rows, _ROW_INPUTS) if tiling.is_by_row else (rows,)
+        shapes.append((tiling.parts, *own))
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -450,7 +490,8 @@ def linear_kernel(
     arrays, inverse = [*found, last], None
     if scale is not None:
         arrays = found
-        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+        squares = jnp.sum(last, axis=(0, 2) if tiling.is_by_row else 0)
+        inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]

@@ -108,11 +108,52 @@ def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:
     return _as_pair(llvm.inline_asm(words.i32(), [both, upper], _PAIR, "=r,r,r"))
 
 
+def lines_of_codes(shape: tuple[int, ...]) -> Any:
+    """Shared memory for codes `[..., 64, bytes]`, in lines of 64 bytes of each row."""
+    tiling: Any = plgpu.TilingTransform  # for a type checker it is abstract
+    return plgpu.SMEM(shape, jnp.uint8, transforms=(tiling((shape[-2], _LINE_BYTES)),))
+
+
+def write_row(target: Any, own: Array, row: int, *, interpret: bool) -> None:
+    """Writes 256 numbers of one row to where tensor cores read rows.
+
+    Args:
+      target: `[8, 256]` in bfloat16, of `ops.tiled`.
+      own: The numbers, two side by side for each thread.
+      row: Which.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        target[row, :] = own
+        return
+    layout = plgpu.Layout.WG_STRIDED(own.shape, vec_size=2)
+    reference = plgpu.RefType(ops.transforms(jnp.bfloat16, ops.SWIZZLE_BYTES))
+
+    @plgpu.inline_mgpu(arg_types=(reference, layout))
+    def write(_: Any, target: Any, own: Any) -> None:
+        constant = words.constant
+        # A warp has 64 inputs, a line of 128 bytes in each row, of which chunks change places.
+        chunk = arith.xori(arith.shrui(words.lane(), constant(2)), constant(row))
+        place = arith.addi(_pointer(target), arith.muli(words.warp(), constant(8 * 128)))
+        place = arith.addi(place, arith.shli(chunk, constant(4)))
+        rest = arith.andi(words.lane(), constant(3))
+        place = arith.addi(place, arith.shli(rest, constant(2)))
+        (pair,) = own.registers.flat
+        word = vector.extract(
+            vector.bitcast(ir.VectorType.get((1,), words.i32()), pair),
+            [],
+            ir.DenseI64ArrayAttr.get([0]),
+        )
+        _ptx(f"st.shared.b32 [$0 + {128 * row}], $1;", place, word, has_side_effects=True)
+
+    write(target, own)
+
+
 def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
     """The weights of a line of 64 rows in bfloat16, `[64, 128]` in `ops.ACCUMULATOR`.
 
     Args:
-      codes: `[64, 64]` bytes in shared memory, row by row.
+      codes: `[64, 64]` bytes, a line of `lines_of_codes`.
       scales: `[4, 64]` in shared memory, of each 32 inputs.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -124,9 +165,10 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
         wide = wide * scales[...].astype(jnp.float32).T[:, :, None]
         return wide.reshape(-1, LINE).astype(jnp.bfloat16)
     shape = (codes.shape[0], LINE)
+    lines = plgpu.RefType(lines_of_codes(codes.shape).transforms)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        arg_types=(lines, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR),
     )
     def widen(_: Any, codes: Any, scales: Any) -> Any:
