@@ -36,6 +36,7 @@ same sum every time.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
@@ -62,6 +63,7 @@ _ROW = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
 _ROW_INPUTS = 256
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
+_MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
@@ -117,6 +119,11 @@ class Tiling:
         return self.is_packed and self.is_padded and self.depth % _ROW_INPUTS == 0
 
     @property
+    def piece(self) -> int:
+        """Inputs of rows that are copied at a time."""
+        return min(self.depth, _MOST_COPIED)
+
+    @property
     def lines(self) -> int:
         """Lines of a tile of narrow weights."""
         return self.depth // _NARROW_TILE
@@ -130,8 +137,11 @@ class Tiling:
     def slots(self) -> int:
         """Pieces of shared memory for rows that tensor cores read.
 
-        Where others have arrived elsewhere, one is written while the other is read.
+        Where others have arrived elsewhere, one is written while the other is read. Those that are
+        prepared one by one take so little time that one piece does.
         """
+        if self.is_by_row:
+            return 1
         return 2 if self.is_narrow and self.is_padded else self.stages
 
     @property
@@ -151,14 +161,15 @@ class Tiling:
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
         }
-        copies = 2 + self.has_norm
+        copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
         if self.is_packed:
             copies += 1
             own["weights"] = widen.lines_of_codes((stages, _TILE, self.depth // 2))
             own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
-            own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
+            rows = self.num_rows if self.is_by_row else self.rows
+            own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
         return own
@@ -201,12 +212,18 @@ def _multiply(
         @pl.when(step < count)
         def _() -> None:
             slot = jax.lax.rem(step, tiling.stages)
-            own = pl.ds((first + step) * tiling.depth, tiling.depth)
+            start = (first + step) * tiling.depth
+            own = pl.ds(start, tiling.depth)
             target = arrived.at[slot]
             target = target.at[pl.ds(0, tiling.num_rows)] if tiling.is_padded else target
-            plgpu.copy_gmem_to_smem(x.at[:, own], target, filled.at[slot])
-            if tiling.has_norm:
-                plgpu.copy_gmem_to_smem(scale.at[own_layer, own], scales.at[slot], filled.at[slot])
+            for piece in range(0, tiling.depth, tiling.piece):
+                source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
+                whole = tiling.piece == tiling.depth
+                part = target if whole else target.at[:, where]
+                plgpu.copy_gmem_to_smem(x.at[:, source], part, filled.at[slot])
+                if tiling.has_norm:
+                    part = scales.at[slot] if whole else scales.at[slot, where]
+                    plgpu.copy_gmem_to_smem(scale.at[own_layer, source], part, filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
                 if tiling.is_packed:
@@ -267,6 +284,9 @@ def _multiply(
         def step(index: Any, found: Any) -> Any:
             slot = jax.lax.rem(index, tiling.stages)
             plgpu.barrier_wait(filled.at[slot])
+            if tiling.is_by_row:
+                total.wait(in_flight=0)
+                warp_ops.barrier(interpret=tiling.interpret)  # all warps have read the last ones
             if tiling.has_norm or tiling.is_padded:
                 found = prepare(index, slot, found)
             # All warps have multiplied what lies in the slot that is filled next.
@@ -279,6 +299,8 @@ def _multiply(
             own, right = weights.at[slot], inputs_of(index)
             if tiling.is_packed:
                 for line in range(tiling.lines):
+                    if line >= 2:
+                        total.wait(in_flight=1)  # for the registers of the line before the last
                     left = widen.codes_to_bfloat16(
                         own.at[:, pl.ds(line * _NARROW_TILE // 2, _NARROW_TILE // 2)],
                         factors.at[slot, pl.ds(line * _GROUPS, _GROUPS)],
@@ -347,8 +369,9 @@ def tile(
     dtype = kernels[0].dtype
     depth = _TILE
     if dtype != jnp.bfloat16:
-        has_two = rows == _LEAST_ROWS and num_inputs % (2 * _NARROW_TILE) == 0
-        depth = 2 * _NARROW_TILE if has_two else _NARROW_TILE
+        most = 4 if dtype == jnp.uint8 else 2
+        lines = math.gcd(num_inputs // _NARROW_TILE, most) if rows == _LEAST_ROWS else 1
+        depth = lines * _NARROW_TILE
     steps = num_inputs // depth
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
     is_padded = num_rows < _LEAST_ROWS
@@ -357,12 +380,18 @@ def tile(
     weight_bytes = depth * _TILE * dtype.itemsize
     if dtype == jnp.uint8:
         weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // GROUP)
-    stage_bytes = weight_bytes + 2 * depth + row_bytes
+    is_by_row = is_padded and dtype == jnp.uint8 and depth % _ROW_INPUTS == 0
+    stage_bytes = weight_bytes + 2 * depth
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
+    if is_by_row:
+        stage_bytes += 2 * depth * num_rows
+        other_bytes += row_bytes
+    else:
+        stage_bytes += row_bytes
     # Rows as they arrived are others: for each stage, or two for all.
     if is_padded and dtype == jnp.bfloat16:
         stage_bytes += row_bytes
-    elif is_padded:
+    elif is_padded and not is_by_row:
         other_bytes += 2 * row_bytes
     is_large = dtype != jnp.bfloat16 and rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
@@ -431,7 +460,7 @@ def why_not_linear(
 
 def linear_kernel(
     x: Float[Array, "B D"],
-    kernels: Sequence[Float[Array, "L _ _"] | Int[Array, "L _ _"]],
+    kernels: Sequence[Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None = None,

@@ -72,7 +72,7 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     os.close(was)
     ((said, code),) = hopper.split_kernels(text)
     facts = hopper.read_assembler(said)
-    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 12).shared_bytes
+    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 16).shared_bytes
     programs = min(
         _REGISTERS // (-(-facts["registers"] // 8) * 8 * _THREADS),
         hopper.SHARED_KIB["9.0"] * 1024 // (shared + _RESERVED),
