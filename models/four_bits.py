@@ -3,13 +3,13 @@
     W[f, d] = scales[d / 32, f] · (code[f, d] - 8)        0 <= code <= 15
 
 The weight of a group that is largest without its sign becomes -8, about: a scale may be negative.
-Scales are bfloat16 numbers whose first four digits alone may be other than zero: the product of such
-a scale and a code has no more than eight digits, so that bfloat16 has every `W` exactly. Of seven
-neighbouring scales the one with the least squared error is taken, found in whole numbers, so that
-the host and XLA choose the same. A weight takes four and a half bits.
+Scales are bfloat16 numbers whose first four digits alone may be other than zero: the product of
+such a scale and a code has no more than eight digits, so that bfloat16 has every `W` exactly. Of
+seven neighbouring scales the one with the least squared error is taken, found in whole numbers, so
+that the host and XLA choose the same. A weight takes four and a half bits.
 
-*Which input is where.* Of each block of 128 inputs (of fewer, if 128 does not divide the inputs, but
-64 or 32 does), with the digits of an input's number and of its place
+*Which input is where.* Of each block of 128 inputs (of 64 or 32, if 128 does not divide them), with
+the digits of an input's number and of its place
 
     input  = 32 w + 16 i + 8 n + 2 t + e        w < 4, t < 4, the others < 2
     byte   = 16 t + 4 w + 2 e + i               t is counted in words of as many bytes as w has
@@ -21,7 +21,6 @@ inputs of one `t`: it finds all of them side by side, and two in a row by the sa
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -32,7 +31,9 @@ _OFFSET, _LARGEST = 8, 7
 # The largest weight of a group has 512 to 1023 of the units in which errors are counted. In these,
 # scales are of the following numbers: one above the largest weight over -8, and those below it.
 _UNIT_BITS = 10
-_STEPS = np.array([32, 36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144], "f4")
+_STEPS = np.array(
+    [32, 36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144], "f4"
+)
 _TRIED = 7
 _LEAST = np.float32(2.0**-100)  # smaller weights count as zeros
 _WORDS = 4  # groups of a block at most
@@ -111,7 +112,11 @@ def widen(
     words = _words(2 * half)
     factors = scales.T.astype(jnp.float32).reshape(outputs, 1, -1, 1, words, 1)
     both = jnp.stack([quantized & 15, quantized >> 4], axis=1).astype(jnp.float32) - _OFFSET
-    return (both.reshape(outputs, 2, -1, 4, words, 4) * factors).reshape(outputs, 2, half).astype(dtype)
+    return (
+        (both.reshape(outputs, 2, -1, 4, words, 4) * factors)
+        .reshape(outputs, 2, half)
+        .astype(dtype)
+    )
 
 
 def as_they_lie(x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows 2 half"]:

@@ -11,7 +11,7 @@ way, with a scale for each token, so that both operands of the product have eigh
 et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
 
 Of weights of four bits, `four_bits` has the equations. XLA widens one matrix of one layer at a time
-to the dtype of the inputs, with its scales; the kernel for few rows multiplies sums by them instead.
+to the dtype of the inputs; bfloat16 and float32 have the widened weights exactly.
 
 The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
 here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
@@ -89,7 +89,8 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     """Quantises the linear layers of parameters in memory.
 
     Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized` and `scales`, as
-    `sketchwalk_jax.models.params` describes them and this module makes them. Embedding, output head, norms and biases stay. On a mesh, arrays stay spread as they are.
+    `sketchwalk_jax.models.params` describes them and this module makes them. Embedding, output
+    head, norms and biases stay. On a mesh, arrays stay spread as they are.
 
     Args:
       params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
@@ -275,8 +276,8 @@ def _multiply_wide(x: Array, weights: Array) -> Array:
 
 def _forward(x: Array, quantized: Array, scales: Array) -> Any:
     raise NotImplementedError(
-        "weights of eight or four bits must not be differentiated: load the checkpoint without weights= "
-        "to take gradients"
+        "weights of eight or four bits must not be differentiated: load the checkpoint without "
+        "weights= to take gradients"
     )
 
 

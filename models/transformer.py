@@ -87,9 +87,7 @@ class LayerWeights:
                     name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
                     for name, one, out in zip(names, stacks, outputs, strict=True)
                 }
-                scales = [
-                    one["scales"].reshape(*one["scales"].shape[:axes], -1) for one in stacks
-                ]
+                scales = [one["scales"].reshape(*one["scales"].shape[:axes], -1) for one in stacks]
                 options = {"is_transposed": True, "weight_scales": scales}
             else:
                 weights = {

@@ -27,7 +27,7 @@ and lie as `sketchwalk_jax.models.four_bits` says. bfloat16 has these weights ex
 are widened with their scales.
 
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
-a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 or 64 x 256), several
+a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 to 64 x 512), several
 such tiles on their way, and multiplies with the tensor cores, the weights for the left operand, so
 that as few as eight columns of the right one are enough for the rows. The parts are added up,
 divided by the root and multiplied by the scales by whoever reads the result, in their order: the
@@ -50,8 +50,9 @@ from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile of narrow weights, in lines of as many. Two lines where eight rows leave registers
-# and shared memory for them: what stands around a product then serves twice the weights.
+# Inputs of a tile of narrow weights, in lines of as many. Two lines, or four of four bits, where
+# eight rows leave registers and shared memory for them: what stands around a product then serves
+# several times the weights.
 _NARROW_TILE = widen.LINE
 _GROUPS = _NARROW_TILE // GROUP  # of a line, in four bits
 _LEAST_ROWS = 8  # that tensor cores take
@@ -122,11 +123,6 @@ class Tiling:
     def piece(self) -> int:
         """Inputs of rows that are copied at a time."""
         return min(self.depth, _MOST_COPIED)
-
-    @property
-    def lines(self) -> int:
-        """Lines of a tile of narrow weights."""
-        return self.depth // _NARROW_TILE
 
     @property
     def parts(self) -> int:
@@ -298,16 +294,16 @@ def _multiply(
             load(index + tiling.stages - 1)
             own, right = weights.at[slot], inputs_of(index)
             if tiling.is_packed:
-                for line in range(tiling.lines):
-                    if line >= 2:
+                for first in range(0, tiling.depth, _NARROW_TILE):
+                    if first >= 2 * _NARROW_TILE:
                         total.wait(in_flight=1)  # for the registers of the line before the last
                     left = widen.codes_to_bfloat16(
-                        own.at[:, pl.ds(line * _NARROW_TILE // 2, _NARROW_TILE // 2)],
-                        factors.at[slot, pl.ds(line * _GROUPS, _GROUPS)],
+                        own.at[:, pl.ds(first // 2, _NARROW_TILE // 2)],
+                        factors.at[slot, pl.ds(first // GROUP, _GROUPS)],
                         interpret=tiling.interpret,
                     )
-                    inputs_of_line = right.at[:, pl.ds(line * _NARROW_TILE, _NARROW_TILE)]
-                    total.add_product(left, inputs_of_line.transpose((1, 0)))
+                    line = pl.ds(first, _NARROW_TILE)
+                    total.add_product(left, right.at[:, line].transpose((1, 0)))
             elif tiling.is_narrow:
                 for first in range(0, tiling.depth, _NARROW_TILE):
                     line = pl.ds(first, _NARROW_TILE)

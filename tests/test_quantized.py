@@ -225,5 +225,7 @@ def test_a_checkpoint_is_quantised_while_it_is_read(weights, tmp_path):
 def test_modules_for_flax_refuse_quantised_weights(weights):
     from sketchwalk_jax.models.flax import CausalLM
 
-    with pytest.raises(NotImplementedError, match=f"must have weights that train, got .* {weights}"):
+    with pytest.raises(
+        NotImplementedError, match=f"must have weights that train, got .* {weights}"
+    ):
         CausalLM.from_params(quantize_params(tiny.params(model=MODEL), weights), MODEL)
