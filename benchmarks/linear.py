@@ -19,9 +19,13 @@ import jax.numpy as jnp
 from kernels import ROUNDS_OF_LAYERS, compare, copy_bandwidth, in_loop, rounds
 
 from sketchwalk_jax import dispatch
+from sketchwalk_jax.models.four_bits import in_order, widen
+from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
-TYPES = ("bfloat16", "float8_e4m3fn", "int8")
+# Names of types of weights, and of the arrays that hold them.
+DTYPES = {name: name for name in ("bfloat16", "float8_e4m3fn", "int8")} | {"int4": "uint8"}
+TYPES = tuple(DTYPES)
 # Columns of the arrays that share an input, its width, and whether it goes through a norm.
 Product = tuple[tuple[int, ...], int, bool]
 PRODUCTS: dict[str, Product] = {
@@ -42,6 +46,11 @@ def draw(product: Product, rows: int, dtype: str, layers: int) -> dict[str, Any]
     x = jax.random.normal(keys[-1], (rows, inputs), jnp.bfloat16)
     arrays, scales = [], []
     for key, width in zip(keys[:-1], columns, strict=True):
+        if dtype == "int4":
+            codes = jax.random.bits(key, (layers, width, inputs // 2), jnp.uint8)
+            arrays.append(codes)
+            scales.append(jnp.full((layers, inputs // GROUP, width), 0.5, jnp.bfloat16))
+            continue
         shape = (layers, inputs, width) if dtype == "bfloat16" else (layers, width, inputs)
         weights = jax.random.normal(key, shape, jnp.bfloat16)
         if dtype == "int8":
@@ -78,7 +87,10 @@ def wanted(given: dict[str, Any], layer: int) -> list[Any]:
     found = []
     for index, weights in enumerate(given["kernels"]):
         own = weights[layer].astype(jnp.float32)
-        if given["weight_scales"] is not None:
+        if weights.dtype == jnp.uint8:
+            scales = given["weight_scales"][index][layer]
+            own = in_order(widen(weights[layer], scales, jnp.float32)).T
+        elif given["weight_scales"] is not None:
             own = (own * given["weight_scales"][index][layer][:, None]).T
         found.append(jnp.dot(x, own, precision=jax.lax.Precision.HIGHEST))
     return found

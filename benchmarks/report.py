@@ -964,7 +964,7 @@ def devices(results: Path) -> str:
 # Models that follow instructions.
 
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", re.IGNORECASE)
-QUANTIZED_NAMES = ("-float8", "-int8")  # ends of the names of models with such weights
+QUANTIZED_NAMES = ("-float8", "-int8", "-int4")  # ends of the names of models with such weights
 _UNITS = {"m": ("million", 1e6), "b": ("billion", 1e9)}
 
 

@@ -49,8 +49,8 @@ def save(
 
     Args:
       directory: Where to write. Parent directories are created.
-      params: The parameter tree, in float32, float16 or bfloat16, with any sharding. Weights of
-        eight bits are saved as they are.
+      params: The parameter tree, in float32, float16 or bfloat16, with any sharding. Quantised
+        weights are saved as they are.
       model_config: The model's configuration. Its plan is saved as the plan of the new directory.
       overwrite: Whether to replace a directory that is not empty.
 
@@ -114,7 +114,7 @@ def load_saved(
 
     Raises:
       ValueError: If the directory is of a newer version, damaged, or incomplete; or if it holds
-        weights of eight bits and `weights` names others.
+        quantised weights and `weights` names others.
     """
     import orbax.checkpoint as ocp
 

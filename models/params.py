@@ -21,6 +21,12 @@ first, as matrix units of eight bits want them; `W = quantized · scales`::
 
     layers/<name>/quantized         [L, outputs..., inputs...]       float8_e4m3fn or int8
     layers/<name>/scales            [L, outputs...]                  float32
+
+With weights of four bits, all inputs are one axis, two of them a byte, and each group of 32 inputs
+has a scale; `four_bits` says which input is where::
+
+    layers/<name>/quantized         [L, outputs..., inputs / 2]      uint8
+    layers/<name>/scales            [L, inputs / 32, outputs...]     bfloat16
 """
 
 import functools
@@ -48,12 +54,14 @@ ParamsSharding = (
 )
 """What `load` accepts as `sharding`."""
 
-QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
+QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 """What `load` accepts as `weights`, and the dtype of `quantized`."""
 WEIGHTS_OF_DTYPE = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
 """The same the other way round."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that stand in place of a `kernel`."""
+GROUP = 32
+"""Inputs that share a scale in weights of four bits."""
 
 
 def check_weights(weights: str) -> None:
@@ -85,13 +93,14 @@ def param_shapes(
     Args:
       model_config: Sizes and switches of the model.
       dtype: Dtype of the parameters; None takes the checkpoint's own.
-      weights: `"float8"` or `"int8"` for quantised layers, as in `load`.
+      weights: `"float8"`, `"int8"` or `"int4"` for quantised layers, as in `load`.
 
     Returns:
       The parameter tree with a `jax.ShapeDtypeStruct` for each array.
 
     Raises:
-      ValueError: If `weights` is unknown.
+      ValueError: If `weights` is unknown, or `"int4"` where the inputs of a layer are no multiple
+        of 32.
 
     Example:
       >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
@@ -109,12 +118,8 @@ def param_shapes(
     def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool) -> Params:
         leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
         if weights is not None:
-            kind = jnp.dtype(QUANTIZED_DTYPES[weights])
-            scales = jax.ShapeDtypeStruct((num_layers, *outputs), jnp.float32)
-            leaf = {
-                "quantized": jax.ShapeDtypeStruct((num_layers, *outputs, *inputs), kind),
-                "scales": scales,
-            }
+            found = quantized_shapes(weights, num_layers, inputs, outputs)
+            leaf = dict(zip(QUANTIZED, found, strict=True))
         return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
 
     layers: Params = {
@@ -144,6 +149,38 @@ def param_shapes(
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
+
+
+def quantized_shapes(
+    weights: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The arrays `QUANTIZED` of one stack of kernels.
+
+    Args:
+      weights: A key of `QUANTIZED_DTYPES`.
+      num_layers: Layers of the stack.
+      inputs: Sizes of the input axes.
+      outputs: Sizes of the output axes.
+
+    Raises:
+      ValueError: If weights of four bits have inputs that are no multiple of `GROUP`.
+
+    Example:
+      >>> [one.shape for one in quantized_shapes("int4", 2, (4, 16), (24,))]
+      [(2, 24, 32), (2, 2, 24)]
+    """
+    kind, one = jnp.dtype(QUANTIZED_DTYPES[weights]), jax.ShapeDtypeStruct
+    if weights != "int4":
+        of_outputs = (num_layers, *outputs)
+        return one((*of_outputs, *inputs), kind), one(of_outputs, jnp.float32)
+    width = math.prod(inputs)
+    if width % GROUP:
+        raise ValueError(
+            f"weights='int4' needs layers whose inputs are a multiple of {GROUP}, got {width} "
+            f"inputs; 'int8' takes any"
+        )
+    scales = one((num_layers, width // GROUP, *outputs), jnp.bfloat16)
+    return one((num_layers, *outputs, width // 2), kind), scales
 
 
 def init_params(

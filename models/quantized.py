@@ -1,6 +1,6 @@
-"""Weights of eight bits: how they are made, and how rows are multiplied by them.
+"""Weights of eight or four bits: how they are made, and how rows are multiplied by them.
 
-Each output channel has one scale. With weights `w` and inputs `x`::
+With eight bits each output channel has one scale. With weights `w` and inputs `x`::
 
     scale[f] = max_d |w[f, d]| / largest        largest: 448 for float8_e4m3fn, 127 for int8
     q[f, d]  = round(w[f, d] · (1 / scale[f]))
@@ -10,13 +10,17 @@ A channel of zeros has the scale 1. For prompts with float8 weights, rows are qu
 way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
 et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
 
+Of weights of four bits, `four_bits` has the equations. XLA widens one matrix of one layer at a time
+to the dtype of the inputs; bfloat16 and float32 have the widened weights exactly.
+
 The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
 here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
 kernel of the project reads where they lie.
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +30,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
+from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.params import (
     QUANTIZED,
     QUANTIZED_DTYPES,
     Params,
     check_weights,
     input_axes,
+    quantized_shapes,
     weights_of,
 )
 from sketchwalk_jax.precision import matmul_precision
@@ -49,21 +55,29 @@ def quantize_rows(
 
     Args:
       rows: Weights `[outputs..., inputs...]`.
-      dtype: float8_e4m3fn or int8.
+      dtype: float8_e4m3fn, int8, or uint8 for four bits.
       num_inputs: How many axes are inputs.
       name: Of the tensor, for the error.
 
     Returns:
-      `q` in the same shape, and the scales `[outputs...]` in float32.
+      `q` in the same shape, and the scales `[outputs...]` in float32; of four bits the bytes
+      `[outputs..., inputs / 2]` and the scales `[inputs / 32, outputs...]` in bfloat16.
 
     Raises:
       ValueError: If a weight is NaN or infinite.
     """
     wide = rows.astype(np.float32)
+    what = f"{name} must be finite to be quantised, got NaN or infinite weights"
+    if dtype == np.uint8:
+        wide = wide.reshape(*wide.shape[: wide.ndim - num_inputs], -1)
+        if not np.isfinite(wide).all():
+            raise ValueError(what)
+        found, scales = four_bits.quantize_groups(wide, np)
+        return found, np.moveaxis(scales, -1, 0)
     axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
     most = np.abs(wide).max(axis=axes, keepdims=True)
     if not np.isfinite(most).all():
-        raise ValueError(f"{name} must be finite to be quantised, got NaN or infinite weights")
+        raise ValueError(what)
     scales = np.where(most > 0, np.maximum(most * _PER_LARGEST[dtype.name], _LEAST_SCALE), 1)
     scales = scales.astype(np.float32)
     scaled = wide * (np.float32(1) / scales)
@@ -74,20 +88,21 @@ def quantize_rows(
 def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     """Quantises the linear layers of parameters in memory.
 
-    Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized`
-    `[L, outputs..., inputs...]` and `scales` `[L, outputs...]` in float32, as this module says.
-    Embedding, output head, norms and biases stay. On a mesh, arrays stay spread as they are.
+    Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized` and `scales`, as
+    `sketchwalk_jax.models.params` describes them and this module makes them. Embedding, output
+    head, norms and biases stay. On a mesh, arrays stay spread as they are.
 
     Args:
       params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
-      weights: `"float8"` or `"int8"`.
+      weights: `"float8"`, `"int8"` or `"int4"`.
 
     Returns:
       A new tree. Arrays that stay are shared with `params`.
 
     Raises:
-      ValueError: If `weights` is unknown, the parameters are quantised already, or a weight is NaN
-        or infinite (which is not checked under `jit`).
+      ValueError: If `weights` is unknown, or `"int4"` where inputs are no multiple of 32; or if the
+        parameters are quantised already, or a weight is NaN or infinite (which is not checked under
+        `jit`).
 
     Example:
       >>> layer = {"gate": {"kernel": jnp.ones((2, 32, 64))}}
@@ -102,14 +117,26 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
             f"checkpoint again"
         )
     layers = {}
+    inputs = {
+        name: input_axes(("layers", name, "kernel"), leaf["kernel"].shape)
+        for name, leaf in params["layers"].items()
+        if "kernel" in leaf
+    }
+    shapes = {
+        name: quantized_shapes(weights, len(kernel), own, kernel.shape[1 + len(own) :])
+        for name, own in inputs.items()
+        for kernel in [params["layers"][name]["kernel"]]
+    }
     for name, leaf in params["layers"].items():
-        if "kernel" not in leaf:
+        if name not in inputs:
             layers[name] = leaf
             continue
-        kernel = leaf["kernel"]
-        inputs = len(input_axes(("layers", name, "kernel"), kernel.shape))
+        kernel, num_inputs = leaf["kernel"], len(inputs[name])
         quantized, scales = _quantize(
-            kernel, dtype=QUANTIZED_DTYPES[weights], num_inputs=inputs, **_shardings(kernel, inputs)
+            kernel,
+            dtype=QUANTIZED_DTYPES[weights],
+            num_inputs=num_inputs,
+            **_shardings(kernel, num_inputs, shapes[name]),
         )
         if not isinstance(scales, jax.core.Tracer) and not bool(jnp.isfinite(scales).all()):
             raise ValueError(
@@ -120,15 +147,29 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     return {**params, "layers": layers}
 
 
-def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
-    """How the results lie where a kernel lies on a mesh."""
+def _shardings(kernel: Array, num_inputs: int, shapes: Sequence[Any]) -> dict[str, Any]:
+    """How the results, of these shapes, lie where a kernel lies on a mesh."""
     sharding = None if isinstance(kernel, jax.core.Tracer) else getattr(kernel, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return {}
     spec = (*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec)))
     inputs, outputs = spec[1 : 1 + num_inputs], spec[1 + num_inputs :]
-    axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
+    if shapes[0].dtype == jnp.uint8:
+        # All inputs are one axis, and of the scales the first; there may be too few to be spread.
+        ranks = math.prod(sharding.mesh.shape[one] for one in _names(inputs[0]))
+        bytes_axis, groups_axis = (
+            inputs[0] if size % ranks == 0 else None
+            for size in (shapes[0].shape[-1], shapes[1].shape[1])
+        )
+        axes = (spec[0], *outputs, bytes_axis), (spec[0], groups_axis, *outputs)
+    else:
+        axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
     return {"shardings": tuple(NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in axes)}
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    """Axes of a mesh over which an axis of an array is spread."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _quantize(
@@ -138,6 +179,10 @@ def _quantize(
 
     def quantize(one: Array) -> tuple[Array, Array]:
         wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
+        if dtype == "uint8":
+            wide = wide.reshape(*wide.shape[: wide.ndim - num_inputs], -1)
+            found, scales = four_bits.quantize_groups(wide, jnp)
+            return found, jnp.moveaxis(scales, -1, 0)
         scaled, scales = _scale(wide, _PER_LARGEST[dtype], num_inputs)
         if dtype == "int8":
             return jnp.rint(scaled).astype(dtype), scales
@@ -160,10 +205,10 @@ def _scale(wide: Array, per_largest: np.float32, num_inputs: int) -> tuple[Array
 
 
 def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "N H D"]:
-    """The weights behind the attention of one layer, dequantised if they have eight bits.
+    """The weights behind the attention of one layer, dequantised if they are quantised.
 
     Args:
-      params: The parameter tree.
+      params: The parameter tree, with `query` beside `out`.
       layer: The layer.
       dtype: Of dequantised weights.
     """
@@ -173,20 +218,24 @@ def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "
     quantized, scales = (
         jax.lax.dynamic_index_in_dim(leaf[name], layer, keepdims=False) for name in QUANTIZED
     )
+    if quantized.dtype == jnp.uint8:
+        own = four_bits.in_order(four_bits.widen(quantized, scales, dtype))
+        heads = params["layers"]["query"]["quantized"].shape[1]
+        return own.T.reshape(heads, -1, own.shape[0])
     wide = quantized.astype(jnp.float32) * scales[:, None, None]
     return jnp.moveaxis(wide, 0, -1).astype(dtype)
 
 
 @jax.custom_vjp
 def multiply_quantized(
-    x: Float[Array, "B T D"], quantized: Num[Array, "F D"], scales: Float[Array, "F"]
+    x: Float[Array, "B T D"], quantized: Num[Array, "F _"], scales: Float[Array, "*groups F"]
 ) -> Float[Array, "B T F"]:
     """`y` of the module on XLA, for one layer.
 
     Args:
       x: The input. With float8 weights and several tokens in each sequence, it is quantised.
-      quantized: `q`.
-      scales: Of the output channels, in float32.
+      quantized: `q`, or the bytes of `four_bits`.
+      scales: Of the output channels, in float32, or of the groups of `four_bits`.
 
     Returns:
       The product in the dtype of `x`.
@@ -194,6 +243,10 @@ def multiply_quantized(
     Raises:
       NotImplementedError: If a gradient is taken: the weights have none.
     """
+    if quantized.dtype == jnp.uint8:
+        wide = four_bits.widen(quantized, scales, x.dtype)
+        rows = four_bits.as_they_lie(x)
+        return jnp.einsum("btnd,fnd->btf", rows, wide, precision=matmul_precision(x))
     if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
         scaled, row_scales = _scale(x.astype(jnp.float32), _PER_LARGEST[quantized.dtype.name], 1)
         rows = scaled.astype(quantized.dtype)
@@ -223,8 +276,8 @@ def _multiply_wide(x: Array, weights: Array) -> Array:
 
 def _forward(x: Array, quantized: Array, scales: Array) -> Any:
     raise NotImplementedError(
-        "weights of eight bits must not be differentiated: load the checkpoint without weights= "
-        "to take gradients"
+        "weights of eight or four bits must not be differentiated: load the checkpoint without "
+        "weights= to take gradients"
     )
 
 

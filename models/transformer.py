@@ -75,7 +75,9 @@ class LayerWeights:
         inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
         is_quantized = "quantized" in stacks[0]
         if is_quantized:
-            outputs = [one["scales"].shape[1:] for one in stacks]
+            # Of four bits, scales have an axis of groups before the outputs.
+            axes = 2 if stacks[0]["quantized"].dtype == jnp.uint8 else 1
+            outputs = [one["scales"].shape[axes:] for one in stacks]
         else:
             outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
         found = None
@@ -86,7 +88,7 @@ class LayerWeights:
                     name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
                     for name, one, out in zip(names, stacks, outputs, strict=True)
                 }
-                scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
+                scales = [one["scales"].reshape(*one["scales"].shape[:axes], -1) for one in stacks]
                 options = {"is_transposed": True, "weight_scales": scales}
             else:
                 weights = {
@@ -108,7 +110,8 @@ class LayerWeights:
                 found = []
                 for name, one, out in zip(names, stacks, outputs, strict=True):
                     quantized = self._own(one["quantized"]).reshape(math.prod(out), -1)
-                    own_scales = self._own(one["scales"]).reshape(-1)
+                    own_scales = self._own(one["scales"])
+                    own_scales = own_scales.reshape(*own_scales.shape[: axes - 1], -1)
                     # A compiled program says by this name which product has which types.
                     with jax.named_scope(name):
                         found.append(multiply_quantized(rows, quantized, own_scales))
@@ -182,7 +185,7 @@ def linear_of_rows(
     eps: float,
     kernel_config: KernelConfig,
     is_transposed: bool = False,
-    weight_scales: list[Float[Array, "L _"]] | None = None,
+    weight_scales: list[Float[Array, "L *groups _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products by the device's kernel for few rows, or `None` where it cannot make them.
 
@@ -194,7 +197,7 @@ def linear_of_rows(
       eps: Of the norm.
       kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Of the output channels, where weights have eight bits.
+      weight_scales: Of the output channels or their groups, where weights are quantised.
     """
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
     options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
@@ -233,7 +236,8 @@ def sums_of_rows(
       weight_scales: Of the output channels, where weights have eight bits.
     """
     stacks = list(weights.values())
-    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1:
+    has_four_bits = stacks[0].dtype == jnp.uint8
+    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1 or has_four_bits:
         return None
     if scale is not None:
         x = rms_norm(x, scale[layer], eps=eps)

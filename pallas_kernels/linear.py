@@ -19,8 +19,15 @@ and lie with the inputs last. They are half the bytes. They are widened to bfloa
 bits. A scale multiplies the sum of a column in float32. A weight or a scale that is not finite
 spoils its column, and an input its row; an int8 weight is always finite.
 
+Weights of four bits (uint8, two in a byte) have a scale for each group of 32 inputs,
+
+    W_i[layer, d, f] = (code_i[layer, f, d] - 8) · s_i[layer, d / 32, f]
+
+and lie as `sketchwalk_jax.models.four_bits` says. bfloat16 has these weights exactly, and so they
+are widened with their scales.
+
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
-a part of the inputs; it reads them 64 x 64 at a time (in eight bits 64 x 128 or 64 x 256), several
+a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 to 64 x 512), several
 such tiles on their way, and multiplies with the tensor cores, the weights for the left operand, so
 that as few as eight columns of the right one are enough for the rows. The parts are added up,
 divided by the root and multiplied by the scales by whoever reads the result, in their order: the
@@ -29,6 +36,7 @@ same sum every time.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,20 +44,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
+from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile in eight bits, lines of as many bytes. Two lines where eight rows leave registers
-# and shared memory for them: what stands around a product then serves twice the weights.
-_NARROW_TILE = 128
+# Inputs of a tile of narrow weights, in lines of as many. Two lines, or four of four bits, where
+# eight rows leave registers and shared memory for them: what stands around a product then serves
+# several times the weights.
+_NARROW_TILE = widen.LINE
+_GROUPS = _NARROW_TILE // GROUP  # of a line, in four bits
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
-# The same where weights have eight bits and many rows leave registers for two programs.
+# The same where weights are narrow and many rows leave registers for two programs.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
+# Inputs of one row that a warpgroup holds at a time, where each thread has two side by side.
+_ROW = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
+_ROW_INPUTS = 256
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
+_MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
@@ -91,8 +106,23 @@ class Tiling:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether weights have eight bits."""
+        """Whether weights have eight or four bits."""
         return self.dtype != jnp.bfloat16
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights have four bits."""
+        return self.dtype == jnp.uint8
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether rows are prepared one by one: those that there are, for few instructions."""
+        return self.is_packed and self.is_padded and self.depth % _ROW_INPUTS == 0
+
+    @property
+    def piece(self) -> int:
+        """Inputs of rows that are copied at a time."""
+        return min(self.depth, _MOST_COPIED)
 
     @property
     def parts(self) -> int:
@@ -103,8 +133,11 @@ class Tiling:
     def slots(self) -> int:
         """Pieces of shared memory for rows that tensor cores read.
 
-        Where others have arrived elsewhere, one is written while the other is read.
+        Where others have arrived elsewhere, one is written while the other is read. Those that are
+        prepared one by one take so little time that one piece does.
         """
+        if self.is_by_row:
+            return 1
         return 2 if self.is_narrow and self.is_padded else self.stages
 
     @property
@@ -123,10 +156,16 @@ class Tiling:
             "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
-            "filled": plgpu.Barrier(num_arrivals=2 + self.has_norm, num_barriers=stages),
         }
+        copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
+        if self.is_packed:
+            copies += 1
+            own["weights"] = widen.lines_of_codes((stages, _TILE, self.depth // 2))
+            own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
+        own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
-            own["arrived"] = plgpu.SMEM((stages, self.rows, self.depth), jnp.bfloat16)
+            rows = self.num_rows if self.is_by_row else self.rows
+            own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
         return own
@@ -143,13 +182,16 @@ def _multiply(
     filled: Any,
     arrived: Any = None,
     scales: Any = None,
+    factors: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
     arrived = arrived if tiling.is_padded else inputs
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     every: tuple[Any, ...] = arrays if tiling.has_norm else (None, *arrays, None)
     scale, *others, squares = every
-    sources, targets = others[: len(others) // 2], others[len(others) // 2 :]
+    count_of_arrays = len(tiling.starts) - 1
+    sources, targets = others[:count_of_arrays], others[-count_of_arrays:]
+    group_scales = others[count_of_arrays:-count_of_arrays]
     first = part * tiling.own_steps
     count = jnp.minimum(tiling.own_steps, tiling.steps - first)
     own_layer = layer[0]
@@ -166,19 +208,35 @@ def _multiply(
         @pl.when(step < count)
         def _() -> None:
             slot = jax.lax.rem(step, tiling.stages)
-            own = pl.ds((first + step) * tiling.depth, tiling.depth)
+            start = (first + step) * tiling.depth
+            own = pl.ds(start, tiling.depth)
             target = arrived.at[slot]
             target = target.at[pl.ds(0, tiling.num_rows)] if tiling.is_padded else target
-            plgpu.copy_gmem_to_smem(x.at[:, own], target, filled.at[slot])
-            if tiling.has_norm:
-                plgpu.copy_gmem_to_smem(scale.at[own_layer, own], scales.at[slot], filled.at[slot])
+            for piece in range(0, tiling.depth, tiling.piece):
+                source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
+                whole = tiling.piece == tiling.depth
+                part = target if whole else target.at[:, where]
+                plgpu.copy_gmem_to_smem(x.at[:, source], part, filled.at[slot])
+                if tiling.has_norm:
+                    part = scales.at[slot] if whole else scales.at[slot, where]
+                    plgpu.copy_gmem_to_smem(scale.at[own_layer, source], part, filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
+                if tiling.is_packed:
+                    copy_codes(index, columns, slot, first + step)
+                    return
                 axes = (columns, own) if tiling.is_transposed else (own, columns)
                 source = sources[index].at[own_layer, *axes]
                 plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
 
             of_array(copy)
+
+    def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
+        half, groups = tiling.depth // 2, tiling.depth // GROUP
+        source = sources[index].at[own_layer, columns, pl.ds(place * half, half)]
+        plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
+        source = group_scales[index].at[own_layer, pl.ds(place * groups, groups), columns]
+        plgpu.copy_gmem_to_smem(source, factors.at[slot], filled.at[slot])
 
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
@@ -186,8 +244,27 @@ def _multiply(
     def inputs_of(index: Any) -> Any:
         return inputs.at[jax.lax.rem(index, tiling.slots)]
 
+    def prepare_rows(index: Any, slot: Any, found: Any) -> Any:
+        """`prepare`, row by row."""
+        found = list(found)
+        for first in range(0, tiling.depth, _ROW_INPUTS):
+            part = pl.ds(first, _ROW_INPUTS)
+            if tiling.has_norm:
+                factor = ops.read(scales.at[slot, part], _ROW).astype(jnp.float32)
+            for row in range(tiling.num_rows):
+                own = ops.read(arrived.at[slot, row, part], _ROW)
+                if tiling.has_norm:
+                    wide = own.astype(jnp.float32)
+                    found[row] = found[row] + wide * wide
+                    own = (wide * factor).astype(jnp.bfloat16)
+                target = inputs_of(index).at[:, part]
+                widen.write_row(target, own, row, interpret=tiling.interpret)
+        return tuple(found)
+
     def prepare(index: Any, slot: Any, found: Any) -> Any:
         """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
+        if tiling.is_by_row:
+            return prepare_rows(index, slot, found)
         source = arrived.at[slot].transpose((1, 0))
         own = plgpu.load(source, layout=_TURNED, optimized=not tiling.is_padded)
         if tiling.has_norm:
@@ -203,6 +280,9 @@ def _multiply(
         def step(index: Any, found: Any) -> Any:
             slot = jax.lax.rem(index, tiling.stages)
             plgpu.barrier_wait(filled.at[slot])
+            if tiling.is_by_row:
+                total.wait(in_flight=0)
+                warp_ops.barrier(interpret=tiling.interpret)  # all warps have read the last ones
             if tiling.has_norm or tiling.is_padded:
                 found = prepare(index, slot, found)
             # All warps have multiplied what lies in the slot that is filled next.
@@ -213,7 +293,18 @@ def _multiply(
                 warp_ops.barrier(interpret=tiling.interpret)
             load(index + tiling.stages - 1)
             own, right = weights.at[slot], inputs_of(index)
-            if tiling.is_narrow:
+            if tiling.is_packed:
+                for first in range(0, tiling.depth, _NARROW_TILE):
+                    if first >= 2 * _NARROW_TILE:
+                        total.wait(in_flight=1)  # for the registers of the line before the last
+                    left = widen.codes_to_bfloat16(
+                        own.at[:, pl.ds(first // 2, _NARROW_TILE // 2)],
+                        factors.at[slot, pl.ds(first // GROUP, _GROUPS)],
+                        interpret=tiling.interpret,
+                    )
+                    line = pl.ds(first, _NARROW_TILE)
+                    total.add_product(left, right.at[:, line].transpose((1, 0)))
+            elif tiling.is_narrow:
                 for first in range(0, tiling.depth, _NARROW_TILE):
                     line = pl.ds(first, _NARROW_TILE)
                     left = widen.to_bfloat16(own.at[:, line], interpret=tiling.interpret)
@@ -223,7 +314,13 @@ def _multiply(
                 total.add_product(left, right.transpose((1, 0)))
             return found
 
-        none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED) if tiling.has_norm else ()
+        none: Any = ()
+        if tiling.has_norm and tiling.is_by_row:
+            none = (ops.full((_ROW_INPUTS,), 0.0, _ROW),) * tiling.num_rows
+        elif tiling.has_norm:
+            none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED)
+        elif tiling.is_by_row:
+            none = ((),) * tiling.num_rows
         found = total.loop(count, step, none)
         return total.load(), found
 
@@ -236,7 +333,11 @@ def _multiply(
 
         @pl.when(tile == 0)
         def _() -> None:
-            ops.write(squares.at[part], jnp.sum(found, axis=0))
+            if tiling.is_by_row:
+                for row, own in enumerate(found):
+                    ops.write(squares.at[part, row], own)
+            else:
+                ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
         own = pl.ds(0, tiling.num_rows)
@@ -264,19 +365,29 @@ def tile(
     dtype = kernels[0].dtype
     depth = _TILE
     if dtype != jnp.bfloat16:
-        has_two = rows == _LEAST_ROWS and num_inputs % (2 * _NARROW_TILE) == 0
-        depth = 2 * _NARROW_TILE if has_two else _NARROW_TILE
+        most = 4 if dtype == jnp.uint8 else 2
+        lines = math.gcd(num_inputs // _NARROW_TILE, most) if rows == _LEAST_ROWS else 1
+        depth = lines * _NARROW_TILE
     steps = num_inputs // depth
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
     is_padded = num_rows < _LEAST_ROWS
     row_bytes = 2 * depth * rows
     # The weights, the rows as they are read, and what the norm multiplies by.
-    stage_bytes = depth * (_TILE * dtype.itemsize + 2) + row_bytes
+    weight_bytes = depth * _TILE * dtype.itemsize
+    if dtype == jnp.uint8:
+        weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // GROUP)
+    is_by_row = is_padded and dtype == jnp.uint8 and depth % _ROW_INPUTS == 0
+    stage_bytes = weight_bytes + 2 * depth
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
+    if is_by_row:
+        stage_bytes += 2 * depth * num_rows
+        other_bytes += row_bytes
+    else:
+        stage_bytes += row_bytes
     # Rows as they arrived are others: for each stage, or two for all.
     if is_padded and dtype == jnp.bfloat16:
         stage_bytes += row_bytes
-    elif is_padded:
+    elif is_padded and not is_by_row:
         other_bytes += 2 * row_bytes
     is_large = dtype != jnp.bfloat16 and rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
@@ -310,20 +421,25 @@ def why_not_linear(
       kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
       scale: Of a norm `[L, D]`, likewise.
       is_transposed: Which of them.
-      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
+      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, or of four bits,
+        `[L, D / 32, F]`, likewise.
     """
     own = {str(one.dtype) for one in kernels}
-    is_narrow = own <= set(widen.TYPES) and len(own) == 1
+    is_packed = own == {"uint8"}
+    is_narrow = is_packed or (own <= set(widen.TYPES) and len(own) == 1)
+    bits = "four" if is_packed else "eight"
     if x.dtype != jnp.bfloat16 or not (own == {"bfloat16"} or is_narrow):
         return f"it takes bfloat16, not {x.dtype} times {', '.join(sorted(own))}"
     if is_narrow != (weight_scales is not None):
-        needed = "weights of eight bits need weight_scales" if is_narrow else "bfloat16 has none"
+        needed = f"weights of {bits} bits need weight_scales" if is_narrow else "bfloat16 has none"
         return f"{needed}, got {kernels[0].dtype}"
     if weight_scales is not None:
         if not is_transposed:
-            return "weights of eight bits must be [L, F, D], is_transposed=True"
+            return f"weights of {bits} bits must be [L, F, D], is_transposed=True"
         shapes = [tuple(one.shape) for one in weight_scales]
         wanted = [tuple(one.shape[:2]) for one in kernels]
+        if is_packed:
+            wanted = [(layers, x.shape[1] // GROUP, width) for layers, width in wanted]
         if shapes != wanted:
             return f"weight_scales must be {wanted}, not {shapes}"
     if scale is not None and scale.dtype != x.dtype:
@@ -340,13 +456,13 @@ def why_not_linear(
 
 def linear_kernel(
     x: Float[Array, "B D"],
-    kernels: Sequence[Float[Array, "L _ _"] | Int[Array, "L _ _"]],
+    kernels: Sequence[Num[Array, "L _ _"]],
     layer: Int[Array, ""],
     *,
     scale: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     is_transposed: bool = False,
-    weight_scales: Sequence[Float[Array, "L _"]] | None = None,
+    weight_scales: Sequence[Float[Array, "L *groups _"]] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
     """`out_i` of the module.
@@ -354,13 +470,14 @@ def linear_kernel(
     Args:
       x: Rows in bfloat16, at most `MOST_ROWS`.
       kernels: Weights of all layers, in bfloat16, whose `D` and `F` are multiples of 64; or in
-        float8_e4m3fn or int8, all in one of them, `[L, F, D]`, whose `D` is a multiple of 128.
+        float8_e4m3fn or int8, all in one of them, `[L, F, D]`, whose `D` is a multiple of 128; or
+        bytes of codes of four bits, `[L, F, D / 2]`, likewise.
       layer: The layer.
       scale: `g` of all layers, in bfloat16; without it there is no norm.
       eps: What the norm adds to the mean of squares.
       is_transposed: Whether the weights are `[L, F, D]`.
       weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights of eight
-        bits, and for these alone.
+        bits, or bfloat16 `[L, D / 32, F]` of four bits, and for these alone.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -373,7 +490,10 @@ def linear_kernel(
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
-    shapes += [] if scale is None else [(tiling.parts, rows)]
+    if scale is not None:
+        # Of rows that are prepared one by one, whoever reads the result adds up the threads' sums.
+        own = (num_rows, _ROW_INPUTS) if tiling.is_by_row else (rows,)
+        shapes.append((tiling.parts, *own))
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -388,11 +508,15 @@ def linear_kernel(
     if not tiling.is_padded:
         x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
-    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
+    group_scales = []
+    if weight_scales is not None and tiling.is_packed:
+        group_scales, weight_scales = list(weight_scales), None  # the kernel multiplies by these
+    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels, *group_scales)
     arrays, inverse = [*found, last], None
     if scale is not None:
         arrays = found
-        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+        squares = jnp.sum(last, axis=(0, 2) if tiling.is_by_row else 0)
+        inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]

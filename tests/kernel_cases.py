@@ -20,6 +20,7 @@ import reference
 from pairwise import pairwise
 
 from sketchwalk_jax import KernelConfig
+from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
@@ -622,7 +623,7 @@ class LinearKernelCase:
       columns: Columns of each array of weights.
       is_transposed: Whether they are `[L, F, D]`.
       has_norm: Whether the rows go through a norm.
-      dtype: Of the weights.
+      dtype: Of the weights; uint8 for four bits.
     """
 
     rows: int
@@ -653,11 +654,14 @@ class LinearKernelCase:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         def weights(width: int) -> jax.ShapeDtypeStruct:
-            own = (width, self.inputs) if self.is_transposed else (self.inputs, width)
+            stored = self.inputs // 2 if self.dtype == "uint8" else self.inputs
+            own = (width, stored) if self.is_transposed else (stored, width)
             return array(NUM_LAYERS, *own, dtype=self.dtype)
 
         scales = None
-        if self.dtype != "bfloat16":
+        if self.dtype == "uint8":
+            scales = [array(NUM_LAYERS, self.inputs // GROUP, width) for width in self.columns]
+        elif self.dtype != "bfloat16":
             scales = [array(NUM_LAYERS, width, dtype="float32") for width in self.columns]
         return multiply, (
             array(self.rows, self.inputs),
@@ -679,7 +683,7 @@ LINEAR_CASES = (
     LinearKernelCase(rows=3, inputs=576, columns=(576, 192, 192)),
     *(
         LinearKernelCase(**shape, is_transposed=True, dtype=dtype)
-        for dtype in ("float8_e4m3fn", "int8")
+        for dtype in ("float8_e4m3fn", "int8", "uint8")
         for shape in (
             {"rows": 1, "inputs": 4096, "columns": (4096, 1024, 1024), "has_norm": True},
             {"rows": 1, "inputs": 4096, "columns": (14336, 14336), "has_norm": True},

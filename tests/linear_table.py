@@ -6,11 +6,13 @@ Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`. Of each pro
 Llama 3.1 8B with one row, on an H200: what the kernel for few rows (`pallas_kernels/linear.py`) is
 compiled to, and what it copies.
 
+* `weight_bytes`: of four bits without the scales of groups, which are `scale_bytes`.
 * `memory_bytes_per_weight_byte`: each array read once, scales included, and partial sums written
   and read again, over the bytes of the weights. `copied_bytes_per_weight_byte`: all copies into
   shared memory; every program copies rows and the norm's scale, most of them from the L2 cache.
-* `instructions_per_weight_byte`: of a thread, in the inner loop. `issue_share`: of all instructions
-  that a processor can start while memory delivers the weights at its full rate.
+* `instructions_per_weight_byte`: of a thread, in the inner loop; `instructions_per_weight` over the
+  number of weights. `issue_share`: of all instructions that a processor can start while memory
+  delivers the weights, and the scales of groups, at its full rate.
 * `kib_in_flight`: weights that a processor has asked for and that have not come.
 
 The last row of a type estimates a token: the bytes of all layers and of the head in bfloat16, at
@@ -39,8 +41,10 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     """What is counted of one product of the benchmark `linear`."""
     import jax
     import kernel_cases
+    import linear as linear_benchmark
     import ptx
 
+    from sketchwalk_jax.models import params
     from sketchwalk_jax.pallas_kernels import linear
 
     columns, inputs, has_norm = product
@@ -49,7 +53,7 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
         inputs=inputs,
         columns=columns,
         has_norm=has_norm,
-        dtype=dtype,
+        dtype=linear_benchmark.DTYPES[dtype],
         is_transposed=dtype != "bfloat16",
     )
     function, shapes = case.program()
@@ -68,19 +72,20 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     os.close(was)
     ((said, code),) = hopper.split_kernels(text)
     facts = hopper.read_assembler(said)
-    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 12).shared_bytes
+    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 16).shared_bytes
     programs = min(
         _REGISTERS // (-(-facts["registers"] // 8) * 8 * _THREADS),
         hopper.SHARED_KIB["9.0"] * 1024 // (shared + _RESERVED),
     )
-    size = jax.numpy.dtype(dtype).itemsize
-    tile_bytes = 64 * tiling.depth * size
+    bits = {"bfloat16": 16, "int4": 4}.get(dtype, 8)
+    tile_bytes = 64 * tiling.depth * bits // 8
     count, products = ampere_table.inner_loop(code, "HGMMA")
     width = sum(columns)
-    weight_bytes = width * inputs * size
+    weight_bytes = width * inputs * bits // 8
     vectors = 2 * inputs * (2 if has_norm else 1)  # the row, and what the norm multiplies by
-    scales = 0 if dtype == "bfloat16" else 4 * width
+    scales = {"bfloat16": 0, "int4": 2 * width * inputs // params.GROUP}.get(dtype, 4 * width)
     partial_sums = 2 * 4 * width * tiling.parts
+    with_scales = 1 + scales / weight_bytes if bits == 4 else 1.0
     delivered = _BANDWIDTH / _PROCESSORS / _CLOCK  # bytes in a clock
     return {
         "product": name,
@@ -90,6 +95,7 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
         "weight_bytes": weight_bytes,
         "memory_bytes": weight_bytes + vectors + scales + partial_sums,
         "memory_bytes_per_weight_byte": 1 + (vectors + scales + partial_sums) / weight_bytes,
+        "scale_bytes": scales,
         "copied_bytes_per_weight_byte": 1 + vectors * tiling.starts[-1] / weight_bytes,
         "registers": facts["registers"],
         "spill_bytes": ampere_table.spills(facts),
@@ -101,7 +107,8 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
         "instructions": count,
         "products_of_loop": products,
         "instructions_per_weight_byte": count * _THREADS / tile_bytes,
-        "issue_share": count * 4 / tile_bytes * delivered / _STARTED,
+        "instructions_per_weight": count * _THREADS / (64 * tiling.depth),
+        "issue_share": count * 4 / (tile_bytes * with_scales) * delivered / _STARTED,
     }
 
 

@@ -106,7 +106,7 @@ def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, 
     assert_equals_directory(file, config, tensors)
 
 
-@pytest.mark.parametrize("weights", ["float8", "int8"])
+@pytest.mark.parametrize("weights", ["float8", "int8", "int4"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "more rows than are read at once"])
 def test_a_file_is_quantised_while_it_is_read(file: Path, case: str, weights: str):
     model_type, overrides = MODELS[case]

@@ -14,7 +14,8 @@ from variants import INTERPRET, slow_unless
 from sketchwalk_jax import KernelConfig, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.inference import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
-from sketchwalk_jax.models.params import init_params
+from sketchwalk_jax.models.four_bits import in_order, widen
+from sketchwalk_jax.models.params import GROUP, init_params
 from sketchwalk_jax.pallas_kernels.linear import MOST_ROWS, linear_kernel, why_not_linear
 
 pytestmark = [
@@ -55,6 +56,13 @@ NARROW_CASES = {
     "ragged rows": ("int8", 17, 384, (128, 64), False),
     "as many rows as there may be": ("float8_e4m3fn", 64, 256, (64,), True),
     "as many whole numbers": ("int8", 64, 256, (64,), True),
+    "four bits, several arrays, with a norm": ("int4", 1, 1536, (64, 128), True),
+    "rows in four bits, two at a time": ("int4", 2, 256, (64,), False),
+    "four bits in a line": ("int4", 3, 384, (64,), True),
+    "four bits in parts": ("int4", 1, 4608, (64,), False),
+    "as many rows as tensor cores take": ("int4", 8, 512, (64,), True),
+    "ragged rows in four bits": ("int4", 17, 384, (128, 64), False),
+    "as many rows in four bits": ("int4", 64, 256, (64,), True),
 }
 
 
@@ -63,6 +71,13 @@ def draw_narrow(dtype, rows, inputs, widths):
     x, _, scale = draw(rows, inputs, widths)
     rng = np.random.default_rng(inputs)
     kernels = []
+    if dtype == "int4":
+        sizes = [(2, inputs // GROUP, width) for width in widths]
+        # Of four digits, as `models.four_bits` makes them.
+        scales = [rng.integers(8, 16, size) * rng.choice([-0.125, 0.125], size) for size in sizes]
+        kernels = [rng.integers(0, 256, (2, width, inputs // 2), np.uint8) for width in widths]
+        scales = [jnp.asarray(one, jnp.bfloat16) for one in scales]
+        return x, list(map(jnp.asarray, kernels)), scales, scale
     for width in widths:
         bits = rng.integers(0, 256, size=(2, width, inputs), dtype=np.uint8)
         bits = np.where(bits & 127 == 127, 0, bits) if dtype != "int8" else bits
@@ -71,10 +86,18 @@ def draw_narrow(dtype, rows, inputs, widths):
     return x, kernels, scales, scale
 
 
-@pytest.mark.parametrize(
-    "name", slow_unless("several arrays, with a norm".__eq__, list(NARROW_CASES))
-)
-def test_products_with_eight_bits_are_those_of_float64(name, capfd):
+def widened(weights, factor):
+    """One layer in float64, `[F, D]`."""
+    if weights.dtype == np.uint8:
+        return np.asarray(in_order(widen(weights, factor, jnp.float32)), np.float64)
+    return np.asarray(weights, np.float64) * np.asarray(factor, np.float64)[:, None]
+
+
+DEFAULT_CASES = ("several arrays, with a norm", "four bits, several arrays, with a norm")
+
+
+@pytest.mark.parametrize("name", slow_unless(DEFAULT_CASES.__contains__, list(NARROW_CASES)))
+def test_products_with_narrow_weights_are_those_of_float64(name, capfd):
     *sizes, has_norm = NARROW_CASES[name]
     x, kernels, weight_scales, scale = draw_narrow(*sizes)
 
@@ -94,8 +117,7 @@ def test_products_with_eight_bits_are_those_of_float64(name, capfd):
         inputs = scaled.astype(np.float64) / np.sqrt(np.mean(inputs**2, axis=1) + EPS)[:, None]
     for one, same, weights, factor in zip(found, again, kernels, weight_scales, strict=True):
         assert one.dtype == jnp.float32
-        own = np.asarray(weights[1], np.float64) * np.asarray(factor[1], np.float64)[:, None]
-        wanted = inputs @ own.T
+        wanted = inputs @ widened(weights[1], factor[1]).T
         np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
         np.testing.assert_array_equal(one, same)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
@@ -190,6 +212,21 @@ def test_what_it_does_not_take_in_eight_bits_it_says():
     assert "multiples of 128 inputs and 64 columns, not 192 and [64]" in why(inputs=192)
 
 
+def test_what_it_does_not_take_in_four_bits_it_says():
+    def why(inputs=128, scales=(2, 4, 64), **options):
+        x = jax.ShapeDtypeStruct((1, inputs), "bfloat16")
+        kernels = [jax.ShapeDtypeStruct((2, 64, inputs // 2), "uint8")]
+        given = scales and [jax.ShapeDtypeStruct(scales, "bfloat16")]
+        options = {"is_transposed": True, "weight_scales": given, **options}
+        return why_not_linear(x, kernels, **options)
+
+    assert why() is None
+    assert "weights of four bits need weight_scales, got uint8" in why(scales=None)
+    assert "must be [L, F, D], is_transposed=True" in why(is_transposed=False)
+    assert "weight_scales must be [(2, 4, 64)], not [(2, 64)]" in why(scales=(2, 64))
+    assert "multiples of 128 inputs and 64 columns, not 192" in why(192, (2, 6, 64))
+
+
 def logits_with_and_without(is_tied):
     """Logits of a token by kernels, and without any."""
     model = dataclasses.replace(
@@ -226,7 +263,7 @@ def test_a_model_decodes_with_it_as_without(is_tied):
     np.testing.assert_allclose(*logits_with_and_without(is_tied), **tolerance("logits", "bfloat16"))
 
 
-@pytest.mark.parametrize("weights", ["float8", "int8"])
+@pytest.mark.parametrize("weights", ["float8", "int8", "int4"])
 def test_a_layer_multiplies_few_rows_with_the_kernel(weights):
     def draw(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16) / 8

@@ -143,7 +143,7 @@ def _describe_checkpoint(
     count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model_config)))
     tensors, files = stored_tensors(directory)
     dtypes = {FLOAT_DTYPES.get(stored, stored) for *_, stored in tensors}
-    # What `save` wrote in eight bits stays so.
+    # What `save` wrote quantised stays so.
     with usage_errors():
         kept = saved_weights({name: stored for name, *_, stored in tensors}, directory, weights)
     weights = weights or kept
