@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from sketchwalk_jax.models.params import GROUP
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 _OFFSET, _LARGEST = 8, 7
 # The largest weight of a group has 512 to 1023 of the units in which errors are counted. In these,
@@ -50,7 +50,7 @@ def quantize_groups(wide: Any, xp: Any) -> tuple[Any, Any]:
       Bytes `[..., inputs / 2]`, and scales `[..., inputs / 32]` in bfloat16: NaN where a weight is
       NaN or infinite.
     """
-    groups = wide.reshape(*wide.shape[:-1], -1, GROUP)
+    groups = wide.reshape(*wide.shape[:-1], -1, WEIGHT_GROUP)
     high, low = groups.max(axis=-1, keepdims=True), groups.min(axis=-1, keepdims=True)
     largest = xp.where(high > -low, high, low)
     sign = xp.where(largest > _LEAST, np.float32(-1), np.float32(1))
@@ -95,7 +95,7 @@ def _pack(codes: Any, xp: Any) -> Any:
 
 def _words(inputs: int) -> int:
     """Groups of a block."""
-    return math.gcd(inputs // GROUP, _WORDS)
+    return math.gcd(inputs // WEIGHT_GROUP, _WORDS)
 
 
 def widen(

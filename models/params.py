@@ -41,6 +41,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.validation import DTYPES, describe
 
 Params = dict[str, Any]
@@ -60,8 +61,6 @@ WEIGHTS_OF_DTYPE = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
 """The same the other way round."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that stand in place of a `kernel`."""
-GROUP = 32
-"""Inputs that share a scale in weights of four bits."""
 
 
 def check_weights(weights: str) -> None:
@@ -163,7 +162,7 @@ def quantized_shapes(
       outputs: Sizes of the output axes.
 
     Raises:
-      ValueError: If weights of four bits have inputs that are no multiple of `GROUP`.
+      ValueError: If weights of four bits have inputs that are no multiple of `WEIGHT_GROUP`.
 
     Example:
       >>> [one.shape for one in quantized_shapes("int4", 2, (4, 16), (24,))]
@@ -174,12 +173,12 @@ def quantized_shapes(
         of_outputs = (num_layers, *outputs)
         return one((*of_outputs, *inputs), kind), one(of_outputs, jnp.float32)
     width = math.prod(inputs)
-    if width % GROUP:
+    if width % WEIGHT_GROUP:
         raise ValueError(
-            f"weights='int4' needs layers whose inputs are a multiple of {GROUP}, got {width} "
-            f"inputs; 'int8' takes any"
+            f"weights='int4' needs layers whose inputs are a multiple of {WEIGHT_GROUP}, got "
+            f"{width} inputs; 'int8' takes any"
         )
-    scales = one((num_layers, width // GROUP, *outputs), jnp.bfloat16)
+    scales = one((num_layers, width // WEIGHT_GROUP, *outputs), jnp.bfloat16)
     return one((num_layers, *outputs, width // 2), kind), scales
 
 

@@ -46,15 +46,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 # Inputs of a tile of narrow weights, in lines of as many. Two lines, or four of four bits, where
 # eight rows leave registers and shared memory for them: what stands around a product then serves
 # several times the weights.
 _NARROW_TILE = widen.LINE
-_GROUPS = _NARROW_TILE // GROUP  # of a line, in four bits
+_GROUPS = _NARROW_TILE // WEIGHT_GROUP  # of a line, in four bits
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 # The same where weights are narrow and many rows leave registers for two programs.
@@ -161,7 +161,7 @@ class Tiling:
         if self.is_packed:
             copies += 1
             own["weights"] = widen.lines_of_codes((stages, _TILE, self.depth // 2))
-            own["factors"] = plgpu.SMEM((stages, self.depth // GROUP, _TILE), jnp.bfloat16)
+            own["factors"] = plgpu.SMEM((stages, self.depth // WEIGHT_GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.is_padded:
             rows = self.num_rows if self.is_by_row else self.rows
@@ -232,7 +232,7 @@ def _multiply(
             of_array(copy)
 
     def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
-        half, groups = tiling.depth // 2, tiling.depth // GROUP
+        half, groups = tiling.depth // 2, tiling.depth // WEIGHT_GROUP
         source = sources[index].at[own_layer, columns, pl.ds(place * half, half)]
         plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
         source = group_scales[index].at[own_layer, pl.ds(place * groups, groups), columns]
@@ -299,7 +299,7 @@ def _multiply(
                         total.wait(in_flight=1)  # for the registers of the line before the last
                     left = widen.codes_to_bfloat16(
                         own.at[:, pl.ds(first // 2, _NARROW_TILE // 2)],
-                        factors.at[slot, pl.ds(first // GROUP, _GROUPS)],
+                        factors.at[slot, pl.ds(first // WEIGHT_GROUP, _GROUPS)],
                         interpret=tiling.interpret,
                     )
                     line = pl.ds(first, _NARROW_TILE)
@@ -375,7 +375,7 @@ def tile(
     # The weights, the rows as they are read, and what the norm multiplies by.
     weight_bytes = depth * _TILE * dtype.itemsize
     if dtype == jnp.uint8:
-        weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // GROUP)
+        weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // WEIGHT_GROUP)
     is_by_row = is_padded and dtype == jnp.uint8 and depth % _ROW_INPUTS == 0
     stage_bytes = weight_bytes + 2 * depth
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
@@ -439,7 +439,7 @@ def why_not_linear(
         shapes = [tuple(one.shape) for one in weight_scales]
         wanted = [tuple(one.shape[:2]) for one in kernels]
         if is_packed:
-            wanted = [(layers, x.shape[1] // GROUP, width) for layers, width in wanted]
+            wanted = [(layers, x.shape[1] // WEIGHT_GROUP, width) for layers, width in wanted]
         if shapes != wanted:
             return f"weight_scales must be {wanted}, not {shapes}"
     if scale is not None and scale.dtype != x.dtype:

@@ -20,8 +20,8 @@ import reference
 from pairwise import pairwise
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.models.params import GROUP
 from sketchwalk_jax.pallas_kernels import kernel_selection
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -660,7 +660,9 @@ class LinearKernelCase:
 
         scales = None
         if self.dtype == "uint8":
-            scales = [array(NUM_LAYERS, self.inputs // GROUP, width) for width in self.columns]
+            scales = [
+                array(NUM_LAYERS, self.inputs // WEIGHT_GROUP, width) for width in self.columns
+            ]
         elif self.dtype != "bfloat16":
             scales = [array(NUM_LAYERS, width, dtype="float32") for width in self.columns]
         return multiply, (

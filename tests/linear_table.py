@@ -44,8 +44,8 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     import linear as linear_benchmark
     import ptx
 
-    from sketchwalk_jax.models import params
     from sketchwalk_jax.pallas_kernels import linear
+    from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
     columns, inputs, has_norm = product
     case = kernel_cases.LinearKernelCase(
@@ -83,7 +83,7 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     width = sum(columns)
     weight_bytes = width * inputs * bits // 8
     vectors = 2 * inputs * (2 if has_norm else 1)  # the row, and what the norm multiplies by
-    scales = {"bfloat16": 0, "int4": 2 * width * inputs // params.GROUP}.get(dtype, 4 * width)
+    scales = {"bfloat16": 0, "int4": 2 * width * inputs // WEIGHT_GROUP}.get(dtype, 4 * width)
     partial_sums = 2 * 4 * width * tiling.parts
     with_scales = 1 + scales / weight_bytes if bits == 4 else 1.0
     delivered = _BANDWIDTH / _PROCESSORS / _CLOCK  # bytes in a clock
