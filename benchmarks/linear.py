@@ -20,7 +20,7 @@ from kernels import ROUNDS_OF_LAYERS, compare, copy_bandwidth, in_loop, rounds
 
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.models.four_bits import in_order, widen
-from sketchwalk_jax.models.params import GROUP
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
 # Names of types of weights, and of the arrays that hold them.
@@ -49,7 +49,7 @@ def draw(product: Product, rows: int, dtype: str, layers: int) -> dict[str, Any]
         if dtype == "int4":
             codes = jax.random.bits(key, (layers, width, inputs // 2), jnp.uint8)
             arrays.append(codes)
-            scales.append(jnp.full((layers, inputs // GROUP, width), 0.5, jnp.bfloat16))
+            scales.append(jnp.full((layers, inputs // WEIGHT_GROUP, width), 0.5, jnp.bfloat16))
             continue
         shape = (layers, inputs, width) if dtype == "bfloat16" else (layers, width, inputs)
         weights = jax.random.normal(key, shape, jnp.bfloat16)

@@ -245,8 +245,11 @@ def multiply_quantized(
     """
     if quantized.dtype == jnp.uint8:
         wide = four_bits.widen(quantized, scales, x.dtype)
-        rows = four_bits.as_they_lie(x)
-        return jnp.einsum("btnd,fnd->btf", rows, wide, precision=matmul_precision(x))
+        options: dict[str, Any] = {"precision": matmul_precision(x)}
+        # Weights are written once in any order; rows are brought into theirs where they are fewer.
+        if x.shape[1] == 1:
+            return jnp.einsum("btnd,fnd->btf", four_bits.as_they_lie(x), wide, **options)
+        return jnp.einsum("btd,fd->btf", x, four_bits.in_order(wide), **options)
     if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
         scaled, row_scales = _scale(x.astype(jnp.float32), _PER_LARGEST[quantized.dtype.name], 1)
         rows = scaled.astype(quantized.dtype)

@@ -335,7 +335,7 @@ def _multiply(
         def _() -> None:
             if tiling.is_by_row:
                 for row, own in enumerate(found):
-                    ops.write(squares.at[part, row], own)
+                    ops.write(squares.at[part, row], jnp.sum(own))
             else:
                 ops.write(squares.at[part], jnp.sum(found, axis=0))
 
@@ -491,9 +491,7 @@ def linear_kernel(
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
     if scale is not None:
-        # Of rows that are prepared one by one, whoever reads the result adds up the threads' sums.
-        own = (num_rows, _ROW_INPUTS) if tiling.is_by_row else (rows,)
-        shapes.append((tiling.parts, *own))
+        shapes.append((tiling.parts, rows))
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -515,8 +513,7 @@ def linear_kernel(
     arrays, inverse = [*found, last], None
     if scale is not None:
         arrays = found
-        squares = jnp.sum(last, axis=(0, 2) if tiling.is_by_row else 0)
-        inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
+        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]

@@ -15,7 +15,8 @@ from sketchwalk_jax import KernelConfig, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.inference import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.four_bits import in_order, widen
-from sketchwalk_jax.models.params import GROUP, init_params
+from sketchwalk_jax.models.params import init_params
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.pallas_kernels.linear import MOST_ROWS, linear_kernel, why_not_linear
 
 pytestmark = [
@@ -72,7 +73,7 @@ def draw_narrow(dtype, rows, inputs, widths):
     rng = np.random.default_rng(inputs)
     kernels = []
     if dtype == "int4":
-        sizes = [(2, inputs // GROUP, width) for width in widths]
+        sizes = [(2, inputs // WEIGHT_GROUP, width) for width in widths]
         # Of four digits, as `models.four_bits` makes them.
         scales = [rng.integers(8, 16, size) * rng.choice([-0.125, 0.125], size) for size in sizes]
         kernels = [rng.integers(0, 256, (2, width, inputs // 2), np.uint8) for width in widths]

@@ -17,6 +17,7 @@ FILE = Path(__file__).parent / "model_cases.py"
 # Each with the most that one of its layers may launch.
 DECODING = {
     "decode_llama_8b": 16,
+    "decode_llama_8b_int4": 16,
     "decode_llama_8b_dense": 17,
     "decode_llama_8b_of_8": 17,
     "decode_llama_8b_paper": 32,
@@ -24,7 +25,7 @@ DECODING = {
     "decode_qwen_7b": 16,
     "decode_qwen_7b_dense": 17,
 }
-READING = ("read_llama_8b", "read_llama_8b_dense")
+READING = ("read_llama_8b", "read_llama_8b_int4", "read_llama_8b_dense")
 # Activations of 32,768 tokens, the widest those of the mlp: 0.94e9. The head has 1.05e9, the cache
 # eight times as many.
 ACTIVATIONS = 10**9
