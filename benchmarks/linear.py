@@ -1,16 +1,19 @@
-"""The linear layers of a token in each type of weights, in one process, on one Hopper GPU.
+"""The linear layers of a token in each type of weights, in one process, on one GPU from Ampere on.
 
     python benchmarks/linear.py [--out benchmarks/results/linear.json] [--quick]
 
-Each product of a layer of Llama 3.1 8B is timed inside a jitted loop over the layers of a stack, by
-the kernel for few rows (`pallas_kernels/linear.py`); types of weights take turns. Stacks are larger
-than the L2 cache. Each form is checked: against float32 with the same weights, and a second run
-bit for bit. `tests/linear_table.py` counts the same products without a GPU. `--quick` runs tiny
-shapes anywhere; the interpreter's times mean nothing.
+Each product of a layer of Llama 3.1 8B is timed inside a jitted loop over the layers of a stack. On
+Hopper the kernel for few rows (`pallas_kernels/linear.py`) reads each type of weights. In bfloat16
+there are also the kernel for other GPUs (`ampere_linear.py`), which Hopper runs too, and XLA's
+code: sums of products, and products of a layer that is copied out of its stack. Forms take turns.
+Stacks are larger than the L2 cache. Each form is checked: against float32 with the same weights,
+and a second run bit for bit. `tests/linear_table.py` counts the same products without a GPU.
+`--quick` runs tiny shapes anywhere; the interpreter's times mean nothing.
 """
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -20,6 +23,9 @@ from kernels import ROUNDS_OF_LAYERS, compare, copy_bandwidth, in_loop, rounds
 
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.models.four_bits import in_order, widen
+from sketchwalk_jax.models.transformer import rms_norm, sums_of_rows
+from sketchwalk_jax.pallas_kernels.ampere_linear import MOST_ROWS as MOST_AMPERE_ROWS
+from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
@@ -36,6 +42,7 @@ PRODUCTS: dict[str, Product] = {
 }
 QUICK_PRODUCTS: dict[str, Product] = {"gate, up": ((64, 64), 256, True)}
 LAYERS, QUICK_LAYERS = 8, 2
+MOST_SUMMED_ROWS = 4
 EPS = 1e-5
 
 
@@ -66,7 +73,7 @@ def draw(product: Product, rows: int, dtype: str, layers: int) -> dict[str, Any]
 
 
 def multiply(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
-    """The products of one layer, by the kernel."""
+    """The products of one layer, by Hopper's kernel."""
     return linear_kernel(
         x,
         given["kernels"],
@@ -77,6 +84,40 @@ def multiply(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> l
         weight_scales=given["weight_scales"],
         interpret=interpret,
     )
+
+
+def multiply_on_ampere(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
+    """The products of one layer, by the kernel for other GPUs."""
+    options = {"scale": given["scale"], "eps": EPS, "interpret": interpret}
+    return ampere_linear(x, given["kernels"], jnp.asarray(layer, jnp.int32), **options)
+
+
+def add_up(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
+    """The products of one layer, as sums."""
+    weights = {str(index): one for index, one in enumerate(given["kernels"])}
+    layer = jnp.asarray(layer, jnp.int32)
+    found = sums_of_rows(x[:, None], weights, layer, scale=given["scale"], eps=EPS)
+    return [one[:, 0].astype(jnp.float32) for one in found or ()]
+
+
+def multiply_on_xla(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
+    """The products of one layer, by XLA, with the types that a model has."""
+    layer = jnp.asarray(layer, jnp.int32)
+    if given["scale"] is not None:
+        x = rms_norm(x, given["scale"][layer], eps=EPS)
+    return [(x @ one[layer]).astype(jnp.float32) for one in given["kernels"]]
+
+
+def forms(rows: int, *, is_quick: bool) -> dict[str, tuple[str, Callable[..., list[Any]]]]:
+    """Types of weights and what multiplies with them, by the name of the form."""
+    on_hopper = {name: (name, multiply) for name in TYPES}
+    elsewhere = {"from Ampere on": ("bfloat16", multiply_on_ampere)}
+    if rows > MOST_AMPERE_ROWS:
+        elsewhere = {}
+    if rows <= MOST_SUMMED_ROWS:
+        elsewhere["sums"] = ("bfloat16", add_up)
+    elsewhere["XLA"] = ("bfloat16", multiply_on_xla)
+    return (on_hopper if is_quick or dispatch.is_hopper() else {}) | elsewhere
 
 
 def wanted(given: dict[str, Any], layer: int) -> list[Any]:
@@ -97,27 +138,30 @@ def wanted(given: dict[str, Any], layer: int) -> list[Any]:
 
 
 def measure(
-    name: str, product: Product, rows: int, *, layers: int, repeats: int, interpret: bool
+    name: str, product: Product, rows: int, *, layers: int, repeats: int, is_quick: bool
 ) -> list[dict[str, Any]]:
-    """A row of each type of weights."""
-    call = functools.partial(multiply, interpret=interpret)
-
-    def step(x: Any, given: dict[str, Any], layer: int) -> Any:
-        # The next product waits for this one, whose sums are too small to change the rows.
-        found = call(x, given, layer)
-        return x + (sum(jnp.sum(one) for one in found) * 1e-30).astype(x.dtype)
-
+    """A row of each form."""
     inputs = {dtype: draw(product, rows, dtype, layers) for dtype in TYPES}
-    runs = {dtype: in_loop(step, given["x"], given, layers) for dtype, given in inputs.items()}
+    runs, calls = {}, {}
+    for form, (dtype, function) in forms(rows, is_quick=is_quick).items():
+        call = functools.partial(function, interpret=dispatch.kernels_here() is None)
+
+        def step(x: Any, given: dict[str, Any], layer: int, call: Any = call) -> Any:
+            # The next product waits for this one, whose sums are too small to change the rows.
+            found = call(x, given, layer)
+            return x + (sum(jnp.sum(one) for one in found) * 1e-30).astype(x.dtype)
+
+        given = inputs[dtype]
+        runs[form] = in_loop(step, given["x"], given, layers)
+        calls[form] = dtype, jax.jit(call), given
     times = rounds(runs, repeats, step=layers * ROUNDS_OF_LAYERS)
     found = []
-    for dtype, given in inputs.items():
-        program = jax.jit(call)
+    for form, (dtype, program, given) in calls.items():
         one, other = (jnp.concatenate(program(given["x"], given, 0), axis=1) for _ in range(2))
         size = sum(x.size * x.dtype.itemsize for x in given["kernels"]) / layers
-        seconds = common.summarize(times[dtype])
+        seconds = common.summarize(times[form])
         found.append(
-            {"product": name, "rows": rows, "dtype": dtype, "weight_bytes": size}
+            {"product": name, "rows": rows, "form": form, "dtype": dtype, "weight_bytes": size}
             | {
                 "ms": seconds["median"] * 1e3,
                 "ms_iqr": (seconds["q75"] - seconds["q25"]) * 1e3,
@@ -136,8 +180,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="rounds, in turns")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds")
     options = parser.parse_args()
-    if not options.quick and not dispatch.is_hopper():
-        raise SystemExit("the kernel needs a GPU of compute capability 9.0; --quick runs anywhere")
+    if not options.quick and dispatch.kernels_here() is None:
+        raise SystemExit("the kernels need an NVIDIA GPU from Ampere on; --quick runs anywhere")
     products = QUICK_PRODUCTS if options.quick else PRODUCTS
     repeats = 2 if options.quick else options.repeats
     bandwidth = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
@@ -150,10 +194,10 @@ def main() -> None:
                 count,
                 layers=QUICK_LAYERS if options.quick else LAYERS,
                 repeats=repeats,
-                interpret=not dispatch.is_hopper(),
+                is_quick=options.quick,
             )
             for row in found:
-                text = f"{row['product']:<18} {row['rows']:>2} rows {row['dtype']:<14}"
+                text = f"{row['product']:<18} {row['rows']:>2} rows {row['form']:<14}"
                 print(f"{text} {row['ms']:8.4f} ms {row['tb_per_s']:5.2f} TB/s", flush=True)
             rows += found
     details = {"repeats": repeats, "is_quick": options.quick, "copy_tb_per_s": bandwidth}
