@@ -99,7 +99,7 @@ def _generate(
 
 
 def _check_own(params: Mapping[str, Any], model_config: ModelConfig) -> None:
-    """`check_params`, without weights of eight bits: optimisers would treat them as parameters."""
+    """`check_params`, without quantised weights: optimisers would treat them as parameters."""
     if weights_of(params) is not None:
         raise NotImplementedError(
             f"modules for Flax must have weights that train, got weights in {weights_of(params)}; "
@@ -161,7 +161,7 @@ class CausalLM(nnx.Module):
 
         Raises:
          ValueError: If arrays are missing, unknown or of another shape.
-         NotImplementedError: If weights have eight bits.
+         NotImplementedError: If weights are quantised.
         """
         _check_own(params, model_config)
         model = nnx.eval_shape(lambda: cls(model_config, rngs=nnx.Rngs(0)))
