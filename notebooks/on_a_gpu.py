@@ -59,9 +59,9 @@ sw.keep_compiled_programs()
 
 # %% [markdown]
 # H100 and H200 run everything on kernels. Other NVIDIA GPUs from Ampere on (A100, RTX 30, 40 and
-# 50, L4, B200) run attention and the selection for tokens on kernels, and the selection for prompts
-# through XLA. Speeds on them have not been measured. A T4 and older GPUs run everything through
-# XLA, which gains less. The command `sketchwalk info` reports what a machine runs.
+# 50, L4, B200) have kernels of their own for attention, selection and the linear layers of a token.
+# Speeds on them have not been measured. A T4 and older GPUs run everything through XLA, which gains
+# less. The command `sketchwalk info` reports what a machine runs.
 
 # %%
 HAS_GPU = jax.default_backend() == "gpu"
