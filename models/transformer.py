@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax import dispatch
+from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -170,7 +171,7 @@ def why_not_few_rows(
       kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
       scale: Of a norm `[L, D]`, likewise.
       is_transposed: Which of them.
-      weight_scales: Scales of weights of eight bits, `[L, F]` for each array, likewise.
+      weight_scales: Scales of quantised weights, for each array, likewise.
     """
     options = {"is_transposed": is_transposed, "weight_scales": weight_scales}
     return _kernel_of_rows().why_not(x, kernels, scale, **options)
@@ -218,7 +219,7 @@ def sums_of_rows(
     scale: Float[Array, "L D"] | None,
     eps: float,
     is_transposed: bool = False,
-    weight_scales: list[Float[Array, "L _"]] | None = None,
+    weight_scales: list[Float[Array, "L *groups _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products of very few rows as sums, or `None` where XLA should multiply matrices.
 
@@ -233,25 +234,33 @@ def sums_of_rows(
       scale: Of the norm that the input goes through first, of all layers, if there is one.
       eps: Of the norm.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Of the output channels, where weights have eight bits.
+      weight_scales: Of the output channels or their groups, where weights are quantised.
     """
     stacks = list(weights.values())
-    has_four_bits = stacks[0].dtype == jnp.uint8
-    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1 or has_four_bits:
+    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1:
         return None
     if scale is not None:
         x = rms_norm(x, scale[layer], eps=eps)
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    has_four_bits = stacks[0].dtype == jnp.uint8
+    if has_four_bits:
+        rows = four_bits.as_they_lie(rows)
     found = []
     for index, stack in enumerate(stacks):
-        wide = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False).astype(jnp.float32)
-        if is_transposed:
-            sums = [jnp.sum(row[None] * wide, axis=1) for row in rows]
+        own = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+        factors = None if weight_scales is None else weight_scales[index][layer]
+        if has_four_bits:
+            assert factors is not None
+            wide = four_bits.widen(own, factors, jnp.float32)
+            total = jnp.stack([jnp.sum(row[None] * wide, axis=(1, 2)) for row in rows])
+        elif is_transposed:
+            wide = own.astype(jnp.float32)
+            total = jnp.stack([jnp.sum(row[None] * wide, axis=1) for row in rows])
         else:
-            sums = [jnp.sum(row[:, None] * wide, axis=0) for row in rows]
-        total = jnp.stack(sums)
-        if weight_scales is not None:
-            total = total * weight_scales[index][layer][None]
+            wide = own.astype(jnp.float32)
+            total = jnp.stack([jnp.sum(row[:, None] * wide, axis=0) for row in rows])
+        if factors is not None and not has_four_bits:
+            total = total * factors[None]
         found.append(total.reshape(*x.shape[:2], -1).astype(x.dtype))
     return found
 

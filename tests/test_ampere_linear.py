@@ -134,9 +134,9 @@ def test_a_gpu_multiplies_few_rows_with_its_own_kernel(capability, monkeypatch):
         np.testing.assert_allclose(one[:, 0].astype("f4"), wanted, rtol=0.01, atol=0.02)
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
 def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
-    """A T4 has no kernel; an A100's does not take weights of eight bits."""
+    """A T4 has no kernel; an A100's does not take quantised weights."""
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)
     monkeypatch.setattr(dispatch, "is_gpu", lambda: True)
     settings = LayerSettings(policy=Dense(), on_one_device=True)
