@@ -23,7 +23,6 @@ from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, Model
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.params import (
     QUANTIZED,
-    WEIGHTS_OF_DTYPE,
     Params,
     ParamsSharding,
     check_params,
@@ -31,6 +30,7 @@ from sketchwalk_jax.models.params import (
     param_shapes,
     shardings_by_path,
     unflatten_params,
+    weights_of_dtypes,
 )
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.models.quantized import quantize_params
@@ -174,10 +174,9 @@ def saved_weights(
       >>> saved_weights({"layers/gate/quantized": "int8"}, Path("saved"))
       'int8'
     """
-    found = {
-        WEIGHTS_OF_DTYPE.get(dtype) for path, dtype in dtypes.items() if path.endswith("/quantized")
-    }
-    stored = found.pop() if found else None
+    stored = weights_of_dtypes(
+        dtype for path, dtype in dtypes.items() if path.endswith("/quantized")
+    )
     if stored is not None and weights not in (None, stored):
         raise ValueError(
             f"weights must be {stored!r} or left out, as {directory} holds such weights, got "

@@ -31,7 +31,7 @@ has a scale; `four_bits` says which input is where::
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -56,9 +56,7 @@ ParamsSharding = (
 """What `load` accepts as `sharding`."""
 
 QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
-"""What `load` accepts as `weights`, and the dtype of `quantized`."""
-WEIGHTS_OF_DTYPE = {dtype: name for name, dtype in QUANTIZED_DTYPES.items()}
-"""The same the other way round."""
+"""What `load` accepts as `weights`, and the dtype of `quantized` in most arrays."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that stand in place of a `kernel`."""
 
@@ -69,6 +67,38 @@ def check_weights(weights: str) -> None:
         raise ValueError(f"weights must be one of {tuple(QUANTIZED_DTYPES)}, got {weights!r}")
 
 
+def quantized_dtype(weights: str, name: str) -> str:
+    """The dtype of `quantized` of an array: `down` keeps eight bits beside weights of four.
+
+    Its inputs have the largest outliers. Eight bits there take a little more than half of what four
+    bits lose off that, for a quarter of the weights.
+
+    Args:
+      weights: A key of `QUANTIZED_DTYPES`.
+      name: Of the array in `layers`.
+
+    Example:
+      >>> quantized_dtype("int4", "gate"), quantized_dtype("int4", "down")
+      ('uint8', 'int8')
+    """
+    return QUANTIZED_DTYPES["int8" if (weights, name) == ("int4", "down") else weights]
+
+
+def weights_of_dtypes(dtypes: Iterable[str]) -> str | None:
+    """How layers are quantised whose arrays `quantized` have these dtypes; None without any.
+
+    Of other dtypes `check_params` says so.
+
+    Example:
+      >>> weights_of_dtypes(["uint8", "int8"]), weights_of_dtypes([])
+      ('int4', None)
+    """
+    found = set(dtypes)
+    if not found:
+        return None
+    return next((name for name in ("int4", "int8") if QUANTIZED_DTYPES[name] in found), "float8")
+
+
 def weights_of(params: Any) -> str | None:
     """How the layers of a parameter tree are quantised; None if they are not.
 
@@ -77,11 +107,11 @@ def weights_of(params: Any) -> str | None:
       True
     """
     layers = params.get("layers") if isinstance(params, Mapping) else None
-    for leaf in layers.values() if isinstance(layers, Mapping) else ():
-        if isinstance(leaf, Mapping) and "quantized" in leaf:
-            dtype = str(getattr(leaf["quantized"], "dtype", None))
-            return WEIGHTS_OF_DTYPE.get(dtype, "float8")  # of another dtype, `check_params` says so
-    return None
+    return weights_of_dtypes(
+        str(getattr(leaf["quantized"], "dtype", None))
+        for leaf in (layers.values() if isinstance(layers, Mapping) else ())
+        if isinstance(leaf, Mapping) and "quantized" in leaf
+    )
 
 
 def param_shapes(
@@ -114,23 +144,26 @@ def param_shapes(
     num_layers, width, mlp = c.num_layers, c.hidden_size, c.intermediate_size
     query, key = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
 
-    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool) -> Params:
+    def linear(
+        name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool
+    ) -> Params:
         leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
         if weights is not None:
-            found = quantized_shapes(weights, num_layers, inputs, outputs)
+            dtype = quantized_dtype(weights, name)
+            found = quantized_shapes(dtype, num_layers, inputs, outputs)
             leaf = dict(zip(QUANTIZED, found, strict=True))
         return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
 
     layers: Params = {
         "attn_norm": {"scale": (num_layers, width)},
-        "query": linear((width,), query, c.qkv_bias),
-        "key": linear((width,), key, c.qkv_bias),
-        "value": linear((width,), key, c.qkv_bias),
-        "out": linear(query, (width,), c.o_bias),
+        "query": linear("query", (width,), query, c.qkv_bias),
+        "key": linear("key", (width,), key, c.qkv_bias),
+        "value": linear("value", (width,), key, c.qkv_bias),
+        "out": linear("out", query, (width,), c.o_bias),
         "mlp_norm": {"scale": (num_layers, width)},
-        "gate": linear((width,), (mlp,), c.mlp_bias),
-        "up": linear((width,), (mlp,), c.mlp_bias),
-        "down": linear((mlp,), (width,), c.mlp_bias),
+        "gate": linear("gate", (width,), (mlp,), c.mlp_bias),
+        "up": linear("up", (width,), (mlp,), c.mlp_bias),
+        "down": linear("down", (mlp,), (width,), c.mlp_bias),
     }
     if c.qk_norm:
         layers["query_norm"] = {"scale": (num_layers, c.head_dim)}
@@ -151,12 +184,12 @@ def param_shapes(
 
 
 def quantized_shapes(
-    weights: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    dtype: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The arrays `QUANTIZED` of one stack of kernels.
 
     Args:
-      weights: A key of `QUANTIZED_DTYPES`.
+      dtype: Of `quantized`, one of `QUANTIZED_DTYPES`.
       num_layers: Layers of the stack.
       inputs: Sizes of the input axes.
       outputs: Sizes of the output axes.
@@ -165,11 +198,11 @@ def quantized_shapes(
       ValueError: If weights of four bits have inputs that are no multiple of `WEIGHT_GROUP`.
 
     Example:
-      >>> [one.shape for one in quantized_shapes("int4", 2, (4, 16), (24,))]
+      >>> [one.shape for one in quantized_shapes("uint8", 2, (4, 16), (24,))]
       [(2, 24, 32), (2, 2, 24)]
     """
-    kind, one = jnp.dtype(QUANTIZED_DTYPES[weights]), jax.ShapeDtypeStruct
-    if weights != "int4":
+    kind, one = jnp.dtype(dtype), jax.ShapeDtypeStruct
+    if dtype != QUANTIZED_DTYPES["int4"]:
         of_outputs = (num_layers, *outputs)
         return one((*of_outputs, *inputs), kind), one(of_outputs, jnp.float32)
     width = math.prod(inputs)

@@ -33,10 +33,10 @@ from jaxtyping import Array, Float, Num
 from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.params import (
     QUANTIZED,
-    QUANTIZED_DTYPES,
     Params,
     check_weights,
     input_axes,
+    quantized_dtype,
     quantized_shapes,
     weights_of,
 )
@@ -123,7 +123,9 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
         if "kernel" in leaf
     }
     shapes = {
-        name: quantized_shapes(weights, len(kernel), own, kernel.shape[1 + len(own) :])
+        name: quantized_shapes(
+            quantized_dtype(weights, name), len(kernel), own, kernel.shape[1 + len(own) :]
+        )
         for name, own in inputs.items()
         for kernel in [params["layers"][name]["kernel"]]
     }
@@ -134,7 +136,7 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
         kernel, num_inputs = leaf["kernel"], len(inputs[name])
         quantized, scales = _quantize(
             kernel,
-            dtype=QUANTIZED_DTYPES[weights],
+            dtype=quantized_dtype(weights, name),
             num_inputs=num_inputs,
             **_shardings(kernel, num_inputs, shapes[name]),
         )

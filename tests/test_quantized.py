@@ -105,10 +105,19 @@ def test_the_host_and_xla_find_the_same_four_bits(seed, inputs, exponent):
 
 def test_inputs_that_are_no_multiple_of_a_group_are_refused(tmp_path):
     with pytest.raises(ValueError, match="needs layers whose inputs are a multiple of 32, got 48"):
-        quantize_params(tiny.params(), "int4")
-    checkpoints.write_checkpoint(tmp_path, "llama", intermediate_size=48)
+        quantize_params(tiny.params(model=dataclasses.replace(MODEL, hidden_size=48)), "int4")
+    checkpoints.write_checkpoint(tmp_path, "llama", hidden_size=48)
     with pytest.raises(ValueError, match="needs layers whose inputs are a multiple of 32, got 48"):
         load(tmp_path, weights="int4", progress=False)
+
+
+def test_down_keeps_eight_bits_beside_weights_of_four():
+    layers = quantize_params(tiny.params(), "int4")["layers"]
+    dtypes = {
+        name: str(leaf["quantized"].dtype) for name, leaf in layers.items() if "quantized" in leaf
+    }
+    assert dtypes.pop("down") == "int8" and set(dtypes.values()) == {"uint8"}
+    assert layers["down"]["scales"].dtype == jnp.float32
 
 
 def test_attention_is_planned_with_the_same_weights_of_four_bits():
