@@ -10,8 +10,9 @@ A channel of zeros has the scale 1. For prompts with float8 weights, rows are qu
 way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
 et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
 
-Of weights of four bits, `four_bits` has the equations. XLA widens one matrix of one layer at a time
-to the dtype of the inputs; bfloat16 and float32 have the widened weights exactly.
+Of weights of four bits, `four_bits` has the equations; `params.quantized_dtype` says which arrays
+keep eight bits beside them. XLA widens one matrix of one layer at a time to the dtype of the
+inputs; bfloat16 and float32 have the widened weights exactly.
 
 The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
 here: weights are stacked, plain arrays, which are quantised while a file is read, and which a

@@ -111,12 +111,13 @@ def test_inputs_that_are_no_multiple_of_a_group_are_refused(tmp_path):
         load(tmp_path, weights="int4", progress=False)
 
 
-def test_down_keeps_eight_bits_beside_weights_of_four():
+def test_some_arrays_keep_eight_bits_beside_weights_of_four():
     layers = quantize_params(tiny.params(), "int4")["layers"]
     dtypes = {
         name: str(leaf["quantized"].dtype) for name, leaf in layers.items() if "quantized" in leaf
     }
-    assert dtypes.pop("down") == "int8" and set(dtypes.values()) == {"uint8"}
+    is_wide = dict.fromkeys(("query", "key", "value", "down"), "int8")
+    assert dtypes == is_wide | dict.fromkeys(("out", "gate", "up"), "uint8")
     assert layers["down"]["scales"].dtype == jnp.float32
 
 
