@@ -72,7 +72,7 @@ def quantized_dtype(weights: str, name: str) -> str:
 
     Of these, `down` has the inputs with the largest outliers, and `key` and `value` are shared by
     several heads; `query` is multiplied together with them. They are 38 % of the weights of an 8B
-    model, and lose two thirds of what it would lose on a text with four bits everywhere.
+    model. SmolLM2 loses a third of what it would lose on a text with four bits everywhere.
 
     Args:
       weights: A key of `QUANTIZED_DTYPES`.
