@@ -1,7 +1,8 @@
 """Reads machine code for Hopper: registers that a matrix product still reads and others overwrite.
 
 A product (`HGMMA`, `QGMMA`) whose left operand lies in registers reads them while later
-instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. The assembler does not keep the
+instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. Products are awaited in groups, of which
+`gsb0` ends one; a wait may leave the last few groups under way. The assembler does not keep the
 registers free if the wait stands in another turn of a loop; what comes out is then wrong only on a
 GPU, and only sometimes.
 """
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 _LINE = re.compile(r"\s/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[HQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
-_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
+_END_OF_GROUP = re.compile(r"[HQ]GMMA\..*, gsb0\b")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 # Instructions whose first register is read, not written.
@@ -29,7 +31,7 @@ def hazards(text: str) -> list[str]:
         if product:
             first = int(product[2])
             registers = set(range(first, first + _LEFT_REGISTERS))
-            for writer in _before_a_wait(code, labels, place + 1):
+            for writer in _before_its_wait(code, labels, place):
                 if _written(code[writer]) & registers:
                     found[f"{code[writer]} (read by {instruction})"] = None
     return list(found)
@@ -53,18 +55,27 @@ def _parse(text: str) -> tuple[list[str], dict[str, int]]:
     return code, labels
 
 
-def _before_a_wait(code: list[str], labels: dict[str, int], start: int) -> Iterator[int]:
-    """Instructions that can run after `start` without a wait for all products in between."""
-    seen: set[int] = set()
-    starts = [start]
+def _before_its_wait(code: list[str], labels: dict[str, int], product: int) -> Iterator[int]:
+    """Instructions that can run after a product without a wait that includes it in between.
+
+    Its own group is the first to end from the product on; a wait that leaves `n` groups under way
+    includes it once `n` more have ended.
+    """
+    most = max((int(found[1], 16) for found in map(_WAIT.search, code) if found), default=0) + 1
+    seen: set[tuple[int, int]] = set()
+    starts = [(product + 1, int(_END_OF_GROUP.search(code[product]) is not None))]
     while starts:
-        place = starts.pop()
-        while place < len(code) and place not in seen and not _WAIT.search(code[place]):
-            seen.add(place)
+        place, ended = starts.pop()
+        while place < len(code) and (place, ended) not in seen:
+            seen.add((place, ended))
+            wait = _WAIT.search(code[place])
+            if wait and ended > int(wait[1], 16):
+                break
             yield place
+            ended = min(most, ended + (_END_OF_GROUP.search(code[place]) is not None))
             branch = _BRANCH.search(code[place])
             if branch:
-                starts.append(labels[branch[1]])
+                starts.append((labels[branch[1]], ended))
             always = not _PREDICATE.match(code[place]) and ".DIV" not in code[place]
             if always and (branch or code[place].startswith("EXIT")):
                 break

@@ -100,6 +100,16 @@ def test_a_register_that_is_overwritten_too_early_would_be_seen(instruction, is_
     assert sass.hazards(text[:place] + wait + text[place:]) == []
 
 
+@pytest.mark.parametrize(("later", "is_hazard"), [(0, True), (1, False), (2, False)])
+def test_a_wait_that_leaves_a_group_under_way_is_one_for_those_before(later, is_hazard):
+    """The first product of a loop is safe from its overwriting if another group has ended since."""
+    other = "   -:-:-:Y:01   /*0030*/   HGMMA.64x8x16.F32.BF16 R88, R{}, gdesc[UR16], R88, gsb0\n"
+    wait = "   -:-:-:Y:01   /*0034*/   WARPGROUP.DEPBAR.LE gsb0, 0x1\n"
+    rest = "".join(other.format(200 + 4 * index) for index in range(later))
+    text = LOOP % f"{rest}{wait}   -:-:-:Y:01   /*0038*/   LDS.64 R182, [R5]"
+    assert bool(sass.hazards(text)) == is_hazard
+
+
 def test_a_case_that_does_not_compile_is_an_error(compiler):
     with pytest.raises(RuntimeError, match="nothing of this name does not compile: KeyError"):
         compiler.compile("nothing of this name")
