@@ -23,7 +23,7 @@ from kernels import ROUNDS_OF_LAYERS, compare, copy_bandwidth, in_loop, rounds
 
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.models.four_bits import in_order, widen
-from sketchwalk_jax.models.transformer import rms_norm, sums_of_rows
+from sketchwalk_jax.models.transformer import MOST_SUMMED_ROWS, rms_norm, sums_of_rows
 from sketchwalk_jax.pallas_kernels.ampere_linear import MOST_ROWS as MOST_AMPERE_ROWS
 from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
@@ -42,7 +42,6 @@ PRODUCTS: dict[str, Product] = {
 }
 QUICK_PRODUCTS: dict[str, Product] = {"gate, up": ((64, 64), 256, True)}
 LAYERS, QUICK_LAYERS = 8, 2
-MOST_SUMMED_ROWS = 4
 EPS = 1e-5
 
 
@@ -97,7 +96,8 @@ def add_up(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> lis
     weights = {str(index): one for index, one in enumerate(given["kernels"])}
     layer = jnp.asarray(layer, jnp.int32)
     found = sums_of_rows(x[:, None], weights, layer, scale=given["scale"], eps=EPS)
-    return [one[:, 0].astype(jnp.float32) for one in found or ()]
+    assert found is not None  # of so few rows
+    return [one[:, 0].astype(jnp.float32) for one in found]
 
 
 def multiply_on_xla(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:

@@ -117,29 +117,27 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
             f"params must not be quantised yet, got weights in {weights_of(params)}; load the "
             f"checkpoint again"
         )
-    layers = {}
-    inputs = {
-        name: input_axes(("layers", name, "kernel"), leaf["kernel"].shape)
-        for name, leaf in params["layers"].items()
-        if "kernel" in leaf
-    }
-    shapes = {
-        name: quantized_shapes(
-            quantized_dtype(weights, name), len(kernel), own, kernel.shape[1 + len(own) :]
-        )
-        for name, own in inputs.items()
-        for kernel in [params["layers"][name]["kernel"]]
-    }
+    # All shapes come first: they refuse what cannot be quantised before any work is done.
+    shapes, num_inputs = {}, {}
     for name, leaf in params["layers"].items():
-        if name not in inputs:
+        if "kernel" in leaf:
+            kernel = leaf["kernel"]
+            inputs = input_axes(("layers", name, "kernel"), kernel.shape)
+            num_inputs[name] = len(inputs)
+            shapes[name] = quantized_shapes(
+                quantized_dtype(weights, name), len(kernel), inputs, kernel.shape[1 + len(inputs) :]
+            )
+    layers = {}
+    for name, leaf in params["layers"].items():
+        if name not in shapes:
             layers[name] = leaf
             continue
-        kernel, num_inputs = leaf["kernel"], len(inputs[name])
+        kernel = leaf["kernel"]
         quantized, scales = _quantize(
             kernel,
-            dtype=quantized_dtype(weights, name),
-            num_inputs=num_inputs,
-            **_shardings(kernel, num_inputs, shapes[name]),
+            dtype=shapes[name][0].dtype.name,
+            num_inputs=num_inputs[name],
+            **_shardings(kernel, num_inputs[name], shapes[name]),
         )
         if not isinstance(scales, jax.core.Tracer) and not bool(jnp.isfinite(scales).all()):
             raise ValueError(

@@ -131,17 +131,18 @@ class LayerWeights:
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
 
-_SUMMED_ROWS = 4  # with more, sums would make as many passes over weights as products do
+MOST_SUMMED_ROWS = 4
+"""Rows of `sums_of_rows`: with more, sums would make as many passes over weights as products do."""
 
 
-class _KernelOfRows(NamedTuple):
+class KernelOfRows(NamedTuple):
     """A kernel for few rows, and what says in words why it cannot take some."""
 
     multiply: Callable[..., list[Array]]
     why_not: Callable[..., str | None]
 
 
-def _kernel_of_rows() -> _KernelOfRows:
+def kernel_of_rows() -> KernelOfRows:
     """That of the default device; Hopper's where there is none, for the interpreter."""
     # Pallas takes long to import, and few callers need it.
     if dispatch.kernels_here() == "ampere":
@@ -150,31 +151,10 @@ def _kernel_of_rows() -> _KernelOfRows:
             why_not_ampere_linear,
         )
 
-        return _KernelOfRows(ampere_linear, why_not_ampere_linear)
+        return KernelOfRows(ampere_linear, why_not_ampere_linear)
     from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
-    return _KernelOfRows(linear_kernel, why_not_linear)
-
-
-def why_not_few_rows(
-    x: Any,
-    kernels: Sequence[Any],
-    scale: Any = None,
-    *,
-    is_transposed: bool = False,
-    weight_scales: Sequence[Any] | None = None,
-) -> str | None:
-    """Why the device's kernel for few rows cannot take some, or `None` if it can.
-
-    Args:
-      x: Rows `[B, D]`, an array or its abstract shape.
-      kernels: Weights `[L, D, F]`, or `[L, F, D]`, likewise.
-      scale: Of a norm `[L, D]`, likewise.
-      is_transposed: Which of them.
-      weight_scales: Scales of quantised weights, for each array, likewise.
-    """
-    options = {"is_transposed": is_transposed, "weight_scales": weight_scales}
-    return _kernel_of_rows().why_not(x, kernels, scale, **options)
+    return KernelOfRows(linear_kernel, why_not_linear)
 
 
 def linear_of_rows(
@@ -200,14 +180,14 @@ def linear_of_rows(
       is_transposed: Whether weights are `[L, F, D]`.
       weight_scales: Of the output channels or their groups, where weights are quantised.
     """
-    rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
+    rows, stacks, kernel = x.reshape(-1, x.shape[-1]), list(weights.values()), kernel_of_rows()
     options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
-    if why_not_few_rows(rows, stacks, scale, **options):
+    if kernel.why_not(rows, stacks, scale, **options):
         if dispatch.kernels_here() != "ampere":
             return None
         return sums_of_rows(x, weights, layer, scale=scale, eps=eps, **options)
     options |= {"scale": scale, "eps": eps, "interpret": kernel_config.interpret}
-    found = _kernel_of_rows().multiply(rows, stacks, layer, **options)
+    found = kernel.multiply(rows, stacks, layer, **options)
     return [one.reshape(*x.shape[:2], -1).astype(x.dtype) for one in found]
 
 
@@ -237,7 +217,7 @@ def sums_of_rows(
       weight_scales: Of the output channels or their groups, where weights are quantised.
     """
     stacks = list(weights.values())
-    if x.shape[0] * x.shape[1] > _SUMMED_ROWS or len(stacks[0]) == 1:
+    if x.shape[0] * x.shape[1] > MOST_SUMMED_ROWS or len(stacks[0]) == 1:
         return None
     if scale is not None:
         x = rms_norm(x, scale[layer], eps=eps)
@@ -245,21 +225,19 @@ def sums_of_rows(
     has_four_bits = stacks[0].dtype == jnp.uint8
     if has_four_bits:
         rows = four_bits.as_they_lie(rows)
+    rows = rows[:, None] if is_transposed else rows[..., None]  # the axis of outputs
     found = []
     for index, stack in enumerate(stacks):
         own = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
         factors = None if weight_scales is None else weight_scales[index][layer]
         if has_four_bits:
             assert factors is not None
-            wide = four_bits.widen(own, factors, jnp.float32)
-            total = jnp.stack([jnp.sum(row[None] * wide, axis=(1, 2)) for row in rows])
-        elif is_transposed:
-            wide = own.astype(jnp.float32)
-            total = jnp.stack([jnp.sum(row[None] * wide, axis=1) for row in rows])
+            wide, factors = four_bits.widen(own, factors, jnp.float32), None
         else:
             wide = own.astype(jnp.float32)
-            total = jnp.stack([jnp.sum(row[:, None] * wide, axis=0) for row in rows])
-        if factors is not None and not has_four_bits:
+        axes = tuple(range(1, wide.ndim)) if is_transposed else (0,)
+        total = jnp.stack([jnp.sum(row * wide, axis=axes) for row in rows])
+        if factors is not None:
             total = total * factors[None]
         found.append(total.reshape(*x.shape[:2], -1).astype(x.dtype))
     return found

@@ -230,11 +230,10 @@ class _Warp:
         for tile in range(_TILES):
             # Inputs 4 t and 4 t + 1 of both columns, then 4 t + 2 and 4 t + 3.
             left = [
-                mgpu.utils.inline_ptx(
+                words.run(
                     f"prmt.b32 $0, $1, $2, {selector};",
                     weights[index][tile],
                     weights[index + 1][tile],
-                    result_types=words.i32(),
                 )
                 for index in (0, 2)
                 for selector in ("0x5410", "0x7632")

@@ -335,11 +335,7 @@ class _Warp:
         line, column = (arith.extui(long, x) for x in (line, column))
         place = arith.addi(arith.muli(line, arith.constant(long, count)), column)
         pointer = words.address(self._out, place)
-        names = [f"${1 + index}" for index in range(len(peaks))]
-        code = f"st.global.b32 [$0], {names[0]};"
-        if len(peaks) > 1:
-            code = f"st.global.v{len(peaks)}.b32 [$0], {{{', '.join(names)}}};"
-        mgpu.utils.inline_ptx(code, pointer, *peaks, has_side_effects=True)
+        words.store(pointer, peaks)
 
 
 def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
@@ -358,17 +354,6 @@ def _larger_of_pages(pair: list[ir.Value], is_odd: ir.Value, distance: int) -> i
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
     """The larger numbers of two pairs; NaN if one is."""
     return words.run("max.NaN.f16x2 $0, $1, $2;", left, right)
-
-
-def _load(pointer: ir.Value, count: int, *, offset: int = 0) -> list[ir.Value]:
-    """Adjacent words of global memory."""
-    names = [f"${index}" for index in range(count)]
-    code = f"ld.global.nc.b32 {names[0]}, [$1 + {offset}];"
-    if count > 1:
-        code = f"ld.global.nc.v{count}.b32 {{{', '.join(names)}}}, [${count} + {offset}];"
-    kinds = [words.i32()] * count
-    found = mgpu.utils.inline_ptx(code, pointer, result_types=kinds, has_side_effects=True)
-    return list(found)
 
 
 def ampere_peaks(
@@ -423,3 +408,4 @@ def ampere_peaks(
 
 
 _int = words.constant
+_load = functools.partial(words.load, how=".nc")

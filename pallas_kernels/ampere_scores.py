@@ -429,15 +429,6 @@ def _run(code: str, *operands: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx(code, *operands, result_types=ir.F32Type.get())
 
 
-def _load(pointer: ir.Value, count: int, *, offset: int = 0) -> list[ir.Value]:
-    """Adjacent words of global memory."""
-    names = ", ".join(f"${index}" for index in range(count))
-    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {offset}];"
-    kinds = [words.i32()] * count
-    found = mgpu.utils.inline_ptx(code, pointer, result_types=kinds, has_side_effects=True)
-    return list(found)
-
-
 def _float(value: float) -> ir.Value:
     """A number that is known."""
     return arith.constant(ir.F32Type.get(), value)
@@ -501,3 +492,4 @@ def ampere_scores(
 
 
 _int = words.constant
+_load = functools.partial(words.load, how=".nc")

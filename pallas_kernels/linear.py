@@ -370,40 +370,40 @@ def tile(
         depth = lines * _NARROW_TILE
     steps = num_inputs // depth
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
-    is_padded = num_rows < _LEAST_ROWS
+    tiling = Tiling(
+        dtype=dtype,
+        depth=depth,
+        rows=rows,
+        num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
+        starts=tuple(starts),
+        steps=steps,
+        own_steps=-(-steps // parts),
+        stages=1,
+        has_norm=has_norm,
+        is_transposed=is_transposed,
+        interpret=interpret,
+    )
     row_bytes = 2 * depth * rows
     # The weights, the rows as they are read, and what the norm multiplies by.
     weight_bytes = depth * _TILE * dtype.itemsize
-    if dtype == jnp.uint8:
+    if tiling.is_packed:
         weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // WEIGHT_GROUP)
-    is_by_row = is_padded and dtype == jnp.uint8 and depth % _ROW_INPUTS == 0
     stage_bytes = weight_bytes + 2 * depth
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
-    if is_by_row:
+    if tiling.is_by_row:
         stage_bytes += 2 * depth * num_rows
         other_bytes += row_bytes
     else:
         stage_bytes += row_bytes
     # Rows as they arrived are others: for each stage, or two for all.
-    if is_padded and dtype == jnp.bfloat16:
+    if tiling.is_padded and not tiling.is_narrow:
         stage_bytes += row_bytes
-    elif is_padded and not is_by_row:
+    elif tiling.is_padded and not tiling.is_by_row:
         other_bytes += 2 * row_bytes
-    is_large = dtype != jnp.bfloat16 and rows > _FEW_ROWS
+    is_large = tiling.is_narrow and rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
-    return Tiling(
-        dtype=dtype,
-        depth=depth,
-        rows=rows,
-        num_rows=num_rows if is_padded else rows,
-        starts=tuple(starts),
-        steps=steps,
-        own_steps=-(-steps // parts),
-        stages=min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes),
-        has_norm=has_norm,
-        is_transposed=is_transposed,
-        interpret=interpret,
-    )
+    stages = min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
+    return dataclasses.replace(tiling, stages=stages)
 
 
 def why_not_linear(

@@ -30,6 +30,7 @@ from jaxlib.mlir.dialects import vector
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels import ops, words
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
@@ -68,7 +69,6 @@ _SCALE = """
   }"""
 _VECTOR = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 _LINE_BYTES = LINE // 2
-_GROUP = 32  # inputs of a word that a thread reads, which have one scale
 
 
 def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
@@ -157,11 +157,11 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
       scales: `[4, 64]` in shared memory, of each 32 inputs.
       interpret: Whether the interpreter runs the kernel.
     """
-    count = LINE // _GROUP
+    count = LINE // WEIGHT_GROUP  # words that a thread reads, each of one scale
     if interpret:
         digits = codes[...].astype(jnp.int32).reshape(-1, 4, count, 2, 2)  # t, w, e, i
         both = jnp.stack([digits & 15, digits >> 4], axis=-1) - 8  # t, w, e, i, n
-        wide = both.transpose(0, 2, 4, 5, 1, 3).reshape(-1, count, _GROUP).astype(jnp.float32)
+        wide = both.transpose(0, 2, 4, 5, 1, 3).reshape(-1, count, WEIGHT_GROUP).astype(jnp.float32)
         wide = wide * scales[...].astype(jnp.float32).T[:, :, None]
         return wide.reshape(-1, LINE).astype(jnp.bfloat16)
     shape = (codes.shape[0], LINE)

@@ -125,26 +125,35 @@ def multiply(
 
 
 def load(
-    pointer: ir.Value, count: int, flag: ir.Value, *, offset: int = 0, how: str = ""
+    pointer: ir.Value,
+    count: int,
+    flag: ir.Value | None = None,
+    *,
+    offset: int = 0,
+    how: str = "",
 ) -> list[ir.Value]:
-    """So many adjacent words of global memory, or zeros unless the flag is set; starts at once."""
+    """So many adjacent words of global memory; starts at once. Zeros unless the flag is set."""
     targets = [f"${index}" for index in range(count)]
     names = targets[0] if count == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if count == 1 else f".v{count}"
-    zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
-    code = (
-        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} "
-        f"@p ld.global{how}{vector}.b32 {names}, [${count} + {offset}]; }}"
-    )
+    code = f"ld.global{how}{vector}.b32 {names}, [${count} + {offset}];"
+    operands = [pointer]
+    if flag is not None:
+        zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
+        code = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} @p {code} }}"
+        operands.append(flag)
     found = mgpu.utils.inline_ptx(
-        code, pointer, flag, result_types=[i32()] * count, has_side_effects=True
+        code, *operands, result_types=[i32()] * count, has_side_effects=True
     )
     return list(found)
 
 
 def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None:
-    """Writes four adjacent numbers of 32 bits to global memory."""
-    code = f"st.global.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    """Writes one, two or four adjacent numbers of 32 bits to global memory."""
+    targets = [f"${1 + index}" for index in range(len(values))]
+    names = targets[0] if len(values) == 1 else f"{{{', '.join(targets)}}}"
+    vector = "" if len(values) == 1 else f".v{len(values)}"
+    code = f"st.global{vector}.b32 [$0 + {offset}], {names};"
     mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
 
 

@@ -71,7 +71,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed, linear_of_rows, why_not_few_rows
+from sketchwalk_jax.models.transformer import embed, kernel_of_rows, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy
 from sketchwalk_jax.policies.ranks import Blocks, Heads
@@ -595,7 +595,7 @@ def linear_on_ranks(
             jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
             for sharding, one in zip(of_scales, weight_scales, strict=True)
         ]
-    why_not = why_not_few_rows(
+    why_not = kernel_of_rows().why_not(
         rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
     )
     if why_not:

@@ -40,7 +40,7 @@ from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.tensor_files import TensorFiles
-from sketchwalk_jax.models.transformer import rms_norm
+from sketchwalk_jax.models.transformer import KernelOfRows, rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
@@ -280,7 +280,8 @@ def check_products(axes: dict[str, int]) -> None:
             jnp.einsum(equation, x, one[layer], precision="highest") for one in weights.values()
         ]
 
-    sharding.linear_of_rows, sharding.why_not_few_rows = multiply, lambda *_, **__: None
+    sharding.linear_of_rows = multiply
+    sharding.kernel_of_rows = lambda: KernelOfRows(multiply, lambda *_, **__: None)
     width = c.num_heads * c.head_dim
     norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
     groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}

@@ -21,13 +21,14 @@ from test_recommended_kernels import (
     PROMPT_POLICIES,
     SHARES_CASES,
     SIZE,
+    assert_selected_alike,
+    prompt_selection,
 )
 from variants import RUNS_COMPILED, slow_unless
 
 from sketchwalk_jax import SketchWalkConfig, dispatch
 from sketchwalk_jax.policies import block_codes
-from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
+from sketchwalk_jax.policies.block_codes import BlockCodes, block_scores
 
 ampere_peaks = pytest.importorskip("sketchwalk_jax.pallas_kernels.ampere_peaks")
 ampere_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.ampere_scores")
@@ -192,40 +193,13 @@ def test_representatives_are_those_of_plain_jax(size, dtype):
 
 @pytest.mark.parametrize("name", slow_unless("pages".__eq__, PROMPT_POLICIES))
 def test_a_prompt_is_selected_alike(name):
-    rng, policy = np.random.default_rng(0), PROMPT_POLICIES[name]
-    heads, kv_heads, head_dim, blocks = 4, 2, 64, 9
-    tokens = blocks * SIZE
-    query, key = (
-        jnp.asarray(rng.normal(size=(1, tokens, count, head_dim)) * 2.0, jnp.bfloat16)
-        for count in (heads, kv_heads)
-    )
-    lengths = jnp.array([tokens - 9], jnp.int32)
-    valid = jnp.arange(tokens)[None] < lengths[:, None]
-    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    shape = LayerShape(heads, kv_heads, head_dim, jnp.bfloat16)
-    empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
-    walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
-
-    def select(*, kernel_config):
-        codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
-        # The second of two layers, where it lies.
-        stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
-        codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
-        return policy.select(
-            query, key[None], codes, walk, layer=layer, span=span, kernel_config=kernel_config
-        )[0]
-
+    select = prompt_selection(PROMPT_POLICIES[name])
     found, again, wanted = (
         jax.jit(functools.partial(select, kernel_config=one))() for one in (KERNELS, KERNELS, None)
     )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(found.counts, wanted.counts)
-    assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
-    counts = np.asarray(wanted.counts)[0, 0]
-    pairs = [np.asarray(one.ids)[0, 0] for one in (found, wanted)]
-    common = [len({*x[:n]} & {*y[:n]}) for x, y, n in zip(*pairs, counts, strict=True)]
-    assert sum(common) > 0.95 * counts.sum()  # but for near ties
+    assert_selected_alike(found, wanted)
     if KERNELS.interpret:
         text = str(jax.make_jaxpr(functools.partial(select, kernel_config=KERNELS))())
         names = set(re.findall(r"=(ampere_\w+|block_\w+|representatives|sketchwalk_\w+)", text))

@@ -309,9 +309,9 @@ PROMPT_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless("blocks".__eq__, PROMPT_POLICIES))
-def test_a_prompt_is_selected_alike(name):
-    rng, policy = np.random.default_rng(0), PROMPT_POLICIES[name]
+def prompt_selection(policy):
+    """A function of `kernel_config` that selects for a prompt, one that is drawn."""
+    rng = np.random.default_rng(0)
     heads, kv_heads, head_dim, blocks = 4, 2, 64, 9
     tokens = blocks * SIZE
     query, key = (
@@ -325,7 +325,6 @@ def test_a_prompt_is_selected_alike(name):
     empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
     walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
 
-    @functools.partial(jax.jit, static_argnames="kernel_config")
     def select(*, kernel_config):
         codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
         # The second of two layers, where it lies.
@@ -335,13 +334,24 @@ def test_a_prompt_is_selected_alike(name):
             query, key[None], codes, walk, layer=layer, span=span, kernel_config=kernel_config
         )[0]
 
-    found, wanted = (select(kernel_config=one) for one in (KERNELS, None))
+    return select
+
+
+def assert_selected_alike(found, wanted):
+    """The same lists but for near ties."""
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
     counts = np.asarray(wanted.counts)[0, 0]
     pairs = [np.asarray(one.ids)[0, 0] for one in (found, wanted)]
     common = [len({*x[:n]} & {*y[:n]}) for x, y, n in zip(*pairs, counts, strict=True)]
-    assert sum(common) > 0.95 * counts.sum()  # but for near ties
+    assert sum(common) > 0.95 * counts.sum()
+
+
+@pytest.mark.parametrize("name", slow_unless("blocks".__eq__, PROMPT_POLICIES))
+def test_a_prompt_is_selected_alike(name):
+    select = jax.jit(prompt_selection(PROMPT_POLICIES[name]), static_argnames="kernel_config")
+    found, wanted = (select(kernel_config=one) for one in (KERNELS, None))
+    assert_selected_alike(found, wanted)
 
 
 TOKEN_KINDS = ("random", "equal", "nan", "huge")

@@ -88,13 +88,20 @@ def _fold_steps(
         jnp.zeros_like(one, jnp.float32),
         jnp.zeros_like(query, jnp.float32),
     )
-    maximum, denominator, numerator = jax.lax.fori_loop(
+    running = jax.lax.fori_loop(
         0, num_steps, lambda step, running: _fold(running, query, load(step), scale), start
     )
+    out, lse = _finish(running)
+    return out.astype(query.dtype), lse
+
+
+def _finish(running: Running) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
+    """The output and its log-sum-exp: 0 and -inf for a row that saw no key."""
+    maximum, denominator, numerator = running
     is_empty = denominator == 0.0
     safe = jnp.where(is_empty, 1.0, denominator)
     lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(safe))
-    return (numerator / safe[..., None]).astype(query.dtype), lse
+    return numerator / safe[..., None], lse
 
 
 def pad_axis(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
@@ -352,11 +359,8 @@ def attend_dense_token(
             precision=matmul_precision(values),
             preferred_element_type=jnp.float32,
         )
-    is_empty = denominator == 0.0
-    safe = jnp.where(is_empty, 1.0, denominator)
-    lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(safe))
-    out = (numerator / safe[..., None]).astype(query.dtype)
-    return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+    out, lse = _finish((maximum, denominator, numerator))
+    return out.astype(query.dtype).reshape(query.shape), lse.reshape(query.shape[:-1])
 
 
 def attend_dense(
