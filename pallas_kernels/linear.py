@@ -14,10 +14,12 @@ Weights of eight bits (float8_e4m3fn or int8) have a scale for each output besid
 
     W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
 
-and lie with the inputs last. They are half the bytes. They are widened to bfloat16 in registers
-(`widen`), which rounds nothing, and multiplied by the same rows: rows are never rounded to eight
-bits. A scale multiplies the sum of a column in float32. A weight or a scale that is not finite
-spoils its column, and an input its row; an int8 weight is always finite.
+and lie with the inputs last. They are half the bytes. Rows are never rounded to eight bits: up to
+eight of them are multiplied as sums of digits of eight bits (`digits`), so that the tensor cores
+read the weights as they lie. With more, digits would take longer than the weights, which are then
+widened to bfloat16 in registers (`widen`); that rounds nothing. A scale multiplies the sum of a
+column in float32. A weight or a scale that is not finite spoils its column, and an input its row;
+an int8 weight is always finite.
 
 Weights of four bits (uint8, two in a byte) have a scale for each group of 32 inputs,
 
@@ -46,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen
+from sketchwalk_jax.pallas_kernels import digits, ops, warp_ops, widen
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
@@ -115,6 +117,11 @@ class Tiling:
         return self.dtype == jnp.uint8
 
     @property
+    def has_digits(self) -> bool:
+        """Whether rows are multiplied as sums of digits of eight bits."""
+        return self.is_narrow and not self.is_packed and self.rows == digits.ROWS
+
+    @property
     def is_by_row(self) -> bool:
         """Whether rows are prepared one by one: those that there are, for few instructions."""
         return self.is_packed and self.is_padded and self.depth % _ROW_INPUTS == 0
@@ -138,7 +145,7 @@ class Tiling:
         """
         if self.is_by_row:
             return 1
-        return 2 if self.is_narrow and self.is_padded else self.stages
+        return 2 if self.is_narrow and self.is_rewritten else self.stages
 
     @property
     def is_padded(self) -> bool:
@@ -146,11 +153,13 @@ class Tiling:
         return self.num_rows < self.rows
 
     @property
-    def scratch(self) -> dict[str, Any]:
-        """Shared memory, of which each stage has a piece, and a barrier for each stage.
+    def is_rewritten(self) -> bool:
+        """Whether rows cannot be copied to where tensor cores read them."""
+        return self.is_padded or self.has_digits
 
-        Rows that are fewer than tensor cores take cannot be copied to where these read.
-        """
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory, of which each stage has a piece, and a barrier for each stage."""
         stages = self.stages
         own: dict[str, Any] = {
             "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
@@ -163,8 +172,13 @@ class Tiling:
             own["weights"] = widen.lines_of_codes((stages, _TILE, self.depth // 2))
             own["factors"] = plgpu.SMEM((stages, self.depth // WEIGHT_GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-        if self.is_padded:
-            rows = self.num_rows if self.is_by_row else self.rows
+        if self.has_digits:
+            rows = digits.TERMS[self.dtype.name] * digits.ROWS
+            own["inputs"] = ops.tiled((self.slots, rows, self.depth), self.dtype)
+            shape = (self.slots, self.depth // digits.LINE, digits.ROWS)
+            own["powers"] = plgpu.SMEM(shape, jnp.float32)
+        if self.is_rewritten:
+            rows = self.num_rows if self.is_by_row or self.has_digits else self.rows
             own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
@@ -183,9 +197,10 @@ def _multiply(
     arrived: Any = None,
     scales: Any = None,
     factors: Any = None,
+    powers: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
-    arrived = arrived if tiling.is_padded else inputs
+    arrived = arrived if tiling.is_rewritten else inputs
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     every: tuple[Any, ...] = arrays if tiling.has_norm else (None, *arrays, None)
     scale, *others, squares = every
@@ -324,8 +339,37 @@ def _multiply(
         found = total.loop(count, step, none)
         return total.load(), found
 
+    def add_up_digits() -> Any:
+        """`add_up` for weights that the tensor cores read as they lie."""
+
+        def step(index: Any, carry: Any) -> Any:
+            total, found = carry
+            slot, own = jax.lax.rem(index, tiling.stages), jax.lax.rem(index, tiling.slots)
+            plgpu.barrier_wait(filled.at[slot])
+            norm = (scales.at[slot], found) if tiling.has_norm else ()
+            operands = inputs.at[own], powers.at[own], arrived.at[slot], *norm
+            found = digits.write(*operands, interpret=tiling.interpret)
+            plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
+            load(index + tiling.stages - 1)
+            for line in range(tiling.depth // digits.LINE):
+                part = pl.ds(line * digits.LINE, digits.LINE)
+                left, right = weights.at[slot, :, part], inputs.at[own, :, part]
+                factor = powers.at[own, line]
+                total = digits.add_line(total, left, right, factor, interpret=tiling.interpret)
+            return total, found
+
+        none = None
+        if tiling.has_norm:
+            count_of_squares = digits.num_squares(tiling.num_rows, tiling.depth)
+            layout = digits.squares_layout(count_of_squares)
+            none = ops.full((count_of_squares,), 0.0, layout)
+        return jax.lax.fori_loop(0, count, step, (ops.full(shape, 0.0), none))
+
     shape = (_TILE, tiling.rows)
-    products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
+    if tiling.has_digits:
+        products, found = add_up_digits()
+    else:
+        products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
     # By rows, so that whoever adds up the parts reads those that there are, one after the other.
     ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()
@@ -333,7 +377,9 @@ def _multiply(
 
         @pl.when(tile == 0)
         def _() -> None:
-            if tiling.is_by_row:
+            if tiling.has_digits:
+                ops.write(squares.at[part], found)
+            elif tiling.is_by_row:
                 for row, own in enumerate(found):
                     ops.write(squares.at[part, row], jnp.sum(own))
             else:
@@ -390,7 +436,11 @@ def tile(
         weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // WEIGHT_GROUP)
     stage_bytes = weight_bytes + 2 * depth
     other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
-    if tiling.is_by_row:
+    if tiling.has_digits:
+        stage_bytes += 2 * depth * num_rows
+        terms = digits.TERMS[dtype.name]
+        other_bytes += tiling.slots * digits.ROWS * (depth * terms + 4 * depth // digits.LINE)
+    elif tiling.is_by_row:
         stage_bytes += 2 * depth * num_rows
         other_bytes += row_bytes
     else:
@@ -398,7 +448,7 @@ def tile(
     # Rows as they arrived are others: for each stage, or two for all.
     if tiling.is_padded and not tiling.is_narrow:
         stage_bytes += row_bytes
-    elif tiling.is_padded and not tiling.is_by_row:
+    elif tiling.is_padded and not (tiling.is_by_row or tiling.has_digits):
         other_bytes += 2 * row_bytes
     is_large = tiling.is_narrow and rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
@@ -490,7 +540,9 @@ def linear_kernel(
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
-    if scale is not None:
+    if scale is not None and tiling.has_digits:
+        shapes.append((tiling.parts, digits.num_squares(tiling.num_rows, tiling.depth)))
+    elif scale is not None:
         shapes.append((tiling.parts, rows))
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
@@ -503,7 +555,7 @@ def linear_kernel(
         interpret=ops.interpreter(interpret),
         kernel_name="linear",
     )
-    if not tiling.is_padded:
+    if not tiling.is_rewritten:
         x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
     group_scales = []
@@ -512,8 +564,10 @@ def linear_kernel(
     *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels, *group_scales)
     arrays, inverse = [*found, last], None
     if scale is not None:
-        arrays = found
-        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+        arrays, squares = found, jnp.sum(last, axis=0)
+        if tiling.has_digits:
+            squares = digits.sums_of_squares(squares, num_rows, tiling.depth)
+        inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]

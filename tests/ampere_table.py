@@ -33,7 +33,7 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
 
-def inner_loop(code: str, product: str = "HMMA") -> tuple[int, int]:
+def inner_loop(code: str, product: str | tuple[str, ...] = "HMMA") -> tuple[int, int]:
     """Instructions of the loop that multiplies, and how many multiply; masked steps left out.
 
     Args:

@@ -79,7 +79,7 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     )
     bits = {"bfloat16": 16, "int4": 4}.get(dtype, 8)
     tile_bytes = 64 * tiling.depth * bits // 8
-    count, products = ampere_table.inner_loop(code, "HGMMA")
+    count, products = ampere_table.inner_loop(code, ("HGMMA", "IGMMA", "QGMMA"))
     width = sum(columns)
     weight_bytes = width * inputs * bits // 8
     vectors = 2 * inputs * (2 if has_norm else 1)  # the row, and what the norm multiplies by

@@ -1,6 +1,6 @@
 """Reads machine code for Hopper: registers that a matrix product still reads and others overwrite.
 
-A product (`HGMMA`, `QGMMA`) whose left operand lies in registers reads them while later
+A product (`HGMMA`, `QGMMA`, `IGMMA`) whose left operand lies in registers reads them while later
 instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. Products are awaited in groups, of which
 `gsb0` ends one; a wait may leave the last few groups under way. The assembler does not keep the
 registers free if the wait stands in another turn of a loop; what comes out is then wrong only on a
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 _LINE = re.compile(r"\s/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
-_PRODUCT = re.compile(r"[HQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
-_END_OF_GROUP = re.compile(r"[HQ]GMMA\..*, gsb0\b")
+_PRODUCT = re.compile(r"[HIQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
+_END_OF_GROUP = re.compile(r"[HIQ]GMMA\..*, gsb0\b")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 # Instructions whose first register is read, not written.
-_READERS = ("ST", "RED", "BAR", "SYNCS", "HGMMA", "QGMMA", "WARP", "UTMA", "NANOSLEEP", "R2UR")
+_READERS = ("ST", "RED", "BAR", "SYNCS", "HGMMA", "IGMMA", "QGMMA", "WARP", "UTMA", "NANOSLEEP", "R2UR")
 _LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers, or a 64 x 32 one of 8-bit ones
 
 

@@ -467,7 +467,9 @@ def _start_product(warp: Warp, one: Instruction) -> None:
     names = tuple(split(target.strip("{}")))
     block, rows = warp.block, 16 * (warp.index % 4) + np.arange(16)
     itemsize = TYPES[left_kind].itemsize
-    signs = [int(x) for x in scales[:2]]
+    is_whole = to == "s32"
+    # Whole numbers cannot change their signs, and have no words for it.
+    signs = [1, 1] if is_whole else [int(x) for x in scales[:2]]
     from_registers = left.startswith("{")
     # Operands in registers cannot be turned, and have no word for it.
     turned = [False, False, *(bool(int(x)) for x in scales[2:])][-2:]
@@ -485,7 +487,8 @@ def _start_product(warp: Warp, one: Instruction) -> None:
 
     def as_matrix(raw: np.ndarray, kind: str) -> np.ndarray:
         dtype = TYPES[kind]
-        return np.ascontiguousarray(raw).view(dtype).reshape(-1, depth).astype(np.float32)
+        wide = np.int32 if is_whole else np.float32
+        return np.ascontiguousarray(raw).view(dtype).reshape(-1, depth).astype(wide)
 
     for name in names:
         if name not in warp.flying and goes_on.all() and name not in warp.values:
@@ -505,7 +508,7 @@ def _start_product(warp: Warp, one: Instruction) -> None:
         found = signs[0] * signs[1] * (first @ second.T)
         if goes_on.all():
             found = found + _sums(warp, names, to, columns)
-        _put_sums(warp, names, to, found.astype(np.float32))
+        _put_sums(warp, names, to, found if is_whole else found.astype(np.float32))
 
     for name in names:
         warp.flying[name] = warp.flying.get(name, 0) + 1
@@ -601,11 +604,12 @@ def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sums(warp: Warp, names: Sequence[str], kind: str, columns: int) -> np.ndarray:
-    found = np.zeros((16, columns), np.float32)
+    wide = np.float32 if kind == "f16" else TYPES[kind]
+    found = np.zeros((16, columns), wide)
     for index in range(columns // 4):
         row, column = _sum_places(index)
-        if kind == "f32":
-            pair = [warp.values[x].view(np.float32) for x in names[2 * index : 2 * index + 2]]
+        if kind in ("f32", "s32"):
+            pair = [warp.values[x].view(wide) for x in names[2 * index : 2 * index + 2]]
         else:
             both = np.ascontiguousarray(warp.values[names[index]]).view(np.float16)
             pair = list(both.reshape(LANES, 2).T)
@@ -617,7 +621,7 @@ def _put_sums(warp: Warp, names: Sequence[str], kind: str, found: np.ndarray) ->
     for index in range(found.shape[1] // 4):
         row, column = _sum_places(index)
         pair = found[row, column], found[row, column + 1]
-        if kind == "f32":
+        if kind in ("f32", "s32"):
             for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
                 warp.values[name] = np.ascontiguousarray(value).view(np.uint32)
         elif kind == "f16":
