@@ -1,22 +1,25 @@
-"""A few rows as digits of eight bits, for products with weights of eight bits on Hopper.
+"""A few rows as digits of eight bits, for products with narrow weights on Hopper's tensor cores.
 
-Tensor cores multiply weights of eight bits only with numbers of the same kind. A row in bfloat16
-is a sum of such numbers: of each line of 128 inputs it is
+Tensor cores multiply numbers of eight bits only with numbers of the same kind. A row in bfloat16 is
+a sum of such numbers: of each line of 128 inputs it is
 
-    x[d] = 2^e · Σ_t w_t · digit_t[d],        out[f] = Σ_lines 2^e · Σ_t w_t · Σ_d digit_t[d] · q[f, d]
+    x[d] = Σ_t 2^(e + w_t) · digit_t[d]
+    Σ_d x[d] · q[f, d] = Σ_lines Σ_t 2^(e + w_t) · Σ_d digit_t[d] · q[f, d]
 
 with a power of two `2^e` that brings the line's largest number to a fixed size. The weights `q` are
-then read where they lie, and no thread touches them.
+then read where they lie, and no thread touches those of eight bits. Codes of four bits become whole
+numbers of eight bits in three instructions for eight of them.
 
-* float8_e4m3fn: two digits, `w = 1, 1/16`. Each has four significant bits, so that both have the
+* float8_e4m3fn: two digits, `w = 0, -4`. Each has four significant bits, so that both have the
   eight of bfloat16. What is smaller than 2^-14 of the line's largest number loses some of them:
   nothing loses more than 2^-22 of that number.
-* int8: three digits of the number as a whole one below 2^22, `w = 1, 256, 65536`. Nothing loses more
-  than 2^-22 of the line's largest number.
+* int8 and four bits: three digits, whole numbers, `w = 0, 8, 16`. Nothing loses more than 2^-22 of
+  the line's largest number.
 
-Tensor cores take eight columns at least, which is room for the digits of as many rows. Hopper keeps
-about 14 bits of a sum in float8 (sums of whole numbers are exact), so that the sums of each line are
-added up in float32, which is also where their powers of two come in.
+Tensor cores take eight columns at least, which is room for the digits of a few rows: each digit of
+a row is a column, with sums of its own, and whoever reads these adds them up. Hopper keeps about 14
+bits of a sum in float8 (sums of whole numbers are exact), so that the sums of each line are added
+up in float32, which is also where powers of two and the scales of groups come in.
 
 A number that is not finite makes `2^e`, and so its whole row, NaN.
 """
@@ -35,7 +38,7 @@ from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import nvvm, vector
 from jaxtyping import Array, Float
 
-from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
+from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen, words
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
@@ -44,17 +47,21 @@ math: Any = typed_math
 
 LINE = 128
 """Inputs that share a power of two."""
-ROWS = 8
-"""Rows that there is room for, and columns of the tensor cores for each digit."""
-TERMS = {"float8_e4m3fn": 2, "int8": 3}
-"""Digits of a number, by the type of the weights."""
+MOST_ROWS = 8
+"""Rows whose digits are made in less time than it takes to read the weights."""
 
+_COLUMNS = 8  # a multiple of these is what tensor cores take
+# By the type of the weights; codes of four bits lie in bytes.
+_TYPES = {"float8_e4m3fn": "float8_e4m3fn", "int8": "int8", "uint8": "int8"}
+_SHIFTS = {"float8_e4m3fn": (0, -4), "int8": (0, 8, 16)}  # `w_t`, by the type of the digits
 # The largest number of a line is brought to between 2^top and twice that.
 _TOP = {"float8_e4m3fn": 7, "int8": 21}
 _LEAST = 7  # beyond `_TOP`: lines whose exponent is smaller are not brought so far
-_LINE_BYTES = LINE * ROWS  # of one digit of a line
+_MANTISSA, _BIAS, _NOT_FINITE = 23, 127, 255  # of float32
 _NAN = 0x7FFFFFFF
-_EACH = warp_ops.LANES // ROWS  # lanes that write 16 bytes together
+_LINE_BYTES = LINE * _COLUMNS  # of a line of eight columns
+_EACH = warp_ops.LANES // _COLUMNS  # lanes that write 16 bytes together
+_CODE_SHIFT = 4  # codes lie in the upper half of a byte
 _ptx = mgpu.utils.inline_ptx
 # What is left of a number beside its first digit is at most a 32nd of it.
 _FLOAT_DIGITS = """
@@ -102,6 +109,21 @@ _WHOLE_DIGITS = """
   }"""
 
 
+def digits_dtype(weights_dtype: Any) -> Any:
+    """The type of digits for weights of a type."""
+    return jnp.dtype(_TYPES[jnp.dtype(weights_dtype).name])
+
+
+def num_digits(weights_dtype: Any) -> int:
+    """Digits of a number."""
+    return len(_SHIFTS[digits_dtype(weights_dtype).name])
+
+
+def num_columns(num_rows: int, weights_dtype: Any) -> int:
+    """Columns that tensor cores multiply: each digit of a row, and what fills them up."""
+    return -(-num_rows * num_digits(weights_dtype) // _COLUMNS) * _COLUMNS
+
+
 def num_squares(num_rows: int, depth: int) -> int:
     """Entries that `write` adds squares to: a warp has a line of a row at a time."""
     return -(-num_rows * (depth // LINE) // warp_ops.WARPS) * warp_ops.THREADS
@@ -118,7 +140,9 @@ def sums_of_squares(
     """Of each row, from what `write` added up in one or several programs."""
     lines = depth // LINE
     of_lines = jnp.sum(found.reshape(*found.shape[:-1], -1, warp_ops.LANES), axis=-1)
-    of_lines = of_lines[..., : num_rows * lines]  # warps without a line of their own repeat the last
+    of_lines = of_lines[
+        ..., : num_rows * lines
+    ]  # warps without a line of their own repeat the last
     return jnp.sum(of_lines.reshape(*of_lines.shape[:-1], num_rows, lines), axis=-1)
 
 
@@ -129,26 +153,30 @@ def write(
     scale: Any = None,
     squares: Float[Array, "N"] | None = None,
     *,
+    are_codes: bool = False,
     interpret: bool,
 ) -> Any:
     """Writes the digits of some inputs of rows to where tensor cores read them.
 
     Args:
-      target: `[8 · terms, D]` of `ops.tiled`, the eight rows of each digit below each other.
-      factors: `2^e`, float32 `[D / 128, 8]`.
+      target: `[columns, D]` of `ops.tiled`, the digits of each row below each other.
+      factors: `2^(e + w_t)`, float32 `[D / 128, columns]`.
       rows: `[B, D]` in bfloat16.
       scale: What rows are multiplied by first, `[D]` in bfloat16; the product is rounded to it.
       squares: With a scale, what the squares of the rows are added to, in `squares_layout`.
+      are_codes: Whether they are for codes of four bits, whose order inputs then have, and 16 times
+        of which are multiplied.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
       `squares` with those of these rows.
     """
-    num_rows, depth = rows.shape
+    (num_rows, depth), (num_columns, _) = rows.shape, target.shape
     dtype, lines = target.dtype, depth // LINE
     if interpret:
-        return _write_plainly(target, factors, rows, scale, squares)
-    terms, top = TERMS[dtype.name], _TOP[dtype.name]
+        return _write_plainly(target, factors, rows, scale, squares, are_codes=are_codes)
+    shifts, top = _SHIFTS[dtype.name], _TOP[dtype.name]
+    code_shift = _CODE_SHIFT if are_codes else 0
     items = num_rows * lines
     layouts = [plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))]
     layouts += [plgpu.RefType()] * 2
@@ -167,57 +195,61 @@ def write(
         registers = None
         if norm:
             registers = norm[1].registers.copy()
-        inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
         chunk = arith.shrui(lane, constant(_EACH.bit_length() - 1))
-        own_inputs = arith.muli(lane, constant(8))
+        inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
+        own_inputs = _own_inputs(lane, are_codes=are_codes)
         for turn in range(-(-items // warp_ops.WARPS)):
             item = arith.addi(words.warp(), constant(turn * warp_ops.WARPS))
             item = arith.minui(item, constant(items - 1))
             row, line = (f(item, constant(lines)) for f in (arith.divui, arith.remui))
             # An item's inputs lie side by side, and items in order.
-            place = arith.addi(arith.muli(item, constant(2 * LINE)), own_inputs)
-            pairs = _load_pairs(arith.addi(rows, place))
+            pairs = _load(rows, item, own_inputs)
             if norm:
-                place = arith.addi(arith.muli(line, constant(2 * LINE)), own_inputs)
-                factor = _numbers(_load_pairs(arith.addi(_pointer(norm[0]), place)))
                 wide = _numbers(pairs)
                 for number in wide:
-                    registers.flat[turn] = _fma(number, number, registers.flat[turn])
-                pairs = _round([arith.mulf(x, y) for x, y in zip(wide, factor, strict=True)])
-            exponent = words.run(_EXPONENT, *pairs)
+                    registers.flat[turn] = _add_square(number, registers.flat[turn])
+                own = _numbers(_load(_pointer(norm[0]), line, own_inputs))
+                pairs = _round([arith.mulf(x, y) for x, y in zip(wide, own, strict=True)])
+            exponent = words.run(_LARGEST, *pairs)
             exponent = words.over_lanes(exponent, nvvm.ReductionKind.UMAX)
-            exponent = arith.shrui(exponent, constant(7))
+            exponent = arith.shrui(exponent, constant(_MANTISSA - 16))
             least = arith.maxui(exponent, constant(top + _LEAST))
-            to_top = _power(arith.subi(constant(2 * 127 + top), least))
-            back = arith.shli(arith.subi(least, constant(top)), constant(23))
-            is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(255))
-            back = arith.select(is_finite, back, constant(_NAN))
-            place = arith.addi(arith.muli(line, constant(ROWS)), row)
-            place = arith.addi(factors, arith.muli(place, constant(4)))
-            _store(place, back)  # all lanes the same
+            to_top = arith.subi(constant(2 * _BIAS + top), least)
+            to_top = arith.bitcast(ir.F32Type.get(), arith.shli(to_top, constant(_MANTISSA)))
             numbers = [arith.mulf(x, to_top) for x in _numbers(pairs)]
+            if are_codes:
+                numbers = [numbers[place] for place in _CODE_ORDER]
             code = _FLOAT_DIGITS if dtype == jnp.float8_e4m3fn else _WHOLE_DIGITS
-            kinds = [words.i32()] * terms
-            place = arith.addi(target, arith.muli(line, constant(_LINE_BYTES)))
-            place = arith.addi(place, arith.muli(row, constant(LINE)))
-            place = arith.addi(place, arith.muli(arith.xori(chunk, row), constant(16)))
-            place = arith.addi(place, inside)
-            for term, word in enumerate(_ptx(code, *numbers, result_types=kinds)):
-                _store(place, word, offset=term * lines * _LINE_BYTES)
+            found = _ptx(code, *numbers, result_types=[words.i32()] * len(shifts))
+            is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(_NOT_FINITE))
+            for index, (shift, word) in enumerate(zip(shifts, found, strict=True)):
+                column = arith.addi(arith.muli(row, constant(len(shifts))), constant(index))
+                back = arith.addi(least, constant(shift - top - code_shift))
+                back = arith.shli(back, constant(_MANTISSA))
+                back = arith.select(is_finite, back, constant(_NAN))
+                place = arith.addi(arith.muli(line, constant(num_columns)), column)
+                # All lanes write the same.
+                _store(arith.addi(factors, arith.muli(place, constant(4))), back)
+                own = arith.andi(column, constant(_COLUMNS - 1))
+                tile = arith.muli(arith.shrui(column, constant(3)), constant(lines))
+                place = arith.muli(arith.addi(tile, line), constant(_LINE_BYTES))
+                place = arith.addi(place, arith.muli(own, constant(LINE)))
+                place = arith.addi(place, arith.muli(arith.xori(chunk, own), constant(16)))
+                _store(arith.addi(target, arith.addi(place, inside)), word)
         if not norm:
             return None
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=norm[1].layout, _is_signed=None
-        )
+        return mgpu.FragmentedArray(_registers=registers, _layout=norm[1].layout, _is_signed=None)
 
     return write_digits(*operands)
 
 
-def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: Any) -> Any:
+def _write_plainly(
+    target: Any, factors: Any, rows: Any, scale: Any, squares: Any, *, are_codes: bool
+) -> Any:
     """`write` for the interpreter."""
     num_rows, depth = rows.shape
     dtype, lines = target.dtype, depth // LINE
-    top, x = _TOP[dtype.name], rows[...]
+    shifts, top, x = _SHIFTS[dtype.name], _TOP[dtype.name], rows[...]
     if scale is not None:
         wide = x.astype(jnp.float32)
         own = jnp.sum(jnp.square(wide).reshape(num_rows * lines, -1, 4), axis=-1)
@@ -226,51 +258,172 @@ def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: An
         x = (wide * scale[...].astype(jnp.float32)[None]).astype(jnp.bfloat16)
     x = x.astype(jnp.float32).reshape(num_rows, lines, LINE)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _NAN
-    exponent = jnp.max(bits, axis=-1) >> 23
+    exponent = jnp.max(bits, axis=-1) >> _MANTISSA
     least = jnp.maximum(exponent, top + _LEAST)
-    to_top, back = (
-        jax.lax.bitcast_convert_type(field << 23, jnp.float32)
-        for field in (2 * 127 + top - least, least - top)
-    )
-    factors[:, :num_rows] = jnp.where(exponent < 255, back, jnp.nan).T
-    x = x * to_top[..., None]
+
+    def power(field: Array) -> Array:
+        return jax.lax.bitcast_convert_type(field << _MANTISSA, jnp.float32)
+
+    x = x * power(2 * _BIAS + top - least)[..., None]
+    if are_codes:  # group, i, n, t, e to group, n, t, e, i
+        x = x.reshape(num_rows, -1, 2, 2, 4, 2).transpose(0, 1, 3, 4, 5, 2)
+    x = x.reshape(num_rows, depth)
     if dtype == jnp.float8_e4m3fn:
         first = x.astype(dtype)
-        digits = [first, ((x - first.astype(jnp.float32)) * 16).astype(dtype)]
+        found = [first, ((x - first.astype(jnp.float32)) * 16).astype(dtype)]
     else:
         whole = jnp.rint(x).astype(jnp.int32) + 0x808080
-        digits = [((whole >> shift & 255) - 128).astype(dtype) for shift in (0, 8, 16)]
-    for term, own in enumerate(digits):
-        target[term * ROWS : term * ROWS + num_rows, :] = own.reshape(num_rows, depth)
+        found = [((whole >> shift & 255) - 128).astype(dtype) for shift in shifts]
+    back = [power(least + shift - top - (_CODE_SHIFT if are_codes else 0)) for shift in shifts]
+    back = [jnp.where(exponent < _NOT_FINITE, one, jnp.nan) for one in back]
+    count = num_rows * len(shifts)
+    target[:count, :] = jnp.stack(found, axis=1).reshape(count, depth)
+    factors[:, :count] = jnp.stack(back, axis=1).reshape(count, lines).T
     return squares
 
 
 def add_line(
-    total: Float[Array, "64 8"], weights: Any, digits: Any, factors: Any, *, interpret: bool
-) -> Float[Array, "64 8"]:
-    """Adds the product of a line: `total + 2^e · Σ_t w_t · weights · digit_t`.
+    total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any, *, interpret: bool
+) -> Float[Array, "64 N"]:
+    """Adds the products of a line with weights of eight bits, `2^(e + w_t) · weights · digit_t`.
 
     Args:
       total: In `ops.ACCUMULATOR`.
       weights: `[64, 128]` of `ops.tiled`.
-      digits: `[8 · terms, 128]`, what `write` wrote.
-      factors: `[8]`, likewise.
+      digits: `[N, 128]`, what `write` wrote.
+      factors: `[N]`, likewise.
       interpret: Whether the interpreter runs the kernel.
     """
-    dtype = weights.dtype
-    sums_dtype = jnp.float32 if dtype == jnp.float8_e4m3fn else jnp.int32
-    shape = weights.shape[0], digits.shape[0]
     if interpret:
-        product = jnp.dot(weights[...].astype("f4"), digits[...].astype("f4").T, precision="highest")
-        terms = [product[:, start : start + ROWS] for start in range(0, shape[1], ROWS)]
-        value = sum(one * weight for one, weight in zip(terms, _weights(dtype), strict=True))
-        return total + value * factors[...][None]
+        product = jnp.dot(_wide(weights), _wide(digits).T, precision="highest")
+        return total + product * factors[...][None]
 
     def multiply(sums: Any) -> Array:
         plgpu.wgmma(sums, weights, digits.transpose((1, 0)))
         return plgpu.wgmma_accumulator_load(sums, wait_n=0)
 
-    products = pl.run_scoped(multiply, plgpu.ACC(shape, sums_dtype))
+    dtype = jnp.float32 if digits.dtype == jnp.float8_e4m3fn else jnp.int32
+    products = pl.run_scoped(multiply, plgpu.ACC(total.shape, dtype)).astype(jnp.float32)
+    return _add(total, products, factors)
+
+
+def add_line_of_codes(
+    total: Float[Array, "64 N"],
+    codes: Any,
+    scales: Any,
+    digits: Any,
+    factors: Any,
+    *,
+    depth: int,
+    interpret: bool,
+) -> Float[Array, "64 N"]:
+    """`add_line` with weights of four bits.
+
+    Args:
+      total: In `ops.ACCUMULATOR`.
+      codes: `[64, 64]` bytes, a line of `widen.lines_of_codes`.
+      scales: `[4, 64]` in bfloat16, of each 32 inputs.
+      digits: `[N, 128]`, what `write` wrote for codes.
+      factors: `[N]`, likewise.
+      depth: Inputs of all lines that `digits` is one of.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    groups = scales.shape[0]
+    if interpret:
+        own = widen.read_codes(codes[...]).transpose(0, 2, 5, 1, 3, 4)  # f, w, n, t, e, i
+        own = 16.0 * own.reshape(len(own), groups, -1).astype(jnp.float32)
+        of_groups = _wide(digits).reshape(digits.shape[0], groups, -1)
+        products = jnp.einsum("fgd,ngd->gfn", own, of_groups, precision="highest")
+        product = jnp.sum(products * _wide(scales)[..., None], axis=0)
+        return total + product * factors[...][None]
+    lines = plgpu.RefType(widen.lines_of_codes(codes.shape).transforms)
+    tiles = plgpu.RefType(ops.transforms(digits.dtype, ops.SWIZZLE_BYTES))
+
+    @plgpu.inline_mgpu(
+        arg_types=(lines, plgpu.RefType(), tiles, ops.ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=ops.ACCUMULATOR),
+    )
+    def multiply(_: Any, codes: Any, scales: Any, digits: Any, zeros: Any) -> Any:
+        left: list[ir.Value] = []
+        for of_group in zip(*widen.load_codes(codes), strict=True):
+            whole = [_whole(word) for word in of_group]
+            left += [halves[place] for place in range(2) for halves in whole]
+        stride = depth // LINE * _LINE_BYTES
+        firsts = range(0, LINE, LINE // groups)
+        descriptors = words.descriptors(digits, firsts, stride=stride)
+        found = _multiply_groups(left, descriptors, total.shape[1])
+        place = arith.addi(_pointer(scales), arith.shli(widen.row_of_codes(), words.constant(1)))
+        registers = zeros.registers.copy()
+        kind = zeros.registers.flat[0].type
+        for group in range(groups):
+            # Those of the thread's two rows.
+            own = [
+                _ptx(
+                    _SCALE,
+                    arith.addi(place, words.constant(2 * (group * codes_rows + 8 * half))),
+                    result_types=ir.F32Type.get(),
+                    has_side_effects=True,
+                )
+                for half in range(2)
+            ]
+            own = [vector.broadcast(kind, x) for x in own]
+            for index in range(len(found[group]) // 2):
+                sums = vector.from_elements(
+                    ir.VectorType.get((2,), words.i32()), found[group][2 * index : 2 * index + 2]
+                )
+                before = registers.flat[index]
+                registers.flat[index] = math.fma(arith.sitofp(kind, sums), own[index % 2], before)
+        return mgpu.FragmentedArray(_registers=registers, _layout=zeros.layout, _is_signed=None)
+
+    codes_rows = codes.shape[0]
+    return _add(total, multiply(codes, scales, digits, ops.full(total.shape, 0.0)), factors)
+
+
+def _whole(word: ir.Value) -> list[ir.Value]:
+    """16 times (codes less 8), of the lower halves of a word's bytes and of the upper ones."""
+    lowest, upper = (words.constant(bits - (1 << 32)) for bits in (0x88888888, 0xF0F0F0F0))
+    word = arith.xori(word, lowest)  # a code less 8 as four bits with a sign
+    return [arith.andi(x, upper) for x in (arith.shli(word, words.constant(_CODE_SHIFT)), word)]
+
+
+def _multiply_groups(
+    left: list[ir.Value], descriptors: list[ir.Value], num_columns: int
+) -> list[list[ir.Value]]:
+    """Products of each group of 32 inputs, whole numbers, once all have come.
+
+    Nothing but what stands here knows the sums while they are made.
+    """
+    count, groups = num_columns // 2, len(descriptors)
+    of_group, code = len(left) // groups, []
+    for group in range(groups):
+        sums, own = (
+            ", ".join(f"${start + group * size + index}" for index in range(size))
+            for start, size in ((0, count), (groups * count, of_group))
+        )
+        descriptor = f"${groups * (count + of_group) + group}"
+        code.append(
+            f"wgmma.mma_async.sync.aligned.m64n{num_columns}k32.s32.s8.s8 "
+            f"{{{sums}}}, {{{own}}}, {descriptor}, goes_on;"
+        )
+    found = _ptx(
+        "{ .reg .pred goes_on; .reg .b32 zero; mov.b32 zero, 0; setp.ne.b32 goes_on, zero, 0; "
+        f"wgmma.fence.sync.aligned; {' '.join(code)} wgmma.commit_group.sync.aligned; "
+        "wgmma.wait_group.sync.aligned 0; }",
+        *left,
+        *descriptors,
+        result_types=[words.i32()] * (groups * count),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return [list(found[start : start + count]) for start in range(0, groups * count, count)]
+
+
+def _wide(ref: Any) -> Array:
+    return ref[...].astype(jnp.float32)
+
+
+def _add(total: Array, products: Array, factors: Any) -> Array:
+    """`total + products · factors`, each rounded once."""
     factor = ops.spread(ops.read(factors, ops.BY_COLUMN), total.shape, 1)
 
     @plgpu.inline_mgpu(
@@ -278,47 +431,25 @@ def add_line(
         return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=ops.ACCUMULATOR),
     )
     def add(_: Any, total: Any, products: Any, factor: Any) -> Any:
-        terms = [
-            products[:, start : start + ROWS].registers.flat for start in range(0, shape[1], ROWS)
-        ]
         registers = total.registers.copy()
-        for index, (sums, own) in enumerate(
-            zip(total.registers.flat, factor.registers.flat, strict=True)
-        ):
-            value = _combine([term[index] for term in terms], sums.type)
-            registers.flat[index] = math.fma(value, own, sums)
+        for index, x in enumerate(total.registers.flat):
+            own = products.registers.flat[index], factor.registers.flat[index]
+            registers.flat[index] = math.fma(*own, x)
         return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
     return add(total, products, factor)
 
 
-def _weights(dtype: Any) -> tuple[float, ...]:
-    return (1.0, 1 / 16) if dtype == jnp.float8_e4m3fn else (1.0, 256.0, 65536.0)
-
-
-def _combine(terms: list[ir.Value], kind: ir.Type) -> ir.Value:
-    """`Σ_t w_t · term_t`, in vectors of float32."""
-    if len(terms) == TERMS["float8_e4m3fn"]:
-        first, second = terms
-        return math.fma(second, _splat(kind, 1 / 16), first)
-    # A line's sums are below 2^21, so that two of them fit into an integer.
-    first, second, third = terms
-    eight = _splat(first.type, 8)
-    low = arith.sitofp(kind, arith.addi(first, arith.shli(second, eight)))
-    return math.fma(arith.sitofp(kind, third), _splat(kind, 65536.0), low)
-
-
-def _splat(kind: ir.Type, value: float | int) -> ir.Value:
-    """A vector of equal numbers."""
-    element = ir.VectorType(kind).element_type
-    attribute = ir.FloatAttr if isinstance(element, ir.F32Type) else ir.IntegerAttr
-    equal = ir.DenseElementsAttr.get_splat(kind, attribute.get(element, value))
-    return arith.constant(kind, equal)
-
-
-# The larger of four numbers without their signs, as bits; as long as they are no less than infinity
-# these are those of something that is not finite.
-_EXPONENT = """
+# A scale of a group, bfloat16, in float32.
+_SCALE = """
+  {
+  .reg .b16 zero, one;
+  mov.b16 zero, 0;
+  ld.shared.b16 one, [$1];
+  mov.b32 $0, {zero, one};
+  }"""
+# The largest of four numbers without their signs, as bits.
+_LARGEST = """
   {
   .reg .b32 one, two;
   and.b32 one, $1, 0x7fff7fff;
@@ -328,17 +459,39 @@ _EXPONENT = """
   and.b32 one, one, 0xffff;
   max.u32 $0, one, two;
   }"""
+# A word of codes has, of each 32 inputs, those of a thread: these places of the two pairs that
+# `_load` finds 16 inputs apart (`widen.whole_codes`).
+_CODE_ORDER = (0, 2, 1, 3)
 
 
-def _load_pairs(place: ir.Value) -> list[ir.Value]:
-    """Four numbers in bfloat16."""
+def _own_inputs(lane: ir.Value, *, are_codes: bool) -> tuple[ir.Value, int]:
+    """Where a thread's two pairs of inputs are in a line: bytes to the first, and to the next."""
+    constant = words.constant
+    if not are_codes:
+        return arith.muli(lane, constant(8)), 4
+    # A thread's codes lie in the lower or upper halves of a word of one of four threads.
+    thread, upper = (
+        arith.andi(arith.shrui(lane, constant(start)), constant(most))
+        for start, most in ((0, 3), (2, 1))
+    )
+    group = arith.shrui(lane, constant(3))
+    place = arith.addi(arith.muli(group, constant(64)), arith.muli(upper, constant(16)))
+    return arith.addi(place, arith.muli(thread, constant(4))), 32
+
+
+def _load(start: ir.Value, line: ir.Value, own: tuple[ir.Value, int]) -> list[ir.Value]:
+    """Two pairs of numbers in bfloat16, of one of the lines that lie behind `start`."""
+    first, apart = own
+    place = arith.addi(start, arith.addi(arith.muli(line, words.constant(2 * LINE)), first))
     kinds = [words.i32()] * 2
     code = "ld.shared.v2.b32 {$0, $1}, [$2];"
+    if apart != 4:
+        code = f"ld.shared.b32 $0, [$2]; ld.shared.b32 $1, [$2 + {apart}];"
     return list(_ptx(code, place, result_types=kinds, has_side_effects=True))
 
 
-def _store(place: ir.Value, word: ir.Value, *, offset: int = 0) -> None:
-    _ptx(f"st.shared.b32 [$0 + {offset}], $1;", place, word, has_side_effects=True)
+def _store(place: ir.Value, word: ir.Value) -> None:
+    _ptx("st.shared.b32 [$0], $1;", place, word, has_side_effects=True)
 
 
 def _numbers(pairs: list[ir.Value]) -> list[ir.Value]:
@@ -357,18 +510,10 @@ def _round(numbers: list[ir.Value]) -> list[ir.Value]:
     return [words.run(code, *numbers[start : start + 2]) for start in (0, 2)]
 
 
-def _power(field: ir.Value) -> ir.Value:
-    """The power of two with this exponent as float32 has it."""
-    return arith.bitcast(ir.F32Type.get(), arith.shli(field, words.constant(23)))
-
-
-def _fma(x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    return math.fma(_like(x, z), _like(y, z), z)
-
-
-def _like(x: ir.Value, z: ir.Value) -> ir.Value:
-    """A number as a vector of one, if `z` is one."""
-    return x if x.type == z.type else vector.broadcast(z.type, x)
+def _add_square(number: ir.Value, total: ir.Value) -> ir.Value:
+    """`total + number²`, in a vector of one."""
+    number = vector.broadcast(total.type, number)
+    return math.fma(number, number, total)
 
 
 def _pointer(ref: ir.Value) -> ir.Value:

@@ -62,9 +62,7 @@ _CHANNELS = 32  # of one instruction
 _LEFT = 4  # registers of a thread that hold queries of one instruction
 _SUMS = QUERIES * _KEYS // warp_ops.THREADS // 2  # registers of a thread for those of a step
 _NAME = "products"  # of the registers that hold them, with a number
-# How the keys' addresses go on: by so many lines that follow each other, swizzled whole.
-_LINES = 8
-_SWIZZLE = 1
+_LINES = 8  # that are swizzled together, one eight below the other
 
 _MOST_SHIFT = 100
 _MANTISSA, _BIAS = 23, 127  # of float32
@@ -245,7 +243,7 @@ def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: i
       place: Where the sums go.
     """
     left = [_as_integer(x) for x in queries.registers.flat]
-    descriptors = _descriptors(keys, parts)
+    descriptors = words.descriptors(keys, parts, stride=_LINES * LINE)
     sums = ", ".join(_sums(place))
     code = []
     for step in range(len(descriptors)):
@@ -367,14 +365,3 @@ def _as_integer(register: ir.Value) -> ir.Value:
     """Four numbers of eight bits as one of 32."""
     found = vector.bitcast(ir.VectorType.get((1,), words.i32()), register)
     return vector.extract(found, [], ir.DenseI64ArrayAttr.get([0]))
-
-
-def _descriptors(keys: ir.Value, parts: range) -> list[ir.Value]:
-    """Where the keys of each instruction are: address, stride between lines, and swizzle."""
-    long = ir.IntegerType.get_signless(64)
-    address = llvm.ptrtoint(long, mgpu.utils.memref_ptr(keys))
-    address = arith.andi(address, arith.constant(long, 0x3FFFF))
-    address = arith.shrui(address, arith.constant(long, 4))
-    rest = (_LINES * LINE >> 4 << 32) | (_SWIZZLE << 62)
-    start = arith.ori(address, arith.constant(long, rest))
-    return [arith.addi(start, arith.constant(long, part >> 4)) for part in parts]

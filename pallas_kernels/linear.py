@@ -38,7 +38,6 @@ same sum every time.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,20 +51,17 @@ from sketchwalk_jax.pallas_kernels import digits, ops, warp_ops, widen
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile of narrow weights, in lines of as many. Two lines, or four of four bits, where
-# eight rows leave registers and shared memory for them: what stands around a product then serves
-# several times the weights.
-_NARROW_TILE = widen.LINE
-_GROUPS = _NARROW_TILE // WEIGHT_GROUP  # of a line, in four bits
+# Inputs of a tile of narrow weights. With few rows it has two such lines, or four in four bits, as
+# long as shared memory has room for enough tiles: what stands around a product then serves several
+# times the weights.
+_LINE = widen.LINE
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 # The same where weights are narrow and many rows leave registers for two programs.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
-# Inputs of one row that a warpgroup holds at a time, where each thread has two side by side.
-_ROW = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
-_ROW_INPUTS = 256
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
+_IN_FLIGHT_BYTES = 28 * 1024  # of weights, for a program: tiles are no deeper than leaves room for
 _MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
@@ -119,12 +115,24 @@ class Tiling:
     @property
     def has_digits(self) -> bool:
         """Whether rows are multiplied as sums of digits of eight bits."""
-        return self.is_narrow and not self.is_packed and self.rows == digits.ROWS
+        return self.is_narrow and self.num_rows <= digits.MOST_ROWS
 
     @property
-    def is_by_row(self) -> bool:
-        """Whether rows are prepared one by one: those that there are, for few instructions."""
-        return self.is_packed and self.is_padded and self.depth % _ROW_INPUTS == 0
+    def weight_bytes(self) -> int:
+        """Bytes of a tile of weights, and of its scales where groups have them."""
+        if self.is_packed:
+            return _TILE * (self.depth // 2 + 2 * (self.depth // WEIGHT_GROUP))
+        return _TILE * self.depth * self.dtype.itemsize
+
+    @property
+    def columns(self) -> int:
+        """Columns that the tensor cores multiply."""
+        return digits.num_columns(self.num_rows, self.dtype) if self.has_digits else self.rows
+
+    @property
+    def num_sums(self) -> int:
+        """Columns that are written."""
+        return self.num_rows * (digits.num_digits(self.dtype) if self.has_digits else 1)
 
     @property
     def piece(self) -> int:
@@ -140,12 +148,9 @@ class Tiling:
     def slots(self) -> int:
         """Pieces of shared memory for rows that tensor cores read.
 
-        Where others have arrived elsewhere, one is written while the other is read. Those that are
-        prepared one by one take so little time that one piece does.
+        Digits are written while others are read.
         """
-        if self.is_by_row:
-            return 1
-        return 2 if self.is_narrow and self.is_rewritten else self.stages
+        return 2 if self.has_digits else self.stages
 
     @property
     def is_padded(self) -> bool:
@@ -162,9 +167,9 @@ class Tiling:
         """Shared memory, of which each stage has a piece, and a barrier for each stage."""
         stages = self.stages
         own: dict[str, Any] = {
-            "inputs": ops.tiled((self.slots, self.rows, self.depth), jnp.bfloat16),
+            "inputs": ops.tiled((self.slots, self.columns, self.depth), jnp.bfloat16),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
-            "sums": plgpu.SMEM((self.rows, _TILE), jnp.float32),
+            "sums": plgpu.SMEM((self.columns, _TILE), jnp.float32),
         }
         copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
         if self.is_packed:
@@ -173,12 +178,12 @@ class Tiling:
             own["factors"] = plgpu.SMEM((stages, self.depth // WEIGHT_GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.has_digits:
-            rows = digits.TERMS[self.dtype.name] * digits.ROWS
-            own["inputs"] = ops.tiled((self.slots, rows, self.depth), self.dtype)
-            shape = (self.slots, self.depth // digits.LINE, digits.ROWS)
+            shape = (self.slots, self.columns, self.depth)
+            own["inputs"] = ops.tiled(shape, digits.digits_dtype(self.dtype))
+            shape = (self.slots, self.depth // digits.LINE, self.columns)
             own["powers"] = plgpu.SMEM(shape, jnp.float32)
         if self.is_rewritten:
-            rows = self.num_rows if self.is_by_row or self.has_digits else self.rows
+            rows = self.num_rows if self.has_digits else self.rows
             own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
@@ -256,30 +261,8 @@ def _multiply(
     for step in range(tiling.stages - 1):
         load(jnp.int32(step))
 
-    def inputs_of(index: Any) -> Any:
-        return inputs.at[jax.lax.rem(index, tiling.slots)]
-
-    def prepare_rows(index: Any, slot: Any, found: Any) -> Any:
-        """`prepare`, row by row."""
-        found = list(found)
-        for first in range(0, tiling.depth, _ROW_INPUTS):
-            part = pl.ds(first, _ROW_INPUTS)
-            if tiling.has_norm:
-                factor = ops.read(scales.at[slot, part], _ROW).astype(jnp.float32)
-            for row in range(tiling.num_rows):
-                own = ops.read(arrived.at[slot, row, part], _ROW)
-                if tiling.has_norm:
-                    wide = own.astype(jnp.float32)
-                    found[row] = found[row] + wide * wide
-                    own = (wide * factor).astype(jnp.bfloat16)
-                target = inputs_of(index).at[:, part]
-                widen.write_row(target, own, row, interpret=tiling.interpret)
-        return tuple(found)
-
-    def prepare(index: Any, slot: Any, found: Any) -> Any:
+    def prepare(slot: Any, found: Any) -> Any:
         """Puts the inputs of a slot where tensor cores read them; adds their squares to others."""
-        if tiling.is_by_row:
-            return prepare_rows(index, slot, found)
         source = arrived.at[slot].transpose((1, 0))
         own = plgpu.load(source, layout=_TURNED, optimized=not tiling.is_padded)
         if tiling.has_norm:
@@ -288,18 +271,15 @@ def _multiply(
             factor = ops.read(scales.at[slot], _TURNED.reduce(1)).astype(jnp.float32)
             factor = jax.lax.broadcast_in_dim(factor, wide.shape, (0,))
             own = (wide * plgpu.layout_cast(factor, _TURNED)).astype(jnp.bfloat16)
-        ops.write(inputs_of(index).transpose((1, 0)), own, optimized=True)
+        ops.write(inputs.at[slot].transpose((1, 0)), own, optimized=True)
         return found
 
     def add_up(total: ops.Accumulator) -> Any:
         def step(index: Any, found: Any) -> Any:
             slot = jax.lax.rem(index, tiling.stages)
             plgpu.barrier_wait(filled.at[slot])
-            if tiling.is_by_row:
-                total.wait(in_flight=0)
-                warp_ops.barrier(interpret=tiling.interpret)  # all warps have read the last ones
             if tiling.has_norm or tiling.is_padded:
-                found = prepare(index, slot, found)
+                found = prepare(slot, found)
             # All warps have multiplied what lies in the slot that is filled next.
             total.wait(in_flight=0)
             if tiling.has_norm or tiling.is_padded:
@@ -307,37 +287,36 @@ def _multiply(
             else:
                 warp_ops.barrier(interpret=tiling.interpret)
             load(index + tiling.stages - 1)
-            own, right = weights.at[slot], inputs_of(index)
+            own, right = weights.at[slot], inputs.at[slot]
             if tiling.is_packed:
-                for first in range(0, tiling.depth, _NARROW_TILE):
-                    if first >= 2 * _NARROW_TILE:
-                        total.wait(in_flight=1)  # for the registers of the line before the last
-                    left = widen.codes_to_bfloat16(
-                        own.at[:, pl.ds(first // 2, _NARROW_TILE // 2)],
-                        factors.at[slot, pl.ds(first // WEIGHT_GROUP, _GROUPS)],
-                        interpret=tiling.interpret,
-                    )
-                    line = pl.ds(first, _NARROW_TILE)
-                    total.add_product(left, right.at[:, line].transpose((1, 0)))
+                left = widen.codes_to_bfloat16(own, factors.at[slot], interpret=tiling.interpret)
+                total.add_product(left, right.transpose((1, 0)))
             elif tiling.is_narrow:
-                for first in range(0, tiling.depth, _NARROW_TILE):
-                    line = pl.ds(first, _NARROW_TILE)
-                    left = widen.to_bfloat16(own.at[:, line], interpret=tiling.interpret)
-                    total.add_product(left, right.at[:, line].transpose((1, 0)))
+                left = widen.to_bfloat16(own, interpret=tiling.interpret)
+                total.add_product(left, right.transpose((1, 0)))
             else:
                 left = own if tiling.is_transposed else own.transpose((1, 0))
                 total.add_product(left, right.transpose((1, 0)))
             return found
 
         none: Any = ()
-        if tiling.has_norm and tiling.is_by_row:
-            none = (ops.full((_ROW_INPUTS,), 0.0, _ROW),) * tiling.num_rows
-        elif tiling.has_norm:
+        if tiling.has_norm:
             none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED)
-        elif tiling.is_by_row:
-            none = ((),) * tiling.num_rows
         found = total.loop(count, step, none)
         return total.load(), found
+
+    def add_line(total: Any, slot: Any, own: Any, line: int) -> Any:
+        """The sums with those of a line of a stage's weights and a slot's digits."""
+        part = pl.ds(line * digits.LINE, digits.LINE)
+        rows = inputs.at[own, :, part], powers.at[own, line]
+        if not tiling.is_packed:
+            left = weights.at[slot, :, part]
+            return digits.add_line(total, left, *rows, interpret=tiling.interpret)
+        groups = digits.LINE // WEIGHT_GROUP
+        half = pl.ds(line * digits.LINE // 2, digits.LINE // 2)
+        left = weights.at[slot, :, half], factors.at[slot, pl.ds(line * groups, groups)]
+        options = {"depth": tiling.depth, "interpret": tiling.interpret}
+        return digits.add_line_of_codes(total, *left, *rows, **options)
 
     def add_up_digits() -> Any:
         """`add_up` for weights that the tensor cores read as they lie."""
@@ -348,14 +327,12 @@ def _multiply(
             plgpu.barrier_wait(filled.at[slot])
             norm = (scales.at[slot], found) if tiling.has_norm else ()
             operands = inputs.at[own], powers.at[own], arrived.at[slot], *norm
-            found = digits.write(*operands, interpret=tiling.interpret)
+            options = {"are_codes": tiling.is_packed, "interpret": tiling.interpret}
+            found = digits.write(*operands, **options)
             plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
             load(index + tiling.stages - 1)
             for line in range(tiling.depth // digits.LINE):
-                part = pl.ds(line * digits.LINE, digits.LINE)
-                left, right = weights.at[slot, :, part], inputs.at[own, :, part]
-                factor = powers.at[own, line]
-                total = digits.add_line(total, left, right, factor, interpret=tiling.interpret)
+                total = add_line(total, slot, own, line)
             return total, found
 
         none = None
@@ -365,7 +342,7 @@ def _multiply(
             none = ops.full((count_of_squares,), 0.0, layout)
         return jax.lax.fori_loop(0, count, step, (ops.full(shape, 0.0), none))
 
-    shape = (_TILE, tiling.rows)
+    shape = (_TILE, tiling.columns)
     if tiling.has_digits:
         products, found = add_up_digits()
     else:
@@ -379,14 +356,11 @@ def _multiply(
         def _() -> None:
             if tiling.has_digits:
                 ops.write(squares.at[part], found)
-            elif tiling.is_by_row:
-                for row, own in enumerate(found):
-                    ops.write(squares.at[part, row], jnp.sum(own))
             else:
                 ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
-        own = pl.ds(0, tiling.num_rows)
+        own = pl.ds(0, tiling.num_sums)
         plgpu.copy_smem_to_gmem(sums.at[own], targets[index].at[part, own, columns])
 
     of_array(put)
@@ -409,51 +383,48 @@ def tile(
     for width in widths:
         starts.append(starts[-1] + width // _TILE)
     dtype = kernels[0].dtype
-    depth = _TILE
-    if dtype != jnp.bfloat16:
+    lines = [1]
+    if dtype != jnp.bfloat16 and rows == _LEAST_ROWS:
         most = 4 if dtype == jnp.uint8 else 2
-        lines = math.gcd(num_inputs // _NARROW_TILE, most) if rows == _LEAST_ROWS else 1
-        depth = lines * _NARROW_TILE
-    steps = num_inputs // depth
+        lines = [one for one in (4, 2, 1) if one <= most and num_inputs % (one * _LINE) == 0]
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
-    tiling = Tiling(
-        dtype=dtype,
-        depth=depth,
-        rows=rows,
-        num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
-        starts=tuple(starts),
-        steps=steps,
-        own_steps=-(-steps // parts),
-        stages=1,
-        has_norm=has_norm,
-        is_transposed=is_transposed,
-        interpret=interpret,
-    )
-    row_bytes = 2 * depth * rows
-    # The weights, the rows as they are read, and what the norm multiplies by.
-    weight_bytes = depth * _TILE * dtype.itemsize
-    if tiling.is_packed:
-        weight_bytes = weight_bytes // 2 + 2 * _TILE * (depth // WEIGHT_GROUP)
-    stage_bytes = weight_bytes + 2 * depth
-    other_bytes = 4 * _TILE * rows + (_REDUCTION_BYTES if has_norm else 0)
+    for count in lines:
+        depth = _TILE if dtype == jnp.bfloat16 else count * _LINE
+        steps = num_inputs // depth
+        tiling = Tiling(
+            dtype=dtype,
+            depth=depth,
+            rows=rows,
+            num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
+            starts=tuple(starts),
+            steps=steps,
+            own_steps=-(-steps // parts),
+            stages=1,
+            has_norm=has_norm,
+            is_transposed=is_transposed,
+            interpret=interpret,
+        )
+        tiling = dataclasses.replace(tiling, stages=_stages(tiling))
+        if (tiling.stages - 1) * tiling.weight_bytes >= _IN_FLIGHT_BYTES:
+            break
+    return tiling
+
+
+def _stages(tiling: Tiling) -> int:
+    """Tiles that shared memory has room for."""
+    depth = tiling.depth
+    # The weights, what the norm multiplies by, and the rows.
+    stage_bytes = tiling.weight_bytes + 2 * depth
+    other_bytes = 4 * _TILE * tiling.columns + (_REDUCTION_BYTES if tiling.has_norm else 0)
     if tiling.has_digits:
-        stage_bytes += 2 * depth * num_rows
-        terms = digits.TERMS[dtype.name]
-        other_bytes += tiling.slots * digits.ROWS * (depth * terms + 4 * depth // digits.LINE)
-    elif tiling.is_by_row:
-        stage_bytes += 2 * depth * num_rows
-        other_bytes += row_bytes
+        stage_bytes += 2 * depth * tiling.num_rows
+        other_bytes += tiling.slots * tiling.columns * (depth + 4 * depth // digits.LINE)
     else:
-        stage_bytes += row_bytes
-    # Rows as they arrived are others: for each stage, or two for all.
-    if tiling.is_padded and not tiling.is_narrow:
-        stage_bytes += row_bytes
-    elif tiling.is_padded and not (tiling.is_by_row or tiling.has_digits):
-        other_bytes += 2 * row_bytes
-    is_large = tiling.is_narrow and rows > _FEW_ROWS
+        # Rows as they arrived are others than those that are read.
+        stage_bytes += 2 * depth * tiling.rows * (1 + tiling.is_padded)
+    is_large = tiling.is_narrow and tiling.rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
-    stages = min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
-    return dataclasses.replace(tiling, stages=stages)
+    return min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
 
 
 def why_not_linear(
@@ -497,7 +468,7 @@ def why_not_linear(
     if x.shape[0] > MOST_ROWS:
         return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
-    depth = _NARROW_TILE if is_narrow else _TILE
+    depth = _LINE if is_narrow else _TILE
     if x.shape[1] % depth or any(width % _TILE for width in widths):
         both = f"{depth} inputs and {_TILE} columns" if is_narrow else f"{_TILE} inputs and columns"
         return f"it takes multiples of {both}, not {x.shape[1]} and {widths}"
@@ -539,7 +510,7 @@ def linear_kernel(
     )
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
-    shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
+    shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_sums, width) for width in widths]
     if scale is not None and tiling.has_digits:
         shapes.append((tiling.parts, digits.num_squares(tiling.num_rows, tiling.depth)))
     elif scale is not None:
@@ -570,7 +541,11 @@ def linear_kernel(
         inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
-        total = jnp.sum(one, axis=0)[:num_rows]
+        if tiling.has_digits:
+            of_rows = one.reshape(tiling.parts, num_rows, -1, widths[index])
+            total = jnp.sum(of_rows, axis=(0, 2))
+        else:
+            total = jnp.sum(one, axis=0)[:num_rows]
         if weight_scales is not None:
             total = total * weight_scales[index][layer][None]
         results.append(total if inverse is None else total * inverse[:, None])

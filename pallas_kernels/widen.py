@@ -114,41 +114,6 @@ def lines_of_codes(shape: tuple[int, ...]) -> Any:
     return plgpu.SMEM(shape, jnp.uint8, transforms=(tiling((shape[-2], _LINE_BYTES)),))
 
 
-def write_row(target: Any, own: Array, row: int, *, interpret: bool) -> None:
-    """Writes 256 numbers of one row to where tensor cores read rows.
-
-    Args:
-      target: `[8, 256]` in bfloat16, of `ops.tiled`.
-      own: The numbers, two side by side for each thread.
-      row: Which.
-      interpret: Whether the interpreter runs the kernel.
-    """
-    if interpret:
-        target[row, :] = own
-        return
-    layout = plgpu.Layout.WG_STRIDED(own.shape, vec_size=2)
-    reference = plgpu.RefType(ops.transforms(jnp.bfloat16, ops.SWIZZLE_BYTES))
-
-    @plgpu.inline_mgpu(arg_types=(reference, layout))
-    def write(_: Any, target: Any, own: Any) -> None:
-        constant = words.constant
-        # A warp has 64 inputs, a line of 128 bytes in each row, of which chunks change places.
-        chunk = arith.xori(arith.shrui(words.lane(), constant(2)), constant(row))
-        place = arith.addi(_pointer(target), arith.muli(words.warp(), constant(8 * 128)))
-        place = arith.addi(place, arith.shli(chunk, constant(4)))
-        rest = arith.andi(words.lane(), constant(3))
-        place = arith.addi(place, arith.shli(rest, constant(2)))
-        (pair,) = own.registers.flat
-        word = vector.extract(
-            vector.bitcast(ir.VectorType.get((1,), words.i32()), pair),
-            [],
-            ir.DenseI64ArrayAttr.get([0]),
-        )
-        _ptx(f"st.shared.b32 [$0 + {128 * row}], $1;", place, word, has_side_effects=True)
-
-    write(target, own)
-
-
 def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
     """The weights of a line of 64 rows in bfloat16, `[64, 128]` in `ops.ACCUMULATOR`.
 
@@ -159,8 +124,7 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
     """
     count = LINE // WEIGHT_GROUP  # words that a thread reads, each of one scale
     if interpret:
-        digits = codes[...].astype(jnp.int32).reshape(-1, 4, count, 2, 2)  # t, w, e, i
-        both = jnp.stack([digits & 15, digits >> 4], axis=-1) - 8  # t, w, e, i, n
+        both = read_codes(codes[...])
         wide = both.transpose(0, 2, 4, 5, 1, 3).reshape(-1, count, WEIGHT_GROUP).astype(jnp.float32)
         wide = wide * scales[...].astype(jnp.float32).T[:, :, None]
         return wide.reshape(-1, LINE).astype(jnp.bfloat16)
@@ -173,26 +137,14 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
     )
     def widen(_: Any, codes: Any, scales: Any) -> Any:
         constant = words.constant
-        # A warp has 16 rows; its lanes read eight of them side by side.
-        place = arith.muli(words.warp(), constant(16 * _LINE_BYTES))
-        place = arith.addi(place, arith.muli(words.lane(), constant(16)))
-        place = arith.addi(place, _pointer(codes))
-        row = arith.addi(
-            arith.muli(words.warp(), constant(16)), arith.shrui(words.lane(), constant(2))
-        )
-        scale_place = arith.addi(_pointer(scales), arith.shli(row, constant(1)))
-
-        def line_of(half: int) -> list[ir.Value]:
-            start = arith.addi(place, constant(8 * half * _LINE_BYTES))
-            kinds = [words.i32()] * count
-            return list(_ptx(_VECTOR, start, result_types=kinds, has_side_effects=True))
+        scale_place = arith.addi(_pointer(scales), arith.shli(row_of_codes(), constant(1)))
 
         def scale_of(half: int, index: int) -> list[ir.Value]:
             start = arith.addi(scale_place, constant(2 * (index * shape[0] + 8 * half)))
             kinds = [words.i32()] * 2
             return list(_ptx(_SCALE, start, result_types=kinds, has_side_effects=True))
 
-        rows = [line_of(half) for half in range(2)]
+        rows = load_codes(codes)
         layout = ops.ACCUMULATOR.to_mgpu()
         zero = arith.constant(ir.BF16Type.get(), 0.0)
         registers = mgpu.FragmentedArray.splat(zero, shape, layout).registers.copy()
@@ -210,6 +162,36 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return widen(codes, scales)
+
+
+def read_codes(codes: Array) -> Array:
+    """Codes less 8 of a line, `[rows, t, w, e, i, n]` by the digits of their inputs, int32."""
+    halves = codes.astype(jnp.int32).reshape(-1, 4, LINE // WEIGHT_GROUP, 2, 2)
+    return jnp.stack([halves & 15, halves >> 4], axis=-1) - 8
+
+
+def row_of_codes() -> ir.Value:
+    """The first of a thread's two rows of 64; the second is eight rows below."""
+    first = arith.muli(words.warp(), words.constant(16))
+    return arith.addi(first, arith.shrui(words.lane(), words.constant(2)))
+
+
+def load_codes(codes: ir.Value) -> list[list[ir.Value]]:
+    """What a thread has of a line of codes: of each of its two rows a word for each scale.
+
+    Args:
+      codes: `[64, 64]` bytes, a line of `lines_of_codes`.
+    """
+    constant, found = words.constant, []
+    # A warp has 16 rows; its lanes read eight of them side by side.
+    place = arith.muli(words.warp(), constant(16 * _LINE_BYTES))
+    place = arith.addi(place, arith.muli(words.lane(), constant(16)))
+    place = arith.addi(place, _pointer(codes))
+    for half in range(2):
+        start = arith.addi(place, constant(8 * half * _LINE_BYTES))
+        kinds = [words.i32()] * (LINE // WEIGHT_GROUP)
+        found.append(list(_ptx(_VECTOR, start, result_types=kinds, has_side_effects=True)))
+    return found
 
 
 def _pointer(ref: ir.Value) -> ir.Value:

@@ -1,5 +1,6 @@
 """Words of the compiler's own language (MLIR), for what kernels do with single threads."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,12 +9,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm, vector
+from jaxlib.mlir.dialects import llvm as typed_llvm
 
-# Its annotations lack the operands that its functions take.
+# Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
+llvm: Any = typed_llvm
 
 LANES = 32  # threads of a warp
 _ALL_LANES = -1  # as a mask
+_SWIZZLE = 1  # of whole lines, in a descriptor
 
 
 def integer_type() -> Any:
@@ -95,6 +99,22 @@ def power_of_two(exponent: ir.Value) -> ir.Value:
     field = arith.maxsi(exponent, constant(-127))
     field = arith.shli(arith.addi(field, constant(127)), constant(23))
     return arith.bitcast(ir.F32Type.get(), field)
+
+
+def descriptors(ref: ir.Value, firsts: Iterable[int], *, stride: int) -> list[ir.Value]:
+    """Where an operand of a product lies, for each instruction: address, stride, and swizzle.
+
+    Args:
+      ref: Shared memory, lines of 128 bytes, swizzled whole.
+      firsts: First byte of each instruction in its lines.
+      stride: Bytes from eight lines to the next eight.
+    """
+    long = ir.IntegerType.get_signless(64)
+    place = llvm.ptrtoint(long, mgpu.utils.memref_ptr(ref))
+    place = arith.andi(place, arith.constant(long, 0x3FFFF))
+    place = arith.shrui(place, arith.constant(long, 4))
+    start = arith.ori(place, arith.constant(long, (stride >> 4 << 32) | (_SWIZZLE << 62)))
+    return [arith.addi(start, arith.constant(long, first >> 4)) for first in firsts]
 
 
 def run(code: str, *operands: ir.Value) -> ir.Value:

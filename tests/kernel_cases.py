@@ -691,6 +691,8 @@ LINEAR_CASES = (
             {"rows": 1, "inputs": 4096, "columns": (14336, 14336), "has_norm": True},
             {"rows": 1, "inputs": 4096, "columns": (4096,)},
             {"rows": 1, "inputs": 14336, "columns": (4096,)},
+            {"rows": 3, "inputs": 4096, "columns": (4096,)},
+            {"rows": 8, "inputs": 4096, "columns": (14336, 14336), "has_norm": True},
             {"rows": 24, "inputs": 14336, "columns": (4096,)},
             {"rows": 64, "inputs": 3584, "columns": (18944, 18944), "has_norm": True},
         )

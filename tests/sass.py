@@ -18,7 +18,19 @@ _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 # Instructions whose first register is read, not written.
-_READERS = ("ST", "RED", "BAR", "SYNCS", "HGMMA", "IGMMA", "QGMMA", "WARP", "UTMA", "NANOSLEEP", "R2UR")
+_READERS = (
+    "ST",
+    "RED",
+    "BAR",
+    "SYNCS",
+    "HGMMA",
+    "IGMMA",
+    "QGMMA",
+    "WARP",
+    "UTMA",
+    "NANOSLEEP",
+    "R2UR",
+)
 _LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers, or a 64 x 32 one of 8-bit ones
 
 

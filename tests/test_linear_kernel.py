@@ -124,10 +124,36 @@ def test_products_with_narrow_weights_are_those_of_float64(name, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("what", slow_unless("a weight".__eq__, ["a weight", "a scale", "a row"]))
-def test_what_is_not_finite_in_eight_bits_stays_in_its_row_or_column(what):
-    x, kernels, scales, _ = draw_narrow("float8_e4m3fn", 3, 256, (64,))
-    row, column = (1, slice(None)) if what == "a row" else (slice(None), 7)
+@pytest.mark.parametrize("dtype", slow_unless("int8".__eq__, ["float8_e4m3fn", "int8", "int4"]))
+def test_rows_whose_numbers_lie_far_apart_lose_nothing_beside_the_largest(dtype):
+    """Of a line of 128 inputs; one is all zeros."""
+    _, kernels, scales, _ = draw_narrow(dtype, 3, 512, (64,))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 512)) * 2.0 ** rng.uniform(-40, 20, size=(3, 512))
+    x[1, 128:256] = 0.0
+    x = jnp.asarray(x, jnp.bfloat16)
+    options = {"is_transposed": True, "interpret": INTERPRET}
+    layer = jnp.asarray(1, jnp.int32)
+    (found,) = linear_kernel(x, kernels, layer, weight_scales=scales, **options)
+    wide, weights = np.asarray(x, np.float64), widened(kernels[0][1], scales[0][1])
+    largest = np.abs(wide).reshape(3, -1, 128).max(axis=-1)
+    sizes = largest @ np.abs(weights).reshape(64, -1, 128).sum(axis=-1).T
+    assert (np.abs(found - wide @ weights.T) < 2.0**-20 * sizes).all()
+
+
+NOT_FINITE = {
+    "a weight": "float8_e4m3fn",
+    "a scale": "float8_e4m3fn",
+    "a row": "float8_e4m3fn",
+    "a row beside whole numbers": "int8",
+    "a row beside four bits": "int4",
+}
+
+
+@pytest.mark.parametrize("what", slow_unless("a weight".__eq__, NOT_FINITE))
+def test_what_is_not_finite_stays_in_its_row_or_column(what):
+    x, kernels, scales, _ = draw_narrow(NOT_FINITE[what], 3, 256, (64,))
+    row, column = (1, slice(None)) if what.startswith("a row") else (slice(None), 7)
     arguments = {"x": x, "kernels": kernels, "weight_scales": scales}
     spoiled = dict(arguments)
     if what == "a weight":

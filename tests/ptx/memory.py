@@ -505,7 +505,7 @@ def _start_product(warp: Warp, one: Instruction) -> None:
             first = _from_registers(held, TYPES[left_kind], depth)
         else:
             first = as_matrix(read[1][1], left_kind)
-        found = signs[0] * signs[1] * (first @ second.T)
+        found = signs[0] * signs[1] * (first.astype(second.dtype) @ second.T)
         if goes_on.all():
             found = found + _sums(warp, names, to, columns)
         _put_sums(warp, names, to, found if is_whole else found.astype(np.float32))
