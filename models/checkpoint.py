@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import jax
@@ -116,8 +116,6 @@ def load_saved(
       ValueError: If the directory is of a newer version, damaged, or incomplete; or if it holds
         quantised weights and `weights` names others.
     """
-    import orbax.checkpoint as ocp
-
     saved = read_json(directory / SAVED_CONFIG_FILE)
     if saved.get("format_version") != FORMAT_VERSION:
         raise ValueError(
@@ -140,21 +138,56 @@ def load_saved(
         )
         for path, leaf in flatten_params(shapes).items()
     }
+    folder = directory.resolve() / PARAMS_FOLDER
+    if stored is not None or weights is None:
+        return unflatten_params(_restore(folder, wanted)), model_config
+    param_shapes(model_config, weights=weights)  # refuses what cannot be quantised
+    kernels = [path for path in wanted if path[0] == "layers" and path[-1] == "kernel"]
+    found = _restore(folder, wanted, set(wanted) - set(kernels))
+    # A stack of layers at a time: no more of the wide weights is ever held.
+    for path in kernels:
+        wide = unflatten_params(_restore(folder, wanted, {path}))
+        found |= flatten_params(quantize_params(wide, weights))
+    return unflatten_params(found), model_config
+
+
+def _restore(
+    folder: Path,
+    wanted: Mapping[tuple[str, ...], jax.ShapeDtypeStruct],
+    paths: Set[tuple[str, ...]] | None = None,
+) -> dict[tuple[str, ...], jax.Array]:
+    """Reads arrays of a checkpoint.
+
+    Args:
+      folder: Of the checkpoint.
+      wanted: All arrays of it.
+      paths: Of those to read; None reads all.
+
+    Raises:
+      ValueError: If the checkpoint is damaged or incomplete.
+    """
+    import orbax.checkpoint as ocp
+
+    # Orbax compares the whole tree with the files, and leaves out what has a placeholder.
+    left_out = set() if paths is None else set(wanted) - paths
+    tree = unflatten_params(
+        {path: ocp.PLACEHOLDER if path in left_out else leaf for path, leaf in wanted.items()}
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(
-                directory.resolve() / PARAMS_FOLDER, unflatten_params(wanted)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.restore(
+                folder, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args)
             )
     # Orbax and tensorstore raise many types for files that are missing or damaged.
     except Exception as error:
         reason = str(error).split("\n", 1)[0][:200]
         raise ValueError(
-            f"{directory / PARAMS_FOLDER} must be a complete checkpoint written by "
-            f"sketchwalk_jax.models.save, got {type(error).__name__}: {reason}"
+            f"{folder} must be a complete checkpoint written by sketchwalk_jax.models.save, got "
+            f"{type(error).__name__}: {reason}"
         ) from error
-    if stored is None and weights is not None:
-        params = quantize_params(params, weights)
-    return params, model_config
+    flat = flatten_params(found)
+    return {path: leaf for path, leaf in flat.items() if path not in left_out}
 
 
 def saved_weights(

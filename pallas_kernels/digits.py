@@ -151,7 +151,7 @@ def write(
     factors: Any,
     rows: Any,
     scale: Any = None,
-    squares: Float[Array, "N"] | None = None,
+    squares: Any = None,
     *,
     are_codes: bool = False,
     interpret: bool,
@@ -163,13 +163,13 @@ def write(
       factors: `2^(e + w_t)`, float32 `[D / 128, columns]`.
       rows: `[B, D]` in bfloat16.
       scale: What rows are multiplied by first, `[D]` in bfloat16; the product is rounded to it.
-      squares: With a scale, what the squares of the rows are added to, in `squares_layout`.
+      squares: With a scale, float32 `[num_squares()]` in `squares_layout`.
       are_codes: Whether they are for codes of four bits, whose order inputs then have, and 16 times
         of which are multiplied.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      `squares` with those of these rows.
+      `squares` and the squares of these rows; None without a scale.
     """
     (num_rows, depth), (num_columns, _) = rows.shape, target.shape
     dtype, lines = target.dtype, depth // LINE
@@ -180,7 +180,8 @@ def write(
     items = num_rows * lines
     layouts = [plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))]
     layouts += [plgpu.RefType()] * 2
-    operands, returns = [target, factors, rows], {}
+    operands: list[Any] = [target, factors, rows]
+    returns: dict[str, Any] = {}
     if scale is not None:
         layout = squares_layout(squares.shape[0])
         layouts += [plgpu.RefType(), layout]
@@ -192,9 +193,7 @@ def write(
     def write_digits(_: Any, target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
         constant, lane = words.constant, words.lane()
         target, factors, rows = (_pointer(x) for x in (target, factors, rows))
-        registers = None
-        if norm:
-            registers = norm[1].registers.copy()
+        registers: Any = norm[1].registers.copy() if norm else None
         chunk = arith.shrui(lane, constant(_EACH.bit_length() - 1))
         inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
         own_inputs = _own_inputs(lane, are_codes=are_codes)
@@ -303,7 +302,8 @@ def add_line(
         return plgpu.wgmma_accumulator_load(sums, wait_n=0)
 
     dtype = jnp.float32 if digits.dtype == jnp.float8_e4m3fn else jnp.int32
-    products = pl.run_scoped(multiply, plgpu.ACC(total.shape, dtype)).astype(jnp.float32)
+    rows, columns = total.shape
+    products = pl.run_scoped(multiply, plgpu.ACC((rows, columns), dtype)).astype(jnp.float32)
     return _add(total, products, factors)
 
 
@@ -460,7 +460,7 @@ _LARGEST = """
   max.u32 $0, one, two;
   }"""
 # A word of codes has, of each 32 inputs, those of a thread: these places of the two pairs that
-# `_load` finds 16 inputs apart (`widen.whole_codes`).
+# `_load` finds 16 inputs apart (`models.four_bits` says which input is where).
 _CODE_ORDER = (0, 2, 1, 3)
 
 

@@ -315,8 +315,9 @@ def _multiply(
         groups = digits.LINE // WEIGHT_GROUP
         half = pl.ds(line * digits.LINE // 2, digits.LINE // 2)
         left = weights.at[slot, :, half], factors.at[slot, pl.ds(line * groups, groups)]
-        options = {"depth": tiling.depth, "interpret": tiling.interpret}
-        return digits.add_line_of_codes(total, *left, *rows, **options)
+        return digits.add_line_of_codes(
+            total, *left, *rows, depth=tiling.depth, interpret=tiling.interpret
+        )
 
     def add_up_digits() -> Any:
         """`add_up` for weights that the tensor cores read as they lie."""
@@ -327,8 +328,7 @@ def _multiply(
             plgpu.barrier_wait(filled.at[slot])
             norm = (scales.at[slot], found) if tiling.has_norm else ()
             operands = inputs.at[own], powers.at[own], arrived.at[slot], *norm
-            options = {"are_codes": tiling.is_packed, "interpret": tiling.interpret}
-            found = digits.write(*operands, **options)
+            found = digits.write(*operands, are_codes=tiling.is_packed, interpret=tiling.interpret)
             plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
             load(index + tiling.stages - 1)
             for line in range(tiling.depth // digits.LINE):

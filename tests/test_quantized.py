@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sketchwalk_jax import Dense, forward, load, save
-from sketchwalk_jax.models import four_bits, param_shapes, quantize_params
+from sketchwalk_jax.models import checkpoint, four_bits, param_shapes, quantize_params
 from sketchwalk_jax.models.params import check_params, check_runs, flatten_params, weights_of
 from sketchwalk_jax.models.quantized import multiply_quantized, out_kernel, quantize_rows
 
@@ -215,11 +215,24 @@ def test_a_saved_directory_comes_back_exactly(weights, tmp_path):
         load(tmp_path / "saved", progress=False, weights=other)
 
 
-def test_a_saved_directory_is_quantised_when_loaded(tmp_path):
-    params = tiny.params(model=MODEL)
+def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, monkeypatch):
+    params = tiny.params(jnp.bfloat16, MODEL)
     save(tmp_path / "saved", params, MODEL)
+    wanted = quantize_params(params, "int8")
+
+    def num_wide():
+        return sum(x.ndim > 2 and x.dtype == jnp.bfloat16 for x in jax.live_arrays())
+
+    held, before = [], num_wide()
+
+    def quantize(wide, weights):
+        held.append(num_wide() - before)
+        return quantize_params(wide, weights)
+
+    monkeypatch.setattr(checkpoint, "quantize_params", quantize)
     found, _ = load(tmp_path / "saved", progress=False, weights="int8")
-    equal(found, quantize_params(params, "int8"))
+    equal(found, wanted)
+    assert held == [1] * 7
 
 
 @pytest.mark.parametrize("weights", KINDS)
