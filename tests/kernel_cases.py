@@ -641,6 +641,16 @@ class LinearKernelCase:
         what = "linear" if self.dtype == "bfloat16" else f"linear in {self.dtype},"
         return f"{what} {self.rows}x{self.inputs} to {columns}{kind}"
 
+    @property
+    def num_products(self) -> int | None:
+        """Products of the tensor cores in the code, if rows are multiplied in eight bits."""
+        from sketchwalk_jax.pallas_kernels import linear
+
+        _, (x, _, _, weights, _) = self.program()
+        options = {"has_norm": self.has_norm, "is_transposed": self.is_transposed}
+        tiling = linear.tile(x, weights, **options)
+        return tiling.depth // 32 if tiling.has_digits else None
+
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The products."""
         from sketchwalk_jax.pallas_kernels.linear import linear_kernel

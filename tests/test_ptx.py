@@ -320,24 +320,29 @@ WRITE = """
 """
 
 
-def multiply(*parts):
+def multiply(*parts, dtype=ml_dtypes.float8_e4m3fn):
     """Products of 64 queries with eight keys, and what they are to be."""
     rng = np.random.default_rng(0)
-    queries, keys = (
-        rng.normal(size=(size, DEPTH)).astype(ml_dtypes.float8_e4m3fn) for size in (64, 8)
-    )
+    queries, keys = ((40 * rng.normal(size=(size, DEPTH))).astype(dtype) for size in (64, 8))
     held = np.zeros(8192, np.uint8)
     held[:2048] = queries.view(np.uint8).reshape(-1)
     # Lines of 32 bytes, of which every other four exchange their halves.
     place = np.arange(256)
     held[4096 + (place ^ (place >> 7 & 1) << 4)] = keys.view(np.uint8).reshape(-1)
-    found = run("".join(parts), held, np.zeros((64, 8), np.float32), threads=128)
-    return found, queries.astype(np.float32) @ keys.astype(np.float32).T
+    wide = np.int32 if dtype == np.int8 else np.float32
+    found = run("".join(parts), held, np.zeros((64, 8), wide), threads=128)
+    return found, queries.astype(wide) @ keys.astype(wide).T
 
 
 def test_products_of_eight_bits_are_made():
     found, wanted = multiply(START, FENCE, PRODUCT, AWAIT, WRITE)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-2)
+
+
+def test_products_of_whole_numbers_are_exact():
+    product = PRODUCT.replace("f32.e4m3.e4m3", "s32.s8.s8").replace("%p2, 1, 1", "%p2")
+    found, wanted = multiply(START, FENCE, product, AWAIT, WRITE, dtype=np.int8)
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
