@@ -434,7 +434,12 @@ def linear_facts(data: Results) -> Row:
     """Milliseconds of a token's linear layers, estimated for each type of weights."""
     tokens = [row for row in data["rows"] if "estimated_ms" in row]
     estimated = {row["dtype"]: row["estimated_ms"] for row in tokens}
-    return estimated | {"measured": tokens[0]["measured_bfloat16_ms"]}
+    whole = {f"{row['dtype']}_token": row["tokens"][0]["estimated_ms"] for row in tokens}
+    measured = {
+        "measured": tokens[0]["measured_bfloat16_ms"],
+        "measured_token": tokens[0]["tokens"][0]["bfloat16_ms"],
+    }
+    return estimated | whole | measured
 
 
 def rate_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:

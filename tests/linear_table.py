@@ -16,7 +16,9 @@ compiled to, and what it copies.
 * `kib_in_flight`: weights that a processor has asked for and that have not come.
 
 The last row of a type estimates a token: the bytes of all layers and of the head in bfloat16, at
-the rate that the benchmark `end_to_end` measured for them in bfloat16. It is no measurement.
+the rate that the benchmark `end_to_end` measured for them in bfloat16. `tokens` adds what that
+benchmark measured of the rest of a token, by context and number of sequences, beside the whole
+token in bfloat16. These are no measurements.
 """
 
 import argparse
@@ -32,6 +34,7 @@ import hopper
 
 _BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 _LAYERS, _HEAD = 32, 128256 * 4096
+_CELLS = ((131072, 1), (16384, 1), (65536, 8))  # contexts and sequences of tokens
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 # An H200: bytes in a second, processors, clock under load, and instructions of a clock.
 _BANDWIDTH, _PROCESSORS, _CLOCK, _STARTED = 4.8e12, 132, 1.75e9, 4
@@ -112,11 +115,25 @@ def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]
     }
 
 
-def estimate(rows: list[dict[str, Any]], measured_ms: float) -> dict[str, Any]:
-    """A token's linear layers with the types of these rows."""
+def estimate(
+    rows: list[dict[str, Any]], measured: dict[tuple[int, int], dict[str, float]]
+) -> dict[str, Any]:
+    """A token's linear layers with the types of these rows, and whole tokens.
+
+    Args:
+      rows: Of the products of a layer.
+      measured: Parts of a token in bfloat16, by context and number of sequences.
+    """
+    measured_ms = measured[_CELLS[0]]["linear"]
     own = _LAYERS * sum(row["memory_bytes"] for row in rows)
     wide = _LAYERS * sum(2 * sum(row["columns"]) * row["inputs"] for row in rows) + 2 * _HEAD
     rate = wide / measured_ms / 1e9
+    estimated_ms = (own + 2 * _HEAD) / rate / 1e9
+    tokens = []
+    for (context, sequences), parts in measured.items():
+        whole_ms = sum(parts.values())
+        cell = {"context": context, "sequences": sequences, "bfloat16_ms": whole_ms}
+        tokens.append(cell | {"estimated_ms": whole_ms - parts["linear"] + estimated_ms})
     return {
         "product": "a token",
         "dtype": rows[0]["dtype"],
@@ -124,22 +141,23 @@ def estimate(rows: list[dict[str, Any]], measured_ms: float) -> dict[str, Any]:
         "head_bytes": 2 * _HEAD,
         "measured_bfloat16_ms": measured_ms,
         "measured_bfloat16_tb_per_s": rate,
-        "estimated_ms": (own + 2 * _HEAD) / rate / 1e9,
+        "estimated_ms": estimated_ms,
+        "tokens": tokens,
         "largest_issue_share": max(row["issue_share"] for row in rows),
     }
 
 
-def _measured_ms() -> float:
-    """The linear layers of a token of the 8B model in bfloat16, as `end_to_end` measured them."""
-    text = (_BENCHMARKS / "results" / "end_to_end.json").read_text()
-    wanted = {"model": "llama-3.1-8b", "tokens": 131072, "batch": 1, "phase": "decode"}
-    wanted |= {"policy": "sketchwalk", "preset": "recommended_blocks", "density": 0.1}
-    (found,) = (
-        row
-        for row in json.loads(text)["rows"]
-        if wanted.items() <= row.items() and row["implementation"] == "ours"
-    )
-    return float(found["parts_ms"]["linear"])
+def _measured_parts() -> dict[tuple[int, int], dict[str, float]]:
+    """Parts of a token of the 8B model in bfloat16, as `end_to_end` measured them."""
+    every = json.loads((_BENCHMARKS / "results" / "end_to_end.json").read_text())["rows"]
+    wanted = {"model": "llama-3.1-8b", "phase": "decode", "implementation": "ours"}
+    wanted |= {"policy": "sketchwalk", "preset": "recommended", "density": 0.1}
+    found = {}
+    for cell in _CELLS:
+        own = wanted | dict(zip(("tokens", "batch"), cell, strict=True))
+        (row,) = (row for row in every if own.items() <= row.items())
+        found[cell] = row["parts_ms"]
+    return found
 
 
 def main() -> None:
@@ -158,7 +176,7 @@ def main() -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     sharding = NamedSharding(hopper.make_mesh(1, "device", "9.0"), PartitionSpec())
-    rows, measured_ms = [], _measured_ms()
+    rows, measured = [], _measured_parts()
     # Beside weights of four bits, some arrays keep eight (`params.quantized_dtype`).
     in_four = ("output", "gate, up")
     in_eight: list[dict[str, Any]] = []
@@ -169,7 +187,7 @@ def main() -> None:
         if dtype == "int4":
             every = own + [row for row in in_eight if row["product"] not in in_four]
         in_eight = own
-        rows += [*own, estimate(every, measured_ms)]
+        rows += [*own, estimate(every, measured)]
         print(f"{dtype}: {rows[-1]['estimated_ms']:.2f} ms a token, estimated", flush=True)
     details = {"assembler": ampere_table.assembler(), "is_measured": False}
     common.write_results(options.out, common.describe_machine(**details), rows)
