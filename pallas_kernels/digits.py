@@ -17,13 +17,19 @@ numbers of eight bits in three instructions for eight of them.
   the line's largest number.
 
 Tensor cores take eight columns at least, which is room for the digits of a few rows: each digit of
-a row is a column, with sums of its own, and whoever reads these adds them up. Hopper keeps about 14
-bits of a sum in float8 (sums of whole numbers are exact), so that the sums of each line are added
-up in float32, which is also where powers of two and the scales of groups come in.
+a row is a column, with sums of its own, which are added up last. Hopper keeps about 14 bits of a
+sum in float8 (sums of whole numbers are exact), so that the sums of each line are added up in
+float32, which is also where powers of two and the scales of groups come in.
+
+*Two groups at a time.* With four bits, the sums of each group of 32 inputs are multiplied by a
+scale. A single row leaves half of the eight columns free. These have the digits of every other
+group: one half of the columns is zero wherever the other is not. So the sums of two groups are made
+in the same registers, and half of the work with sums is left.
 
 A number that is not finite makes `2^e`, and so its whole row, NaN.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -39,6 +45,7 @@ from jaxlib.mlir.dialects import nvvm, vector
 from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, widen, words
+from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
@@ -62,6 +69,7 @@ _NAN = 0x7FFFFFFF
 _LINE_BYTES = LINE * _COLUMNS  # of a line of eight columns
 _EACH = warp_ops.LANES // _COLUMNS  # lanes that write 16 bytes together
 _CODE_SHIFT = 4  # codes lie in the upper half of a byte
+_HALF = _COLUMNS // 2  # columns of every other group, where two groups are multiplied at a time
 _ptx = mgpu.utils.inline_ptx
 # What is left of a number beside its first digit is at most a 32nd of it.
 _FLOAT_DIGITS = """
@@ -124,6 +132,48 @@ def num_columns(num_rows: int, weights_dtype: Any) -> int:
     return -(-num_rows * num_digits(weights_dtype) // _COLUMNS) * _COLUMNS
 
 
+def _is_by_two(num_rows: int, *, are_codes: bool) -> bool:
+    """Whether two groups are multiplied at a time."""
+    return are_codes and num_rows == 1
+
+
+def _columns(row: int, dtype: Any, num_rows: int, *, are_codes: bool) -> list[int]:
+    """The columns of a row's digits, which have this type."""
+    count = len(_SHIFTS[dtype.name])
+    if _is_by_two(num_rows, are_codes=are_codes):
+        return [first + index for first in (0, _HALF) for index in range(count)]
+    return [row * count + index for index in range(count)]
+
+
+def begin(target: Any, num_rows: int, *, are_codes: bool, interpret: bool) -> None:
+    """Sets what `write` leaves zero.
+
+    Args:
+      target: Of `write`, several of them.
+      num_rows: Rows that `write` takes.
+      are_codes: As for `write`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if not _is_by_two(num_rows, are_codes=are_codes):
+        return
+    if interpret:
+        target[...] = jnp.zeros(target.shape, target.dtype)
+        return
+    per_thread = target.size * target.dtype.itemsize // warp_ops.THREADS
+    reference = plgpu.RefType(ops.transforms(target.dtype, ops.SWIZZLE_BYTES))
+
+    @plgpu.inline_mgpu(arg_types=(reference,))
+    def clear(_: Any, target: Any) -> None:
+        zero = words.constant(0)
+        place = arith.addi(_pointer(target), arith.muli(words.thread(), words.constant(16)))
+        for first in range(0, per_thread, 16):
+            code = f"st.shared.v4.b32 [$0 + {first * warp_ops.THREADS}], {{$1, $1, $1, $1}};"
+            _ptx(code, place, zero, has_side_effects=True)
+        mgpu.warpgroup_barrier()
+
+    clear(target)
+
+
 def num_squares(num_rows: int, depth: int) -> int:
     """Entries that `write` adds squares to: a warp has a line of a row at a time."""
     return -(-num_rows * (depth // LINE) // warp_ops.WARPS) * warp_ops.THREADS
@@ -177,6 +227,7 @@ def write(
         return _write_plainly(target, factors, rows, scale, squares, are_codes=are_codes)
     shifts, top = _SHIFTS[dtype.name], _TOP[dtype.name]
     code_shift = _CODE_SHIFT if are_codes else 0
+    is_by_two = _is_by_two(num_rows, are_codes=are_codes)
     items = num_rows * lines
     layouts = [plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))]
     layouts += [plgpu.RefType()] * 2
@@ -197,6 +248,8 @@ def write(
         chunk = arith.shrui(lane, constant(_EACH.bit_length() - 1))
         inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
         own_inputs = _own_inputs(lane, are_codes=are_codes)
+        half = arith.andi(arith.shrui(lane, constant(3)), constant(1))
+        half = arith.muli(half, constant(_HALF))
         for turn in range(-(-items // warp_ops.WARPS)):
             item = arith.addi(words.warp(), constant(turn * warp_ops.WARPS))
             item = arith.minui(item, constant(items - 1))
@@ -223,6 +276,8 @@ def write(
             is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(_NOT_FINITE))
             for index, (shift, word) in enumerate(zip(shifts, found, strict=True)):
                 column = arith.addi(arith.muli(row, constant(len(shifts))), constant(index))
+                if is_by_two:  # a thread's inputs are of one group
+                    column = arith.addi(half, constant(index))
                 back = arith.addi(least, constant(shift - top - code_shift))
                 back = arith.shli(back, constant(_MANTISSA))
                 back = arith.select(is_finite, back, constant(_NAN))
@@ -275,6 +330,13 @@ def _write_plainly(
         found = [((whole >> shift & 255) - 128).astype(dtype) for shift in shifts]
     back = [power(least + shift - top - (_CODE_SHIFT if are_codes else 0)) for shift in shifts]
     back = [jnp.where(exponent < _NOT_FINITE, one, jnp.nan) for one in back]
+    if _is_by_two(num_rows, are_codes=are_codes):
+        for half in range(2):
+            own = [x.reshape(-1, 2, WEIGHT_GROUP).at[:, 1 - half].set(0) for x in found]
+            start, end = half * _HALF, half * _HALF + len(shifts)
+            target[start:end, :] = jnp.stack(own).reshape(len(shifts), depth)
+            factors[:, start:end] = jnp.concatenate(back).T
+        return squares
     count = num_rows * len(shifts)
     target[:count, :] = jnp.stack(found, axis=1).reshape(count, depth)
     factors[:, :count] = jnp.stack(back, axis=1).reshape(count, lines).T
@@ -314,6 +376,7 @@ def add_line_of_codes(
     digits: Any,
     factors: Any,
     *,
+    num_rows: int,
     depth: int,
     interpret: bool,
 ) -> Float[Array, "64 N"]:
@@ -325,6 +388,7 @@ def add_line_of_codes(
       scales: `[4, 64]` in bfloat16, of each 32 inputs.
       digits: `[N, 128]`, what `write` wrote for codes.
       factors: `[N]`, likewise.
+      num_rows: Rows whose digits these are.
       depth: Inputs of all lines that `digits` is one of.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -351,11 +415,14 @@ def add_line_of_codes(
         stride = depth // LINE * _LINE_BYTES
         firsts = range(0, LINE, LINE // groups)
         descriptors = words.descriptors(digits, firsts, stride=stride)
-        found = _multiply_groups(left, descriptors, total.shape[1])
+        found = _multiply_groups(left, descriptors, total.shape[1], together)
         place = arith.addi(_pointer(scales), arith.shli(widen.row_of_codes(), words.constant(1)))
+        if together > 1:  # half of the threads have columns of the second group
+            second = arith.andi(arith.shrui(words.lane(), words.constant(1)), words.constant(1))
+            place = arith.addi(place, arith.muli(second, words.constant(2 * codes_rows)))
         registers = zeros.registers.copy()
         kind = zeros.registers.flat[0].type
-        for group in range(groups):
+        for group in range(0, groups, together):
             # Those of the thread's two rows.
             own = [
                 _ptx(
@@ -367,15 +434,17 @@ def add_line_of_codes(
                 for half in range(2)
             ]
             own = [vector.broadcast(kind, x) for x in own]
-            for index in range(len(found[group]) // 2):
+            products = found[group // together]
+            for index in range(len(products) // 2):
                 sums = vector.from_elements(
-                    ir.VectorType.get((2,), words.i32()), found[group][2 * index : 2 * index + 2]
+                    ir.VectorType.get((2,), words.i32()), products[2 * index : 2 * index + 2]
                 )
                 before = registers.flat[index]
                 registers.flat[index] = math.fma(arith.sitofp(kind, sums), own[index % 2], before)
         return mgpu.FragmentedArray(_registers=registers, _layout=zeros.layout, _is_signed=None)
 
     codes_rows = codes.shape[0]
+    together = 2 if _is_by_two(num_rows, are_codes=True) else 1
     return _add(total, multiply(codes, scales, digits, ops.full(total.shape, 0.0)), factors)
 
 
@@ -387,35 +456,81 @@ def _whole(word: ir.Value) -> list[ir.Value]:
 
 
 def _multiply_groups(
-    left: list[ir.Value], descriptors: list[ir.Value], num_columns: int
+    left: list[ir.Value], descriptors: list[ir.Value], num_columns: int, together: int
 ) -> list[list[ir.Value]]:
-    """Products of each group of 32 inputs, whole numbers, once all have come.
+    """Products of groups of 32 inputs, so many together, whole numbers, once all have come.
 
     Nothing but what stands here knows the sums while they are made.
     """
     count, groups = num_columns // 2, len(descriptors)
-    of_group, code = len(left) // groups, []
+    num_sums, of_group, code = groups // together * count, len(left) // groups, []
     for group in range(groups):
         sums, own = (
-            ", ".join(f"${start + group * size + index}" for index in range(size))
-            for start, size in ((0, count), (groups * count, of_group))
+            ", ".join(f"${start + index}" for index in range(size))
+            for start, size in (
+                (group // together * count, count),
+                (num_sums + group * of_group, of_group),
+            )
         )
-        descriptor = f"${groups * (count + of_group) + group}"
+        descriptor = f"${num_sums + groups * of_group + group}"
         code.append(
             f"wgmma.mma_async.sync.aligned.m64n{num_columns}k32.s32.s8.s8 "
-            f"{{{sums}}}, {{{own}}}, {descriptor}, goes_on;"
+            f"{{{sums}}}, {{{own}}}, {descriptor}, {'goes_on' if group % together else 'begins'};"
         )
     found = _ptx(
-        "{ .reg .pred goes_on; .reg .b32 zero; mov.b32 zero, 0; setp.ne.b32 goes_on, zero, 0; "
+        "{ .reg .pred begins, goes_on; .reg .b32 zero; mov.b32 zero, 0; "
+        "setp.ne.b32 begins, zero, 0; setp.eq.b32 goes_on, zero, 0; "
         f"wgmma.fence.sync.aligned; {' '.join(code)} wgmma.commit_group.sync.aligned; "
         "wgmma.wait_group.sync.aligned 0; }",
         *left,
         *descriptors,
-        result_types=[words.i32()] * (groups * count),
+        result_types=[words.i32()] * num_sums,
         has_side_effects=True,
         convergent=True,
     )
-    return [list(found[start : start + count]) for start in range(0, groups * count, count)]
+    return [list(found[start : start + count]) for start in range(0, num_sums, count)]
+
+
+def add_digits(sums: Any, target: Any, dtype: Any, *, are_codes: bool, interpret: bool) -> None:
+    """Adds up the sums of each row's digits.
+
+    Args:
+      sums: Of columns, float32 `[N, 64]` in shared memory.
+      target: Of rows, float32 `[B, 64]`, likewise.
+      dtype: Of the digits.
+      are_codes: As for `write`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    num_rows, width = target.shape
+    columns = [_columns(row, dtype, num_rows, are_codes=are_codes) for row in range(num_rows)]
+    if interpret:
+        found = sums[...]
+        for row, own in enumerate(columns):
+            target[row, :] = sum(found[column] for column in own)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def add(_: Any, sums: Any, target: Any) -> None:
+        constant = words.constant
+        sums, target = _pointer(sums), _pointer(target)
+        # Two rows at a time; what is left over repeats the last.
+        second = arith.shrui(words.thread(), constant(width.bit_length() - 1))
+        place = arith.shli(arith.andi(words.thread(), constant(width - 1)), constant(2))
+        stride = len(columns[0]) * width * 4
+        for row in range(0, num_rows, warp_ops.THREADS // width):
+            own = arith.minui(arith.addi(second, constant(row)), constant(num_rows - 1))
+            first = arith.addi(sums, arith.addi(place, arith.muli(own, constant(stride))))
+            found = [_load_float(first, 4 * width * column) for column in columns[0]]
+            total = functools.reduce(arith.addf, found)
+            where = arith.addi(target, arith.addi(place, arith.muli(own, constant(4 * width))))
+            _store(where, arith.bitcast(words.i32(), total))
+
+    add(sums, target)
+
+
+def _load_float(place: ir.Value, offset: int) -> ir.Value:
+    code = f"ld.shared.f32 $0, [$1 + {offset}];"
+    return _ptx(code, place, result_types=ir.F32Type.get(), has_side_effects=True)
 
 
 def _wide(ref: Any) -> Array:

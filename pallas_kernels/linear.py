@@ -25,8 +25,9 @@ Weights of four bits (uint8, two in a byte) have a scale for each group of 32 in
 
     W_i[layer, d, f] = (code_i[layer, f, d] - 8) · s_i[layer, d / 32, f]
 
-and lie as `sketchwalk_jax.models.four_bits` says. bfloat16 has these weights exactly, and so they
-are widened with their scales.
+and lie as `sketchwalk_jax.models.four_bits` says. Up to eight rows are multiplied with the codes as
+whole numbers of eight bits, group by group, and the sums by the scales. bfloat16 has these weights
+exactly, and so more rows are multiplied with weights that are widened with their scales.
 
 With so few rows the time is that of reading the weights. A program has 64 columns of one array and
 a part of the inputs; it reads them 64 x 64 at a time (narrow ones 64 x 128 to 64 x 512), several
@@ -130,11 +131,6 @@ class Tiling:
         return digits.num_columns(self.num_rows, self.dtype) if self.has_digits else self.rows
 
     @property
-    def num_sums(self) -> int:
-        """Columns that are written."""
-        return self.num_rows * (digits.num_digits(self.dtype) if self.has_digits else 1)
-
-    @property
     def piece(self) -> int:
         """Inputs of rows that are copied at a time."""
         return min(self.depth, _MOST_COPIED)
@@ -146,10 +142,7 @@ class Tiling:
 
     @property
     def slots(self) -> int:
-        """Pieces of shared memory for rows that tensor cores read.
-
-        Digits are written while others are read.
-        """
+        """Pieces of shared memory for what tensor cores read: digits are written beside others."""
         return 2 if self.has_digits else self.stages
 
     @property
@@ -166,8 +159,9 @@ class Tiling:
     def scratch(self) -> dict[str, Any]:
         """Shared memory, of which each stage has a piece, and a barrier for each stage."""
         stages = self.stages
+        dtype = digits.digits_dtype(self.dtype) if self.has_digits else jnp.bfloat16
         own: dict[str, Any] = {
-            "inputs": ops.tiled((self.slots, self.columns, self.depth), jnp.bfloat16),
+            "inputs": ops.tiled((self.slots, self.columns, self.depth), dtype),
             "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
             "sums": plgpu.SMEM((self.columns, _TILE), jnp.float32),
         }
@@ -178,10 +172,9 @@ class Tiling:
             own["factors"] = plgpu.SMEM((stages, self.depth // WEIGHT_GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.has_digits:
-            shape = (self.slots, self.columns, self.depth)
-            own["inputs"] = ops.tiled(shape, digits.digits_dtype(self.dtype))
             shape = (self.slots, self.depth // digits.LINE, self.columns)
             own["powers"] = plgpu.SMEM(shape, jnp.float32)
+            own["sums_of_rows"] = plgpu.SMEM((self.num_rows, _TILE), jnp.float32)
         if self.is_rewritten:
             rows = self.num_rows if self.has_digits else self.rows
             own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
@@ -203,6 +196,7 @@ def _multiply(
     scales: Any = None,
     factors: Any = None,
     powers: Any = None,
+    sums_of_rows: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
     arrived = arrived if tiling.is_rewritten else inputs
@@ -215,6 +209,7 @@ def _multiply(
     first = part * tiling.own_steps
     count = jnp.minimum(tiling.own_steps, tiling.steps - first)
     own_layer = layer[0]
+    kind: dict[str, Any] = {"are_codes": tiling.is_packed, "interpret": tiling.interpret}
 
     def of_array(body: Any) -> None:
         """Runs `body(index, columns)` for the array that the program's tile belongs to."""
@@ -315,9 +310,8 @@ def _multiply(
         groups = digits.LINE // WEIGHT_GROUP
         half = pl.ds(line * digits.LINE // 2, digits.LINE // 2)
         left = weights.at[slot, :, half], factors.at[slot, pl.ds(line * groups, groups)]
-        return digits.add_line_of_codes(
-            total, *left, *rows, depth=tiling.depth, interpret=tiling.interpret
-        )
+        options: dict[str, Any] = {"num_rows": tiling.num_rows, "depth": tiling.depth}
+        return digits.add_line_of_codes(total, *left, *rows, **options, interpret=tiling.interpret)
 
     def add_up_digits() -> Any:
         """`add_up` for weights that the tensor cores read as they lie."""
@@ -328,13 +322,14 @@ def _multiply(
             plgpu.barrier_wait(filled.at[slot])
             norm = (scales.at[slot], found) if tiling.has_norm else ()
             operands = inputs.at[own], powers.at[own], arrived.at[slot], *norm
-            found = digits.write(*operands, are_codes=tiling.is_packed, interpret=tiling.interpret)
+            found = digits.write(*operands, **kind)
             plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
             load(index + tiling.stages - 1)
             for line in range(tiling.depth // digits.LINE):
                 total = add_line(total, slot, own, line)
             return total, found
 
+        digits.begin(inputs, tiling.num_rows, **kind)
         none = None
         if tiling.has_norm:
             count_of_squares = digits.num_squares(tiling.num_rows, tiling.depth)
@@ -350,6 +345,9 @@ def _multiply(
     # By rows, so that whoever adds up the parts reads those that there are, one after the other.
     ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
     plgpu.commit_smem()
+    if tiling.has_digits:
+        digits.add_digits(sums, sums_of_rows, inputs.dtype, **kind)
+        plgpu.commit_smem()
     if tiling.has_norm:
 
         @pl.when(tile == 0)
@@ -360,8 +358,9 @@ def _multiply(
                 ops.write(squares.at[part], jnp.sum(found, axis=0))
 
     def put(index: int, columns: Any) -> None:
-        own = pl.ds(0, tiling.num_sums)
-        plgpu.copy_smem_to_gmem(sums.at[own], targets[index].at[part, own, columns])
+        own = pl.ds(0, tiling.num_rows)
+        source = sums_of_rows if tiling.has_digits else sums.at[own]
+        plgpu.copy_smem_to_gmem(source, targets[index].at[part, own, columns])
 
     of_array(put)
     plgpu.wait_smem_to_gmem(0)
@@ -419,6 +418,7 @@ def _stages(tiling: Tiling) -> int:
     if tiling.has_digits:
         stage_bytes += 2 * depth * tiling.num_rows
         other_bytes += tiling.slots * tiling.columns * (depth + 4 * depth // digits.LINE)
+        other_bytes += 4 * _TILE * tiling.num_rows
     else:
         # Rows as they arrived are others than those that are read.
         stage_bytes += 2 * depth * tiling.rows * (1 + tiling.is_padded)
@@ -510,7 +510,7 @@ def linear_kernel(
     )
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
-    shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_sums, width) for width in widths]
+    shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
     if scale is not None and tiling.has_digits:
         shapes.append((tiling.parts, digits.num_squares(tiling.num_rows, tiling.depth)))
     elif scale is not None:
@@ -541,11 +541,7 @@ def linear_kernel(
         inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
-        if tiling.has_digits:
-            of_rows = one.reshape(tiling.parts, num_rows, -1, widths[index])
-            total = jnp.sum(of_rows, axis=(0, 2))
-        else:
-            total = jnp.sum(one, axis=0)[:num_rows]
+        total = jnp.sum(one, axis=0)[:num_rows]
         if weight_scales is not None:
             total = total * weight_scales[index][layer][None]
         results.append(total if inverse is None else total * inverse[:, None])
