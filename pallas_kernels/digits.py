@@ -122,14 +122,10 @@ def digits_dtype(weights_dtype: Any) -> Any:
     return jnp.dtype(_TYPES[jnp.dtype(weights_dtype).name])
 
 
-def num_digits(weights_dtype: Any) -> int:
-    """Digits of a number."""
-    return len(_SHIFTS[digits_dtype(weights_dtype).name])
-
-
 def num_columns(num_rows: int, weights_dtype: Any) -> int:
     """Columns that tensor cores multiply: each digit of a row, and what fills them up."""
-    return -(-num_rows * num_digits(weights_dtype) // _COLUMNS) * _COLUMNS
+    count = num_rows * len(_SHIFTS[digits_dtype(weights_dtype).name])
+    return -(-count // _COLUMNS) * _COLUMNS
 
 
 def _is_by_two(num_rows: int, *, are_codes: bool) -> bool:
@@ -332,9 +328,9 @@ def _write_plainly(
     back = [jnp.where(exponent < _NOT_FINITE, one, jnp.nan) for one in back]
     if _is_by_two(num_rows, are_codes=are_codes):
         for half in range(2):
-            own = [x.reshape(-1, 2, WEIGHT_GROUP).at[:, 1 - half].set(0) for x in found]
+            of_half = [x.reshape(-1, 2, WEIGHT_GROUP).at[:, 1 - half].set(0) for x in found]
             start, end = half * _HALF, half * _HALF + len(shifts)
-            target[start:end, :] = jnp.stack(own).reshape(len(shifts), depth)
+            target[start:end, :] = jnp.stack(of_half).reshape(len(shifts), depth)
             factors[:, start:end] = jnp.concatenate(back).T
         return squares
     count = num_rows * len(shifts)
