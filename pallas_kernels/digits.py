@@ -186,9 +186,8 @@ def sums_of_squares(
     """Of each row, from what `write` added up in one or several programs."""
     lines = depth // LINE
     of_lines = jnp.sum(found.reshape(*found.shape[:-1], -1, warp_ops.LANES), axis=-1)
-    of_lines = of_lines[
-        ..., : num_rows * lines
-    ]  # warps without a line of their own repeat the last
+    # Warps without a line of their own have repeated the last.
+    of_lines = of_lines[..., : num_rows * lines]
     return jnp.sum(of_lines.reshape(*of_lines.shape[:-1], num_rows, lines), axis=-1)
 
 
@@ -278,7 +277,7 @@ def write(
                 back = arith.shli(back, constant(_MANTISSA))
                 back = arith.select(is_finite, back, constant(_NAN))
                 place = arith.addi(arith.muli(line, constant(num_columns)), column)
-                # All lanes write the same.
+                # All lanes that write to a place write the same.
                 _store(arith.addi(factors, arith.muli(place, constant(4))), back)
                 own = arith.andi(column, constant(_COLUMNS - 1))
                 tile = arith.muli(arith.shrui(column, constant(3)), constant(lines))
