@@ -180,15 +180,29 @@ def squares_layout(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
-def sums_of_squares(
-    found: Float[Array, "*parts N"], num_rows: int, depth: int
-) -> Float[Array, "*parts B"]:
-    """Of each row, from what `write` added up in one or several programs."""
-    lines = depth // LINE
-    of_lines = jnp.sum(found.reshape(*found.shape[:-1], -1, warp_ops.LANES), axis=-1)
-    # Warps without a line of their own have repeated the last.
-    of_lines = of_lines[..., : num_rows * lines]
-    return jnp.sum(of_lines.reshape(*of_lines.shape[:-1], num_rows, lines), axis=-1)
+def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> None:
+    """Adds up what `write` has added of each line of a row.
+
+    Args:
+      squares: What it returned, in `squares_layout`.
+      target: `[N / 32]` in shared memory: lines of a row side by side, rows in order. What follows
+        repeats the last.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        target[...] = jnp.sum(squares.reshape(-1, warp_ops.LANES), axis=-1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(squares_layout(squares.shape[0]), plgpu.RefType()))
+    def add(_: Any, squares: Any, target: Any) -> None:
+        place = arith.addi(_pointer(target), arith.muli(words.warp(), words.constant(4)))
+        for turn, total in enumerate(words.scalars(squares)):
+            for distance in (16, 8, 4, 2, 1):
+                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+            where = arith.addi(place, words.constant(4 * turn * warp_ops.WARPS))
+            _store(where, arith.bitcast(words.i32(), total))  # all lanes the same
+
+    add(squares, target)
 
 
 def write(

@@ -39,6 +39,7 @@ same sum every time.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,6 +179,9 @@ class Tiling:
         if self.is_rewritten:
             rows = self.num_rows if self.has_digits else self.rows
             own["arrived"] = plgpu.SMEM((stages, rows, self.depth), jnp.bfloat16)
+        if self.has_digits and self.has_norm:
+            count = digits.num_squares(self.num_rows, self.depth)
+            own["squares_of_lines"] = plgpu.SMEM((count // warp_ops.LANES,), jnp.float32)
         if self.has_norm:
             own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
         return own
@@ -197,6 +201,7 @@ def _multiply(
     factors: Any = None,
     powers: Any = None,
     sums_of_rows: Any = None,
+    squares_of_lines: Any = None,
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
     arrived = arrived if tiling.is_rewritten else inputs
@@ -353,7 +358,12 @@ def _multiply(
         @pl.when(tile == 0)
         def _() -> None:
             if tiling.has_digits:
-                ops.write(squares.at[part], found)
+                digits.sum_squares(found, squares_of_lines, interpret=tiling.interpret)
+                plgpu.commit_smem()
+                lines = tiling.depth // digits.LINE
+                for row in range(tiling.num_rows):
+                    own = [squares_of_lines[row * lines + line] for line in range(lines)]
+                    ops.write(squares.at[part, row], functools.reduce(operator.add, own))
             else:
                 ops.write(squares.at[part], jnp.sum(found, axis=0))
 
@@ -511,9 +521,7 @@ def linear_kernel(
     rows = tiling.rows
     widths = [one.shape[1 if is_transposed else 2] for one in kernels]
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
-    if scale is not None and tiling.has_digits:
-        shapes.append((tiling.parts, digits.num_squares(tiling.num_rows, tiling.depth)))
-    elif scale is not None:
+    if scale is not None:
         shapes.append((tiling.parts, rows))
     kernel = plgpu.kernel(
         functools.partial(_multiply, tiling=tiling),
@@ -535,10 +543,8 @@ def linear_kernel(
     *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels, *group_scales)
     arrays, inverse = [*found, last], None
     if scale is not None:
-        arrays, squares = found, jnp.sum(last, axis=0)
-        if tiling.has_digits:
-            squares = digits.sums_of_squares(squares, num_rows, tiling.depth)
-        inverse = jax.lax.rsqrt(squares[:num_rows] / num_inputs + eps)
+        arrays = found
+        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
         total = jnp.sum(one, axis=0)[:num_rows]
