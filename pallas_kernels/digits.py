@@ -8,7 +8,7 @@ a sum of such numbers: of each line of 128 inputs it is
 
 with a power of two `2^e` that brings the line's largest number to a fixed size. The weights `q` are
 then read where they lie, and no thread touches those of eight bits. Codes of four bits become whole
-numbers of eight bits in three instructions for eight of them.
+numbers of eight bits in four instructions for eight of them.
 
 * float8_e4m3fn: two digits, `w = 0, -4`. Each has four significant bits, so that both have the
   eight of bfloat16. What is smaller than 2^-14 of the line's largest number loses some of them:
@@ -39,7 +39,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import nvvm, vector
 from jaxtyping import Array, Float
@@ -49,10 +48,9 @@ from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
-llvm: Any = typed_llvm
 math: Any = typed_math
 
-LINE = 128
+LINE = widen.LINE
 """Inputs that share a power of two."""
 MOST_ROWS = 8
 """Rows whose digits are made in less time than it takes to read the weights."""
@@ -161,7 +159,9 @@ def begin(target: Any, num_rows: int, *, are_codes: bool, interpret: bool) -> No
     @plgpu.inline_mgpu(arg_types=(reference,))
     def clear(_: Any, target: Any) -> None:
         zero = words.constant(0)
-        place = arith.addi(_pointer(target), arith.muli(words.thread(), words.constant(16)))
+        place = arith.addi(
+            words.shared_pointer(target), arith.muli(words.thread(), words.constant(16))
+        )
         for first in range(0, per_thread, 16):
             code = f"st.shared.v4.b32 [$0 + {first * warp_ops.THREADS}], {{$1, $1, $1, $1}};"
             _ptx(code, place, zero, has_side_effects=True)
@@ -195,7 +195,9 @@ def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> 
 
     @plgpu.inline_mgpu(arg_types=(squares_layout(squares.shape[0]), plgpu.RefType()))
     def add(_: Any, squares: Any, target: Any) -> None:
-        place = arith.addi(_pointer(target), arith.muli(words.warp(), words.constant(4)))
+        place = arith.addi(
+            words.shared_pointer(target), arith.muli(words.warp(), words.constant(4))
+        )
         for turn, total in enumerate(words.scalars(squares)):
             for distance in (16, 8, 4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
@@ -252,11 +254,12 @@ def write(
     @plgpu.inline_mgpu(arg_types=tuple(layouts), **returns)
     def write_digits(_: Any, target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
         constant, lane = words.constant, words.lane()
-        target, factors, rows = (_pointer(x) for x in (target, factors, rows))
+        target, factors, rows = (words.shared_pointer(x) for x in (target, factors, rows))
         registers: Any = norm[1].registers.copy() if norm else None
         chunk = arith.shrui(lane, constant(_EACH.bit_length() - 1))
         inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
         own_inputs = _own_inputs(lane, are_codes=are_codes)
+        # Where two groups are multiplied at a time; a thread's inputs are of one.
         half = arith.andi(arith.shrui(lane, constant(3)), constant(1))
         half = arith.muli(half, constant(_HALF))
         for turn in range(-(-items // warp_ops.WARPS)):
@@ -269,7 +272,7 @@ def write(
                 wide = _numbers(pairs)
                 for number in wide:
                     registers.flat[turn] = _add_square(number, registers.flat[turn])
-                own = _numbers(_load(_pointer(norm[0]), line, own_inputs))
+                own = _numbers(_load(words.shared_pointer(norm[0]), line, own_inputs))
                 pairs = _round([arith.mulf(x, y) for x, y in zip(wide, own, strict=True)])
             exponent = words.run(_LARGEST, *pairs)
             exponent = words.over_lanes(exponent, nvvm.ReductionKind.UMAX)
@@ -282,11 +285,10 @@ def write(
                 numbers = [numbers[place] for place in _CODE_ORDER]
             code = _FLOAT_DIGITS if dtype == jnp.float8_e4m3fn else _WHOLE_DIGITS
             found = _ptx(code, *numbers, result_types=[words.i32()] * len(shifts))
+            first = half if is_by_two else arith.muli(row, constant(len(shifts)))
             is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(_NOT_FINITE))
             for index, (shift, word) in enumerate(zip(shifts, found, strict=True)):
-                column = arith.addi(arith.muli(row, constant(len(shifts))), constant(index))
-                if is_by_two:  # a thread's inputs are of one group
-                    column = arith.addi(half, constant(index))
+                column = arith.addi(first, constant(index))
                 back = arith.addi(least, constant(shift - top - code_shift))
                 back = arith.shli(back, constant(_MANTISSA))
                 back = arith.select(is_finite, back, constant(_NAN))
@@ -425,7 +427,9 @@ def add_line_of_codes(
         firsts = range(0, LINE, LINE // groups)
         descriptors = words.descriptors(digits, firsts, stride=stride)
         found = _multiply_groups(left, descriptors, total.shape[1], together)
-        place = arith.addi(_pointer(scales), arith.shli(widen.row_of_codes(), words.constant(1)))
+        place = arith.addi(
+            words.shared_pointer(scales), arith.shli(widen.row_of_codes(), words.constant(1))
+        )
         if together > 1:  # half of the threads have columns of the second group
             second = arith.andi(arith.shrui(words.lane(), words.constant(1)), words.constant(1))
             place = arith.addi(place, arith.muli(second, words.constant(2 * codes_rows)))
@@ -521,7 +525,7 @@ def add_digits(sums: Any, target: Any, dtype: Any, *, are_codes: bool, interpret
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def add(_: Any, sums: Any, target: Any) -> None:
         constant = words.constant
-        sums, target = _pointer(sums), _pointer(target)
+        sums, target = words.shared_pointer(sums), words.shared_pointer(target)
         # Two rows at a time; what is left over repeats the last.
         second = arith.shrui(words.thread(), constant(width.bit_length() - 1))
         place = arith.shli(arith.andi(words.thread(), constant(width - 1)), constant(2))
@@ -620,12 +624,7 @@ def _store(place: ir.Value, word: ir.Value) -> None:
 
 def _numbers(pairs: list[ir.Value]) -> list[ir.Value]:
     """Numbers in bfloat16 as float32."""
-    found = []
-    for pair in pairs:
-        low = arith.shli(pair, words.constant(16))
-        high = arith.andi(pair, words.constant(-65536))
-        found += [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
-    return found
+    return [number for pair in pairs for number in words.unpack_bfloat16(pair)]
 
 
 def _round(numbers: list[ir.Value]) -> list[ir.Value]:
@@ -638,7 +637,3 @@ def _add_square(number: ir.Value, total: ir.Value) -> ir.Value:
     """`total + number²`, in a vector of one."""
     number = vector.broadcast(total.type, number)
     return math.fma(number, number, total)
-
-
-def _pointer(ref: ir.Value) -> ir.Value:
-    return llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))

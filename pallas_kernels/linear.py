@@ -56,7 +56,7 @@ _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 # Inputs of a tile of narrow weights. With few rows it has two such lines, or four in four bits, as
 # long as shared memory has room for enough tiles: what stands around a product then serves several
 # times the weights.
-_LINE = widen.LINE
+_LINE = digits.LINE
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 # The same where weights are narrow and many rows leave registers for two programs.
@@ -173,7 +173,7 @@ class Tiling:
             own["factors"] = plgpu.SMEM((stages, self.depth // WEIGHT_GROUP, _TILE), jnp.bfloat16)
         own["filled"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if self.has_digits:
-            shape = (self.slots, self.depth // digits.LINE, self.columns)
+            shape = (self.slots, self.depth // _LINE, self.columns)
             own["powers"] = plgpu.SMEM(shape, jnp.float32)
             own["sums_of_rows"] = plgpu.SMEM((self.num_rows, _TILE), jnp.float32)
         if self.is_rewritten:
@@ -307,13 +307,13 @@ def _multiply(
 
     def add_line(total: Any, slot: Any, own: Any, line: int) -> Any:
         """The sums with those of a line of a stage's weights and a slot's digits."""
-        part = pl.ds(line * digits.LINE, digits.LINE)
+        part = pl.ds(line * _LINE, _LINE)
         rows = inputs.at[own, :, part], powers.at[own, line]
         if not tiling.is_packed:
             left = weights.at[slot, :, part]
             return digits.add_line(total, left, *rows, interpret=tiling.interpret)
-        groups = digits.LINE // WEIGHT_GROUP
-        half = pl.ds(line * digits.LINE // 2, digits.LINE // 2)
+        groups = _LINE // WEIGHT_GROUP
+        half = pl.ds(line * _LINE // 2, _LINE // 2)
         left = weights.at[slot, :, half], factors.at[slot, pl.ds(line * groups, groups)]
         options: dict[str, Any] = {"num_rows": tiling.num_rows, "depth": tiling.depth}
         return digits.add_line_of_codes(total, *left, *rows, **options, interpret=tiling.interpret)
@@ -330,7 +330,7 @@ def _multiply(
             found = digits.write(*operands, **kind)
             plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
             load(index + tiling.stages - 1)
-            for line in range(tiling.depth // digits.LINE):
+            for line in range(tiling.depth // _LINE):
                 total = add_line(total, slot, own, line)
             return total, found
 
@@ -360,7 +360,7 @@ def _multiply(
             if tiling.has_digits:
                 digits.sum_squares(found, squares_of_lines, interpret=tiling.interpret)
                 plgpu.commit_smem()
-                lines = tiling.depth // digits.LINE
+                lines = tiling.depth // _LINE
                 for row in range(tiling.num_rows):
                     own = [squares_of_lines[row * lines + line] for line in range(lines)]
                     ops.write(squares.at[part, row], functools.reduce(operator.add, own))
@@ -427,7 +427,7 @@ def _stages(tiling: Tiling) -> int:
     other_bytes = 4 * _TILE * tiling.columns + (_REDUCTION_BYTES if tiling.has_norm else 0)
     if tiling.has_digits:
         stage_bytes += 2 * depth * tiling.num_rows
-        other_bytes += tiling.slots * tiling.columns * (depth + 4 * depth // digits.LINE)
+        other_bytes += tiling.slots * tiling.columns * (depth + 4 * depth // _LINE)
         other_bytes += 4 * _TILE * tiling.num_rows
     else:
         # Rows as they arrived are others than those that are read.

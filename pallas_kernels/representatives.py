@@ -26,7 +26,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref, nvvm
 from jaxlib.mlir.dialects import scf as typed_scf
@@ -36,7 +35,6 @@ from sketchwalk_jax.pallas_kernels import ops, words
 
 # Their annotations lack the operands that their functions take.
 arith: Any = typed_arith
-llvm: Any = typed_llvm
 math: Any = typed_math
 scf: Any = typed_scf
 
@@ -203,8 +201,7 @@ class _Traversal:
 
     def _of_warp(self, ref: ir.Value, size: int) -> ir.Value:
         """The address of the warp's own piece of shared memory, of so many bytes."""
-        start = llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
-        return arith.addi(start, arith.muli(self._warp, words.constant(size)))
+        return arith.addi(words.shared_pointer(ref), arith.muli(self._warp, words.constant(size)))
 
     def copy(self, source: ir.Value) -> None:
         """Brings the warp's queries from those of a sequence, `[T, N, H]` in global memory."""
@@ -545,9 +542,7 @@ class _Traversal:
     def _unpack(self, word: ir.Value) -> list[ir.Value]:
         """Two numbers of 16 bits."""
         if self._kind == "bf16" and self._sizes.by_warp:  # which has no instruction for it
-            low = arith.shli(word, words.constant(16))
-            high = arith.andi(word, words.constant(0xFFFF0000 - (1 << 32)))
-            return [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
+            return words.unpack_bfloat16(word)
         code = (
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
             f"cvt.f32.{self._kind} $0, low; cvt.f32.{self._kind} $1, high; }}"

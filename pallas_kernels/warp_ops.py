@@ -1014,12 +1014,7 @@ def _unpacked(values: list[ir.Value]) -> list[ir.Value]:
     """Numbers in float32, of such or of words of two in bfloat16."""
     if isinstance(values[0].type, ir.F32Type):
         return values
-    found = []
-    for word in values:
-        low = arith.shli(word, words.constant(16))
-        high = arith.andi(word, words.constant(-(1 << 16)))
-        found += [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
-    return found
+    return [number for word in values for number in words.unpack_bfloat16(word)]
 
 
 def _places_of_tiles(

@@ -442,7 +442,7 @@ def write_sum_of_warps(
         numbers = words.scalars(sums)  # four of each eight columns
         size = _THREADS * _CHUNK  # of what all threads have of these
         place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
-        place = arith.addi(_shared_pointer(scratch), place)
+        place = arith.addi(words.shared_pointer(scratch), place)
         for tile in range(width // 8):
             mgpu.utils.inline_ptx(
                 f"st.shared.v4.f32 [$0 + {tile * size}], {{$1, $2, $3, $4}};",
@@ -453,7 +453,9 @@ def write_sum_of_warps(
         mgpu.warpgroup_barrier()
         own = width // 8 // _WARPS  # which each warp adds
         first = arith.muli(_own_warp(), _constant(own))
-        place = arith.addi(_shared_pointer(scratch), arith.muli(words.lane(), _constant(_CHUNK)))
+        place = arith.addi(
+            words.shared_pointer(scratch), arith.muli(words.lane(), _constant(_CHUNK))
+        )
         place = arith.addi(place, arith.muli(first, _constant(size)))
         row, column = _own_entry()
         column = arith.addi(column, arith.muli(first, _constant(8)))
@@ -640,7 +642,7 @@ class _Chunks:
         if of_warp:
             page = arith.muli(_own_warp(), _constant(PAGE // 8 * self._tile_row))
             place = arith.addi(place, page)
-        self.place = arith.addi(_shared_pointer(ref), place)
+        self.place = arith.addi(words.shared_pointer(ref), place)
 
     def offset(self, page: int, turn: int) -> int:
         """Bytes from the first chunk, its bits flipped, to one of a page."""
@@ -784,7 +786,7 @@ class _Matrices:
         place = arith.addi(
             arith.muli(below, _constant(self._tile_row)), arith.muli(row, _constant(_LINE))
         )
-        place = arith.addi(_shared_pointer(ref), place)
+        place = arith.addi(words.shared_pointer(ref), place)
         self._place = arith.addi(place, arith.muli(arith.xori(beside, row), _constant(_CHUNK)))
         self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # of a tile's row
 
@@ -889,10 +891,6 @@ def _own_thread(*, anew: bool) -> ir.Value:
 def _own_warp() -> ir.Value:
     """Number of the warp in its warpgroup."""
     return arith.andi(words.warp(), _constant(_WARPS - 1))
-
-
-def _shared_pointer(ref: ir.Value) -> ir.Value:
-    return llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
 
 
 def _global_pointer(ref: ir.Value) -> ir.Value:

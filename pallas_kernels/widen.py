@@ -137,7 +137,9 @@ def codes_to_bfloat16(codes: Any, scales: Any, *, interpret: bool) -> Array:
     )
     def widen(_: Any, codes: Any, scales: Any) -> Any:
         constant = words.constant
-        scale_place = arith.addi(_pointer(scales), arith.shli(row_of_codes(), constant(1)))
+        scale_place = arith.addi(
+            words.shared_pointer(scales), arith.shli(row_of_codes(), constant(1))
+        )
 
         def scale_of(half: int, index: int) -> list[ir.Value]:
             start = arith.addi(scale_place, constant(2 * (index * shape[0] + 8 * half)))
@@ -186,16 +188,12 @@ def load_codes(codes: ir.Value) -> list[list[ir.Value]]:
     # A warp has 16 rows; its lanes read eight of them side by side.
     place = arith.muli(words.warp(), constant(16 * _LINE_BYTES))
     place = arith.addi(place, arith.muli(words.lane(), constant(16)))
-    place = arith.addi(place, _pointer(codes))
+    place = arith.addi(place, words.shared_pointer(codes))
     for half in range(2):
         start = arith.addi(place, constant(8 * half * _LINE_BYTES))
         kinds = [words.i32()] * (LINE // WEIGHT_GROUP)
         found.append(list(_ptx(_VECTOR, start, result_types=kinds, has_side_effects=True)))
     return found
-
-
-def _pointer(ref: ir.Value) -> ir.Value:
-    return llvm.ptrtoint(words.i32(), mgpu.utils.memref_ptr(ref))
 
 
 def _as_pair(word: ir.Value) -> ir.Value:

@@ -51,6 +51,18 @@ def address(ref: ir.Value, place: ir.Value) -> ir.Value:
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
 
 
+def shared_pointer(ref: ir.Value) -> ir.Value:
+    """The address of shared memory."""
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+
+
+def unpack_bfloat16(word: ir.Value) -> list[ir.Value]:
+    """Two numbers in bfloat16 as float32."""
+    low = arith.shli(word, constant(16))
+    high = arith.andi(word, constant(-(1 << 16)))
+    return [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
+
+
 def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """What one thread holds of an array, in order."""
     found: list[ir.Value] = []

@@ -38,13 +38,15 @@ _LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers, or a 64 x 32 one 
 def hazards(text: str) -> list[str]:
     """Instructions that write to a register which a product in flight may read, in any order."""
     code, labels = _parse(text)
+    waits = [int(wait[1], 16) for wait in map(_WAIT.search, code) if wait]
+    most = max(waits, default=0) + 1  # groups that need counting
     found: dict[str, None] = {}
     for place, instruction in enumerate(code):
         product = _PRODUCT.search(instruction)
         if product:
             first = int(product[2])
             registers = set(range(first, first + _LEFT_REGISTERS))
-            for writer in _before_its_wait(code, labels, place):
+            for writer in _before_its_wait(code, labels, place, most):
                 if _written(code[writer]) & registers:
                     found[f"{code[writer]} (read by {instruction})"] = None
     return list(found)
@@ -73,13 +75,14 @@ def _parse(text: str) -> tuple[list[str], dict[str, int]]:
     return code, labels
 
 
-def _before_its_wait(code: list[str], labels: dict[str, int], product: int) -> Iterator[int]:
+def _before_its_wait(
+    code: list[str], labels: dict[str, int], product: int, most: int
+) -> Iterator[int]:
     """Instructions that can run after a product without a wait that includes it in between.
 
     Its own group is the first to end from the product on; a wait that leaves `n` groups under way
-    includes it once `n` more have ended.
+    includes it once `n` more have ended. Beyond `most` they are not counted.
     """
-    most = max((int(found[1], 16) for found in map(_WAIT.search, code) if found), default=0) + 1
     seen: set[tuple[int, int]] = set()
     starts = [(product + 1, int(_END_OF_GROUP.search(code[product]) is not None))]
     while starts:

@@ -323,7 +323,8 @@ WRITE = """
 def multiply(*parts, dtype=ml_dtypes.float8_e4m3fn):
     """Products of 64 queries with eight keys, and what they are to be."""
     rng = np.random.default_rng(0)
-    queries, keys = ((40 * rng.normal(size=(size, DEPTH))).astype(dtype) for size in (64, 8))
+    factor = 40 if dtype == np.int8 else 1
+    queries, keys = ((factor * rng.normal(size=(size, DEPTH))).astype(dtype) for size in (64, 8))
     held = np.zeros(8192, np.uint8)
     held[:2048] = queries.view(np.uint8).reshape(-1)
     # Lines of 32 bytes, of which every other four exchange their halves.
@@ -336,7 +337,7 @@ def multiply(*parts, dtype=ml_dtypes.float8_e4m3fn):
 
 def test_products_of_eight_bits_are_made():
     found, wanted = multiply(START, FENCE, PRODUCT, AWAIT, WRITE)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_products_of_whole_numbers_are_exact():
