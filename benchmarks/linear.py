@@ -142,22 +142,27 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row of each form."""
     inputs = {dtype: draw(product, rows, dtype, layers) for dtype in TYPES}
-    runs, calls = {}, {}
-    for form, (dtype, function) in forms(rows, is_quick=is_quick).items():
-        call = functools.partial(function, interpret=dispatch.kernels_here() is None)
+    loops, calls = {}, {}
+    with common.Compiling() as pool:
+        for form, (dtype, function) in forms(rows, is_quick=is_quick).items():
+            call = functools.partial(function, interpret=dispatch.kernels_here() is None)
 
-        def step(x: Any, given: dict[str, Any], layer: int, call: Any = call) -> Any:
-            # The next product waits for this one, whose sums are too small to change the rows.
-            found = call(x, given, layer)
-            return x + (sum(jnp.sum(one) for one in found) * 1e-30).astype(x.dtype)
+            def step(x: Any, given: dict[str, Any], layer: int, call: Any = call) -> Any:
+                # The next product waits for this one, whose sums are too small to change the rows.
+                found = call(x, given, layer)
+                return x + (sum(jnp.sum(one) for one in found) * 1e-30).astype(x.dtype)
 
-        given = inputs[dtype]
-        runs[form] = in_loop(step, given["x"], given, layers)
-        calls[form] = dtype, jax.jit(call), given
+            given = inputs[dtype]
+            loops[form] = pool.submit(in_loop, step, given["x"], given, layers)
+            program = jax.jit(call).lower(given["x"], given, jnp.int32(0))
+            calls[form] = dtype, pool.submit(program.compile), given
+    runs = {form: one.result() for form, one in loops.items()}
     times = rounds(runs, repeats, step=layers * ROUNDS_OF_LAYERS)
     found = []
-    for form, (dtype, program, given) in calls.items():
-        one, other = (jnp.concatenate(program(given["x"], given, 0), axis=1) for _ in range(2))
+    for form, (dtype, compiled, given) in calls.items():
+        program = compiled.result()
+        products = (program(given["x"], given, jnp.int32(0)) for _ in range(2))
+        one, other = (jnp.concatenate(own, axis=1) for own in products)
         size = sum(x.size * x.dtype.itemsize for x in given["kernels"]) / layers
         seconds = common.summarize(times[form])
         found.append(

@@ -17,9 +17,13 @@ numbers of eight bits in four instructions for eight of them.
   the line's largest number.
 
 Tensor cores take eight columns at least, which is room for the digits of a few rows: each digit of
-a row is a column, with sums of its own, which are added up last. Hopper keeps about 14 bits of a
-sum in float8 (sums of whole numbers are exact), so that the sums of each line are added up in
-float32, which is also where powers of two and the scales of groups come in.
+a row is a column, with sums of its own, which are added up last.
+
+*Sums.* Sums of whole numbers are exact. Of float8, Hopper adds up 32 products and what was there
+before after it has cut all of them off 13 bits below the largest. Sums of a line so lose about
+2^-11 of its largest product, less than what is lost where results are rounded to bfloat16. The sums
+of lines are added up in float32, which is also where powers of two and the scales of groups come
+in.
 
 *Two groups at a time.* With four bits, the sums of each group of 32 inputs are multiplied by a
 scale. A single row leaves half of the eight columns free. These have the digits of every other

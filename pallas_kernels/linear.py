@@ -35,6 +35,11 @@ such tiles on their way, and multiplies with the tensor cores, the weights for t
 that as few as eight columns of the right one are enough for the rows. The parts are added up,
 divided by the root and multiplied by the scales by whoever reads the result, in their order: the
 same sum every time.
+
+Where rows are digits, weights take so little time that starting programs one after another would
+be a large part of it. There are then as many programs as the chip holds at once. All tiles of all
+columns stand in one row, each program has an equal share of that row, and its copies run on where
+its columns end and others begin. How many programs share some columns depends on where they stand.
 """
 
 import dataclasses
@@ -45,6 +50,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
@@ -67,6 +73,12 @@ _IN_FLIGHT_BYTES = 28 * 1024  # of weights, for a program: tiles are no deeper t
 _MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
+_PROCESSORS = 132  # of an H100 or H200; on others the same programs run in more or fewer turns
+# Where rows are digits: programs that a processor has at once, by the type of the weights; tiles of
+# a program at least; and those for which tiles are made less deep, as one more is a large part.
+_RESIDENT = {"bfloat16": 3, "float8_e4m3fn": 4, "int8": 4, "uint8": 5}
+_LEAST_SHARE, _EVEN_SHARE = 2, 4
+_PROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 2 * 1024  # of shared memory, and for each program
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
@@ -85,7 +97,8 @@ class Tiling:
       num_rows: Rows that there are: as many, or fewer than eight.
       starts: The first tile of each array of weights, and of none behind the last.
       steps: Tiles of inputs that there are.
-      own_steps: Tiles of inputs of a program; the last part may have fewer.
+      own_steps: Tiles of inputs of a program; the last part may have fewer. Not of digits.
+      programs: Programs that share all tiles. Of digits alone.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
       is_transposed: Whether weights are `[L, F, D]`.
@@ -99,6 +112,7 @@ class Tiling:
     starts: tuple[int, ...]
     steps: int
     own_steps: int
+    programs: int
     stages: int
     has_norm: bool
     is_transposed: bool
@@ -138,8 +152,24 @@ class Tiling:
 
     @property
     def parts(self) -> int:
-        """Programs that share the inputs of some columns."""
+        """Programs that share the inputs of some columns, at most."""
+        if self.has_digits:
+            return max(self.counts)
         return -(-self.steps // self.own_steps)
+
+    def begin_of(self, program: Any) -> Any:
+        """The first tile of a program's share, in the row of all."""
+        return _divide(program * (self.starts[-1] * self.steps), self.programs)
+
+    def program_of(self, place: Any) -> Any:
+        """The program whose share has a tile of that row."""
+        return _divide((place + 1) * self.programs - 1, self.starts[-1] * self.steps)
+
+    @property
+    def counts(self) -> list[int]:
+        """Programs that share the inputs of each 64 columns, where rows are digits."""
+        ends = [(tile * self.steps, (tile + 1) * self.steps - 1) for tile in range(self.starts[-1])]
+        return [self.program_of(last) - self.program_of(first) + 1 for first, last in ends]
 
     @property
     def slots(self) -> int:
@@ -187,6 +217,11 @@ class Tiling:
         return own
 
 
+def _divide(number: Any, by: int) -> Any:
+    """The whole part of a quotient; `number` is not negative."""
+    return number // by if isinstance(number, int) else jax.lax.div(number, by)
+
+
 def _multiply(
     x: Any,
     layer: Any,
@@ -205,19 +240,31 @@ def _multiply(
 ) -> None:
     """One program: some columns of one array, some of the inputs."""
     arrived = arrived if tiling.is_rewritten else inputs
-    tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     every: tuple[Any, ...] = arrays if tiling.has_norm else (None, *arrays, None)
     scale, *others, squares = every
     count_of_arrays = len(tiling.starts) - 1
     sources, targets = others[:count_of_arrays], others[-count_of_arrays:]
     group_scales = others[count_of_arrays:-count_of_arrays]
-    first = part * tiling.own_steps
-    count = jnp.minimum(tiling.own_steps, tiling.steps - first)
+    if tiling.has_digits:
+        program = jax.lax.axis_index("program")
+        begin = tiling.begin_of(program)
+        count = tiling.begin_of(program + 1) - begin
+    else:
+        own_tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
+        begin = part * tiling.own_steps
+        count = jnp.minimum(tiling.own_steps, tiling.steps - begin)
     own_layer = layer[0]
     kind: dict[str, Any] = {"are_codes": tiling.is_packed, "interpret": tiling.interpret}
 
-    def of_array(body: Any) -> None:
-        """Runs `body(index, columns)` for the array that the program's tile belongs to."""
+    def place_of(step: Any) -> tuple[Any, Any]:
+        """Which 64 columns and which of their tiles a step of the program has."""
+        if not tiling.has_digits:
+            return own_tile, begin + step
+        place = begin + step
+        return jax.lax.div(place, tiling.steps), jax.lax.rem(place, tiling.steps)
+
+    def of_array(tile: Any, body: Any) -> None:
+        """Runs `body(index, columns)` for the array that a tile's columns belong to."""
         for index, (start, end) in enumerate(zip(tiling.starts, tiling.starts[1:], strict=False)):
 
             @pl.when((tile >= start) & (tile < end))
@@ -228,7 +275,8 @@ def _multiply(
         @pl.when(step < count)
         def _() -> None:
             slot = jax.lax.rem(step, tiling.stages)
-            start = (first + step) * tiling.depth
+            tile, place = place_of(step)
+            start = place * tiling.depth
             own = pl.ds(start, tiling.depth)
             target = arrived.at[slot]
             target = target.at[pl.ds(0, tiling.num_rows)] if tiling.is_padded else target
@@ -243,13 +291,13 @@ def _multiply(
 
             def copy(index: int, columns: Any) -> None:
                 if tiling.is_packed:
-                    copy_codes(index, columns, slot, first + step)
+                    copy_codes(index, columns, slot, place)
                     return
                 axes = (columns, own) if tiling.is_transposed else (own, columns)
                 source = sources[index].at[own_layer, *axes]
                 plgpu.copy_gmem_to_smem(source, weights.at[slot], filled.at[slot])
 
-            of_array(copy)
+            of_array(tile, copy)
 
     def copy_codes(index: int, columns: Any, slot: Any, place: Any) -> None:
         half, groups = tiling.depth // 2, tiling.depth // WEIGHT_GROUP
@@ -318,8 +366,37 @@ def _multiply(
         options: dict[str, Any] = {"num_rows": tiling.num_rows, "depth": tiling.depth}
         return digits.add_line_of_codes(total, *left, *rows, **options, interpret=tiling.interpret)
 
-    def add_up_digits() -> Any:
-        """`add_up` for weights that the tensor cores read as they lie."""
+    def put(sums_to_put: Any, tile: Any, part: Any) -> None:
+        """Starts to write the sums of some columns to their part of the result."""
+
+        def copy(index: int, columns: Any) -> None:
+            target = targets[index].at[part, pl.ds(0, tiling.num_rows), columns]
+            plgpu.copy_smem_to_gmem(sums_to_put, target)
+
+        of_array(tile, copy)
+
+    def finish(products: Any, found: Any, tile: Any) -> None:
+        """Writes the sums of some columns, where rows are digits."""
+        part = program - tiling.program_of(tile * tiling.steps)
+        plgpu.wait_smem_to_gmem(0)  # of the columns before
+        ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
+        plgpu.commit_smem()
+        digits.add_digits(sums, sums_of_rows, inputs.dtype, **kind)
+        plgpu.commit_smem()
+        put(sums_of_rows, tile, part)
+        if tiling.has_norm:
+
+            @pl.when(tile == 0)
+            def _() -> None:
+                digits.sum_squares(found, squares_of_lines, interpret=tiling.interpret)
+                plgpu.commit_smem()
+                lines = tiling.depth // _LINE
+                for row in range(tiling.num_rows):
+                    own = [squares_of_lines[row * lines + line] for line in range(lines)]
+                    ops.write(squares.at[part, row], functools.reduce(operator.add, own))
+
+    def multiply_digits() -> None:
+        """All of a program for weights that the tensor cores read as they lie."""
 
         def step(index: Any, carry: Any) -> Any:
             total, found = carry
@@ -332,7 +409,11 @@ def _multiply(
             load(index + tiling.stages - 1)
             for line in range(tiling.depth // _LINE):
                 total = add_line(total, slot, own, line)
-            return total, found
+            tile, place = place_of(index)
+            is_last = (place == tiling.steps - 1) | (index == count - 1)
+            # Squares are those of the first columns, with which a program that has some begins.
+            pl.when(is_last)(functools.partial(finish, total, found, tile))
+            return jnp.where(is_last, ops.full(shape, 0.0), total), found
 
         digits.begin(inputs, tiling.num_rows, **kind)
         none = None
@@ -340,39 +421,23 @@ def _multiply(
             count_of_squares = digits.num_squares(tiling.num_rows, tiling.depth)
             layout = digits.squares_layout(count_of_squares)
             none = ops.full((count_of_squares,), 0.0, layout)
-        return jax.lax.fori_loop(0, count, step, (ops.full(shape, 0.0), none))
+        jax.lax.fori_loop(0, count, step, (ops.full(shape, 0.0), none))
 
     shape = (_TILE, tiling.columns)
     if tiling.has_digits:
-        products, found = add_up_digits()
+        multiply_digits()
     else:
         products, found = ops.with_accumulator(add_up, shape, interpret=tiling.interpret)
-    # By rows, so that whoever adds up the parts reads those that there are, one after the other.
-    ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
-    plgpu.commit_smem()
-    if tiling.has_digits:
-        digits.add_digits(sums, sums_of_rows, inputs.dtype, **kind)
+        # By rows, so that whoever adds up the parts reads those that there are, one after another.
+        ops.write(sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
-    if tiling.has_norm:
+        if tiling.has_norm:
 
-        @pl.when(tile == 0)
-        def _() -> None:
-            if tiling.has_digits:
-                digits.sum_squares(found, squares_of_lines, interpret=tiling.interpret)
-                plgpu.commit_smem()
-                lines = tiling.depth // _LINE
-                for row in range(tiling.num_rows):
-                    own = [squares_of_lines[row * lines + line] for line in range(lines)]
-                    ops.write(squares.at[part, row], functools.reduce(operator.add, own))
-            else:
+            @pl.when(own_tile == 0)
+            def _() -> None:
                 ops.write(squares.at[part], jnp.sum(found, axis=0))
 
-    def put(index: int, columns: Any) -> None:
-        own = pl.ds(0, tiling.num_rows)
-        source = sums_of_rows if tiling.has_digits else sums.at[own]
-        plgpu.copy_smem_to_gmem(source, targets[index].at[part, own, columns])
-
-    of_array(put)
+        put(sums.at[pl.ds(0, tiling.num_rows)], own_tile, part)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -397,9 +462,11 @@ def tile(
         most = 4 if dtype == jnp.uint8 else 2
         lines = [one for one in (4, 2, 1) if one <= most and num_inputs % (one * _LINE) == 0]
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
+    places = _PROCESSORS * _RESIDENT[dtype.name]
     for count in lines:
         depth = _TILE if dtype == jnp.bfloat16 else count * _LINE
         steps = num_inputs // depth
+        of_all = starts[-1] * steps
         tiling = Tiling(
             dtype=dtype,
             depth=depth,
@@ -408,13 +475,15 @@ def tile(
             starts=tuple(starts),
             steps=steps,
             own_steps=-(-steps // parts),
+            programs=max(1, min(places, of_all // _LEAST_SHARE)),
             stages=1,
             has_norm=has_norm,
             is_transposed=is_transposed,
             interpret=interpret,
         )
         tiling = dataclasses.replace(tiling, stages=_stages(tiling))
-        if (tiling.stages - 1) * tiling.weight_bytes >= _IN_FLIGHT_BYTES:
+        has_room = (tiling.stages - 1) * tiling.weight_bytes >= _IN_FLIGHT_BYTES
+        if has_room and of_all >= _EVEN_SHARE * places:
             break
     return tiling
 
@@ -434,6 +503,8 @@ def _stages(tiling: Tiling) -> int:
         stage_bytes += 2 * depth * tiling.rows * (1 + tiling.is_padded)
     is_large = tiling.is_narrow and tiling.rows > _FEW_ROWS
     shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
+    if tiling.has_digits:
+        shared_bytes = _PROCESSOR_BYTES // _RESIDENT[tiling.dtype.name] - _RESERVED_BYTES
     return min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
 
 
@@ -527,8 +598,8 @@ def linear_kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         scratch_types=tiling.scratch,
-        grid=(tiling.starts[-1], tiling.parts),
-        grid_names=("tile", "part"),
+        grid=(tiling.programs,) if tiling.has_digits else (tiling.starts[-1], tiling.parts),
+        grid_names=("program",) if tiling.has_digits else ("tile", "part"),
         # Where warps meet is said above; they would also meet at every copy.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
@@ -542,13 +613,25 @@ def linear_kernel(
         group_scales, weight_scales = list(weight_scales), None  # the kernel multiplies by these
     *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels, *group_scales)
     arrays, inverse = [*found, last], None
+    counts = tiling.counts if tiling.has_digits else None
     if scale is not None:
         arrays = found
-        inverse = jax.lax.rsqrt(jnp.sum(last, axis=0)[:num_rows] / num_inputs + eps)
+        squares = _add_parts(last, counts and counts[:1] * rows)[:num_rows]
+        inverse = jax.lax.rsqrt(squares / num_inputs + eps)
     results = []
     for index, one in enumerate(arrays):
-        total = jnp.sum(one, axis=0)[:num_rows]
+        own = slice(*tiling.starts[index : index + 2])
+        total = _add_parts(one, counts and np.repeat(counts[own], _TILE))[:num_rows]
         if weight_scales is not None:
             total = total * weight_scales[index][layer][None]
         results.append(total if inverse is None else total * inverse[:, None])
     return results
+
+
+def _add_parts(parts: Array, counts: Any) -> Array:
+    """The sums over the first axis, of which each entry of the last has `counts` or all."""
+    if counts is not None:
+        index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, 0)
+        own = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), parts.shape)
+        parts = jnp.where(index < own, parts, 0.0)
+    return jnp.sum(parts, axis=0)

@@ -16,6 +16,7 @@ from sketchwalk_jax.inference import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.four_bits import in_order, widen
 from sketchwalk_jax.models.params import init_params
+from sketchwalk_jax.pallas_kernels import digits
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.pallas_kernels.linear import MOST_ROWS, linear_kernel, why_not_linear
 
@@ -94,6 +95,18 @@ def widened(weights, factor):
     return np.asarray(weights, np.float64) * np.asarray(factor, np.float64)[:, None]
 
 
+def lost_in_sums(inputs, weights):
+    """What tensor cores may lose of products with float8 when they add up a line, `[B, F]`.
+
+    Of each number they keep what lies less than 13 bits below the largest. A digit that is left
+    out would lose some 2^-3 of this measure of a line's largest products.
+    """
+    if INTERPRET:
+        return 0.0
+    products = np.abs(inputs[:, None] * weights[None]).reshape(len(inputs), len(weights), -1, 128)
+    return 2.0**-7 * np.sqrt(np.sum(products.max(axis=-1) ** 2, axis=-1))
+
+
 DEFAULT_CASES = ("several arrays, with a norm", "four bits, several arrays, with a norm")
 
 
@@ -118,8 +131,12 @@ def test_products_with_narrow_weights_are_those_of_float64(name, capfd):
         inputs = scaled.astype(np.float64) / np.sqrt(np.mean(inputs**2, axis=1) + EPS)[:, None]
     for one, same, weights, factor in zip(found, again, kernels, weight_scales, strict=True):
         assert one.dtype == jnp.float32
-        wanted = inputs @ widened(weights[1], factor[1]).T
-        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+        wide = widened(weights[1], factor[1])
+        wanted = inputs @ wide.T
+        least = 1e-5 * np.abs(wanted) + 1e-6 * np.abs(wanted).max()
+        if weights.dtype == jnp.float8_e4m3fn and len(x) <= digits.MOST_ROWS:
+            least += lost_in_sums(inputs, wide)
+        assert (np.abs(one - wanted) <= least).all()
         np.testing.assert_array_equal(one, same)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
@@ -138,7 +155,10 @@ def test_rows_whose_numbers_lie_far_apart_lose_nothing_beside_the_largest(dtype)
     wide, weights = np.asarray(x, np.float64), widened(kernels[0][1], scales[0][1])
     largest = np.abs(wide).reshape(3, -1, 128).max(axis=-1)
     sizes = largest @ np.abs(weights).reshape(64, -1, 128).sum(axis=-1).T
-    assert (np.abs(found - wide @ weights.T) < 2.0**-20 * sizes).all()
+    lost = 2.0**-20 * sizes
+    if dtype == "float8_e4m3fn":
+        lost += lost_in_sums(wide, weights)
+    assert (np.abs(found - wide @ weights.T) < lost).all()
 
 
 NOT_FINITE = {
