@@ -59,9 +59,8 @@ from sketchwalk_jax.pallas_kernels import digits, ops, warp_ops, widen
 from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
-# Inputs of a tile of narrow weights. With few rows it has two such lines, or four in four bits, as
-# long as shared memory has room for enough tiles: what stands around a product then serves several
-# times the weights.
+# Inputs of a tile of narrow weights. With few rows it has several such lines, as long as shared
+# memory has room for two tiles: what stands around a product then serves several times the weights.
 _LINE = digits.LINE
 _LEAST_ROWS = 8  # that tensor cores take
 _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
@@ -69,15 +68,14 @@ _SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
 _REDUCTION_BYTES = 2048  # of these, where squares are added up
 _MOST_STAGES = 8
-_IN_FLIGHT_BYTES = 28 * 1024  # of weights, for a program: tiles are no deeper than leaves room for
 _MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
 _PROCESSORS = 132  # of an H100 or H200; on others the same programs run in more or fewer turns
-# Where rows are digits: programs that a processor has at once, by the type of the weights; tiles of
-# a program at least; and those for which tiles are made less deep, as one more is a large part.
-_RESIDENT = {"bfloat16": 3, "float8_e4m3fn": 4, "int8": 4, "uint8": 5}
-_LEAST_SHARE, _EVEN_SHARE = 2, 4
+# Where rows are digits, by the bits of the weights and whether there is one row: programs that a
+# processor has at once, and lines of a tile at most. These are the fastest of those measured.
+_SHARES = {(8, True): (3, 2), (8, False): (5, 1), (4, True): (4, 4), (4, False): (4, 4)}
+_LEAST_SHARE = 2  # tiles of a program
 _PROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 2 * 1024  # of shared memory, and for each program
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -457,16 +455,13 @@ def tile(
     for width in widths:
         starts.append(starts[-1] + width // _TILE)
     dtype = kernels[0].dtype
-    lines = [1]
-    if dtype != jnp.bfloat16 and rows == _LEAST_ROWS:
-        most = 4 if dtype == jnp.uint8 else 2
-        lines = [one for one in (4, 2, 1) if one <= most and num_inputs % (one * _LINE) == 0]
     parts = max(1, min(num_inputs // (_TILE * _STEPS), _PROGRAMS // starts[-1]))
-    places = _PROCESSORS * _RESIDENT[dtype.name]
-    for count in lines:
+    has_digits = dtype != jnp.bfloat16 and num_rows <= digits.MOST_ROWS
+    resident, most = _SHARES[4 if dtype == jnp.uint8 else 8, num_rows == 1]
+    lines = [one for one in (4, 2, 1) if one <= most and num_inputs % (one * _LINE) == 0]
+    for count in lines if has_digits else [1]:
         depth = _TILE if dtype == jnp.bfloat16 else count * _LINE
         steps = num_inputs // depth
-        of_all = starts[-1] * steps
         tiling = Tiling(
             dtype=dtype,
             depth=depth,
@@ -475,21 +470,25 @@ def tile(
             starts=tuple(starts),
             steps=steps,
             own_steps=-(-steps // parts),
-            programs=max(1, min(places, of_all // _LEAST_SHARE)),
+            programs=max(1, min(_PROCESSORS * resident, starts[-1] * steps // _LEAST_SHARE)),
             stages=1,
             has_norm=has_norm,
             is_transposed=is_transposed,
             interpret=interpret,
         )
-        tiling = dataclasses.replace(tiling, stages=_stages(tiling))
-        has_room = (tiling.stages - 1) * tiling.weight_bytes >= _IN_FLIGHT_BYTES
-        if has_room and of_all >= _EVEN_SHARE * places:
+        shared_bytes = _SHARED_BYTES
+        if tiling.has_digits:
+            shared_bytes = _PROCESSOR_BYTES // resident - _RESERVED_BYTES
+        elif tiling.is_narrow and rows > _FEW_ROWS:
+            shared_bytes = _SHARED_BYTES_OF_TWO
+        tiling = dataclasses.replace(tiling, stages=_stages(tiling, shared_bytes))
+        if tiling.stages > 1:
             break
     return tiling
 
 
-def _stages(tiling: Tiling) -> int:
-    """Tiles that shared memory has room for."""
+def _stages(tiling: Tiling, shared_bytes: int) -> int:
+    """Tiles that so much shared memory has room for."""
     depth = tiling.depth
     # The weights, what the norm multiplies by, and the rows.
     stage_bytes = tiling.weight_bytes + 2 * depth
@@ -501,10 +500,6 @@ def _stages(tiling: Tiling) -> int:
     else:
         # Rows as they arrived are others than those that are read.
         stage_bytes += 2 * depth * tiling.rows * (1 + tiling.is_padded)
-    is_large = tiling.is_narrow and tiling.rows > _FEW_ROWS
-    shared_bytes = _SHARED_BYTES_OF_TWO if is_large else _SHARED_BYTES
-    if tiling.has_digits:
-        shared_bytes = _PROCESSOR_BYTES // _RESIDENT[tiling.dtype.name] - _RESERVED_BYTES
     return min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
 
 
