@@ -542,10 +542,37 @@ def model_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda row: _ORDER.index(row["name"]))
 
 
+def weights_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
+    """Whole models by the type of their weights, each beside the fastest dense bfloat16."""
+    same = ("phase", "tokens", "batch")
+    dense: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if row["policy"] == "dense" and row["weights"] == "bfloat16" and not row["error"]:
+            key = tuple(row[field] for field in same)
+            dense[key] = min(row["seconds"]["median"], dense.get(key, math.inf))
+    found = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        own = some({"rows": rows}, weights=weights)
+        for row in model_rows(data, own):
+            beside = dense.get(tuple(row[field] for field in same))
+            if beside is not None and not row["error"]:
+                ratio = beside / row["seconds"]["median"]
+                row["shown"] = f"{row['value']:.2f}" + (f" ({ratio:.2f}×)" if ratio != 1 else "")
+            found.append(row | {"line": _ORDER.index(row["name"])})
+    return found
+
+
+def product_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """The products of a layer, with the form that multiplies."""
+    for row in rows:
+        names = {row["dtype"]: "Hopper's kernel", "from Ampere on": "the kernel from Ampere on"}
+        yield row | {"by": names.get(row["form"], row["form"])}
+
+
 def rate_facts(data: Results) -> Row:
     """The rates that floors go by, or from which to which they were in several runs."""
     facts = {}
-    for name, digits in (("matmul_tflops", 0), ("copy_tb_per_s", 2)):
+    for name, digits in (("matmul_tflops", 0), ("matmul_float8_tflops", 0), ("copy_tb_per_s", 2)):
         found = [row["run"][name] for row in data["rows"] if name in row["run"]]
         ends = [f"{one:.{digits}f}" for one in (min(found), max(found))] if found else []
         facts[name] = "–".join(dict.fromkeys(ends))
@@ -794,6 +821,8 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         selection_rows,
         share_rows,
         model_rows,
+        weights_rows,
+        product_rows,
         gain_rows,
         part_rows,
         scaled_rows,
