@@ -1,7 +1,7 @@
 """Evidence and block list of one token per sequence from its heads' scores, from Ampere on.
 
-The second kernel of the recommended policy's decoding step, after `token_scores`. It weighs the
-parts that programs of the first one have written, and selects:
+The last kernel that selects in the recommended policy's decoding step. It weighs the parts that
+programs of `token_scores` have written, and selects:
 
     share[n, j] ^ e = powers[n, j] · (exp(top[n, part of j] - max top[n]) / Σ ...) ^ e
     S[j] = ( Σ_n share[n, j] ^ e ) ^ (1 / e),    R[j] = max(S[j], decay · R[j] of the layer before)
@@ -11,6 +11,10 @@ A program has one sequence, whose row lies in the registers of up to four warpgr
 which all then read from shared memory; the powers come from the GPU's cache, 4 bytes for each head
 and block, and are what takes the time: those of the first heads are on their way before there are
 factors.
+
+One program took 16 µs at 128K tokens on an H200, where it took 5 at 16K: it read all powers by
+itself. In long caches many programs add up the heads first (`token_sums`), and this kernel reads
+their sums, 4 bytes for each column.
 
 With pages, four in a block, `j` is a page, and so are the list's entries. There are four times as
 many columns, of 2 bytes for each head, which are added up in float32.
@@ -31,14 +35,21 @@ from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.code_products import KEYS
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
 from sketchwalk_jax.pallas_kernels.select import room_of, select_row
-from sketchwalk_jax.pallas_kernels.token_scores import token_scores_kernel
+from sketchwalk_jax.pallas_kernels.token_scores import TokenParts, token_scores_kernel
+from sketchwalk_jax.pallas_kernels.token_sums import (
+    chunks_of_parts,
+    factor_of,
+    of_rows,
+    read_parts,
+    token_sums_kernel,
+    weigh_parts,
+)
 from sketchwalk_jax.pallas_kernels.walk_row import TILE
-from sketchwalk_jax.precision import MASK_VALUE
-from sketchwalk_jax.scaled import integer_power
 from sketchwalk_jax.selection import BlockSelection
 
 _HEADS = 8  # of which a warpgroup has a multiple
-_PARTS = 64  # side by side in registers
+# Bytes of a sequence's powers that its one program reads by itself; `token_sums` adds up more.
+_MOST_BYTES = 2**17
 # Keys of 2^-12, 2^-8 and 2^-4: a share that decides is seldom beyond these.
 _GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
 
@@ -50,43 +61,42 @@ class _Sizes:
     Attributes:
       num_heads: Query heads.
       num_columns: Blocks of a sequence, or their pages.
+      height: Tiles that a row has room for.
       keys: Of a column.
       count: Columns of a part.
       warpgroups: That share a row.
       exponent: Of the norm over heads.
       decay: What remains of the evidence of the layer before.
+      is_spread: Whether `token_sums` has added up the heads.
       interpret: Whether the interpreter runs the kernel.
     """
 
     num_heads: int
     num_columns: int
+    height: int
     keys: int
     count: int
     warpgroups: int
     exponent: int
     decay: float
+    is_spread: bool
     interpret: bool
 
 
 def _list_blocks(
-    powers_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
-    evidence_ref: Any,
-    length_ref: Any,
-    layers_ref: Any,
-    budget_ref: Any,
-    ids_ref: Any,
-    count_ref: Any,
-    *,
+    *refs: Any,
     sizes: _Sizes,
-    factors: Any,
     scratch: Any,
+    factors: Any = None,
     **lists: Any,
 ) -> None:
-    """One sequence's list, and its evidence in the place of that of the layer before."""
+    """One sequence's list, and its evidence in the place of that of the layer before.
+
+    The first of `refs` are the scores' parts (`TokenParts`), or the sums over heads.
+    """
+    *parts, evidence_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
-    own = powers_ref.shape[2] // (TILE * sizes.warpgroups)  # tiles of this warpgroup
+    own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = warp_ops.tiles_layout(own, TILE)
     where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
@@ -96,18 +106,22 @@ def _list_blocks(
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
-    powers = powers_ref.at[sequence]
-    tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
-    read = warp_ops.read_powers(powers, there, **tiles)
-    previous = warp_ops.read_row(columns, evidence_ref.at[sequence], **where)
-    _write_factors(
-        top_ref.at[sequence], total_ref.at[sequence], factors, warpgroup, there, sizes=sizes
-    )
-    warp_ops.program_barrier(interpret=sizes.interpret)
-    sums = warp_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
+    evidence_row = evidence_ref.at[sequence]
+    if sizes.is_spread:
+        (sums_ref,) = parts
+        sums = ops.read(sums_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
+        previous = warp_ops.read_row(columns, evidence_row, **where)
+    else:
+        powers, top, total = (ref.at[sequence] for ref in parts)
+        tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
+        read = warp_ops.read_powers(powers, there, **tiles)
+        previous = warp_ops.read_row(columns, evidence_row, **where)
+        _write_factors(top, total, factors, warpgroup, there, sizes=sizes)
+        warp_ops.program_barrier(interpret=sizes.interpret)
+        sums = warp_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
     sums = jnp.where(columns < there, sums, 0.0)
     evidence = jnp.maximum(_root(sums, sizes.exponent), sizes.decay * previous)
-    warp_ops.write_row(evidence, columns, evidence_ref.at[sequence], **where)
+    warp_ops.write_row(evidence, columns, evidence_row, **where)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
@@ -132,27 +146,12 @@ def _write_factors(
 ) -> None:
     """Writes what makes powers of shares of each head's parts, to shared memory."""
     heads, parts = factors.shape[0] // sizes.warpgroups, factors.shape[1]
-    layout = warp_ops.tiles_layout(heads, _PARTS)
-    shape = (heads, _PARTS)
     rows = pl.ds(warpgroup * heads, heads)
-    chunks = [pl.ds(start, _PARTS) for start in range(0, parts, _PARTS)]
-    tops, totals = [], []
-    for index, chunk in enumerate(chunks):
-        first = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        is_part = (first + index * _PARTS) * sizes.count < there
-        tops.append(jnp.where(is_part, ops.read(top_ref.at[rows, chunk], layout), MASK_VALUE))
-        totals.append(jnp.where(is_part, ops.read(total_ref.at[rows, chunk], layout), 0.0))
-
-    def of_rows(x: Array) -> Array:
-        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (0,)), layout)
-
-    largest = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in tops])
-    weights = [jnp.exp2(x - of_rows(largest)) for x in tops]
-    sums = [jnp.sum(x * w, axis=1) for x, w in zip(totals, weights, strict=True)]
-    total = of_rows(functools.reduce(jnp.add, sums))
-    for chunk, weight in zip(chunks, weights, strict=True):
-        share = jnp.where(total > 0.0, weight / total, 0.0)  # 0 where nothing finite was seen
-        ops.write(factors.at[rows, chunk], integer_power(share, sizes.exponent))
+    read = read_parts(top_ref, total_ref, rows, there, heads=heads, count=sizes.count)
+    found = weigh_parts(*read)
+    total = of_rows(found.total)
+    for chunk, weight in zip(chunks_of_parts(parts), found.weights, strict=True):
+        ops.write(factors.at[rows, chunk], factor_of(weight, total, sizes.exponent))
 
 
 def _root(x: Array, exponent: int) -> Array:
@@ -184,7 +183,7 @@ def select_token_by_evidence_kernel(
     ranks: Any = None,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B P"]]:
-    """Scores of one token per sequence, evidence and list: both kernels.
+    """Scores of one token per sequence, evidence and list: two kernels, three of long caches.
 
     What is listed are `P` pages, `pages` of each block: the blocks themselves, or their pages of
     16 keys.
@@ -231,7 +230,7 @@ def select_token_by_evidence_kernel(
     heads = -(-num_heads // together) * together
     lengths = lengths.astype(jnp.int32)
     room = (heads if ranks is None else query.shape[1], height * TILE)
-    *parts, count = token_scores_kernel(
+    parts = token_scores_kernel(
         query,
         code,
         centre,
@@ -246,18 +245,36 @@ def select_token_by_evidence_kernel(
         interpret=interpret,
     )
     if ranks is not None:
-        powers, *sums = (ranks.gather(x, axis=1) for x in parts)
-        parts = [powers, *(jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in sums)]
+        powers, *of_parts = (ranks.gather(x, axis=1) for x in parts[:-1])
+        top, total = (jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in of_parts)
+        parts = TokenParts(powers, top, total, parts.size)
+    of_column = num_heads * parts.powers.dtype.itemsize
     sizes = _Sizes(
         num_heads=num_heads,
         num_columns=num_columns,
+        height=height,
         keys=KEYS // pages,
-        count=count,
+        count=parts.size,
         warpgroups=warpgroups,
         exponent=exponent,
         decay=decay,
+        is_spread=of_column * num_columns > _MOST_BYTES,
         interpret=interpret,
     )
+    scratch: dict[str, Any] = {"scratch": warp_ops.scratch_of_counts(warpgroups)}
+    given: list[Array] = list(parts[:-1])
+    if sizes.is_spread:
+        sums = token_sums_kernel(
+            parts,
+            lengths,
+            num_columns=num_columns,
+            keys=sizes.keys,
+            exponent=exponent,
+            interpret=interpret,
+        )
+        given = [sums.reshape(batch, height, TILE)]
+    else:
+        scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
     max_count = min(int(budgets.max()), num_columns)
     evidence = jax.new_ref(state)
     ids, kept = plgpu.kernel(
@@ -276,14 +293,11 @@ def select_token_by_evidence_kernel(
         grid_names=("sequence",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types={
-            "factors": plgpu.SMEM(parts[1].shape[1:], jnp.float32),
-            "scratch": warp_ops.scratch_of_counts(warpgroups),
-        },
+        scratch_types=scratch,
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret, detect_races=False),
         kernel_name="token_lists",
-    )(*parts, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    )(*given, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
     selection = BlockSelection(
         ids[:, None, None], kept[:, None, None], KEYS // pages, has_diagonal=local_blocks > 0
     )

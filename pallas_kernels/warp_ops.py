@@ -507,7 +507,7 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
             mgpu.utils.inline_ptx(code, start, column, result_types=number, has_side_effects=True)
             for column in words.scalars(columns)
         ]
-        return _as_row(values, columns.shape, layout)
+        return as_row(values, columns.shape, layout)
 
     return read(columns, ref)
 
@@ -900,7 +900,7 @@ def read_powers(
             [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
             for head in range(number)
         ]
-        return [_as_row(row, held, layout, ADJACENT // packed) for row in rows]
+        return [as_row(row, held, layout, ADJACENT // packed) for row in rows]
 
     return list(read(power_ref, there))
 
@@ -958,7 +958,7 @@ def add_powers(
             own = slice(ADJACENT // packed * index, ADJACENT // packed * (index + 1))
             first = [row[own] for row in held]
             found += _sum_of_heads(powers, factors, first, start, unread, column, part)
-        return _as_row(found, shape, layout)
+        return as_row(found, shape, layout)
 
     return add(*read, power_ref, factors, there)
 
@@ -1047,7 +1047,7 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
     return [arith.addi(arith.muli(tile, words.constant(columns)), column) for tile in tiles]
 
 
-def _as_row(
+def as_row(
     values: list[ir.Value], shape: tuple[int, ...], layout: Any, adjacent: int = ADJACENT
 ) -> mgpu.FragmentedArray:
     """Numbers of a thread, four adjacent columns after the other, as an array of tiles."""

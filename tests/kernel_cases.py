@@ -412,11 +412,13 @@ class EvidenceKernelCase:
     count: int | None = None
     blocks: int = 40
     pages: int = 1
+    batch: int = 1
 
     def __str__(self) -> str:
         """The name of the case."""
         what = "a token" if self.count is None else f"{self.count} queries"
         what += f", {self.pages} pages" if self.pages > 1 else ""
+        what += f", {self.batch} sequences" if self.batch > 1 else ""
         return f"evidence {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
@@ -427,12 +429,13 @@ class EvidenceKernelCase:
         policy = RecommendedConfig() if of_pages else SketchWalkConfig.recommended_blocks()
         kernels, blocks = kernel_config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
-        make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
+        make = functools.partial(policy.init_statistics, shape, batch=self.batch, num_blocks=blocks)
         codes = jax.eval_shape(make)
 
         def select(query: Any, codes: Any, lengths: Any) -> Any:
-            walk = policy.init_walk(batch=1, num_rows=1, num_blocks=blocks)
-            key = jnp.zeros((1, 1, 1, self.kv_heads, self.head_dim), query.dtype)  # not read
+            walk = policy.init_walk(batch=self.batch, num_rows=1, num_blocks=blocks)
+            key_shape = (1, self.batch, 1, self.kv_heads, self.head_dim)
+            key = jnp.zeros(key_shape, query.dtype)  # not read
             span, layer = Span.of_tokens(lengths - 1, 64), jnp.zeros((), jnp.int32)
             return policy.select(
                 query, key, codes, walk, layer=layer, span=span, kernel_config=kernels
@@ -447,8 +450,8 @@ class EvidenceKernelCase:
             )
 
         tokens = 1 if self.count is None else 64 * blocks
-        query = jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_dim), jnp.bfloat16)
-        arguments = (query, codes, jax.ShapeDtypeStruct((1,), jnp.int32))
+        query = jax.ShapeDtypeStruct((self.batch, tokens, self.heads, self.head_dim), jnp.bfloat16)
+        arguments = (query, codes, jax.ShapeDtypeStruct((self.batch,), jnp.int32))
         return select if self.count is None else score, arguments
 
 
@@ -537,6 +540,7 @@ EVIDENCE_CASES = (
             (32, 8, 128, 4096),
         )
     ),
+    EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, blocks=1024, pages=4, batch=8),
     EvidenceKernelCase(heads=32, kv_heads=8, head_dim=128, count=8, blocks=256, pages=4),
     EvidenceKernelCase(heads=28, kv_heads=4, head_dim=128, count=32, blocks=45, pages=4),
     EvidenceKernelCase(heads=14, kv_heads=2, head_dim=64, count=4, blocks=2048, pages=4),

@@ -14,15 +14,16 @@ import pytest
 from variants import slow_unless
 
 FILE = Path(__file__).parent / "model_cases.py"
-# Each with the most that one of its layers may launch.
+# Each with the most that one of its layers may launch; in long caches, as these are, one of them
+# adds up heads for the lists.
 DECODING = {
-    "decode_llama_8b": 16,
-    "decode_llama_8b_int4": 16,
+    "decode_llama_8b": 17,
+    "decode_llama_8b_int4": 17,
     "decode_llama_8b_dense": 17,
-    "decode_llama_8b_of_8": 17,
+    "decode_llama_8b_of_8": 18,
     "decode_llama_8b_paper": 32,
-    "decode_llama_1b": 16,
-    "decode_qwen_7b": 16,
+    "decode_llama_1b": 17,
+    "decode_qwen_7b": 17,
     "decode_qwen_7b_dense": 17,
 }
 READING = ("read_llama_8b", "read_llama_8b_int4", "read_llama_8b_dense")
@@ -109,7 +110,7 @@ def test_a_prompt_travels_while_its_rows_are_computed(compiler):
 @pytest.mark.hopper
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "launches"), [("decode_llama_8b_on_2", 23), ("decode_llama_8b_by_blocks", 34)]
+    ("name", "launches"), [("decode_llama_8b_on_2", 24), ("decode_llama_8b_by_blocks", 35)]
 )
 def test_two_gpus_decode_a_token(name, launches, compiler):
     found = compiler.compile(f"program {FILE}:{name}")

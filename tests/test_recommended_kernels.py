@@ -606,6 +606,17 @@ def test_pages_are_scored_and_listed(case):
     check_pages(draw_token(*shape, kind, pages=PAGES, second=second))
 
 
+@pytest.mark.parametrize("case", slow_unless(PAGE_CASES[0].__eq__, PAGE_CASES[:4]), ids=str)
+def test_pages_are_scored_by_many_programs_and_listed(case, monkeypatch):
+    from sketchwalk_jax.pallas_kernels import token_lists
+
+    monkeypatch.setattr(token_lists, "_MOST_BYTES", 0)
+    jax.clear_caches()
+    shape, kind, second = case
+    check_pages(draw_token(*shape, kind, pages=PAGES, second=second))
+    jax.clear_caches()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("exponent", "programs"), [(1, 64), (3, 1), (8, 64)])
 def test_pages_are_scored_and_listed_from_parts_of_any_size(exponent, programs, monkeypatch):
@@ -614,8 +625,91 @@ def test_pages_are_scored_and_listed_from_parts_of_any_size(exponent, programs, 
     check_pages(draw_token(4, 1, 64, 80, "random", pages=PAGES, second=23 * SIZE + 5), exponent)
 
 
+# Pages of a block, heads, key/value heads, features of a head, blocks, kind.
+SPREAD_CASES = [
+    (PAGES, TOKEN_SHAPES[0], "nan"),
+    (PAGES, TOKEN_SHAPES[2], "huge"),
+    (PAGES, TOKEN_SHAPES[3], "random"),
+    (1, TOKEN_SHAPES[2], "nan"),
+    (1, TOKEN_SHAPES[4], "equal"),
+]
+
+
+def select_both_ways(select, monkeypatch):
+    """What is selected where one program adds up the heads, and where many do."""
+    from sketchwalk_jax.pallas_kernels import token_lists
+
+    found = []
+    for most in (2**30, 0):
+        monkeypatch.setattr(token_lists, "_MOST_BYTES", most)
+        jax.clear_caches()
+        found.append(jax.device_get(select()))
+    jax.clear_caches()
+    return found
+
+
+def assert_spread_alike(pages, drawn, monkeypatch):
+    """The same lists and evidence, bit for bit, of kernels that are compiled.
+
+    The interpreter's exponentials and sums depend on the shape of an array, by a bit or two.
+    """
+    policy = SketchWalkConfig.recommended_blocks(density=0.3, dense_layers=1, num_layers=4)
+    select = functools.partial(select_token, policy, kernel_config=KERNELS)
+    select = select_pages if pages > 1 else select
+    alone, spread = select_both_ways(functools.partial(select, *drawn), monkeypatch)
+    assert np.asarray(alone[1].scores).max() > 0.0
+    if KERNELS.interpret:
+        np.testing.assert_allclose(spread[1].scores, alone[1].scores, rtol=1e-6)
+        np.testing.assert_array_equal(spread[0].counts, alone[0].counts)
+        return
+    for one, other in zip(jax.tree.leaves(spread), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("case", slow_unless(SPREAD_CASES[0].__eq__, SPREAD_CASES), ids=str)
+def test_many_programs_add_up_heads_as_one_does(case, monkeypatch):
+    pages, shape, kind = case
+    drawn = draw_token(*shape, kind, pages=pages, second=17 * SIZE + 21)
+    assert_spread_alike(pages, drawn, monkeypatch)
+
+
 @pytest.mark.slow
-def test_ranks_that_share_the_heads_list_the_pages_of_one_device():
+@pytest.mark.parametrize(("pages", "programs"), [(PAGES, 64), (PAGES, 1), (1, 64), (1, 1)])
+def test_many_programs_add_up_parts_of_any_size(pages, programs, monkeypatch):
+    monkeypatch.setattr(token_scores, "_PROGRAMS", programs)
+    drawn = draw_token(4, 1, 64, 80, "random", pages=pages, second=23 * SIZE + 5)
+    assert_spread_alike(pages, drawn, monkeypatch)
+
+
+@pytest.mark.slow
+def test_many_programs_add_up_more_parts_than_lie_side_by_side(monkeypatch):
+    monkeypatch.setattr(token_scores, "_PROGRAMS", 2**20)
+    monkeypatch.setattr(token_scores, "_PARTS", 128)
+    drawn = draw_token(2, 1, 64, 270, "random", second=260 * SIZE + 5)
+    assert_spread_alike(1, drawn, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "is_spread"),
+    [(16384, 1, False), (32768, 8, False), (65536, 8, True), (131072, 1, True)],
+)
+def test_long_caches_are_spread(tokens, batch, is_spread):
+    from kernel_cases import EvidenceKernelCase
+
+    case = EvidenceKernelCase(
+        heads=32, kv_heads=8, head_dim=128, blocks=tokens // SIZE, pages=PAGES, batch=batch
+    )
+    function, arguments = case.program()
+    assert ("token_sums" in str(jax.make_jaxpr(function)(*arguments))) == is_spread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [2**30, 0])
+def test_ranks_that_share_the_heads_list_the_pages_of_one_device(most, monkeypatch):
+    from sketchwalk_jax.pallas_kernels import token_lists
+
+    monkeypatch.setattr(token_lists, "_MOST_BYTES", most)
+    jax.clear_caches()
     heads, kv_heads, ranks = 6, 2, 2
     queries, codes, walk, lengths = draw_token(
         heads, kv_heads, 64, 45, "nan", pages=PAGES, second=17 * SIZE + 21

@@ -1,0 +1,338 @@
+"""Sums over heads of one token's powers of shares, for long caches, on GPUs from Ampere on.
+
+Between `token_scores` and `token_lists`, where a sequence has more powers than one program reads in
+good time:
+
+    sums[j] = Σ_n powers[n, j] · factor[n, part of j]
+    factor[n, p] = (exp(top[n, p] - max top[n]) / Σ_i total[n, i] exp(top[n, i] - max top[n])) ^ e
+
+A program has one part of all heads of a sequence: the columns, which are blocks or their pages, of
+one program of `token_scores`. One warpgroup makes the factors, one for each head, from what all
+parts say: 8 bytes for each head and part. Meanwhile another one reads the powers, 4 bytes of each
+head in each thread, which are one column or two, and starts all reads before it adds anything. In
+one warpgroup the assembler would start these reads after most of the work on the factors. Sums are
+written in float32, 4 bytes for each column.
+
+Heads are added up in order. The sums are those of `token_lists` where it adds up heads itself, bit
+for bit, and both make factors with the functions here.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import math as typed_math
+from jaxlib.mlir.dialects import memref
+from jaxtyping import Array, Float, Int, Shaped
+
+from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
+from sketchwalk_jax.pallas_kernels.token_scores import TokenParts
+from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.scaled import integer_power
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+math: Any = typed_math
+
+_HEADS = 8  # of which a warpgroup has a multiple
+_PARTS = 64  # side by side in registers
+_WORD = 4  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadParts:
+    """What makes factors of some heads' parts, in registers.
+
+    Attributes:
+      weights: `exp(top - largest)`, arrays of 64 parts of each head.
+      largest: The largest `top` of each head.
+      total: Each head's sum of `exp` over all columns, beside `exp(largest)`.
+    """
+
+    weights: list[Array]
+    largest: Array
+    total: Array
+
+
+def parts_layout(heads: int) -> Any:
+    """How a warpgroup holds 64 parts of so many heads, a multiple of eight: heads in one warp."""
+    return warp_ops.tiles_layout(heads, _PARTS)
+
+
+def chunks_of_parts(parts: int) -> list[Any]:
+    """The parts of a head, 64 at a time."""
+    return [pl.ds(start, _PARTS) for start in range(0, parts, _PARTS)]
+
+
+def read_parts(
+    top_ref: Any, total_ref: Any, rows: Any, there: Int[Array, ""], *, heads: int, count: int
+) -> tuple[list[Array], list[Array]]:
+    """Reads what all parts of some heads say: `top` and `total`, 64 parts at a time.
+
+    Args:
+      top_ref: `[heads, parts]` of one sequence, as `TokenParts` has it.
+      total_ref: Likewise.
+      rows: Which heads.
+      there: Columns that there are; parts beyond hold anything.
+      heads: How many heads.
+      count: Columns of a part.
+    """
+    layout, shape = parts_layout(heads), (heads, _PARTS)
+    tops, totals = [], []
+    for index, chunk in enumerate(chunks_of_parts(top_ref.shape[1])):
+        first = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        is_part = (first + index * _PARTS) * count < there
+        tops.append(jnp.where(is_part, ops.read(top_ref.at[rows, chunk], layout), MASK_VALUE))
+        totals.append(jnp.where(is_part, ops.read(total_ref.at[rows, chunk], layout), 0.0))
+    return tops, totals
+
+
+def weigh_parts(tops: list[Array], totals: list[Array]) -> HeadParts:
+    """Puts together what `read_parts` has read."""
+    largest = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in tops])
+    weights = [jnp.exp2(x - of_rows(largest)) for x in tops]
+    sums = [jnp.sum(x * w, axis=1) for x, w in zip(totals, weights, strict=True)]
+    return HeadParts(weights, largest, functools.reduce(jnp.add, sums))
+
+
+def of_rows(x: Float[Array, "heads"]) -> Float[Array, "heads 64"]:
+    """A number of each head beside its parts."""
+    shape = (x.shape[0], _PARTS)
+    spread = jax.lax.broadcast_in_dim(x, shape, (0,))
+    return plgpu.layout_cast(spread, parts_layout(shape[0]))
+
+
+def factor_of(
+    weight: Float[Array, "*shape"], total: Float[Array, "*shape"], exponent: int
+) -> Float[Array, "*shape"]:
+    """What makes powers of shares of a part's powers; 0 where nothing finite was seen."""
+    share = jnp.where(total > 0.0, weight / total, 0.0)
+    return integer_power(share, exponent)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What is static about a call.
+
+    Attributes:
+      keys: Of a column.
+      count: Columns of a part.
+      exponent: Of the shares.
+      packed: Columns of a word.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    keys: int
+    count: int
+    exponent: int
+    packed: int
+    interpret: bool
+
+
+def _add_heads(
+    powers_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    length_ref: Any,
+    sums_ref: Any,
+    *,
+    sizes: _Sizes,
+    factors: Any,
+) -> None:
+    """One program: one part of all heads of a sequence."""
+    sequence, part = jax.lax.axis_index("sequence"), jax.lax.axis_index("part")
+    there = jax.lax.div(length_ref[sequence] + sizes.keys - 1, sizes.keys)
+    first = part * sizes.count
+
+    def make_factors() -> None:
+        _write_factors(
+            top_ref.at[sequence], total_ref.at[sequence], factors, part, there, sizes=sizes
+        )
+
+    def read_words() -> Array:
+        return _read_words(powers_ref.at[sequence], first, there, sizes=sizes)
+
+    def write_sums(read: Array) -> None:
+        _write_sums(read, factors, first, sums_ref.at[sequence], sizes=sizes)
+
+    if sizes.interpret:
+        make_factors()
+        write_sums(read_words())
+        return
+    warpgroup = jax.lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        make_factors()
+        warp_ops.program_barrier(interpret=False)
+
+    @pl.when(warpgroup == 1)
+    def _() -> None:
+        read = read_words()
+        warp_ops.program_barrier(interpret=False)
+        write_sums(read)
+
+
+def _write_factors(
+    top_ref: Any, total_ref: Any, factors: Any, part: Array, there: Array, *, sizes: _Sizes
+) -> None:
+    """Writes what makes powers of shares of one part of each head, to shared memory."""
+    heads = factors.shape[0]
+    tops, totals = read_parts(
+        top_ref, total_ref, pl.ds(0, heads), there, heads=heads, count=sizes.count
+    )
+    own = []
+    for index, top in enumerate(tops):
+        column = plgpu.broadcasted_iota(jnp.int32, top.shape, 1, layout=parts_layout(heads))
+        is_own = column + index * _PARTS == part
+        own.append(jnp.max(jnp.where(is_own, top, MASK_VALUE), axis=1))
+    found = weigh_parts(tops, totals)
+    weight = jnp.exp2(functools.reduce(jnp.maximum, own) - found.largest)
+    ops.write(factors, factor_of(weight, found.total, sizes.exponent))
+
+
+def _words_layout() -> Any:
+    """A row of words of each head over a warpgroup, one for each thread."""
+    tiles = ((1, warp_ops.THREADS), (1, words.LANES), (1, 1))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -1, _check_canonical=False)
+
+
+def _packed(dtype: Any) -> int:
+    """How many columns are in a word."""
+    return _WORD // jnp.dtype(dtype).itemsize
+
+
+def _read_words(
+    powers_ref: Any, first: Int[Array, ""], there: Int[Array, ""], *, sizes: _Sizes
+) -> Shaped[Array, "N W"]:
+    """Starts to read a part of all heads, of each the word of every thread.
+
+    Args:
+      powers_ref: `[heads, columns]` in global memory, float32 or bfloat16.
+      first: The part's first column.
+      there: Columns that there are; words beyond are zeros.
+      sizes: Those of the call. The interpreter reads columns instead of words.
+    """
+    if sizes.interpret:
+        return powers_ref[:, pl.ds(first, sizes.count)]
+    packed, heads = sizes.packed, powers_ref.shape[0]
+    scalar, shape = plgpu.Layout.WG_SPLAT(()), (heads, warp_ops.THREADS)
+    dtype = jnp.dtype(jnp.int32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, _words_layout()),
+    )
+    def read(_: Any, powers: Any, first: Any, there: Any) -> Any:
+        first, there = (words.scalars(x)[0] for x in (first, there))
+        place = _place_of_thread(packed)
+        column = arith.addi(first, place)
+        is_own = _is_less(place, words.constant(sizes.count))
+        is_read = arith.andi(is_own, _is_less(column, there))
+        start, flag = words.address(powers, column), arith.extui(words.i32(), is_read)
+        stride = ir.MemRefType(powers.type).shape[1] * _WORD // packed
+        found = [words.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
+        return warp_ops.as_row(found, shape, _words_layout(), 1)
+
+    return read(powers_ref, first, there)
+
+
+def _write_sums(
+    read: Shaped[Array, "N W"],
+    factors: Any,
+    first: Int[Array, ""],
+    sums_ref: Any,
+    *,
+    sizes: _Sizes,
+) -> None:
+    """Adds up the heads of a part's columns, and writes the sums.
+
+    Args:
+      read: What `_read_words` has read.
+      factors: One of each head, in shared memory.
+      first: The part's first column.
+      sums_ref: Where the sums go, `[columns]` in global memory.
+      sizes: Those of the call.
+    """
+    if sizes.interpret:
+        weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
+        sums_ref[pl.ds(first, sizes.count)] = jnp.sum(read.astype(jnp.float32) * weights, axis=0)
+        return
+    packed, scalar = sizes.packed, plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(_words_layout(), plgpu.RefType(), scalar, plgpu.RefType()))
+    def write(_: Any, read: Any, factors: Any, first: Any, sums: Any) -> None:
+        number, zero = ir.F32Type.get(), arith.constant(ir.F32Type.get(), 0.0)
+        totals = [zero] * packed
+        for head, word in enumerate(words.scalars(read)):
+            factor = memref.load(factors, [words.index(words.constant(head))])
+            own = [arith.bitcast(number, word)] if packed == 1 else words.unpack_bfloat16(word)
+            totals = [math.fma(x, factor, total) for x, total in zip(own, totals, strict=True)]
+        place = _place_of_thread(packed)
+        start = words.address(sums, arith.addi(words.scalars(first)[0], place))
+        with mgpu.when(_is_less(place, words.constant(sizes.count))):
+            words.store(start, totals)
+
+    write(read, factors, first, sums_ref)
+
+
+def _place_of_thread(packed: int) -> ir.Value:
+    """Which of its part's columns a thread of the second warpgroup has first."""
+    thread = arith.andi(words.thread(), words.constant(warp_ops.THREADS - 1))
+    return arith.muli(thread, words.constant(packed))
+
+
+def _is_less(one: ir.Value, other: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.slt, one, other)
+
+
+def token_sums_kernel(
+    parts: TokenParts,
+    lengths: Int[Array, "B"],
+    *,
+    num_columns: int,
+    keys: int,
+    exponent: int,
+    interpret: bool = False,
+) -> Float[Array, "B W"]:
+    """The sums of the module's text, of every column that there is; others are anything.
+
+    Args:
+      parts: What `token_scores_kernel` has found, of all heads.
+      lengths: Keys present in each sequence.
+      num_columns: Blocks of a sequence, or their pages.
+      keys: Of a column.
+      exponent: Of the shares.
+      interpret: Whether the interpreter runs the kernel.
+
+    Raises:
+      ValueError: If a part has more than four bytes of a head for each of 128 threads.
+    """
+    powers, top, total, count = parts
+    packed = _packed(powers.dtype)
+    if count > warp_ops.THREADS * packed:
+        raise ValueError(
+            f"a part must have at most {warp_ops.THREADS * packed} columns of {powers.dtype}, "
+            f"got {count}"
+        )
+    batch, num_heads, width = powers.shape
+    sizes = _Sizes(keys=keys, count=count, exponent=exponent, packed=packed, interpret=interpret)
+    return plgpu.kernel(
+        functools.partial(_add_heads, sizes=sizes),
+        out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
+        scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
+        grid=(batch, -(-num_columns // count)),
+        grid_names=("sequence", "part"),
+        num_threads=1 if interpret else 2,
+        thread_name="warpgroup",
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret),
+        kernel_name="token_sums",
+    )(powers, top, total, lengths)
