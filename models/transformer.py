@@ -283,14 +283,19 @@ def gate_rows(
       up_scales: Of those of up.
       kernel_config: What the kernel may run with.
     """
-    rows = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
-    if why_not_gated_rows(rows[0]):
+    of_gate, of_up = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+    if why_not_gated_rows(of_gate):
         return None
     # Pallas takes long to import, and few callers need it.
     from sketchwalk_jax.pallas_kernels.gated_rows import gated_rows_kernel
 
     found, scales = gated_rows_kernel(
-        *rows, row_scales.reshape(-1), gate_scales, up_scales, interpret=kernel_config.interpret
+        of_gate,
+        of_up,
+        row_scales.reshape(-1),
+        gate_scales,
+        up_scales,
+        interpret=kernel_config.interpret,
     )
     return found.reshape(gate.shape), scales.reshape(row_scales.shape)
 

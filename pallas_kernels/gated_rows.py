@@ -51,7 +51,7 @@ arith: Any = typed_arith
 scf: Any = typed_scf
 
 # These change how fast the kernel is, and no result.
-_WARPGROUPS = 4  # of a multiprocessor at a time; each register of it has at most 128 for a thread
+_WARPGROUPS = 4  # of a multiprocessor at a time; each thread then has at most 128 registers
 _VECTORS = 4  # of a thread, where there are warpgroups enough
 _ROWS = 4  # that are on their way to a program at a time, at most
 _IN_FLIGHT = 200 * 1024  # bytes of them, of all programs of a multiprocessor, at most
@@ -60,7 +60,7 @@ _VECTOR = 8  # columns, 16 bytes of bfloat16
 _CHUNK = 16  # bytes
 _SHARED = 227 * 1024  # bytes of a multiprocessor for all of its programs
 _OF_PROGRAM = 1024  # of which each program takes as many for itself
-_MOST_WARPS = 16
+_MOST_WARPS = 32  # of a program
 _LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)
 
@@ -117,6 +117,13 @@ class _Tiling:
     def vectors(self) -> int:
         """Vectors of a thread; some have one less, or two if the last one is cut."""
         return -(-self.of_row // self.threads)
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Threads of a program; the interpreter runs all of them together."""
+        if self.interpret:
+            return {}
+        return {"num_threads": self.warpgroups, "thread_name": "warpgroup"}
 
     @property
     def scratch(self) -> dict[str, Any]:
@@ -432,9 +439,9 @@ def _hex(number: float) -> str:
 # Pairs in bfloat16 as two numbers in float32, `a` the lower half.
 _UNPACK = "shl.b32 a, {0}, 16; and.b32 b, {0}, 0xffff0000;"
 _PACK = "cvt.rn.bf16x2.f32 {0}, b, a;"
-# The quotient is made of a quarter of the sum: a quarter of it is exact, where the instruction takes
-# the reciprocals of the largest numbers for zero. Of `exp`, what it takes for zero is lost in the
-# sum anyway.
+# The quotient is a quarter of the reciprocal of a quarter of the sum. The instruction by itself
+# returns zero in the place of a quotient below the smallest normal number. What `ex2` returns zero
+# for is lost in the sum anyway.
 _QUARTER = "0x3E803E80"
 _PRODUCT = " ".join(
     (
@@ -551,8 +558,7 @@ def gated_rows_kernel(
         scratch_types=tiling.scratch,
         grid=(tiling.programs,),
         grid_names=("program",),
-        # The interpreter runs all warpgroups together.
-        **({} if interpret else {"num_threads": tiling.warpgroups, "thread_name": "warpgroup"}),
+        **tiling.launch,
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="gated_rows",

@@ -1,4 +1,4 @@
-"""What stands between the float8 products of an mlp: the kernel beside its equations, and in models."""
+"""What stands between the float8 products of an mlp: the kernel, alone and in models."""
 
 import dataclasses
 
@@ -89,7 +89,7 @@ EXACT = RUNS_COMPILED  # the emulator's instructions are those of numpy
 
 
 def assert_near(found, wanted, *, is_exact=EXACT):
-    """Equal, or in a few places a step of float8 away: what `exp` or `1/x` rounds to its neighbour."""
+    """Equal, or in a few places a step of float8 away, where `exp` or `1/x` rounds otherwise."""
     rows, scales = found
     rows = np.asarray(rows)
     is_none = np.isnan(np.asarray(wanted[0], np.float32))
