@@ -42,6 +42,7 @@ GROUPS = {
         "ampere_prefill",
         "ampere_scores",
         "ampere_selection",
+        "gated_rows",
         "kernel_selection",
         "kernels",
         "linear_kernel",

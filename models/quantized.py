@@ -21,7 +21,7 @@ kernel of the project reads where they lie.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -252,19 +252,40 @@ def multiply_quantized(
             return jnp.einsum("btnd,fnd->btf", four_bits.as_they_lie(x), wide, **options)
         return jnp.einsum("btd,fd->btf", x, four_bits.in_order(wide), **options)
     if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
-        scaled, row_scales = _scale(x.astype(jnp.float32), _PER_LARGEST[quantized.dtype.name], 1)
-        rows = scaled.astype(quantized.dtype)
-        # XLA on GPUs multiplies in eight bits only if both operands come as such. CPUs cannot, and
-        # are fastest in float32. Sums of D products of up to 448² fit into bfloat16.
-        found = jax.lax.platform_dependent(
-            rows, quantized, cpu=_multiply_wide, default=_multiply_narrow
-        ).astype(jnp.float32)
-        found = found * row_scales[..., None]
-    else:
-        found = jnp.einsum(
-            "btd,fd->btf", x, quantized.astype(x.dtype), precision=matmul_precision(x)
-        ).astype(jnp.float32)
+        rows, row_scales = _round_rows(x)
+        return _scaled(_multiply_rows(rows, quantized), row_scales, scales, x.dtype)
+    found = jnp.einsum(
+        "btd,fd->btf", x, quantized.astype(x.dtype), precision=matmul_precision(x)
+    ).astype(jnp.float32)
     return (found * scales[None, None]).astype(x.dtype)
+
+
+def _round_rows(x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
+    """Rows in float8_e4m3fn, and their scales."""
+    scaled, scales = _scale(x.astype(jnp.float32), _PER_LARGEST["float8_e4m3fn"], 1)
+    return scaled.astype(jnp.float8_e4m3fn), scales
+
+
+def _multiply_rows(
+    rows: Float[Array, "B T D"], weights: Float[Array, "F D"]
+) -> Float[Array, "B T F"]:
+    """Products of rows and weights in float8, in bfloat16.
+
+    XLA on GPUs multiplies in eight bits only if both operands come as such. CPUs cannot, and are
+    fastest in float32. Sums of D products of up to 448² fit into bfloat16.
+    """
+    return jax.lax.platform_dependent(rows, weights, cpu=_multiply_wide, default=_multiply_narrow)
+
+
+def _scaled(
+    products: Float[Array, "B T F"],
+    row_scales: Float[Array, "B T"],
+    scales: Float[Array, "F"],
+    dtype: DTypeLike,
+) -> Float[Array, "B T F"]:
+    """Products times the scales of their rows and of their columns."""
+    found = products.astype(jnp.float32) * row_scales[..., None]
+    return (found * scales[None, None]).astype(dtype)
 
 
 def _multiply_narrow(x: Array, weights: Array) -> Array:
@@ -290,3 +311,74 @@ def _backward(residuals: Any, cotangent: Array) -> Any:
 
 
 multiply_quantized.defvjp(_forward, _backward)
+
+
+# Products of rows with the weights of gate and up, `[B, T, F]`, the scales of the rows and those of
+# the weights -> what `_gate` finds, or `None`.
+GateRows = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array] | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_gated(
+    gate_rows: GateRows,
+    x: Float[Array, "B T D"],
+    weights: Mapping[str, tuple[Float[Array, "_ _"], Float[Array, "_"]]],
+) -> Float[Array, "B T D"]:
+    """`down(silu(gate(x)) · up(x))` for many rows and one layer, all products in eight bits.
+
+    As `multiply_quantized` makes each product.
+
+    Args:
+      gate_rows: A kernel for what stands between the products, or `None` from it where XLA is to
+        make that.
+      x: The input, in bfloat16.
+      weights: `q` in float8_e4m3fn and the scales of `gate`, `up` and `down`.
+
+    Raises:
+      NotImplementedError: If a gradient is taken: the weights have none.
+    """
+    rows, row_scales = _round_rows(x)
+    products = []
+    for name in ("gate", "up"):
+        # A compiled program says by this name which product has which types.
+        with jax.named_scope(name):
+            products.append(_multiply_rows(rows, weights[name][0]))
+    gate, up = products
+    own_scales = weights["gate"][1], weights["up"][1]
+    found = gate_rows(gate, up, row_scales, *own_scales)
+    if found is None:
+        found = gate_plainly(gate, up, row_scales, *own_scales)
+    quantized, scales = weights["down"]
+    with jax.named_scope("down"):
+        return _scaled(_multiply_rows(found[0], quantized), found[1], scales, x.dtype)
+
+
+def gate_plainly(
+    gate: Float[Array, "B T F"],
+    up: Float[Array, "B T F"],
+    row_scales: Float[Array, "B T"],
+    gate_scales: Float[Array, "F"],
+    up_scales: Float[Array, "F"],
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]]:
+    """`silu(gate) · up` of products in bfloat16, in float8_e4m3fn, and the scales of its rows.
+
+    Args:
+      gate: Products with the weights of gate, without scales.
+      up: Likewise with those of up.
+      row_scales: Of the rows.
+      gate_scales: Of the columns of gate.
+      up_scales: Of those of up.
+    """
+    gate = _scaled(gate, row_scales, gate_scales, gate.dtype)
+    return _round_rows(jax.nn.silu(gate) * _scaled(up, row_scales, up_scales, up.dtype))
+
+
+def _forward_gated(gate_rows: GateRows, x: Array, weights: Any) -> Any:
+    return _forward(x, *weights["down"])
+
+
+def _backward_gated(gate_rows: GateRows, residuals: Any, cotangent: Array) -> Any:
+    return _backward(residuals, cotangent)
+
+
+multiply_gated.defvjp(_forward_gated, _backward_gated)

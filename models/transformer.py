@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int, Num
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.quantized import multiply_quantized
+from sketchwalk_jax.models.quantized import GateRows, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_gated_rows
 from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
@@ -50,12 +50,15 @@ class LayerWeights:
         layer's weights out of their stack first, a read and a write of each: little beside the
         products of many rows. `xla_gpu_enable_dynamic_slice_fusion`, which is to leave out such
         copies, does not before float8 products of cuBLAS.
+      gate_rows: What stands between the mlp's float8 products of many rows (`gate_rows`), or `None`
+        for XLA.
     """
 
     stacks: PyTree
     layer: Int[Array, ""]
     eps: float
     multiply: Multiply | None
+    gate_rows: GateRows | None = None
 
     def norm(self, x: Array, name: str) -> Array:
         """The input behind a norm."""
@@ -126,6 +129,24 @@ class LayerWeights:
             one if bias is None else one + bias.reshape((1,) * (one.ndim - bias.ndim) + bias.shape)
             for one, bias in zip(found, biases, strict=True)
         ]
+
+    def mlp(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """`down(silu(gate(x)) · up(x))`, behind the norm."""
+        names = ("gate", "up", "down")
+        stacks = [self.stacks[name] for name in names]
+        is_float8 = all(
+            "bias" not in one and "quantized" in one and one["quantized"].dtype == jnp.float8_e4m3fn
+            for one in stacks
+        )
+        if self.gate_rows is None or not is_float8 or x.dtype != jnp.bfloat16 or x.shape[1] == 1:
+            gate, up = self.linear(x, names[:2], "btd,df->btf", norm="mlp_norm")
+            (out,) = self.linear(jax.nn.silu(gate) * up, names[2:], "btf,fd->btd")
+            return out
+        weights = {
+            name: (self._own(one["quantized"]), self._own(one["scales"]))
+            for name, one in zip(names, stacks, strict=True)
+        }
+        return multiply_gated(self.gate_rows, self.norm(x, "mlp_norm"), weights)
 
     def _own(self, x: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
@@ -243,6 +264,42 @@ def sums_of_rows(
     return found
 
 
+def gate_rows(
+    gate: Float[Array, "B T F"],
+    up: Float[Array, "B T F"],
+    row_scales: Float[Array, "B T"],
+    gate_scales: Float[Array, "F"],
+    up_scales: Float[Array, "F"],
+    *,
+    kernel_config: KernelConfig,
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
+    """`quantized.gate_plainly` by Hopper's kernel, or `None` where it cannot make it.
+
+    Args:
+      gate: Products with the weights of gate.
+      up: Products with those of up.
+      row_scales: Of the rows.
+      gate_scales: Of the columns of gate.
+      up_scales: Of those of up.
+      kernel_config: What the kernel may run with.
+    """
+    of_gate, of_up = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+    if why_not_gated_rows(of_gate):
+        return None
+    # Pallas takes long to import, and few callers need it.
+    from sketchwalk_jax.pallas_kernels.gated_rows import gated_rows_kernel
+
+    found, scales = gated_rows_kernel(
+        of_gate,
+        of_up,
+        row_scales.reshape(-1),
+        gate_scales,
+        up_scales,
+        interpret=kernel_config.interpret,
+    )
+    return found.reshape(gate.shape), scales.reshape(row_scales.shape)
+
+
 def embed(params: PyTree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Token embeddings. Ids outside the vocabulary are clamped."""
     return params["embed"]["embedding"].at[tokens].get(mode="clip")
@@ -294,6 +351,7 @@ def run_layers(
     model_config: ModelConfig,
     layers: Sequence[tuple[range, Attend]],
     multiply: Multiply | None = None,
+    gate_rows: GateRows | None = None,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -306,6 +364,7 @@ def run_layers(
      layers: Ranges of layers in order, each with its attention
       `(query, key, value, layer, state) -> (output, state, aux)`.
      multiply: How few rows are multiplied, or `None` for XLA.
+     gate_rows: What stands between the mlp's float8 products of many rows, or `None` for XLA.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -318,7 +377,8 @@ def run_layers(
     ) -> Any:
         hidden, state, count = carry
         layer = count if layer is None else layer
-        weights = LayerWeights(params["layers"], layer, model_config.rms_norm_eps, multiply)
+        eps = model_config.rms_norm_eps
+        weights = LayerWeights(params["layers"], layer, eps, multiply, gate_rows)
         with jax.named_scope("attention"):
             names = "query", "key", "value"
             query, key, value = weights.linear(hidden, names, "btd,dnh->btnh", norm="attn_norm")
@@ -329,9 +389,7 @@ def run_layers(
             (out,) = weights.linear(out, ("out",), "btnh,nhd->btd")
             hidden = hidden + out
         with jax.named_scope("mlp"):
-            gate, up = weights.linear(hidden, ("gate", "up"), "btd,df->btf", norm="mlp_norm")
-            (out,) = weights.linear(jax.nn.silu(gate) * up, ("down",), "btf,fd->btd")
-            hidden = hidden + out
+            hidden = hidden + weights.mlp(hidden)
         return (hidden, state, count + 1), aux
 
     for part, attend in layers:

@@ -38,6 +38,10 @@ MAX_TOKEN_HEADS = 64  # of one token, put together by one program
 MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block or page
 WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
 
+# Limits of the kernel for rows of a gated mlp, which has a row and scales in shared memory.
+GATED_COLUMNS = 8  # or a multiple
+MOST_GATED_COLUMNS = 28672
+
 _HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
 # Shared memory of a multiprocessor, in KiB, by compute capability; 8.6, 8.9 and 12.0 have least.
 _SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228}
@@ -216,6 +220,28 @@ def why_not_ampere_token(query: Any, *, block_size: int) -> str | None:
         sizes = " or ".join(map(str, AMPERE_DECODE_HEADS))
         return f"it takes a head_dim of {sizes} in decode on this GPU, not {head_dim}"
     return why_not_shape(query, block_size=block_size)
+
+
+def why_not_gated_rows(gate: Any) -> str | None:
+    """Why the kernel for rows of a gated mlp cannot take such rows, or `None` if it can.
+
+    Args:
+      gate: Products with the weights of gate `[T, F]`, an array or its abstract shape.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    rows, columns = gate.shape
+    if gate.dtype.name != "bfloat16":
+        return f"it takes products in bfloat16, not {gate.dtype.name}"
+    if not rows:
+        return "it takes at least one row"
+    if columns % GATED_COLUMNS or not 0 < columns <= MOST_GATED_COLUMNS:
+        return (
+            f"it takes a multiple of {GATED_COLUMNS} columns, at most {MOST_GATED_COLUMNS}, not "
+            f"{columns}"
+        )
+    return None
 
 
 _NO_DERIVATIVE = (

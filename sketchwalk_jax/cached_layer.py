@@ -28,12 +28,19 @@ from sketchwalk_jax.dispatch import (
 from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
 from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
-from sketchwalk_jax.models.transformer import Attend, Multiply, linear_of_rows, sums_of_rows
+from sketchwalk_jax.models.quantized import GateRows
+from sketchwalk_jax.models.transformer import (
+    Attend,
+    Multiply,
+    gate_rows,
+    linear_of_rows,
+    sums_of_rows,
+)
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.kernel_selection import write_token
 from sketchwalk_jax.policies.base import Policy, Span, TokenWrite, check_policy, take_layer
 from sketchwalk_jax.selection import causal_pairs
-from sketchwalk_jax.sharding import Placement, linear_on_ranks
+from sketchwalk_jax.sharding import Placement, gate_on_ranks, linear_on_ranks
 
 PyTree = Any
 PHASES = ("both", "prefill", "decode")
@@ -121,6 +128,23 @@ class LayerSettings:
             return functools.partial(linear_of_rows, kernel_config=kernel_config)
         return functools.partial(
             linear_on_ranks, placement=self.placement, kernel_config=kernel_config
+        )
+
+    @property
+    def gate_rows(self) -> GateRows | None:
+        """What stands between the mlp's float8 products of a prompt, or `None` for XLA.
+
+        Where ranks share the columns of a row, none knows the row's largest number.
+        """
+        kernel_config = self._row_kernels("gated rows")
+        if kernel_config is None:
+            return None
+        if self.placement is None:
+            return functools.partial(gate_rows, kernel_config=kernel_config)
+        if self.placement.size("tensor") > 1:
+            return None
+        return functools.partial(
+            gate_on_ranks, placement=self.placement, kernel_config=kernel_config
         )
 
     def selection_kernels(self, phase: str) -> KernelConfig | None:

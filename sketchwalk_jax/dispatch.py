@@ -23,7 +23,8 @@ FULL_BLOCK = 64
 """Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
 
 # What there are kernels for, by GPU: attention of prompts and of tokens, selection by any policy,
-# by the recommended policy of prompts and of a token (and what writes that), products of few rows.
+# by the recommended policy of prompts and of a token (and what writes that), products of few rows,
+# and what stands between the float8 products of the mlp's many rows.
 KERNELS = {
     "hopper": (
         "prefill",
@@ -32,6 +33,7 @@ KERNELS = {
         "prompt selection",
         "token selection",
         "linear layers",
+        "gated rows",
     ),
     "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }

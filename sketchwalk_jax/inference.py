@@ -127,6 +127,7 @@ def read_prompt(
             (cache, walk),
             model_config=settings.model_config,
             layers=attention_by_layer(make, settings),
+            gate_rows=settings.gate_rows,
         )
         pairs, selection = join_layers(found)
         if blocks is not None:

@@ -71,8 +71,8 @@ from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed, kernel_of_rows, linear_of_rows
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.models.transformer import embed, gate_rows, kernel_of_rows, linear_of_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_gated_rows
 from sketchwalk_jax.policies.base import LayerShape, Policy
 from sketchwalk_jax.policies.ranks import Blocks, Heads
 from sketchwalk_jax.renamed import warn_renamed
@@ -636,6 +636,47 @@ def linear_on_ranks(
         out_specs=specs(of_results),
         check_vma=False,
     )(x, list(weights.values()), layer, scale, weight_scales)
+
+
+def gate_on_ranks(
+    gate: Float[Array, "B T F"],
+    up: Float[Array, "B T F"],
+    row_scales: Float[Array, "B T"],
+    gate_scales: Float[Array, "F"],
+    up_scales: Float[Array, "F"],
+    *,
+    placement: Placement,
+    kernel_config: KernelConfig,
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
+    """`transformer.gate_rows`, where each rank has whole rows, of its sequences and its tokens.
+
+    Args:
+      gate: Products with the weights of gate.
+      up: Products with those of up.
+      row_scales: Of the rows.
+      gate_scales: Of the columns of gate.
+      up_scales: Of those of up.
+      placement: Where the model is placed; its mesh has no ranks of `tensor`.
+      kernel_config: What the kernel may run with.
+    """
+    by_rows = placement.sharding("data", "sequence")
+    batch, tokens, width = by_rows.shard_shape(gate.shape)
+    if why_not_gated_rows(jax.ShapeDtypeStruct((batch * tokens, width), gate.dtype)):
+        return None
+
+    def on_rank(*arrays: Array) -> tuple[Array, Array]:
+        found = gate_rows(*arrays, kernel_config=kernel_config)
+        assert found is not None  # as was asked above
+        return found
+
+    rows, whole = by_rows.spec, PartitionSpec()
+    return jax.shard_map(
+        on_rank,
+        mesh=placement.mesh,
+        in_specs=(rows, rows, rows, whole, whole),
+        out_specs=(rows, rows),
+        check_vma=False,
+    )(gate, up, row_scales, gate_scales, up_scales)
 
 
 def constrain_logits(

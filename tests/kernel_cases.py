@@ -715,6 +715,51 @@ LINEAR_CASES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedRowsCase:
+    """Rows of a gated mlp in eight bits, of their products."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        """The name of the case."""
+        return f"gated rows {self.rows}x{self.columns}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a multiprocessor that the kernel counts on."""
+        from sketchwalk_jax.pallas_kernels import gated_rows
+
+        return gated_rows._WARPGROUPS * 128
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+        """The rows and their scales."""
+        from sketchwalk_jax.pallas_kernels.gated_rows import gated_rows_kernel
+
+        products = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.bfloat16)
+        of_rows, of_columns = (
+            jax.ShapeDtypeStruct((size,), jnp.float32) for size in products.shape
+        )
+        return gated_rows_kernel, (products, products, of_rows, of_columns, of_columns)
+
+
+GATED_CASES = tuple(
+    GatedRowsCase(rows=rows, columns=columns)
+    for rows, columns in (
+        (131072, 14336),
+        (7, 64),
+        (32768, 1792),
+        (32768, 3072),
+        (32768, 8192),
+        (32768, 11008),
+        (300000, 18944),
+        (8192, 25600),
+        (8192, 28672),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteKernelCase:
     """The key and value of one token of each sequence, written to the caches; with codes or not."""
 
@@ -792,7 +837,7 @@ def _promised() -> tuple[Case, ...]:
         Select(num_blocks=blocks, num_rows=rows, density=0.1)
         for blocks, rows in ((64, 64), (256, 1), (1024, 1024), (2048, 1), (8192, 8192), (16384, 1))
     ]
-    token = (*CODES_CASES, *WRITE_CASES, *LINEAR_CASES)
+    token = (*CODES_CASES, *WRITE_CASES, *LINEAR_CASES, *GATED_CASES)
     return (*attention, *select, *SKETCH_CASES, *EVIDENCE_CASES, *PAGE_CASES, *token)
 
 

@@ -39,6 +39,7 @@ from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.models.quantized import gate_plainly
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.transformer import KernelOfRows, rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
@@ -301,6 +302,32 @@ def check_products(axes: dict[str, int]) -> None:
         expected = multiply(x, stacks, layer, **options)
         for one, other in zip(expected, jax.jit(call)(x, layer=layer), strict=True):
             np.testing.assert_allclose(one, other, **tolerance("logits"), err_msg=str(names))
+
+
+def check_gated_rows(axes: dict[str, int]) -> None:
+    """Each rank gates its own rows, plain JAX in the place of the kernel."""
+    where, asked = placement(**axes), list[tuple[int, ...]]()
+
+    def gate(*arrays: Any, kernel_config: Any) -> Any:
+        asked.append(arrays[0].shape)
+        return gate_plainly(*arrays)
+
+    sharding.gate_rows = gate
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (4, 32, 64), (4, 32, 64), (4, 32), (64,), (64,)
+    drawn = [jax.random.normal(*one) for one in zip(keys, shapes, strict=True)]
+    drawn[:2] = [x.astype(jnp.bfloat16) for x in drawn[:2]]
+    call = functools.partial(
+        sharding.gate_on_ranks, placement=where, kernel_config=KernelConfig(interpret=True)
+    )
+    text = jax.jit(call).lower(*drawn).compile().as_text()
+    assert text is not None and not collectives(text)
+    for one, other in zip(jax.jit(gate_plainly)(*drawn), jax.jit(call)(*drawn), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=2**-3, atol=1e-6)
+    shape = (4 // axes.get("data", 1), 32 // axes.get("sequence", 1), 64)
+    assert set(asked) == {shape}
+    assert call(*(x[..., :60] if x.shape[-1] == 64 else x for x in drawn)) is None
 
 
 def _assert_close(one: jax.Array, many: jax.Array) -> None:

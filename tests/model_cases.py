@@ -126,12 +126,13 @@ class WidenedCase(ModelCase):
         step, arguments = super().program(config=config, mesh=mesh)
 
         def widened(*arguments: Any) -> Any:
-            was = transformer.multiply_quantized
+            was = transformer.multiply_quantized, transformer.multiply_gated
             transformer.multiply_quantized = _multiply_widened
+            transformer.multiply_gated = _multiply_gated_widened
             try:
                 return step(*arguments)
             finally:
-                transformer.multiply_quantized = was
+                transformer.multiply_quantized, transformer.multiply_gated = was
 
         return widened, arguments
 
@@ -139,6 +140,14 @@ class WidenedCase(ModelCase):
 def _multiply_widened(x: Any, quantized: Any, scales: Any) -> Any:
     wide = (quantized.astype(jnp.float32) * scales[:, None]).astype(x.dtype)
     return jnp.einsum("btd,fd->btf", x, jax.lax.optimization_barrier(wide))
+
+
+def _multiply_gated_widened(_: Any, x: Any, weights: Any) -> Any:
+    def multiply(name: str, x: Any) -> Any:
+        with jax.named_scope(name):
+            return _multiply_widened(x, *weights[name])
+
+    return multiply("down", jax.nn.silu(multiply("gate", x)) * multiply("up", x))
 
 
 def _place(shapes: Any, shardings: Any) -> Any:

@@ -160,6 +160,9 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
         found = dispatch.row_kernels(None, on_one_device=True, what=what)
         assert (found is not None) == has_kernel
         assert dispatch.row_kernels(None, on_one_device=False, what=what) is None
+    assert (dispatch.selection_kernels(None, what="gated rows") is not None) == (
+        capability == "9.0"
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

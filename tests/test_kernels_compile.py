@@ -38,8 +38,10 @@ def test_it_compiles(name, compiler):
     kernels = compiler.compile(name)
     assert kernels, "no kernel was compiled"
     num_products = getattr(kernel_cases.COMPILED[name], "num_products", None)
+    # So many of a multiprocessor's threads are to find room for their registers.
+    threads = getattr(kernel_cases.COMPILED[name], "threads", 256)
     for kernel, facts in kernels.items():
-        assert 0 < facts["registers"] <= 255, kernel
+        assert 0 < facts["registers"] <= min(255, 65536 // threads), kernel
         found = {fact: facts[fact] for fact in facts if fact not in ("registers", "products")}
         nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
         assert found == nothing | {"complaints": [], "hazards": []}, kernel

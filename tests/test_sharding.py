@@ -250,6 +250,11 @@ def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
     check("check_products", axes)
 
 
+@pytest.mark.parametrize("axes", [{"data": 2, "sequence": 4}])
+def test_ranks_gate_their_own_rows(check, axes):
+    check("check_gated_rows", axes)
+
+
 _RECOMMENDED = Rule(
     "sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE))
 )
