@@ -5,10 +5,11 @@
 
 The maxima may also be those of each page of a block, 16 keys.
 
-A warp takes whole blocks of one key/value head and shares nothing with the others: a thread reads
-its codes from global memory to registers, 8 bytes of each of 8 rows, several blocks ahead, makes
-numbers of them there and multiplies with `mma.sync`. So there is no shared memory to wait for, and
-what is in flight is registers of all warps.
+A warp takes whole blocks of one key/value head and shares nothing with the others. It copies the
+codes and steps of a block to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A thread then
+reads 8 bytes of each of 8 rows, makes numbers of them in registers and multiplies with `mma.sync`.
+Were the codes read to registers at once, the compiler would await all blocks together: it has six
+counters for what a warp waits for.
 
 *Which channel is where.* The sum over channels knows no order, so a thread keeps those it reads:
 with `t` its place among the four threads of a row and `w` 32-bit words of codes for each, the bytes
@@ -43,12 +44,14 @@ KEYS = 64  # of a block
 QUERIES = 8  # of a product
 MOST_BLOCKS = 64  # of a program: 16 rows of centres for each of four warps
 _WORD = 4  # bytes
-_STAGES = 2  # blocks that a warp has under way
+_STAGES = 4  # blocks that a warp has in shared memory: one it works on, the others under way
+_CHUNK = 16  # bytes that a thread copies at a time
 _GROUPS = KEYS // 8  # of eight rows, one for each four threads
 _TILES = KEYS // 16  # of the rows of a product
 _LARGEST_SHIFT = 100  # of a query's power of two
-# How codes are read: once, and the rest of the line, which other heads have, to the second cache.
-_ONCE = ".nc.L1::no_allocate.L2::128B"
+# How codes are copied: past the first cache, and the rest of the line, which other heads have, to
+# the second one.
+_COPY = "cp.async.cg.shared.global.L2::128B"
 _TWICE = 0x40004000
 # The larger numbers of two pairs without signs, `$1` and `x`, and float32 numbers `a` and `b` in
 # float8_e4m3, as a pair `x` of float16.
@@ -70,6 +73,20 @@ _AMPERE = (
 )
 
 
+def room_of_codes(row_bytes: int) -> Any:
+    """Shared memory that `block_products` needs, for the codes and steps of some blocks.
+
+    Args:
+      row_bytes: Of the codes of a key, a multiple of 16.
+    """
+    return plgpu.SMEM((warp_ops.WARPS, _STAGES * _block_bytes(row_bytes)), jnp.int8)
+
+
+def _block_bytes(row_bytes: int) -> int:
+    """Of a block's codes and steps."""
+    return (KEYS + 2) * row_bytes
+
+
 def block_products(
     query: Any,
     code: Any,
@@ -77,6 +94,7 @@ def block_products(
     step: Any,
     peaks: Any,
     shared: Any,
+    room: Any,
     *,
     kv_head: Array,
     group: int,
@@ -98,6 +116,7 @@ def block_products(
       step: Likewise, `[J, K, C]`.
       peaks: The peaks of the module, `[64, 8]` in shared memory; of pages `[pages, 64, 8]`.
       shared: The other products, likewise.
+      room: Shared memory, `room_of_codes`.
       kv_head: Which key/value head.
       group: Query heads of each.
       first: The program's first block.
@@ -114,14 +133,14 @@ def block_products(
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 6, *(scalar,) * 4))
+    @plgpu.inline_mgpu(arg_types=(*(reference,) * 7, *(scalar,) * 4))
     def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
-        peaks, shared, *numbers = rest
+        peaks, shared, room, *numbers = rest
         numbers = [words.scalars(x)[0] for x in numbers]
-        warp = _Warp(query, code, centre, step, peaks, shared, group, count, pages, *numbers)
+        warp = _Warp(query, code, centre, step, peaks, shared, room, group, count, pages, *numbers)
         warp.run()
 
-    products(query, code, centre, step, peaks, shared, kv_head, first, there, length)
+    products(query, code, centre, step, peaks, shared, room, kv_head, first, there, length)
 
 
 def _products_interpreted(
@@ -188,6 +207,7 @@ class _Warp:
         step: ir.Value,
         peaks: ir.Value,
         shared: ir.Value,
+        room: ir.Value,
         group: int,
         count: int,
         pages: int,
@@ -200,19 +220,24 @@ class _Warp:
         self._query, self._code, self._centre, self._step = query, code, centre, step
         self._peaks, self._shared = peaks, shared
         self._group, self._count, self._pages = group, count, pages
-        self._kv_head, self._first, self._there, self._length = kv_head, first, there, length
+        self._kv_head, self._first, self._length = kv_head, first, length
         _, _, self._kv_heads, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
-        lane = words.lane()
-        self._warp = words.warp()
-        self._row = arith.shrui(lane, _int(2))
-        self._place = arith.andi(lane, _int(3))
+        self._lane, self._warp = words.lane(), words.warp()
+        self._row = arith.shrui(self._lane, _int(2))
+        self._place = arith.andi(self._lane, _int(3))
         self._channel = arith.muli(self._place, _int(_WORD * self._words))
+        size = _int(_STAGES * _block_bytes(self._row_bytes))
+        self._room = arith.addi(words.shared_pointer(room), arith.muli(self._warp, size))
+        # Blocks of the warp that are there, of every four one.
+        left = arith.subi(there, self._warp)
+        self._own = arith.divui(arith.addi(left, _int(warp_ops.WARPS - 1)), _int(warp_ops.WARPS))
 
     def run(self) -> None:
         """All blocks of the warp: every fourth of the program."""
         blocks = self._count // warp_ops.WARPS
-        ahead = [self._load(_int(index)) for index in range(_STAGES)]
+        for index in range(_STAGES - 1):
+            self._start_copy(_int(index))
         own = arith.muli(self._kv_head, _int(self._group))
         head = arith.addi(own, self._row)
         is_head = _flag(arith.cmpi(arith.CmpIPredicate.slt, self._row, _int(self._group)))
@@ -233,64 +258,81 @@ class _Warp:
         ]
         scales = [arith.bitcast(ir.F32Type.get(), x) for x in scales]
 
-        flat = [x for stage in ahead for x in stage]
-        each = len(flat) // _STAGES
-        index = ir.IndexType.get()
-        turns = -(-blocks // _STAGES)
-        loop = scf.ForOp(
-            arith.constant(index, 0), arith.constant(index, turns), arith.constant(index, 1), flat
-        )
+        bounds = [words.index(x) for x in (_int(0), self._own, _int(1))]
+        loop = scf.ForOp(*bounds, [])
         with ir.InsertionPoint(loop.body):
-            turn = arith.muli(arith.index_cast(_i32(), loop.induction_variable), _int(_STAGES))
-            carried = list(loop.inner_iter_args)
-            for stage in range(_STAGES):
-                own_index = arith.addi(turn, _int(stage))
-                held = carried[stage * each : (stage + 1) * each]
-                local, is_there = self._local(own_index)
-                with mgpu.when(is_there):
-                    self._write_peaks(held, local, rounded, scales)
-                following = self._load(arith.addi(own_index, _int(_STAGES)))
-                carried[stage * each : (stage + 1) * each] = following
-            scf.yield_(carried)
+            index = arith.index_cast(_i32(), loop.induction_variable)
+            self._await_copy()
+            # Into the place of the block before, which all lanes have read.
+            self._start_copy(arith.addi(index, _int(_STAGES - 1)))
+            self._write_peaks(self._read(index), self._local(index), rounded, scales)
+            scf.yield_([])
 
     # Memory
 
-    def _local(self, index: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Place in the program of a warp's block, and whether the block is there."""
-        local = arith.addi(arith.muli(index, _int(warp_ops.WARPS)), self._warp)
-        return local, arith.cmpi(arith.CmpIPredicate.slt, local, self._there)
+    def _local(self, index: ir.Value) -> ir.Value:
+        """Place in the program of a warp's block."""
+        return arith.addi(arith.muli(index, _int(warp_ops.WARPS)), self._warp)
 
-    def _load(self, index: ir.Value) -> list[ir.Value]:
-        """Starts to read the codes of one block, a row of each group, and its steps."""
-        local, is_there = self._local(index)
-        flag = _flag(is_there)
-        block = arith.addi(self._first, local)
-        token = arith.addi(arith.muli(block, _int(KEYS)), self._row)
-        place = arith.addi(arith.muli(token, _int(self._kv_heads)), self._kv_head)
-        place = arith.muli(place, _int(self._row_bytes))
-        start = _address(self._code, arith.addi(place, self._channel))
-        stride = 8 * self._kv_heads * self._row_bytes
+    def _stage(self, index: ir.Value) -> ir.Value:
+        """Where a warp's block lies in shared memory: codes, then steps."""
+        stage = arith.remui(index, _int(_STAGES))
+        return arith.addi(self._room, arith.muli(stage, _int(_block_bytes(self._row_bytes))))
+
+    def _start_copy(self, index: ir.Value) -> None:
+        """Starts to copy one block, if it is there; lanes that follow each other copy a row."""
+        chunks = self._row_bytes // _CHUNK
+        rows = words.LANES // chunks  # at a time
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, self._own)):
+            block = arith.addi(self._first, self._local(index))
+            token = arith.muli(block, _int(KEYS))
+            token = arith.addi(token, arith.divui(self._lane, _int(chunks)))
+            place = arith.addi(arith.muli(token, _int(self._kv_heads)), self._kv_head)
+            place = arith.muli(place, _int(self._row_bytes))
+            offset = arith.muli(self._lane, _int(_CHUNK))
+            in_row = arith.andi(offset, _int(self._row_bytes - 1))
+            source = _address(self._code, arith.addi(place, in_row))
+            target = arith.addi(self._stage(index), offset)
+            for turn in range(KEYS // rows):
+                from_start = turn * rows * self._kv_heads * self._row_bytes
+                _copy(target, source, turn * words.LANES * _CHUNK, from_start)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, self._lane, _int(2 * chunks))):
+                source = _address(self._step, arith.addi(self._place_of_block(block), offset))
+                _copy(target, source, KEYS * self._row_bytes, 0)
+        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+    def _await_copy(self) -> None:
+        """Waits until all lanes have copied the next block."""
+        code = f"cp.async.wait_group {_STAGES - 2}; bar.warp.sync 0xffffffff;"
+        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
+
+    def _read(self, index: ir.Value) -> list[ir.Value]:
+        """The codes of one block, a row of each group, and its steps."""
+        start = arith.addi(self._stage(index), self._channel)
+        own = arith.addi(start, arith.muli(self._row, _int(self._row_bytes)))
         found: list[ir.Value] = []
         for group in range(_GROUPS):
-            found += _load(start, self._words, flag, offset=group * stride, how=_ONCE)
-        start = _address(self._step, self._place_of(block))
+            offset = 8 * group * self._row_bytes
+            found += _load(own, self._words, offset=offset, space="shared")
         for half in (LOW, HIGH):
-            found += _load(start, self._words, flag, offset=half * self._row_bytes)
+            offset = (KEYS + half) * self._row_bytes
+            found += _load(start, self._words, offset=offset, space="shared")
         return found
 
-    def _place_of(self, block: ir.Value) -> ir.Value:
-        """Of the thread's first channel in centres and steps."""
+    def _place_of_block(self, block: ir.Value) -> ir.Value:
+        """Of its first channel in centres and steps."""
         place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
-        place = arith.muli(place, _int(2 * self._row_bytes))
-        return arith.addi(place, self._channel)
+        return arith.muli(place, _int(2 * self._row_bytes))
 
     def _load_centres(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
         """The centre of the warp's block of this thread's row, from one on, and its place."""
-        local, is_there = self._local(arith.addi(self._row, _int(start)))
-        block = arith.addi(self._first, local)
-        pointer = _address(self._centre, self._place_of(block))
+        index = arith.addi(self._row, _int(start))
+        local = self._local(index)
+        is_there = _flag(arith.cmpi(arith.CmpIPredicate.ult, index, self._own))
+        place = self._place_of_block(arith.addi(self._first, local))
+        pointer = _address(self._centre, arith.addi(place, self._channel))
         halves = [
-            _load(pointer, 2 * self._words, _flag(is_there), offset=2 * half * self._row_bytes)
+            _load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
             for half in (LOW, HIGH)
         ]
         return local, [four_bits.in_pairs(x) for x in halves]
@@ -440,6 +482,12 @@ def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
     """What another lane of the warp has."""
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
     return mgpu.utils.inline_ptx(code, value, lane, result_types=value.type, has_side_effects=True)
+
+
+def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> None:
+    """Starts to copy 16 bytes to shared memory."""
+    code = f"{_COPY} [$0 + {offset}], [$1 + {from_start}], {_CHUNK};"
+    mgpu.utils.inline_ptx(code, target, source, has_side_effects=True)
 
 
 def _flag(condition: ir.Value) -> ir.Value:

@@ -41,6 +41,7 @@ from sketchwalk_jax.pallas_kernels.code_products import (
     MOST_BLOCKS,
     QUERIES,
     block_products,
+    room_of_codes,
 )
 from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
@@ -113,6 +114,7 @@ def _score(
     sizes: _Sizes,
     peaks: Any,
     shared: Any,
+    room: Any,
 ) -> None:
     """One program: some blocks of one key/value head."""
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
@@ -129,6 +131,7 @@ def _score(
             step.at[index, batch],
             peaks,
             shared,
+            room,
             kv_head=kv_head,
             group=sizes.group,
             first=first,
@@ -258,6 +261,7 @@ def token_scores_kernel(
         scratch_types={
             "peaks": plgpu.SMEM(_SHAPE if pages == 1 else (pages, *_SHAPE), jnp.float32),
             "shared": plgpu.SMEM(_SHAPE, jnp.float32),
+            "room": room_of_codes(code.shape[5]),
         },
         grid=(batch, parts, kv_heads),
         grid_names=("batch", "part", "kv_head"),  # heads side by side share lines of memory

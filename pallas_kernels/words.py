@@ -163,12 +163,13 @@ def load(
     *,
     offset: int = 0,
     how: str = "",
+    space: str = "global",
 ) -> list[ir.Value]:
-    """So many adjacent words of global memory; starts at once. Zeros unless the flag is set."""
+    """So many adjacent words of memory; starts at once. Zeros unless the flag is set."""
     targets = [f"${index}" for index in range(count)]
     names = targets[0] if count == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if count == 1 else f".v{count}"
-    code = f"ld.global{how}{vector}.b32 {names}, [${count} + {offset}];"
+    code = f"ld.{space}{how}{vector}.b32 {names}, [${count} + {offset}];"
     operands = [pointer]
     if flag is not None:
         zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
