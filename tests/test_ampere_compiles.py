@@ -31,9 +31,6 @@ SPILLS = {
         for name in ampere_cases.COMPILED
         if name.startswith("prefill-32x8-H128-") and name.endswith("-10.0")
     },
-    # Of a row of as many blocks as the kernels take.
-    "evidence 32/8 of 128, a token, 4 pages, 4096-8.0": 24,
-    "evidence 32/8 of 128, a token, 16384-10.0": 8,
 }
 
 
