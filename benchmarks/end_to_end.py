@@ -125,7 +125,7 @@ PARTS = {
     "attention": ("block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
     "observing": ("block_codes", "block_sums"),
     "scores": ("representatives", "block_peaks", "block_scores", "token_scores", "block_residuals"),
-    "walk and lists": ("select", "token_sums", "token_lists", "walk"),
+    "walk and lists": ("select", "token_evidence", "token_lists", "walk"),
     "linear": ("linear", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"

@@ -13,8 +13,8 @@ and block, and are what takes the time: those of the first heads are on their wa
 factors.
 
 One program took 16 µs at 128K tokens on an H200, where it took 5 at 16K: it read all powers by
-itself. In long caches many programs add up the heads first (`token_sums`), and this kernel reads
-their sums, 4 bytes for each column.
+itself. In long caches many programs find the evidence first (`token_evidence`), and this kernel
+reads that, 4 bytes for each column.
 
 With pages, four in a block, `j` is a page, and so are the list's entries. There are four times as
 many columns, of 2 bytes for each head, which are added up in float32.
@@ -35,20 +35,21 @@ from sketchwalk_jax.pallas_kernels import ops, warp_ops
 from sketchwalk_jax.pallas_kernels.code_products import KEYS
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
 from sketchwalk_jax.pallas_kernels.select import room_of, select_row
-from sketchwalk_jax.pallas_kernels.token_scores import TokenParts, token_scores_kernel
-from sketchwalk_jax.pallas_kernels.token_sums import (
+from sketchwalk_jax.pallas_kernels.token_evidence import (
     chunks_of_parts,
+    evidence_of,
     factor_of,
     of_rows,
     read_parts,
-    token_sums_kernel,
+    token_evidence_kernel,
     weigh_parts,
 )
+from sketchwalk_jax.pallas_kernels.token_scores import TokenParts, token_scores_kernel
 from sketchwalk_jax.pallas_kernels.walk_row import TILE
 from sketchwalk_jax.selection import BlockSelection
 
 _HEADS = 8  # of which a warpgroup has a multiple
-# Bytes of a sequence's powers that its one program reads by itself; `token_sums` adds up more.
+# Bytes of a sequence's powers that its one program reads by itself; `token_evidence` reads more.
 _MOST_BYTES = 2**17
 # Keys of 2^-12, 2^-8 and 2^-4: a share that decides is seldom beyond these.
 _GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
@@ -67,7 +68,7 @@ class _Sizes:
       warpgroups: That share a row.
       exponent: Of the norm over heads.
       decay: What remains of the evidence of the layer before.
-      is_spread: Whether `token_sums` has added up the heads.
+      is_spread: Whether `token_evidence` has found the evidence.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -92,7 +93,7 @@ def _list_blocks(
 ) -> None:
     """One sequence's list, and its evidence in the place of that of the layer before.
 
-    The first of `refs` are the scores' parts (`TokenParts`), or the sums over heads.
+    The first of `refs` are the scores' parts (`TokenParts`), where the evidence is still to find.
     """
     *parts, evidence_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
@@ -107,21 +108,20 @@ def _list_blocks(
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
     evidence_row = evidence_ref.at[sequence]
+    previous = functools.partial(warp_ops.read_row, columns, evidence_row, **where)
     if sizes.is_spread:
-        (sums_ref,) = parts
-        sums = ops.read(sums_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
-        previous = warp_ops.read_row(columns, evidence_row, **where)
+        evidence = previous()
     else:
         powers, top, total = (ref.at[sequence] for ref in parts)
         tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
         read = warp_ops.read_powers(powers, there, **tiles)
-        previous = warp_ops.read_row(columns, evidence_row, **where)
+        before = previous()
         _write_factors(top, total, factors, warpgroup, there, sizes=sizes)
         warp_ops.program_barrier(interpret=sizes.interpret)
         sums = warp_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
-    sums = jnp.where(columns < there, sums, 0.0)
-    evidence = jnp.maximum(_root(sums, sizes.exponent), sizes.decay * previous)
-    warp_ops.write_row(evidence, columns, evidence_row, **where)
+        sums = jnp.where(columns < there, sums, 0.0)
+        evidence = evidence_of(sums, before, exponent=sizes.exponent, decay=sizes.decay)
+        warp_ops.write_row(evidence, columns, evidence_row, **where)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
@@ -152,15 +152,6 @@ def _write_factors(
     total = of_rows(found.total)
     for chunk, weight in zip(chunks_of_parts(parts), found.weights, strict=True):
         ops.write(factors.at[rows, chunk], factor_of(weight, total, sizes.exponent))
-
-
-def _root(x: Array, exponent: int) -> Array:
-    """`x ^ (1 / exponent)` of what is not negative."""
-    if exponent == 1:
-        return x
-    if exponent % 2 == 0:
-        return _root(jnp.sqrt(x), exponent // 2)
-    return jnp.exp2(jnp.log2(x) / exponent)
 
 
 def select_token_by_evidence_kernel(
@@ -262,21 +253,14 @@ def select_token_by_evidence_kernel(
         interpret=interpret,
     )
     scratch: dict[str, Any] = {"scratch": warp_ops.scratch_of_counts(warpgroups)}
-    given: list[Array] = list(parts[:-1])
+    given, evidence = list(parts[:-1]), jax.new_ref(state)
     if sizes.is_spread:
-        sums = token_sums_kernel(
-            parts,
-            lengths,
-            num_columns=num_columns,
-            keys=sizes.keys,
-            exponent=exponent,
-            interpret=interpret,
-        )
-        given = [sums.reshape(batch, height, TILE)]
+        of_evidence: dict[str, Any] = dict(keys=sizes.keys, exponent=exponent, decay=decay)
+        token_evidence_kernel(parts, evidence, lengths, **of_evidence, interpret=interpret)
+        given = []
     else:
         scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
     max_count = min(int(budgets.max()), num_columns)
-    evidence = jax.new_ref(state)
     ids, kept = plgpu.kernel(
         functools.partial(
             _list_blocks,

@@ -43,6 +43,7 @@ ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
 PAIR = 2  # channels of a key, likewise
 _PACKED = 2  # numbers in bfloat16 in a word
 _COUNTS_PER_WARP = 5  # two turns of two, and one
+_BYTE, _WORD_BYTES = 8, 4  # bits, and bytes of a word
 _LEAST_INTEGER = -(1 << 31)
 
 
@@ -405,18 +406,20 @@ def _emit_count(
     """Counts of three limits; the first two in the halves of one integer."""
     first, second = words.constant(0), words.constant(0)
     for key in registers:
-        first = _add_if_kept(first, key, limits[0], 1)
-        first = _add_if_kept(first, key, limits[1], 1 << 16)
-        second = _add_if_kept(second, key, limits[2], 1)
+        first = _add_if("ge", first, key, limits[0], 1)
+        first = _add_if("ge", first, key, limits[1], 1 << 16)
+        second = _add_if("ge", second, key, limits[2], 1)
     packed = [words.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
     totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
     low = arith.andi(totals[0], words.constant(0xFFFF))
     return [low, arith.shrui(totals[0], words.constant(16)), totals[1]]
 
 
-def _add_if_kept(total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
+def _add_if(test: str, total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
     """Two instructions, where the compiler makes three of a choice and a sum."""
-    code = f"{{ .reg .pred p; setp.ge.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
+    code = (
+        f"{{ .reg .pred p; setp.{test}.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
+    )
     return mgpu.utils.inline_ptx(code, total, key, limit, result_types=total.type)
 
 
@@ -622,8 +625,9 @@ def _emit_write_kept(
         ids[cumsum(kept) - 1] = column, of the columns that are kept
 
     A column's sums are those of earlier warps, which these leave in shared memory; of the earlier
-    registers of this warp, and of earlier lanes of the same register, by the bits of votes; and of
-    earlier columns of the thread itself. Since ties beyond the first `missing` are dropped,
+    registers of this warp, and of earlier lanes of the same registers, four of which are added up
+    over lanes at a time, each in a byte of a word; and of earlier columns of the thread itself.
+    Since ties beyond the first `missing` are dropped,
     `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
     """
 
@@ -632,49 +636,84 @@ def _emit_write_kept(
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
     lane, warp = words.lane(), words.warp()
-    earlier_lanes = arith.subi(arith.shli(words.constant(1), lane), words.constant(1))
     registers = words.scalars(keys)
+    adjacent = len(registers) // keys.registers.size
+    assert LANES * adjacent < 1 << _BYTE  # columns of the warp in a register of each thread
+    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
+    # Numbers above and tied: of this lane and earlier ones, and of the warp.
+    upto, totals, own = [], [], []
+    for start in range(0, len(groups), _WORD_BYTES):
+        packed = [words.constant(0)] * 2
+        for place, group in enumerate(groups[start : start + _WORD_BYTES]):
+            for key in group:
+                for kind, (test, limit) in enumerate((("ge", upper), ("eq", lower))):
+                    step = 1 << (_BYTE * place)
+                    packed[kind] = _add_if(test, packed[kind], key, limit, step)
+        own.append(packed)
+        upto.append([_add_earlier_lanes(x) for x in packed])
+        totals.append([_shuffle_from(x, LANES - 1) for x in upto[-1]])
 
-    # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
-    packed = words.constant(0)
-    for key in registers:
-        above, tied = tests(key)
-        packed = arith.addi(packed, arith.select(above, words.constant(1), words.constant(0)))
-        packed = arith.addi(packed, arith.select(tied, words.constant(1 << 16), words.constant(0)))
-    packed = words.over_lanes(packed, nvvm.ReductionKind.ADD)
+    def of_group(packed: list[list[ir.Value]], group: int) -> list[ir.Value]:
+        found, shift = packed[group // _WORD_BYTES], _BYTE * (group % _WORD_BYTES)
+        shifted = [arith.shrui(x, words.constant(shift)) if shift else x for x in found]
+        return [arith.andi(x, words.constant((1 << _BYTE) - 1)) for x in shifted]
+
+    of_warp = words.constant(0)  # in the halves of one integer: neither exceeds 2^14
+    for group in range(len(groups)):
+        num_above, num_tied = of_group(totals, group)
+        both = arith.addi(num_above, arith.shli(num_tied, words.constant(16)))
+        of_warp = arith.addi(of_warp, both)
     start = words.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [words.index(arith.addi(start, warp))])
+    memref.store(of_warp, scratch, [words.index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    num_above = arith.andi(before, words.constant(0xFFFF))
-    num_tied = arith.shrui(before, words.constant(16))
+    sums = [arith.andi(before, words.constant(0xFFFF)), arith.shrui(before, words.constant(16))]
 
-    adjacent = len(registers) // keys.registers.size
     column = arith.addi(
         arith.muli(warp, words.constant(LANES * len(registers))),
         arith.muli(lane, words.constant(adjacent)),
     )
+    earlier = [
+        [arith.subi(x, y) for x, y in zip(*both, strict=True)]
+        for both in zip(upto, own, strict=True)
+    ]
     # Opaque, so that the compiler compares again rather than keep the tests in registers.
     registers = words.scalars(mgpu.optimization_barrier(keys))
-    for group in range(0, len(registers), adjacent):
-        found = [tests(key) for key in registers[group : group + adjacent]]
-        votes = [[words.ballot(test) for test in both] for both in found]
-        # Of earlier lanes, then of earlier columns of this lane's.
-        place, rank = num_above, num_tied
-        for above_votes, tied_votes in votes:
-            place = arith.addi(place, math.ctpop(arith.andi(above_votes, earlier_lanes)))
-            rank = arith.addi(rank, math.ctpop(arith.andi(tied_votes, earlier_lanes)))
-            num_above = arith.addi(num_above, math.ctpop(above_votes))
-            num_tied = arith.addi(num_tied, math.ctpop(tied_votes))
-        for index, (above, tied) in enumerate(found):
+    for index in range(len(groups)):
+        place, rank = map(arith.addi, sums, of_group(earlier, index))
+        sums = list(map(arith.addi, sums, of_group(totals, index)))
+        for offset, key in enumerate(registers[index * adjacent : (index + 1) * adjacent]):
+            above, tied = tests(key)
             has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
             with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
                 target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, words.constant(index)), ids, [words.index(target)])
-            if index + 1 < adjacent:
+                memref.store(arith.addi(column, words.constant(offset)), ids, [words.index(target)])
+            if offset + 1 < adjacent:
                 place = arith.addi(place, arith.extui(missing.type, above))
                 rank = arith.addi(rank, arith.extui(missing.type, tied))
         column = arith.addi(column, words.constant(LANES * adjacent))
+
+
+def _add_earlier_lanes(value: ir.Value) -> ir.Value:
+    """The sum of what this lane and all earlier ones have."""
+    for distance in (1, 2, 4, 8, 16):
+        code = (
+            "{ .reg .pred p; .reg .b32 x; "
+            f"shfl.sync.up.b32 x|p, $1, {distance}, 0, 0xffffffff; "
+            "mov.b32 $0, $1; @p add.s32 $0, $0, x; }"
+        )
+        value = mgpu.utils.inline_ptx(
+            code, value, result_types=value.type, has_side_effects=True, convergent=True
+        )
+    return value
+
+
+def _shuffle_from(value: ir.Value, lane: int) -> ir.Value:
+    """What one lane has."""
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+    return mgpu.utils.inline_ptx(
+        code, value, result_types=value.type, has_side_effects=True, convergent=True
+    )
 
 
 def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
@@ -900,7 +939,7 @@ def read_powers(
             [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
             for head in range(number)
         ]
-        return [as_row(row, held, layout, ADJACENT // packed) for row in rows]
+        return [as_row(row, held, layout) for row in rows]
 
     return list(read(power_ref, there))
 
@@ -1047,15 +1086,14 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
     return [arith.addi(arith.muli(tile, words.constant(columns)), column) for tile in tiles]
 
 
-def as_row(
-    values: list[ir.Value], shape: tuple[int, ...], layout: Any, adjacent: int = ADJACENT
-) -> mgpu.FragmentedArray:
-    """Numbers of a thread, four adjacent columns after the other, as an array of tiles."""
+def as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
+    """Numbers of a thread in order, adjacent columns after each other, as an array."""
+    target = layout.to_mgpu()
+    adjacent = target.vector_length
     kind = ir.VectorType.get((adjacent,), values[0].type)
     groups = [values[start : start + adjacent] for start in range(0, len(values), adjacent)]
     registers = np.empty(len(groups), dtype=object)
     registers[:] = [vector.from_elements(kind, group) for group in groups]
-    target = layout.to_mgpu()
     return mgpu.FragmentedArray(
         _registers=registers.reshape(target.registers_shape(shape)),
         _layout=target,

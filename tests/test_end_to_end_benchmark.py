@@ -129,7 +129,7 @@ def test_kernels_belong_to_parts(benchmark):
     assert part_of("sketchwalk_block_sums_mosaic_gpu_kernel") == "observing"
     assert part_of("token_scores_mosaic_gpu_kernel") == "scores"
     assert part_of("block_residuals_mosaic_gpu_kernel") == "scores"
-    assert part_of("token_sums_mosaic_gpu_kernel") == "walk and lists"
+    assert part_of("token_evidence_mosaic_gpu_kernel") == "walk and lists"
     assert part_of("sketchwalk_select_rows_mosaic_gpu_kernel") == "walk and lists"
     assert part_of("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN") == "linear"
     assert part_of("loop_add_fusion") == "rest"

@@ -700,7 +700,7 @@ def test_long_caches_are_spread(tokens, batch, is_spread):
         heads=32, kv_heads=8, head_dim=128, blocks=tokens // SIZE, pages=PAGES, batch=batch
     )
     function, arguments = case.program()
-    assert ("token_sums" in str(jax.make_jaxpr(function)(*arguments))) == is_spread
+    assert ("token_evidence" in str(jax.make_jaxpr(function)(*arguments))) == is_spread
 
 
 @pytest.mark.slow

@@ -1,20 +1,21 @@
-"""Sums over heads of one token's powers of shares, for long caches, on GPUs from Ampere on.
+"""Evidence of one token's columns from its heads' scores, in long caches, from Ampere on.
 
 Between `token_scores` and `token_lists`, where a sequence has more powers than one program reads in
 good time:
 
-    sums[j] = Σ_n powers[n, j] · factor[n, part of j]
+    S[j] = ( Σ_n powers[n, j] · factor[n, part of j] ) ^ (1 / e)
     factor[n, p] = (exp(top[n, p] - max top[n]) / Σ_i total[n, i] exp(top[n, i] - max top[n])) ^ e
+    R[j] = max(S[j], decay · R[j] of the layer before)
 
 A program has one part of all heads of a sequence: the columns, which are blocks or their pages, of
 one program of `token_scores`. One warpgroup makes the factors, one for each head, from what all
 parts say: 8 bytes for each head and part. Meanwhile another one reads the powers, 4 bytes of each
 head in each thread, which are one column or two, and starts all reads before it adds anything. In
-one warpgroup the assembler would start these reads after most of the work on the factors. Sums are
-written in float32, 4 bytes for each column.
+one warpgroup the assembler would start these reads after most of the work on the factors. The
+evidence is written in float32, 4 bytes for each column, in the place of that of the layer before.
 
-Heads are added up in order. The sums are those of `token_lists` where it adds up heads itself, bit
-for bit, and both make factors with the functions here.
+Heads are added up in order. The evidence is that of `token_lists` where it adds up heads itself,
+bit for bit, and both make it with the functions here.
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
@@ -125,6 +125,7 @@ class _Sizes:
       keys: Of a column.
       count: Columns of a part.
       exponent: Of the shares.
+      decay: What remains of the evidence of the layer before.
       packed: Columns of a word.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -132,16 +133,17 @@ class _Sizes:
     keys: int
     count: int
     exponent: int
+    decay: float
     packed: int
     interpret: bool
 
 
-def _add_heads(
+def _find_evidence(
     powers_ref: Any,
     top_ref: Any,
     total_ref: Any,
     length_ref: Any,
-    sums_ref: Any,
+    evidence_ref: Any,
     *,
     sizes: _Sizes,
     factors: Any,
@@ -159,12 +161,28 @@ def _add_heads(
     def read_words() -> Array:
         return _read_words(powers_ref.at[sequence], first, there, sizes=sizes)
 
-    def write_sums(read: Array) -> None:
-        _write_sums(read, factors, first, sums_ref.at[sequence], sizes=sizes)
+    def write_evidence(read: Array) -> None:
+        sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
+        layout = None if sizes.interpret else _columns_layout(sizes.packed)
+        where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
+        if sizes.interpret:
+            own = pl.ds(first, sizes.count)
+            columns = first + jnp.arange(sizes.count, dtype=jnp.int32)
+            previous = evidence[own]
+        else:
+            place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
+            columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
+            previous = warp_ops.read_row(columns, evidence, **where)
+        sums = jnp.where(columns < there, sums, 0.0)
+        found = evidence_of(sums, previous, exponent=sizes.exponent, decay=sizes.decay)
+        if sizes.interpret:
+            evidence[own] = found
+        else:
+            warp_ops.write_row(found, columns, evidence, **where)
 
     if sizes.interpret:
         make_factors()
-        write_sums(read_words())
+        write_evidence(read_words())
         return
     warpgroup = jax.lax.axis_index("warpgroup")
 
@@ -177,7 +195,7 @@ def _add_heads(
     def _() -> None:
         read = read_words()
         warp_ops.program_barrier(interpret=False)
-        write_sums(read)
+        write_evidence(read)
 
 
 def _write_factors(
@@ -200,7 +218,12 @@ def _write_factors(
 
 def _words_layout() -> Any:
     """A row of words of each head over a warpgroup, one for each thread."""
-    tiles = ((1, warp_ops.THREADS), (1, words.LANES), (1, 1))
+    return _columns_layout(1)
+
+
+def _columns_layout(packed: int) -> Any:
+    """A row over a warpgroup, so many adjacent columns in each thread."""
+    tiles = ((1, warp_ops.THREADS * packed), (1, words.LANES * packed), (1, packed))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -1, _check_canonical=False)
 
 
@@ -239,48 +262,57 @@ def _read_words(
         start, flag = words.address(powers, column), arith.extui(words.i32(), is_read)
         stride = ir.MemRefType(powers.type).shape[1] * _WORD // packed
         found = [words.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
-        return warp_ops.as_row(found, shape, _words_layout(), 1)
+        return warp_ops.as_row(found, shape, _words_layout())
 
     return read(powers_ref, first, there)
 
 
-def _write_sums(
-    read: Shaped[Array, "N W"],
-    factors: Any,
-    first: Int[Array, ""],
-    sums_ref: Any,
-    *,
-    sizes: _Sizes,
-) -> None:
-    """Adds up the heads of a part's columns, and writes the sums.
+def _add_heads(
+    read: Shaped[Array, "N W"], factors: Any, *, sizes: _Sizes
+) -> Float[Array, "*one columns"]:
+    """The sums over the heads of a part's columns.
 
     Args:
       read: What `_read_words` has read.
       factors: One of each head, in shared memory.
-      first: The part's first column.
-      sums_ref: Where the sums go, `[columns]` in global memory.
       sizes: Those of the call.
     """
     if sizes.interpret:
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
-        sums_ref[pl.ds(first, sizes.count)] = jnp.sum(read.astype(jnp.float32) * weights, axis=0)
-        return
-    packed, scalar = sizes.packed, plgpu.Layout.WG_SPLAT(())
+        return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
+    packed, layout = sizes.packed, _columns_layout(sizes.packed)
+    shape = (1, warp_ops.THREADS * packed)
 
-    @plgpu.inline_mgpu(arg_types=(_words_layout(), plgpu.RefType(), scalar, plgpu.RefType()))
-    def write(_: Any, read: Any, factors: Any, first: Any, sums: Any) -> None:
+    @plgpu.inline_mgpu(
+        arg_types=(_words_layout(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    )
+    def add(_: Any, read: Any, factors: Any) -> Any:
         number, zero = ir.F32Type.get(), arith.constant(ir.F32Type.get(), 0.0)
         totals = [zero] * packed
         for head, word in enumerate(words.scalars(read)):
             factor = memref.load(factors, [words.index(words.constant(head))])
             own = [arith.bitcast(number, word)] if packed == 1 else words.unpack_bfloat16(word)
             totals = [math.fma(x, factor, total) for x, total in zip(own, totals, strict=True)]
-        place = _place_of_thread(packed)
-        start = words.address(sums, arith.addi(words.scalars(first)[0], place))
-        with mgpu.when(_is_less(place, words.constant(sizes.count))):
-            words.store(start, totals)
+        return warp_ops.as_row(totals, shape, layout)
 
-    write(read, factors, first, sums_ref)
+    return add(read, factors)
+
+
+def evidence_of(
+    sums: Float[Array, "*shape"], previous: Float[Array, "*shape"], *, exponent: int, decay: float
+) -> Float[Array, "*shape"]:
+    """`R` of the module."""
+    return jnp.maximum(_root(sums, exponent), decay * previous)
+
+
+def _root(x: Array, exponent: int) -> Array:
+    """`x ^ (1 / exponent)` of what is not negative."""
+    if exponent == 1:
+        return x
+    if exponent % 2 == 0:
+        return _root(jnp.sqrt(x), exponent // 2)
+    return jnp.exp2(jnp.log2(x) / exponent)
 
 
 def _place_of_thread(packed: int) -> ir.Value:
@@ -293,23 +325,25 @@ def _is_less(one: ir.Value, other: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.slt, one, other)
 
 
-def token_sums_kernel(
+def token_evidence_kernel(
     parts: TokenParts,
+    evidence: Any,
     lengths: Int[Array, "B"],
     *,
-    num_columns: int,
     keys: int,
     exponent: int,
+    decay: float,
     interpret: bool = False,
-) -> Float[Array, "B W"]:
-    """The sums of the module's text, of every column that there is; others are anything.
+) -> None:
+    """Replaces the evidence of the layer before by that of the module's text.
 
     Args:
       parts: What `token_scores_kernel` has found, of all heads.
+      evidence: Reference to the evidence of the layer before, float32 `[B, P]`.
       lengths: Keys present in each sequence.
-      num_columns: Blocks of a sequence, or their pages.
-      keys: Of a column.
+      keys: Of a column, a block or one of its pages.
       exponent: Of the shares.
+      decay: What remains of the evidence of the layer before.
       interpret: Whether the interpreter runs the kernel.
 
     Raises:
@@ -322,17 +356,23 @@ def token_sums_kernel(
             f"a part must have at most {warp_ops.THREADS * packed} columns of {powers.dtype}, "
             f"got {count}"
         )
-    batch, num_heads, width = powers.shape
-    sizes = _Sizes(keys=keys, count=count, exponent=exponent, packed=packed, interpret=interpret)
-    return plgpu.kernel(
-        functools.partial(_add_heads, sizes=sizes),
-        out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
+    batch, num_heads, _ = powers.shape
+    sizes = _Sizes(
+        keys=keys,
+        count=count,
+        exponent=exponent,
+        decay=decay,
+        packed=packed,
+        interpret=interpret,
+    )
+    plgpu.kernel(
+        functools.partial(_find_evidence, sizes=sizes),
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
-        grid=(batch, -(-num_columns // count)),
+        grid=(batch, -(-evidence.shape[1] // count)),
         grid_names=("sequence", "part"),
         num_threads=1 if interpret else 2,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
-        kernel_name="token_sums",
-    )(powers, top, total, lengths)
+        kernel_name="token_evidence",
+    )(powers, top, total, lengths, evidence)
