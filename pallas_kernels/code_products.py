@@ -21,6 +21,7 @@ and 2, then 1 and 3, of a word of codes.
 power of two, which is left to the end: all of it is exact.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ def block_products(
 ) -> None:
     """Writes what the blocks of a program give to shared memory, those that are there.
 
-    Where a block or a page has no key, its peaks are -inf.
+    Where a block or a page has no key, its peaks are not finite.
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
@@ -404,9 +405,8 @@ class _Warp:
         left = arith.select(four_bits.is_empty(steps), _int(0), left)
         f32 = ir.F32Type.get()
         least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
-        of_pages = [[least, least] for _ in range(self._pages)]
+        found: list[list[ir.Value]] = []  # of each tile the larger of a thread's two rows
         for tile in range(_TILES):
-            peaks = of_pages[tile * self._pages // _TILES]
             total = []
             for group in (2 * tile, 2 * tile + 1):
                 row = arith.addi(self._row, _int(8 * group))
@@ -422,13 +422,11 @@ class _Warp:
                     ]
                     right = rounded[half][2 * word : 2 * word + 2]
                     total = _multiply("f16", numbers, right, total)
-            for column in range(2):
-                for value in (total[column], total[2 + column]):
-                    peaks[column] = _larger(peaks[column], value)
+            found.append([_larger(*total[column::2]) for column in range(2)])
         if self._pages > 1:
-            self._store_pages(of_pages, local, scales)
+            self._store_pages(found, local, scales)
             return
-        (peaks,) = of_pages
+        peaks = [functools.reduce(_larger, column) for column in zip(*found, strict=True)]
         for distance in (4, 8, 16):
             peaks = [_larger(x, mgpu.utils.shfl_bfly(x, distance)) for x in peaks]
         values = [arith.mulf(x, scale) for x, scale in zip(peaks, scales, strict=True)]

@@ -122,7 +122,9 @@ def _score(
     length, index = lengths[batch], layer[0]
     there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, sizes.count)
 
-    @pl.when(there > 0)
+    # The second condition always holds. With it the compiler reads the layer together with the
+    # length, not once the length is there.
+    @pl.when((there > 0) & (index >= 0))
     def _() -> None:
         block_products(
             query.at[batch],
