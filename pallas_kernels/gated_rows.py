@@ -13,10 +13,11 @@ rounds to float8 in some 35 instructions per number. Here a row is read once, 4 
 and 1 byte is written.
 
 *Numbers.* XLA rounds to bfloat16 after `gate`, `up`, `exp`, the sum, the quotient and each of the
-two products of `y`; so does the kernel, with the same approximate instructions. What it takes
-instead of a division is as good once it is rounded to bfloat16. Results are those of XLA on a GPU.
-NaN in a row makes its scale and all of its numbers NaN; infinity makes the scale infinite, and its
-numbers zero but for NaN in the place of infinity.
+two products of `y`; so does the kernel, with the approximate instructions for `exp` and `1 / scale`
+that XLA's code for Hopper has in JAX 0.12. Its quotient is as good once it is rounded to bfloat16.
+So results are the same bits. Where another version takes `exp` from elsewhere, a few numbers may be
+one step of float8 away. NaN in a row makes its scale and all of its numbers NaN; infinity makes the
+scale infinite, and the numbers zero, but NaN in the place of infinity.
 
 *Threads.* A program has up to four warpgroups, and every so many-th row. A thread has vectors of
 eight columns, the same in every row: it keeps their scales of gate in registers, those of up in

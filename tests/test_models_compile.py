@@ -167,8 +167,8 @@ def test_a_prompt_is_multiplied_in_eight_bits(compiler):
     assert multiplied_wide(found) == []
     assert widened(found) == []
     assert written(found, limit=ACTIVATIONS) == []
-    # Between its products the mlp is one kernel, which reads them as they come: XLA writes no rows of
-    # the mlp's channels but products.
+    # Between its products the mlp is one kernel, which reads them as they come: XLA writes products
+    # alone in rows of the mlp's channels.
     assert [x for x in found["writes"] if _WIDE_ROWS.search(x[1]) and "gemm" not in x[1]] == []
 
 
