@@ -163,26 +163,23 @@ def _find_evidence(
 
     def write_evidence(read: Array) -> None:
         sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
-        layout = None if sizes.interpret else _columns_layout(sizes.packed)
-        where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
-        if sizes.interpret:
-            own = pl.ds(first, sizes.count)
-            columns = first + jnp.arange(sizes.count, dtype=jnp.int32)
-            previous = evidence[own]
-        else:
-            place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
-            columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
-            previous = warp_ops.read_row(columns, evidence, **where)
-        sums = jnp.where(columns < there, sums, 0.0)
-        found = evidence_of(sums, previous, exponent=sizes.exponent, decay=sizes.decay)
-        if sizes.interpret:
-            evidence[own] = found
-        else:
-            warp_ops.write_row(found, columns, evidence, **where)
+        layout = _columns_layout(sizes.packed)
+        where: dict[str, Any] = dict(layout=layout, interpret=False)
+        place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
+        columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
+        previous = warp_ops.read_row(columns, evidence, **where)
+        found = evidence_of(
+            jnp.where(columns < there, sums, 0.0),
+            previous,
+            exponent=sizes.exponent,
+            decay=sizes.decay,
+        )
+        warp_ops.write_row(found, columns, evidence, **where)
 
     if sizes.interpret:
         make_factors()
-        write_evidence(read_words())
+        sums = _add_heads(read_words(), factors, sizes=sizes)
+        _write_interpreted(sums, part, there, evidence_ref.at[sequence], sizes=sizes)
         return
     warpgroup = jax.lax.axis_index("warpgroup")
 
@@ -196,6 +193,25 @@ def _find_evidence(
         read = read_words()
         warp_ops.program_barrier(interpret=False)
         write_evidence(read)
+
+
+def _write_interpreted(
+    sums: Array, part: Array, there: Array, evidence: Any, *, sizes: _Sizes
+) -> None:
+    """Writes the evidence of a part, of whose columns the last part may have fewer."""
+    whole, rest = divmod(evidence.shape[0], sizes.count)
+
+    def write(width: int) -> None:
+        own = pl.ds(part * sizes.count, width)
+        columns = part * sizes.count + jnp.arange(width, dtype=jnp.int32)
+        found = jnp.where(columns < there, sums[:width], 0.0)
+        evidence[own] = evidence_of(
+            found, evidence[own], exponent=sizes.exponent, decay=sizes.decay
+        )
+
+    pl.when(part < whole)(functools.partial(write, sizes.count))
+    if rest:
+        pl.when(part == whole)(functools.partial(write, rest))
 
 
 def _write_factors(
