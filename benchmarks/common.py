@@ -27,12 +27,14 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
     """Hardware, versions, date and command of this run.
 
     Args:
-      command: The command's words; by default those of this process.
+      command: The command's words; by default those of this process, and XLA's flags before them.
       **details: What the benchmark says besides.
     """
     from sketchwalk_jax.evaluation import provenance
 
-    return provenance.describe_machine(command or ["python", *sys.argv], root=ROOT, **details)
+    flags = os.environ.get("XLA_FLAGS")
+    command = command or [*([f"XLA_FLAGS={flags}"] if flags else []), "python", *sys.argv]
+    return provenance.describe_machine(command, root=ROOT, **details)
 
 
 class Compiling:

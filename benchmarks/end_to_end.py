@@ -24,8 +24,8 @@ were busy with, from a trace of one more run.
 `--weights bfloat16 --weights float8` measures the same with each type of weights in one process and
 adds its rows, which name the type, to a file of their own, `end_to_end_weights.json`.
 
-What does not fit is listed with the bytes that it needs. What takes half a minute or more is run
-once, and not traced.
+What does not fit is listed with the bytes that it needs. What takes half a minute or more, or as
+long as `--enough` says, is run once, and not traced.
 """
 
 import argparse
@@ -191,6 +191,10 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
+    parser.add_argument(
+        "--enough", type=float, default=ENOUGH_SECONDS, help="run once what is slower"
+    )
+    parser.add_argument("--without-pieces", action="store_true", help="prompts in one piece alone")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--only-transformers", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
@@ -251,7 +255,7 @@ def main() -> None:
     for (name, weights), own in wanted.items():
         if seconds_left() <= 0:
             return
-        model = Model(models[name], rates, repeats, weights=weights)
+        model = Model(models[name], rates, repeats, enough=options.enough, weights=weights)
         fitting = []
         for cell in own:
             if model.needed_bytes(cell) < model.room:
@@ -312,6 +316,8 @@ def matches(cell: Cell, options: argparse.Namespace) -> bool:
     values["policy"] = cell.rule.preset or cell.rule.policy
     if cell.phase == "decode":
         values["batch"] = cell.batch
+    if options.without_pieces and cell.chunk_size is not None:
+        return False
     if cell.rule != DENSE:
         values["density"] = cell.rule.density
     return common.is_asked(options, **values)
@@ -375,10 +381,11 @@ class Model:
         rates: dict[str, float],
         repeats: int,
         *,
+        enough: float = ENOUGH_SECONDS,
         weights: str | None = None,
     ) -> None:
         """Draws the weights."""
-        self.config, self._repeats = config, repeats
+        self.config, self._repeats, self._enough = config, repeats, enough
         self._copy = rates["copy_tb_per_s"] * 1e12
         self._matmul = rates["matmul_tflops"] * 1e12
         name = "matmul_float8_tflops" if weights == "float8" else "matmul_tflops"
@@ -480,8 +487,8 @@ class Model:
         }
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
-        repeats = self._repeats if cell.tokens <= 2**16 else 2
-        found = time_prompt(program, self._params, prompt, repeats)
+        repeats = self._repeats if cell.tokens <= 2**16 else min(self._repeats, 2)
+        found = time_prompt(program, self._params, prompt, repeats, self._enough)
         linear = cell.batch * linear_flops(self.config, cell.tokens)
         pairs = cell.batch * pair_flops(self.config, cell.tokens, found["measured_density"])
         return found | {"floor_seconds": linear / self._linear + pairs / self._matmul}
@@ -519,7 +526,13 @@ def token_program(settings: Settings, **options: Any) -> Any:
     )
 
 
-def time_prompt(program: Any, params: PyTree, prompt: tuple[Any, ...], repeats: int) -> Row:
+def time_prompt(
+    program: Any,
+    params: PyTree,
+    prompt: tuple[Any, ...],
+    repeats: int,
+    enough: float = ENOUGH_SECONDS,
+) -> Row:
     """Seconds, density and parts of reading a prompt with a program of `start_decoding`."""
     densities = []
 
@@ -528,11 +541,11 @@ def time_prompt(program: Any, params: PyTree, prompt: tuple[Any, ...], repeats: 
         densities.append(state.cache.density.prefill)
         return state.logits
 
-    timed = common.seconds(call, repeats, enough=ENOUGH_SECONDS)
+    timed = common.seconds(call, repeats, enough=enough)
     return {
         "seconds": timed,
         "measured_density": float(jnp.mean(densities[-1])),
-        "parts_ms": parts(call) if timed["median"] < ENOUGH_SECONDS else {},
+        "parts_ms": parts(call) if timed["median"] < enough else {},
     }
 
 
