@@ -16,6 +16,7 @@ import difflib
 import functools
 import itertools
 import json
+import math
 import re
 import string
 import sys
@@ -542,6 +543,9 @@ def model_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda row: _ORDER.index(row["name"]))
 
 
+TOKEN_TITLES = {"prefill": "First token", "decode": "Each further token"}
+
+
 def weights_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
     """Whole models by the type of their weights, each beside the fastest dense bfloat16."""
     same = ("phase", "tokens", "batch")
@@ -558,6 +562,9 @@ def weights_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
             if beside is not None and not row["error"]:
                 ratio = beside / row["seconds"]["median"]
                 row["shown"] = f"{row['value']:.2f}" + (f" ({ratio:.2f}×)" if ratio != 1 else "")
+                row["text"] = f"{row['value']:.2f} {row['unit']}"
+                row["text"] += f", **{ratio:.2f}×**" if ratio != 1 else ""
+                row["token"] = TOKEN_TITLES[row["phase"]]
             found.append(row | {"line": _ORDER.index(row["name"])})
     return found
 
@@ -591,7 +598,7 @@ def _fastest(rows: Iterable[Row]) -> list[Row]:
     both = {row["same"] for row in best.values() if "ratio" in row}
     found = [row for row in best.values() if row["same"] in both]
     for row in found:
-        row["token"] = "First token" if row["phase"] == "prefill" else "Each further token"
+        row["token"] = TOKEN_TITLES[row["phase"]]
         ratio = f", **{row['ratio']:.2f}×**" if "ratio" in row else ""
         row["text"] = f"{row['value']:.2f} {row['unit']}{ratio}"
     return sorted(found, key=lambda row: row["phase"] == "decode")

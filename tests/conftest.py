@@ -6,6 +6,9 @@ import os
 # pool of a machine with two cores would hang.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
+# A callback of the interpreter that runs a program waits for its turn. Where programs are put in a
+# queue, that turn can be behind the one that the callback belongs to, and both wait forever.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 # Most of a test's time is XLA's, and much of that LLVM's optimisations, which leave a program's
 # operations and its memory as they are. Modules that compute a lot carry the marker `optimized`.
 if os.environ["JAX_PLATFORMS"] == "cpu":
