@@ -569,13 +569,6 @@ def weights_rows(data: Results, rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def product_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """The products of a layer, with the form that multiplies."""
-    for row in rows:
-        names = {row["dtype"]: "Hopper's kernel", "from Ampere on": "the kernel from Ampere on"}
-        yield row | {"by": names.get(row["form"], row["form"])}
-
-
 def rate_facts(data: Results) -> Row:
     """The rates that floors go by, or from which to which they were in several runs."""
     facts = {}
@@ -829,7 +822,6 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         share_rows,
         model_rows,
         weights_rows,
-        product_rows,
         gain_rows,
         part_rows,
         scaled_rows,
