@@ -642,9 +642,9 @@ def _emit_write_kept(
     groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
     # Numbers above and tied: of this lane and earlier ones, and of the warp.
     upto, totals, own = [], [], []
-    for start in range(0, len(groups), _WORD_BYTES):
+    for begin in range(0, len(groups), _WORD_BYTES):
         packed = [words.constant(0)] * 2
-        for place, group in enumerate(groups[start : start + _WORD_BYTES]):
+        for place, group in enumerate(groups[begin : begin + _WORD_BYTES]):
             for key in group:
                 for kind, (test, limit) in enumerate((("ge", upper), ("eq", lower))):
                     step = 1 << (_BYTE * place)
@@ -659,8 +659,8 @@ def _emit_write_kept(
         return [arith.andi(x, words.constant((1 << _BYTE) - 1)) for x in shifted]
 
     of_warp = words.constant(0)  # in the halves of one integer: neither exceeds 2^14
-    for group in range(len(groups)):
-        num_above, num_tied = of_group(totals, group)
+    for index in range(len(groups)):
+        num_above, num_tied = of_group(totals, index)
         both = arith.addi(num_above, arith.shli(num_tied, words.constant(16)))
         of_warp = arith.addi(of_warp, both)
     start = words.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
