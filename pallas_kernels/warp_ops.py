@@ -635,63 +635,62 @@ def _emit_write_kept(
         above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
         return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
 
-    lane, warp = words.lane(), words.warp()
+    def count(keys: list[ir.Value], step: int, before: list[ir.Value]) -> list[ir.Value]:
+        for key in keys:
+            kinds = zip(("ge", "eq"), before, (upper, lower), strict=True)
+            before = [_add_if(test, x, key, limit, step) for test, x, limit in kinds]
+        return before
+
+    lane, warp, zero = words.lane(), words.warp(), words.constant(0)
     registers = words.scalars(keys)
-    adjacent = len(registers) // keys.registers.size
-    assert LANES * adjacent < 1 << _BYTE  # columns of the warp in a register of each thread
-    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
-    # Numbers above and tied: of this lane and earlier ones, and of the warp.
-    upto, totals, own = [], [], []
-    for begin in range(0, len(groups), _WORD_BYTES):
-        packed = [words.constant(0)] * 2
-        for place, group in enumerate(groups[begin : begin + _WORD_BYTES]):
-            for key in group:
-                for kind, (test, limit) in enumerate((("ge", upper), ("eq", lower))):
-                    step = 1 << (_BYTE * place)
-                    packed[kind] = _add_if(test, packed[kind], key, limit, step)
-        own.append(packed)
-        upto.append([_add_earlier_lanes(x) for x in packed])
-        totals.append([_shuffle_from(x, LANES - 1) for x in upto[-1]])
-
-    def of_group(packed: list[list[ir.Value]], group: int) -> list[ir.Value]:
-        found, shift = packed[group // _WORD_BYTES], _BYTE * (group % _WORD_BYTES)
-        shifted = [arith.shrui(x, words.constant(shift)) if shift else x for x in found]
-        return [arith.andi(x, words.constant((1 << _BYTE) - 1)) for x in shifted]
-
-    of_warp = words.constant(0)  # in the halves of one integer: neither exceeds 2^14
-    for index in range(len(groups)):
-        num_above, num_tied = of_group(totals, index)
-        both = arith.addi(num_above, arith.shli(num_tied, words.constant(16)))
-        of_warp = arith.addi(of_warp, both)
+    # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
+    above, tied = count(registers, 1, [zero, zero])
+    packed = arith.addi(above, arith.shli(tied, words.constant(16)))
+    packed = words.over_lanes(packed, nvvm.ReductionKind.ADD)
     start = words.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(of_warp, scratch, [words.index(arith.addi(start, warp))])
+    memref.store(packed, scratch, [words.index(arith.addi(start, warp))])
     _wait(scratch)
     before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
     sums = [arith.andi(before, words.constant(0xFFFF)), arith.shrui(before, words.constant(16))]
 
+    adjacent = len(registers) // keys.registers.size
+    assert LANES * adjacent < 1 << _BYTE  # columns of a warp in one register of its threads
     column = arith.addi(
         arith.muli(warp, words.constant(LANES * len(registers))),
         arith.muli(lane, words.constant(adjacent)),
     )
-    earlier = [
-        [arith.subi(x, y) for x, y in zip(*both, strict=True)]
-        for both in zip(upto, own, strict=True)
-    ]
-    # Opaque, so that the compiler compares again rather than keep the tests in registers.
+    # Opaque, so that the compiler counts again rather than keep what it has found in registers.
     registers = words.scalars(mgpu.optimization_barrier(keys))
-    for index in range(len(groups)):
-        place, rank = map(arith.addi, sums, of_group(earlier, index))
-        sums = list(map(arith.addi, sums, of_group(totals, index)))
-        for offset, key in enumerate(registers[index * adjacent : (index + 1) * adjacent]):
-            above, tied = tests(key)
-            has_room = arith.cmpi(arith.CmpIPredicate.slt, rank, missing)
-            with mgpu.when(arith.ori(above, arith.andi(tied, has_room))):
-                target = arith.addi(place, arith.minsi(rank, missing))
-                memref.store(arith.addi(column, words.constant(offset)), ids, [words.index(target)])
-            if offset + 1 < adjacent:
-                place = arith.addi(place, arith.extui(missing.type, above))
-                rank = arith.addi(rank, arith.extui(missing.type, tied))
-        column = arith.addi(column, words.constant(LANES * adjacent))
+    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
+    for first in range(0, len(groups), _WORD_BYTES):
+        together = groups[first : first + _WORD_BYTES]
+        own = [zero, zero]
+        for place, group in enumerate(together):
+            own = count(group, 1 << (_BYTE * place), own)
+        upto = [_add_earlier_lanes(x) for x in own]
+        totals = [_shuffle_from(x, LANES - 1) for x in upto]
+        earlier = list(map(arith.subi, upto, own))
+        for place, group in enumerate(together):
+            above_before, tied_before = map(arith.addi, sums, _byte_of(earlier, place))
+            sums = list(map(arith.addi, sums, _byte_of(totals, place)))
+            for index, key in enumerate(group):
+                is_above, is_tied = tests(key)
+                has_room = arith.cmpi(arith.CmpIPredicate.slt, tied_before, missing)
+                with mgpu.when(arith.ori(is_above, arith.andi(is_tied, has_room))):
+                    target = arith.addi(above_before, arith.minsi(tied_before, missing))
+                    own_column = arith.addi(column, words.constant(index))
+                    memref.store(own_column, ids, [words.index(target)])
+                if index + 1 < adjacent:
+                    above_before = arith.addi(above_before, arith.extui(missing.type, is_above))
+                    tied_before = arith.addi(tied_before, arith.extui(missing.type, is_tied))
+            column = arith.addi(column, words.constant(LANES * adjacent))
+
+
+def _byte_of(packed: list[ir.Value], place: int) -> list[ir.Value]:
+    """One of the four bytes of each word."""
+    shift = words.constant(_BYTE * place)
+    shifted = [arith.shrui(x, shift) if place else x for x in packed]
+    return [arith.andi(x, words.constant((1 << _BYTE) - 1)) for x in shifted]
 
 
 def _add_earlier_lanes(value: ir.Value) -> ir.Value:
