@@ -314,7 +314,7 @@ multiply_quantized.defvjp(_forward, _backward)
 
 
 # Products of rows with the weights of gate and up, `[B, T, F]`, the scales of the rows and those of
-# the weights -> what `_gate` finds, or `None`.
+# the weights -> what `gate_plainly` finds, or `None`.
 GateRows = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array] | None]
 
 

@@ -346,9 +346,10 @@ class _Program:
     ) -> tuple[list[ir.Value], ir.Value]:
         """`y` of a vector, pairs in bfloat16, and the larger of it and `most`, also as pairs."""
         offset, width = _CHUNK * vector * self._tiling.threads, self._tiling.width
-        gate, up = (_load_shared(place, offset + array * 2 * width) for array in range(2))
+        read = functools.partial(words.load, count=4, space="shared")
+        gate, up = (read(place, offset=offset + array * 2 * width) for array in range(2))
         up_factors = [
-            x for half in range(2) for x in _load_shared(self._factors, offset + half * 2 * width)
+            x for half in range(2) for x in read(self._factors, offset=offset + half * 2 * width)
         ]
         found = []
         for pair in range(_VECTOR // 2):
@@ -374,12 +375,7 @@ class _Program:
             _emit("st.shared.b32 [$0], $1;", place, own)
         gpu.barrier()
         other = arith.shli(arith.minui(lane, _int(warps - 1)), _int(2))
-        theirs = mgpu.utils.inline_ptx(
-            "ld.shared.b32 $0, [$1];",
-            arith.addi(scratch, other),
-            result_types=words.i32(),
-            has_side_effects=True,
-        )
+        (theirs,) = words.load(arith.addi(scratch, other), 1, space="shared")
         return words.over_lanes(theirs, nvvm.ReductionKind.UMAX)
 
 
@@ -419,13 +415,6 @@ def _when_set(flag: ir.Value | None, body: Any) -> None:
 
 def _is_less(value: ir.Value, limit: int) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.slt, value, _int(limit))
-
-
-def _load_shared(place: ir.Value, offset: int) -> list[ir.Value]:
-    """Four adjacent words of shared memory."""
-    code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    kinds = [words.i32()] * 4
-    return list(mgpu.utils.inline_ptx(code, place, result_types=kinds, has_side_effects=True))
 
 
 def _emit(code: str, *operands: ir.Value) -> None:

@@ -56,7 +56,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax.pallas_kernels import digits, ops, warp_ops, widen
-from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
+from sketchwalk_jax.pallas_kernels.config import (
+    WEIGHT_GROUP,
+    num_multiprocessors,
+    shared_memory,
+)
 
 _TILE = 64  # columns of a tile of weights, and its inputs in bfloat16
 # Inputs of a tile of narrow weights. With few rows it has several such lines, as long as shared
@@ -71,12 +75,11 @@ _MOST_STAGES = 8
 _MOST_COPIED = 256  # entries along an axis of one copy
 _STEPS = 16  # tiles of a program, at least, where there are as many
 _PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
-_PROCESSORS = 132  # of an H100 or H200; on others the same programs run in more or fewer turns
 # Where rows are digits, by the bits of the weights and whether there is one row: programs that a
 # processor has at once, and lines of a tile at most. These are the fastest of those measured.
 _SHARES = {(8, True): (3, 2), (8, False): (5, 1), (4, True): (4, 4), (4, False): (4, 4)}
 _LEAST_SHARE = 2  # tiles of a program
-_PROCESSOR_BYTES, _RESERVED_BYTES = 228 * 1024, 2 * 1024  # of shared memory, and for each program
+_RESERVED_BYTES = 2 * 1024  # of shared memory, for each program
 # How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
@@ -470,7 +473,9 @@ def tile(
             starts=tuple(starts),
             steps=steps,
             own_steps=-(-steps // parts),
-            programs=max(1, min(_PROCESSORS * resident, starts[-1] * steps // _LEAST_SHARE)),
+            programs=max(
+                1, min(num_multiprocessors() * resident, starts[-1] * steps // _LEAST_SHARE)
+            ),
             stages=1,
             has_norm=has_norm,
             is_transposed=is_transposed,
@@ -478,7 +483,7 @@ def tile(
         )
         shared_bytes = _SHARED_BYTES
         if tiling.has_digits:
-            shared_bytes = _PROCESSOR_BYTES // resident - _RESERVED_BYTES
+            shared_bytes = shared_memory() // resident - _RESERVED_BYTES
         elif tiling.is_narrow and rows > _FEW_ROWS:
             shared_bytes = _SHARED_BYTES_OF_TWO
         tiling = dataclasses.replace(tiling, stages=_stages(tiling, shared_bytes))
