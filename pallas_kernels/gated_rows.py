@@ -15,9 +15,10 @@ and 1 byte is written.
 *Numbers.* XLA rounds to bfloat16 after `gate`, `up`, `exp`, the sum, the quotient and each of the
 two products of `y`; so does the kernel, with the approximate instructions for `exp` and `1 / scale`
 that XLA's code for Hopper has in JAX 0.12. Its quotient is as good once it is rounded to bfloat16.
-On an H200 with JAX 0.11.2, rows were the same bits, and scales differed by a rounding. Where another
-version takes `exp` from elsewhere, a few numbers may be one step of float8 away. NaN in a row makes its scale and all of its numbers NaN; infinity makes the
-scale infinite, and the numbers zero, but NaN in the place of infinity.
+On an H200 with JAX 0.11.2, rows were the same bits, and scales differed by a rounding. Where
+another version takes `exp` from elsewhere, a few numbers may be one step of float8 away. NaN in a
+row makes its scale and all of its numbers NaN; infinity makes the scale infinite, and the numbers
+zero, but NaN in the place of infinity.
 
 *Threads.* A program has up to four warpgroups, and every so many-th row. A thread has vectors of
 eight columns, the same in every row: it keeps their scales of gate in registers, those of up in
