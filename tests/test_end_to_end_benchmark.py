@@ -11,13 +11,15 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+XLA_FLAGS = "--xla_backend_optimization_level=0"
+
 
 @pytest.fixture(scope="module")
 def results(run_benchmark, tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "end_to_end.json"
     with pytest.MonkeyPatch.context() as patch:
         # Nothing here is fast because it is compiled well, nor random because it is drawn well.
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        patch.setenv("XLA_FLAGS", XLA_FLAGS)
         patch.setenv("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg")
         run_benchmark("end_to_end.py", "--quick", "--out", path)
     return json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +72,8 @@ def test_what_was_measured_is_not_measured_again(results, run_benchmark, tmp_pat
 def test_rows_say_what_measured_them(results):
     for row in results["rows"]:
         assert row["run"].keys() >= {"date", "command", "repeats", "matmul_tflops"}
-        assert row["run"]["command"].startswith("python ") and row["run"]["repeats"] == 2
+        assert row["run"]["command"].startswith(f"XLA_FLAGS={XLA_FLAGS} python ")
+        assert row["run"]["repeats"] == 2
 
 
 def test_a_row_says_what_was_measured(results):

@@ -23,6 +23,7 @@ FIELDS = {
     "peer_ms_iqr",
     "ratio",
 }
+XLA_FLAGS = "--xla_backend_optimization_level=0"
 OPS = {
     "prefill": {"tflops", "relative_error", "is_bit_equal"},
     "decode": {"tb_per_s", "fraction_of_copy_bandwidth", "relative_error", "is_bit_equal"},
@@ -35,7 +36,7 @@ OPS = {
 def _compiled_fast():
     """Nothing here is fast because it is compiled well, nor random because it is drawn well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        patch.setenv("XLA_FLAGS", XLA_FLAGS)
         patch.setenv("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg")
         yield
 
@@ -117,7 +118,8 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
         "| +2.0% (+1.0% to +3.0%) |",
     ):
         assert cells in text
-    assert text.count("`python benchmarks/kernels.py --quick --out kernels.json`") == len(names)
+    command = f"XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick --out kernels.json"
+    assert text.count(f"`{command}`") == len(names)
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
 
 
