@@ -31,6 +31,7 @@ import common  # which finds the package in a checkout that is not installed
 import numpy as np
 import retrieval
 import scale_out
+from narrow_weights import ALL
 
 from sketchwalk_jax.cli import bench
 from sketchwalk_jax.evaluation import results as evaluations
@@ -59,6 +60,7 @@ from sketchwalk_jax.evaluation.tables import (
     loss_difference,
     loss_table,
     markdown_table,
+    mean_interval,
     mean_of,
     measured,
     measured_phases,
@@ -735,6 +737,26 @@ def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
             yield own
 
 
+def narrow_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
+    """What narrow weights change, beside dense attention with the weights as they are.
+
+    Intervals are Student's, of the texts' means, and of their differences for the loss.
+    """
+    for row in rows:
+        where = {name: row[name] for name in ("model", "tokens")} | {"part": ALL, "density": 1.0}
+        base, *_ = some(data, **where)  # the first of a model is with its weights as they are
+        own = {"attention": "dense" if row["policy"] == "dense" else f"density {row['density']:g}"}
+        own |= {"loss_mean": np.mean(row["loss"]), "agreed": np.mean(row["agreement"])}
+        own |= {"divergence": None, "beyond": None}
+        if row is not base:
+            low, high = mean_interval(row["kl"])
+            own["divergence"] = f"{np.mean(row['kl']):.4f} ({low:.4f} to {high:.4f})"
+            percent = 100 * np.subtract(row["loss"], base["loss"]) / np.mean(base["loss"])
+            low, high = mean_interval(percent.tolist())
+            own["beyond"] = f"{percent.mean():+.2f} % ({low:+.2f} to {high:+.2f})"
+        yield row | own
+
+
 def ceiling_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """Answers that a form of lists keeps, beside `shared` on the prompts that both have read.
 
@@ -829,6 +851,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         estimated_rows,
         listed_rows,
         retrieval_rows,
+        narrow_rows,
         ceiling_rows,
         ruler_rows,
         paper_rows,
