@@ -51,6 +51,7 @@ import numpy as np
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calls import cache_bytes
@@ -517,10 +518,15 @@ def prompt_program(capacity: int, settings: Settings) -> Any:
 def token_program(settings: Settings, **options: Any) -> Any:
     """Decodes `NEW_TOKENS` tokens of each sequence, as `generate` does; gets options of `jit`."""
     decode = functools.partial(
-        decode_tokens, num_tokens=NEW_TOKENS, eos_token_ids=(), pad_token_id=0, settings=settings
+        decode_tokens,
+        num_tokens=NEW_TOKENS,
+        eos_token_ids=(),
+        pad_token_id=0,
+        settings=settings,
+        is_greedy=dispatch.kernels_here() is not None,
     )
     return jax.jit(
-        lambda params, state, limit: decode(params, state, Sampling(), limit),
+        lambda params, state, limit: decode(params, state, Sampling.greedy(), limit),
         donate_argnums=1,
         **options,
     )

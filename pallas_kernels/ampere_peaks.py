@@ -133,7 +133,7 @@ def _interpreted(
     queries = query[own].astype(jnp.float32)
 
     def find(block: Array, nothing: Any) -> Any:
-        signed = jax.lax.bitcast_convert_type(code[block, :, kv_head], jnp.int8).astype(jnp.int32)
+        signed = jax.lax.bitcast_convert_type(code[block, kv_head], jnp.int8).astype(jnp.int32)
         codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1)
         exponent = step[block, kv_head].astype(jnp.int32)
         half = jax.lax.bitcast_convert_type((exponent + 126) << 23, jnp.float32)
@@ -176,7 +176,7 @@ class _Warp:
         self._query, self._code, self._step, self._out = query, code, step, out
         self._kv_head, self._first, self._end = kv_head, first, end
         self._length, self._last_key, self._pages = length, last_key, pages
-        _, _, self._kv_heads, self._row_bytes = ir.MemRefType(code.type).shape
+        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
         lane = words.lane()
         self._row = arith.shrui(lane, _int(2))
@@ -184,7 +184,6 @@ class _Warp:
         self._channel = arith.muli(self._place, _int(_WORD * self._words))
         own = arith.addi(first_query, arith.muli(words.warp(), _int(QUERIES)))
         self._own = arith.addi(own, arith.muli(self._row, _int(2 * _TILES)))
-        self._stride = self._kv_heads * self._row_bytes  # from key to key
 
     def run(self) -> None:
         """All blocks of the program."""
@@ -232,18 +231,20 @@ class _Warp:
     def _codes_of(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Address of the thread's first key of a block, and bytes from there to the last key."""
         page = arith.shrui(self._row, _int(1))
-        key = arith.addi(arith.muli(block, _int(_KEYS)), arith.muli(page, _int(_OF_PAGE)))
-        key = arith.addi(key, arith.andi(self._row, _int(1)))
-        place = arith.addi(arith.muli(key, _int(self._kv_heads)), self._kv_head)
+        own = arith.addi(arith.muli(page, _int(_OF_PAGE)), arith.andi(self._row, _int(1)))
+        place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
+        place = arith.addi(arith.muli(place, _int(_KEYS)), own)
         place = arith.addi(arith.muli(place, _int(self._row_bytes)), self._channel)
-        left = arith.muli(arith.subi(self._last_key, key), _int(self._stride))
+        # Of blocks behind the last key this leads to other codes, which do not count.
+        key = arith.addi(arith.muli(block, _int(_KEYS)), own)
+        left = arith.muli(arith.subi(self._last_key, key), _int(self._row_bytes))
         return words.address(self._code, place), left
 
     def _load_codes(self, code: tuple[ir.Value, ir.Value], group: int) -> list[ir.Value]:
         """Starts to read the codes of one key of the eight, or of the last one that there is."""
         pointer, left = code
         kind, long = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
-        offset = arith.minsi(left, _int(2 * group * self._stride))
+        offset = arith.minsi(left, _int(2 * group * self._row_bytes))
         offset = arith.extsi(long, offset)
         return _load(mgpu.utils.getelementptr(pointer, [offset], kind), self._words)
 
@@ -358,7 +359,7 @@ def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
 
 def ampere_peaks(
     query: Float[Array, "B K M C"],
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     step: Int8[Array, "L B J K C"],
     *,
     layer: Int[Array, ""],

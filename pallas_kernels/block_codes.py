@@ -140,7 +140,7 @@ def _observe(
 
     def write(halves: list[Array]) -> None:
         packed, centres, steps = _encode(halves, place < left, sizes=sizes)
-        ops.write(code.at[which, batch, block, :, head], packed)
+        ops.write(code.at[which, batch, block, head], packed)
         for half in range(2):
             where = (which, batch, block, head, sizes.run(half))
             ops.write(centre.at[where], centres[half])
@@ -228,7 +228,7 @@ def _encode(
 
 
 def block_codes_kernel(
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     centre: Float[Array, "L B J K C"],
     step: Int8[Array, "L B J K C"],
     unfinished: Float[Array, "L B S K C"],

@@ -83,7 +83,7 @@ class _Sizes:
 def _write_residuals(
     code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
 ) -> None:
-    """One program: four blocks of a head; heads side by side share lines of memory."""
+    """One program: four pairs of a block and a head, whose codes follow each other."""
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
     code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
@@ -121,12 +121,13 @@ def _write_unit(
     start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * sizes.words))
     first_key = arith.muli(block, _int(_KEYS))
 
-    def row(key: ir.Value, heads: ir.Value, width: int) -> ir.Value:
-        """Place of the thread's first entry, where keys or blocks have rows of each head."""
-        place = arith.addi(arith.muli(key, _int(sizes.kv_heads)), heads)
-        return arith.addi(arith.muli(place, _int(width)), start)
+    def row(index: ir.Value, width: int) -> ir.Value:
+        """Place of the thread's first entry in a row."""
+        return arith.addi(arith.muli(index, _int(width)), start)
 
     own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
+    # Rows of codes are those of the keys of a block and head, one after another.
+    first_row = arith.subi(arith.muli(unit, _int(_KEYS)), first_key)
     keys, codes, missing = [], [], []
     for index in range(_KEYS // _AT_ONCE):
         key = arith.addi(arith.addi(first_key, own), _int(index * _AT_ONCE))
@@ -138,8 +139,9 @@ def _write_unit(
             missing.append(arith.select(is_page, _int(0), _int(_NAN)))
         present = arith.select(is_key, key, first)
         keys.append(key)
-        codes.append(_load(words.address(code, row(present, head, row_bytes)), sizes.words))
-    pointer = words.address(step, row(block, head, 2 * row_bytes))
+        pointer = words.address(code, row(arith.addi(first_row, present), row_bytes))
+        codes.append(_load(pointer, sizes.words))
+    pointer = words.address(step, row(unit, 2 * row_bytes))
     steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
     factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
     group = arith.divsi(block, _int(eight_bits.GROUP))
@@ -221,7 +223,7 @@ def _write_interpreted(
     code: Any, step: Any, out: Any, unit: Array, length: Array, *, sizes: _Sizes
 ) -> None:
     block, head = jax.lax.div(unit, sizes.kv_heads), jax.lax.rem(unit, sizes.kv_heads)
-    signed = jax.lax.bitcast_convert_type(code[block, :, head], jnp.int8).astype(jnp.int32)
+    signed = jax.lax.bitcast_convert_type(code[block, head], jnp.int8).astype(jnp.int32)
     codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
     key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
     first = codes.reshape(sizes.pages, -1, codes.shape[-1])[:, :1]
@@ -243,7 +245,7 @@ def _write_interpreted(
 
 
 def block_residuals_kernel(
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     step: Int8[Array, "L B J K C"],
     *,
     layer: Int[Array, ""],
@@ -264,7 +266,7 @@ def block_residuals_kernel(
         keys of a block (`eight_bits`).
       interpret: Whether the interpreter runs the kernel.
     """
-    _, batch, blocks, _, kv_heads, row_bytes = code.shape
+    _, batch, blocks, kv_heads, _, row_bytes = code.shape
     sizes = _Sizes(
         blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, pages=pages, interpret=interpret
     )

@@ -50,9 +50,7 @@ _CHUNK = 16  # bytes that a thread copies at a time
 _GROUPS = KEYS // 8  # of eight rows, one for each four threads
 _TILES = KEYS // 16  # of the rows of a product
 _LARGEST_SHIFT = 100  # of a query's power of two
-# How codes are copied: past the first cache, and the rest of the line, which other heads have, to
-# the second one.
-_COPY = "cp.async.cg.shared.global.L2::128B"
+_COPY = "cp.async.cg.shared.global"  # past the first cache
 _TWICE = 0x40004000
 # The larger numbers of two pairs without signs, `$1` and `x`, and float32 numbers `a` and `b` in
 # float8_e4m3, as a pair `x` of float16.
@@ -112,7 +110,7 @@ def block_products(
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
-      code: As `BlockCodes` has it, of one sequence `[J, S, K, C/2]`.
+      code: As `BlockCodes` has it, of one sequence `[J, K, S, C/2]`.
       centre: Likewise, `[J, K, C]`.
       step: Likewise, `[J, K, C]`.
       peaks: The peaks of the module, `[64, 8]` in shared memory; of pages `[pages, 64, 8]`.
@@ -160,9 +158,7 @@ def _products_interpreted(
 ) -> None:
     num_blocks = code.shape[0]
     block = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), num_blocks - 1)
-    code, centre, step = (
-        jnp.take(x[...][..., kv_head, :], block, axis=0) for x in (code, centre, step)
-    )
+    code, centre, step = (jnp.take(x[:, kv_head], block, axis=0) for x in (code, centre, step))
     quarter = query.shape[1] // 4
     heads = jax.lax.dynamic_slice_in_dim(query[...], kv_head * group, group)
     heads = jnp.concatenate([heads[:, quarter : 2 * quarter], heads[:, 3 * quarter :]], axis=-1)
@@ -222,7 +218,7 @@ class _Warp:
         self._peaks, self._shared = peaks, shared
         self._group, self._count, self._pages = group, count, pages
         self._kv_head, self._first, self._length = kv_head, first, length
-        _, _, self._kv_heads, self._row_bytes = ir.MemRefType(code.type).shape
+        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
         self._lane, self._warp = words.lane(), words.warp()
         self._row = arith.shrui(self._lane, _int(2))
@@ -281,25 +277,20 @@ class _Warp:
         return arith.addi(self._room, arith.muli(stage, _int(_block_bytes(self._row_bytes))))
 
     def _start_copy(self, index: ir.Value) -> None:
-        """Starts to copy one block, if it is there; lanes that follow each other copy a row."""
-        chunks = self._row_bytes // _CHUNK
-        rows = words.LANES // chunks  # at a time
+        """Starts to copy one block, if it is there: a warp 512 adjacent bytes at a time."""
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, self._own)):
             block = arith.addi(self._first, self._local(index))
-            token = arith.muli(block, _int(KEYS))
-            token = arith.addi(token, arith.divui(self._lane, _int(chunks)))
-            place = arith.addi(arith.muli(token, _int(self._kv_heads)), self._kv_head)
-            place = arith.muli(place, _int(self._row_bytes))
             offset = arith.muli(self._lane, _int(_CHUNK))
-            in_row = arith.andi(offset, _int(self._row_bytes - 1))
-            source = _address(self._code, arith.addi(place, in_row))
             target = arith.addi(self._stage(index), offset)
-            for turn in range(KEYS // rows):
-                from_start = turn * rows * self._kv_heads * self._row_bytes
-                _copy(target, source, turn * words.LANES * _CHUNK, from_start)
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, self._lane, _int(2 * chunks))):
+            size, at_once = KEYS * self._row_bytes, words.LANES * _CHUNK
+            place = arith.muli(self._row_of_block(block), _int(size))
+            source = _address(self._code, arith.addi(place, offset))
+            for start in range(0, size, at_once):
+                _copy(target, source, start, start)
+            has_steps = arith.cmpi(arith.CmpIPredicate.ult, offset, _int(2 * self._row_bytes))
+            with mgpu.when(has_steps):
                 source = _address(self._step, arith.addi(self._place_of_block(block), offset))
-                _copy(target, source, KEYS * self._row_bytes, 0)
+                _copy(target, source, size, 0)
         mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
     def _await_copy(self) -> None:
@@ -320,10 +311,13 @@ class _Warp:
             found += _load(start, self._words, offset=offset, space="shared")
         return found
 
+    def _row_of_block(self, block: ir.Value) -> ir.Value:
+        """Its number among the blocks of all heads."""
+        return arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
+
     def _place_of_block(self, block: ir.Value) -> ir.Value:
         """Of its first channel in centres and steps."""
-        place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
-        return arith.muli(place, _int(2 * self._row_bytes))
+        return arith.muli(self._row_of_block(block), _int(2 * self._row_bytes))
 
     def _load_centres(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
         """The centre of the warp's block of this thread's row, from one on, and its place."""

@@ -257,7 +257,7 @@ def block_codes(
     is_right = key.dtype == unfinished.dtype and key.dtype.itemsize == 2
     if write is not None:
         is_right = is_right and key.dtype == write.value.dtype == write.keys.dtype
-    if not is_right or head_dim not in SCORED_HEADS or code.shape[3] != SCORED_BLOCK:
+    if not is_right or head_dim not in SCORED_HEADS or code.shape[4] != SCORED_BLOCK:
         return None
     from sketchwalk_jax.pallas_kernels.block_codes import block_codes_kernel
 
@@ -298,7 +298,7 @@ def takes_block_scores(
 
 def select_token_by_evidence(
     query: Float[Array, "B 1 N H"],
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     centre: Float[Array, "L B J K C"],
     step: Int8[Array, "L B J K C"],
     walk: WalkState,
@@ -323,7 +323,7 @@ def select_token_by_evidence(
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
-    num_blocks, block_size, kv_heads = code.shape[2:5]
+    num_blocks, kv_heads, block_size = code.shape[2:5]
     num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
     is_right = is_right and pages in SCORED_PAGES

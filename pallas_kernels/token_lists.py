@@ -156,7 +156,7 @@ def _write_factors(
 
 def select_token_by_evidence_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     centre: Float[Array, "L B J K C"],
     step: Int8[Array, "L B J K C"],
     state: Float[Array, "B P"],

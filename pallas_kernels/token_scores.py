@@ -205,7 +205,7 @@ def _write(
 
 def token_scores_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "L B J S K C2"],
+    code: UInt8[Array, "L B J K S C2"],
     centre: Float[Array, "L B J K C"],
     step: Int8[Array, "L B J K C"],
     *,
@@ -244,7 +244,7 @@ def token_scores_kernel(
     if pages not in SCORED_PAGES:
         raise ValueError(f"pages must be one of {SCORED_PAGES}, got {pages}")
     batch, num_heads, _ = query.shape
-    num_blocks, kv_heads = code.shape[2], code.shape[4]
+    num_blocks, kv_heads = code.shape[2:4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
     sizes = _Sizes(
@@ -266,7 +266,7 @@ def token_scores_kernel(
             "room": room_of_codes(code.shape[5]),
         },
         grid=(batch, parts, kv_heads),
-        grid_names=("batch", "part", "kv_head"),  # heads side by side share lines of memory
+        grid_names=("batch", "part", "kv_head"),
         compiler_params=ops.compiler_params(),
         interpret=ops.interpreter(interpret),
         kernel_name="token_scores",

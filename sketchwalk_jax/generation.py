@@ -1,7 +1,8 @@
 """Text generation: `generate` for one call, `make_generate` for many, `stream` for pieces.
 
 A call to `generate` runs two compiled programs. The first reads the prompts (prefill) and returns a
-`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs.
+`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs; but on GPUs
+with kernels, greedy tokens of `generate` have a second program of their own.
 
 Recompilation is rare. The number of tokens to decode is a run-time argument of the second program,
 and the room for them is rounded up to a few sizes. `make_generate` also pads prompts to a few
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from sketchwalk_jax import dispatch
 from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
 from sketchwalk_jax.cached_layer import Settings
@@ -43,6 +45,7 @@ from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.sampling import (
     Sampling,
+    best_tokens,
     check_key,
     mark_seen,
     sample,
@@ -59,6 +62,10 @@ from sketchwalk_jax.sharding import (
 from sketchwalk_jax.validation import check_integer, is_known
 
 PyTree = Any
+
+# Greedy tokens of a GPU between two questions to the host. More are more tokens for nothing behind
+# the end of the last sequence.
+_STEPS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -179,12 +186,32 @@ def decode_tokens(
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     settings: Settings,
+    is_greedy: bool = False,
 ) -> tuple[Int[Array, "B U"], DecodeState]:
     """Decodes up to `limit <= num_tokens` more tokens of every sequence that has not ended.
 
     The returned cache holds every returned token, including the last one.
+
+    Whenever a program branches, a GPU stands still until the host has read the condition and sent
+    new work. Each token asks whether there is another one, and how to draw it. If all sequences are
+    known to be greedy, nothing is drawn, and only each fourth token asks whether there is another
+    one: up to three steps behind the last token change nothing.
+
+    Args:
+      params: Parameter tree.
+      state: After the prompt, or after another call.
+      sampling: How tokens are drawn.
+      limit: Most tokens of a sequence.
+      num_tokens: Columns of the result.
+      eos_token_ids: Which tokens end a sequence.
+      pad_token_id: What stands behind its end.
+      settings: Static settings.
+      is_greedy: Whether the program is for greedy sequences alone.
+
+    Returns:
+      The new tokens, and the state behind them.
     """
-    batch = state.lengths.shape[0]
+    batch, steps = state.lengths.shape[0], _STEPS if is_greedy else 1
 
     def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
         step, _, state = carry
@@ -192,16 +219,22 @@ def decode_tokens(
 
     def one_token(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         step, tokens, state = carry
-        keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
-        token = sample(state.logits, sampling, state.seen, keys)
         active = ~state.is_done
+        if is_greedy:
+            token = best_tokens(state.logits, sampling, state.seen)
+            active &= step < limit
+        else:
+            keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
+            token = sample(state.logits, sampling, state.seen, keys)
         token = jnp.where(active, token, pad_token_id)
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
         logits, cache, _ = decode_token(
             params, token, state.cache, active=active, settings=settings
         )
+        if is_greedy:  # another call may go on with them
+            logits = jnp.where(active[:, None], logits, state.logits)
         eos = jnp.asarray(eos_token_ids, jnp.int32)
-        is_end = jnp.any(token[:, None] == eos[None, :], axis=1)
+        is_end = active & jnp.any(token[:, None] == eos[None, :], axis=1)
         state = DecodeState(
             logits=logits,
             cache=cache,
@@ -213,10 +246,16 @@ def decode_tokens(
         )
         return step + 1, tokens, state
 
-    tokens = jnp.full((batch, num_tokens), pad_token_id, jnp.int32)
+    def some_tokens(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+        if steps == 1:
+            return one_token(carry)
+        return jax.lax.fori_loop(0, steps, lambda _, carry: one_token(carry), carry)
+
+    tokens = jnp.full((batch, num_tokens + steps - 1), pad_token_id, jnp.int32)
     carry = (jnp.zeros((), jnp.int32), tokens, state)
-    _, tokens, state = jax.lax.while_loop(is_unfinished, one_token, carry)
-    return constrain(tokens, settings.placement), _spread_state(state, settings)
+    _, tokens, state = jax.lax.while_loop(is_unfinished, some_tokens, carry)
+    tokens = constrain(tokens[:, :num_tokens], settings.placement)
+    return tokens, _spread_state(state, settings)
 
 
 def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
@@ -242,7 +281,7 @@ def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
 _start = jax.jit(start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache")
 _continue = jax.jit(
     decode_tokens,
-    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings"),
+    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings", "is_greedy"),
     donate_argnames="state",
 )
 
@@ -350,9 +389,11 @@ class Options:
         check_key(key, sampling)
         if is_loaded:
             check_model(params, cache, model_config)
+        sampling = Sampling.greedy() if sampling is None else sampling
+        has_kernels = is_loaded and dispatch.kernels_here() is not None
         return Call(
             prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
-            sampling=Sampling.greedy() if sampling is None else sampling,
+            sampling=sampling,
             max_new_tokens=self.max_new_tokens,
             reading={"capacity": capacity, "settings": settings},
             decoding={
@@ -361,6 +402,8 @@ class Options:
                 "pad_token_id": self.pad_token_id,
                 # What only concerns prompts makes no other program.
                 "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
+                # Questions to the host take no time on a CPU: one program serves all settings.
+                "is_greedy": has_kernels and sampling.is_greedy,
             },
             num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
             choice=choice,
@@ -496,8 +539,9 @@ def generate(
 
     The call runs two compiled programs, one for the prompts and one for decoding. Another
     `max_new_tokens` recompiles neither of them if `new_token_room(max_new_tokens)` stays the same.
-    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs. The
-    function is pure; inside your own `jit` it becomes part of that one program.
+    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs; but
+    on GPUs with kernels, greedy decoding has one of its own here. The function is pure; inside your
+    own `jit` it becomes part of that one program.
 
     The results for a sequence do not depend on the other sequences in the batch. Compiled programs
     are kept on disk (see `keep_compiled_programs`), so the first call of the next session does not
@@ -515,7 +559,8 @@ def generate(
         the contents of the cache.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
       lengths: Number of prompt tokens of each sequence. Default: all `T`.
-      sampling: How tokens are drawn. Default: greedy. New values do not recompile.
+      sampling: How tokens are drawn. Default: greedy. New values do not recompile, except that on
+        GPUs with kernels greedy decoding has a program of its own.
       key: Random key, either one or one per sequence. Default: `jax.random.key(0)`.
       eos_token_ids: Tokens that end a sequence. Default: those of the model.
       pad_token_id: Token that fills `tokens` after the end of a sequence.
@@ -704,6 +749,8 @@ class Stream(Iterator[StreamChunk]):
         check_integer("every", every)
         keep_by_default()
         self._call, self._params, self._every = call, params, every
+        # What stops after every few tokens, the first one alone, does not step behind them.
+        self._decoding = call.decoding | {"is_greedy": False}
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
         self._left, self._is_done = call.max_new_tokens, False
@@ -736,7 +783,7 @@ class Stream(Iterator[StreamChunk]):
         limit = jnp.asarray(count, jnp.int32)
         with advice(params=params, cache=self._state.cache):
             tokens, self._state = _continue(
-                params, self._state, call.sampling, limit, **call.decoding
+                params, self._state, call.sampling, limit, **self._decoding
             )
         self._left -= count
         return self._chunk(tokens, count, None)

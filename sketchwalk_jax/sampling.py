@@ -14,6 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from sketchwalk_jax.validation import is_known
+
 # Smaller temperatures are greedy as 0 is: hardware may flush them to zero.
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
@@ -95,6 +97,19 @@ class Sampling:
         """
         return cls(temperature=0.0, repetition_penalty=repetition_penalty)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every sequence is known to be greedy; a traced temperature is not known.
+
+        Example:
+          >>> Sampling(temperature=[0.0, 1.0]).is_greedy
+          False
+        """
+        temperature = self.temperature
+        if not isinstance(temperature, np.ndarray | jax.Array) or not is_known(temperature):
+            return False
+        return bool(np.all(np.asarray(temperature) < _SMALLEST_TEMPERATURE))
+
 
 def _as_leaf(name: str, value: Any) -> Any:
     """Returns `value` as an array of the field's dtype, checked if it is concrete.
@@ -161,12 +176,11 @@ def process_logits(
       >>> jnp.isfinite(kept).tolist()
       [[True, True, False]]
     """
-    setting = {name: _column(name, sampling, batch=logits.shape[0]) for name in _RULES}
-    penalty, temperature = setting["repetition_penalty"], setting["temperature"]
+    setting = _columns(sampling, batch=logits.shape[0])
+    temperature = setting["temperature"]
     top_k, top_p, min_p = setting["top_k"], setting["top_p"], setting["min_p"]
 
-    scores = logits.astype(jnp.float32)
-    scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    scores = _penalised(logits, setting["repetition_penalty"], seen)
     is_greedy = temperature < _SMALLEST_TEMPERATURE
     scaled = scores / jnp.where(is_greedy, 1.0, temperature)
     is_greedy |= jnp.max(scaled, axis=-1, keepdims=True) == jnp.inf
@@ -185,6 +199,14 @@ def process_logits(
         jnp.where(is_best, scores, -jnp.inf),
         jnp.where(kept, scaled, -jnp.inf),
     )
+
+
+def _penalised(
+    logits: Float[Array, "B V"], penalty: Float[Array, "B 1"], seen: Bool[Array, "B V"]
+) -> Float[Array, "B V"]:
+    """The logits after the repetition penalty, in float32."""
+    scores = logits.astype(jnp.float32)
+    return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def _truncation(
@@ -257,15 +279,36 @@ def sample(
             f"keys must be {batch} typed keys, one for each sequence (sequence_keys makes them), "
             f"got {keys.dtype}{list(keys.shape)}"
         )
-    processed = process_logits(logits, sampling, seen)
-    is_greedy = _column("temperature", sampling, batch=batch) < _SMALLEST_TEMPERATURE
-    tokens = jax.lax.cond(
-        jnp.all(is_greedy),
-        lambda keys, processed: jnp.argmax(processed, axis=-1),
-        jax.vmap(jax.random.categorical),
-        *(keys, processed),
-    )
-    return tokens.astype(jnp.int32)
+
+    def draw() -> Int[Array, "B"]:
+        processed = process_logits(logits, sampling, seen)
+        return jax.vmap(jax.random.categorical)(keys, processed).astype(jnp.int32)
+
+    # A GPU asks the host which branch to take: of greedy sequences once, and not in `draw` again.
+    is_greedy = _columns(sampling, batch=batch)["temperature"] < _SMALLEST_TEMPERATURE
+    return jax.lax.cond(jnp.all(is_greedy), lambda: best_tokens(logits, sampling, seen), draw)
+
+
+def best_tokens(
+    logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
+) -> Int[Array, "B"]:
+    """The tokens that greedy decoding chooses, after the repetition penalty.
+
+    Args:
+      logits: Scores of the next token.
+      sampling: The settings, of which the penalty alone counts.
+      seen: Which tokens stand in the prompt or were generated.
+
+    Returns:
+      int32 token ids; of equal logits the first.
+
+    Example:
+      >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+      >>> best_tokens(logits, Sampling.greedy(), jnp.zeros((1, 3), bool)).tolist()
+      [1]
+    """
+    penalty = _columns(sampling, batch=logits.shape[0])["repetition_penalty"]
+    return jnp.argmax(_penalised(logits, penalty, seen), axis=-1).astype(jnp.int32)
 
 
 def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batch}"]:
@@ -347,8 +390,12 @@ def _mark(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"]) -> Bool[Array, "B
     return seen.at[rows, tokens].set(True, mode="drop")
 
 
-def _column(name: str, sampling: Sampling, *, batch: int) -> Shaped[Array, "{batch} 1"]:
-    value = jnp.asarray(getattr(sampling, name), _RULES[name].dtype)
-    if value.shape not in ((), (batch,)):
-        raise ValueError(f"{name} must have shape [] or [{batch}], got {list(value.shape)}")
-    return jnp.broadcast_to(value, (batch,))[:, None]
+def _columns(sampling: Sampling, *, batch: int) -> dict[str, Shaped[Array, "{batch} 1"]]:
+    """The settings by name, one number for each sequence."""
+    found = {}
+    for name, rule in _RULES.items():
+        value = jnp.asarray(getattr(sampling, name), rule.dtype)
+        if value.shape not in ((), (batch,)):
+            raise ValueError(f"{name} must have shape [] or [{batch}], got {list(value.shape)}")
+        found[name] = jnp.broadcast_to(value, (batch,))[:, None]
+    return found

@@ -221,6 +221,15 @@ def read_launches(text: str) -> list[int]:
     return sorted(found, reverse=True)
 
 
+def read_questions(text: str) -> int:
+    """How many instructions of a compiled program wait until the host has read a condition.
+
+    They are branches, and loops whose number of rounds is not known.
+    """
+    asking = re.compile(r" conditional\(| while\((?!.*known_trip_count)")
+    return sum(asking.search(line) is not None for line in text.splitlines())
+
+
 def read_sends(text: str) -> list[tuple[str, int]]:
     """Kind and bytes of what each collective of a compiled program leaves on a rank, in order."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -455,6 +464,7 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
                 return {
                     "writes": read_writes(text),
                     "launches": read_launches(text),
+                    "questions": read_questions(text),
                     "sends": read_sends(text),
                     "overlaps": read_overlaps(text),
                     "roundings": read_roundings(text),

@@ -490,7 +490,7 @@ class PageScoresCase:
 
         size = (1, self.blocks)
         shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]
-        shapes.append(((1, *size, 64, kv_heads, self.channels // 2), jnp.uint8))
+        shapes.append(((1, *size, kv_heads, 64, self.channels // 2), jnp.uint8))
         shapes.append(((1, *size, kv_heads, self.channels), jnp.int8))
         shapes.append(((*size, kv_heads, self.channels), jnp.bfloat16))
         shapes += [((), jnp.int32), ((1,), jnp.int32)]

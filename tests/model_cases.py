@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from sketchwalk_jax import Dense, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.generation import DecodeState, decode_tokens
 from sketchwalk_jax.inference import _read, decode_token
 from sketchwalk_jax.models import transformer
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.sampling import Sampling, sequence_keys
 from sketchwalk_jax.sharding import place
 
 _LLAMA_8B = ModelConfig(
@@ -116,6 +118,45 @@ class ModelCase:
         return decode, (params, jax.ShapeDtypeStruct((self.batch,), jnp.int32), cache)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateCase(ModelCase):
+    """The program of `generate` that decodes tokens.
+
+    Attributes:
+      is_greedy: Whether it is for greedy sequences alone.
+    """
+
+    is_greedy: bool
+
+    donated = (1,)  # the state
+
+    def program(
+        self, *, config: Any = None, mesh: Any = None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The program as a function of arrays, and shapes."""
+        _, (params, _, cache) = super().program(config=config, mesh=mesh)
+        settings = Settings(model_config=self.model_config, policy=self.policy)
+
+        def start(cache: Any) -> DecodeState:
+            shape = (self.batch, self.model_config.vocab_size)
+            counts, flags = jnp.zeros(self.batch, jnp.int32), jnp.zeros(self.batch, bool)
+            return DecodeState(
+                logits=jnp.zeros(shape, jnp.float32),
+                cache=cache,
+                seen=jnp.zeros(shape, bool),
+                keys=sequence_keys(jax.random.key(0), batch=self.batch),
+                lengths=counts,
+                is_done=flags,
+                is_finite=flags,
+            )
+
+        options = {"num_tokens": 256, "eos_token_ids": (5,), "pad_token_id": 5}
+        options |= {"settings": settings, "is_greedy": self.is_greedy}
+        sampling, limit = jax.eval_shape(lambda: (Sampling.greedy(), jnp.int32(256)))
+        state = jax.eval_shape(start, cache)
+        return functools.partial(decode_tokens, **options), (params, state, sampling, limit)
+
+
 class WidenedCase(ModelCase):
     """A step that makes whole weights of bfloat16 before it multiplies: what none is to do."""
 
@@ -169,6 +210,8 @@ decode_llama_8b_paper = ModelCase(
     model_config=_LLAMA_8B, policy=SketchWalkConfig.paper(density=0.1, dense_layers=2)
 )
 decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
+generate_llama_1b = GenerateCase(**vars(decode_llama_1b), is_greedy=True)
+generate_llama_1b_drawn = GenerateCase(**vars(decode_llama_1b), is_greedy=False)
 # A GPU from Ampere on with the least shared memory.
 decode_llama_1b_on_ampere = dataclasses.replace(decode_llama_1b, capability="8.6")
 decode_llama_1b_on_ampere_dense = dataclasses.replace(

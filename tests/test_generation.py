@@ -1,5 +1,8 @@
 """Generation: one program, batches, end of sequence, conversations, padding, density."""
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,17 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 from tolerances import tolerance
 
-from sketchwalk_jax import Sampling, generate, init_cache, make_generate, prefill, stream
+from sketchwalk_jax import (
+    Sampling,
+    dispatch,
+    generate,
+    generation,
+    init_cache,
+    make_generate,
+    prefill,
+    stream,
+)
+from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import decode_step, forward
 
 # One shape for most tests, so that they share compiled programs.
@@ -83,6 +96,44 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
         assert int(out.lengths[row]) == end
         assert out.tokens[row].tolist() == expected[:end] + [5] * (NEW - end)
         assert int(out.cache.lengths[row]) == LENGTHS[row] + end
+
+
+# Ended by the limit, with whole groups of steps or not, or by a token.
+@pytest.mark.parametrize(("limit", "has_end"), [(8, False), (5, False), (7, True)])
+def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights, limit, has_end):
+    settings = Settings(model_config=MODEL, policy=POLICIES["paper"])
+    prompt = (*map(jnp.asarray, prompts(*LENGTHS)), jax.random.key(0), None)
+    state, _ = generation._start(weights, *prompt, capacity=CAPACITY, settings=settings)
+
+    @functools.partial(jax.jit, static_argnames=("ends", "is_greedy"))
+    def decode(limit, ends=(), is_greedy=False):
+        options = {"num_tokens": 9, "pad_token_id": 5, "settings": settings}
+        sampling = Sampling.greedy(repetition_penalty=1.2)
+        options |= {"eos_token_ids": ends, "is_greedy": is_greedy}
+        tokens, after = generation.decode_tokens(weights, state, sampling, limit, **options)
+        # Nothing goes on after an end.
+        logits = jnp.where(after.is_done[:, None], 0.0, after.logits)
+        return tokens, dataclasses.replace(after, logits=logits, keys=None)
+
+    # Each sequence ends at its fifth token or before; what stands behind an end is one as well.
+    ends = (*decode(limit)[0][:, 4].tolist(), 5) if has_end else ()
+    wanted, found = (decode(limit, ends, is_greedy=one) for one in (False, True))
+    chex.assert_trees_all_equal(found, wanted)
+    assert bool(found[1].is_done.all()) == has_end
+    assert found[1].lengths.max() == (5 if has_end else limit)
+
+
+def test_greedy_sequences_have_a_program_of_their_own_where_there_are_kernels(weights, monkeypatch):
+    def is_greedy(sampling, params=weights):
+        call = make_generate(MODEL, POLICIES["dense"], max_new_tokens=2).check(
+            params, *prompts(40)[:1], sampling=sampling
+        )
+        return call.decoding["is_greedy"]
+
+    assert not is_greedy(None)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere")
+    assert is_greedy(None) and is_greedy(Sampling.greedy())
+    assert not is_greedy(Sampling()) and not is_greedy(None, generation.NOT_LOADED)
 
 
 @slow

@@ -58,6 +58,18 @@ def test_a_decoded_token_copies_nothing(name, compiler):
 
 
 @pytest.mark.hopper
+@pytest.mark.slow
+def test_greedy_tokens_ask_the_host_after_several(compiler):
+    """Whether there is another one is all that they ask; drawn tokens ask how, and each time."""
+    greedy, drawn = (
+        compiler.compile(f"program {FILE}:generate_llama_1b{one}") for one in ("", "_drawn")
+    )
+    assert greedy["questions"] == 1 < drawn["questions"]
+    for found in (greedy, drawn):
+        assert written(found, limit=A_FEW_ROWS) == []
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, READING))
 def test_a_piece_of_a_prompt_copies_neither_cache_nor_head(name, compiler):
     found = compiler.compile(f"program {FILE}:{name}")
@@ -261,6 +273,16 @@ ENTRY %main (x: s32[]) -> (s32[], f32[4]) {
 }
 """
     assert hopper.read_launches(text) == [3]
+
+
+def test_a_question_would_be_seen():
+    text = """\
+  %w = (s32[]) while(%t), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"4"}}
+  %w.1 = (s32[]) while(%t), condition=%c.1, body=%b.1
+  %c.2 = (f32[4]{0}) conditional(%p, %t, %t), true_computation=%d, false_computation=%e
+  %g = f32[4]{0} get-tuple-element(%conditional.2), index=0
+"""
+    assert hopper.read_questions(text) == 2
 
 
 def test_a_wait_would_be_seen():

@@ -251,7 +251,7 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
     kv_heads, channels = size
     layers, layer, batch, blocks = 3, 1, 2, 5
     rng = np.random.default_rng(kv_heads)
-    shape = (layers, batch, blocks, SIZE, kv_heads, channels // 2)
+    shape = (layers, batch, blocks, kv_heads, SIZE, channels // 2)
     high, low = rng.integers(-7, 8, size=(2, *shape))
     code = jnp.asarray((high << 4 | low & 15) & 255, jnp.uint8)
     step = rng.integers(block_codes.MIN_STEP, block_codes.MAX_STEP + 1, size=(*shape[:3], *size))
@@ -264,8 +264,8 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
     assert found.dtype == jnp.float8_e4m3fn
     # In the place of a token that is not there, the first of its block.
     place = jnp.arange(blocks * SIZE, dtype=jnp.int32).reshape(1, blocks, SIZE)
-    is_key = (place < lengths[:, None, None])[..., None, None]
-    own = jnp.where(is_key, code[layer], code[layer][:, :, :1])
+    is_key = (place < lengths[:, None, None])[:, :, None, :, None]
+    own = jnp.where(is_key, code[layer], code[layer][:, :, :, :1])
     nothing = jnp.zeros((batch, blocks, *size))
     codes = BlockCodes(own, nothing, step[layer], nothing[:, :, None])
     wanted = codes.residual(jnp.int32(0), blocks, jnp.bfloat16)
@@ -477,7 +477,7 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
 
         span = Span.of_tokens(lengths - 1, SIZE)
         shared = Ranks("tensor", ranks, heads, kv_heads)
-        own = BlockCodes(codes.code[:, :, :, rank, None], *(x[:, :, rank, None] for x in others))
+        own = jax.tree.map(lambda x: x[:, :, rank, None], codes)
         return policy.select(
             jnp.split(queries, ranks, axis=2)[rank],
             jnp.zeros((1, 4, 1, 1, 64), queries.dtype),  # not read
@@ -488,7 +488,6 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
             kernel_config=KERNELS,
         )
 
-    others = codes.centre, codes.step, codes.unfinished
     assert_ranks_find(select_on, ranks, wanted)
 
 
@@ -555,7 +554,7 @@ def page_evidence(queries, codes, previous, length, exponent):
         logits = np.full(len(previous), -np.inf)
         for page in range(last):
             block, first = page // PAGES, page % PAGES * PAGE
-            keys = code[block, first : first + min(PAGE, length - page * PAGE), own]
+            keys = code[block, own, first : first + min(PAGE, length - page * PAGE)]
             is_coded = step[block, own, 0] != block_codes.NO_KEY
             beside = (keys * 2.0 ** step[block, own]) @ rounded
             logit = SCALE * (q @ centre[block, own] + beside.max())
@@ -721,12 +720,11 @@ def test_ranks_that_share_the_heads_list_the_pages_of_one_device(most, monkeypat
             def gather(self, x, *, axis):
                 return gather(x, axis)
 
-        own = BlockCodes(codes.code[:, :, :, rank, None], *(x[:, :, rank, None] for x in others))
+        own = jax.tree.map(lambda x: x[:, :, rank, None], codes)
         shared = Ranks("tensor", ranks, heads, kv_heads)
         own_queries = jnp.split(queries, ranks, axis=2)[rank]
         return select_pages.__wrapped__(own_queries, own, walk, lengths, ranks=shared)
 
-    others = codes.centre, codes.step, codes.unfinished
     assert_ranks_find(select_on, ranks, wanted)
 
 
@@ -795,7 +793,7 @@ def test_what_has_too_many_pages_is_not_taken(heads, blocks, pages):
 
     drawn = (
         jax.ShapeDtypeStruct((1, 1, heads, 64), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 1, blocks, SIZE, heads, 16), jnp.uint8),
+        jax.ShapeDtypeStruct((1, 1, blocks, heads, SIZE, 16), jnp.uint8),
         jax.ShapeDtypeStruct((1, 1, blocks, heads, 32), jnp.bfloat16),
         WalkState(
             jax.ShapeDtypeStruct((1, 1, blocks * pages), jnp.float32),

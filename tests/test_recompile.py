@@ -41,9 +41,10 @@ def at_most(monkeypatch):
 
     def limit(reads: int, decodes: int) -> None:
         own, steps = ("capacity", "settings"), ("num_tokens", "eos_token_ids", "pad_token_id")
+        steps += ("settings", "is_greedy")
         count = functools.partial(_count_traces, monkeypatch, generation)
         count("_start", generation.start_decoding, reads, static_argnames=own)
-        count("_continue", generation.decode_tokens, decodes, static_argnames=(*steps, "settings"))
+        count("_continue", generation.decode_tokens, decodes, static_argnames=steps)
 
     return limit
 

@@ -215,6 +215,14 @@ def test_draws_follow_the_processed_distribution(sampling: Sampling):
     assert stats.chisquare(counts[is_kept], expected).pvalue > 1e-3
 
 
+def test_what_is_known_to_be_greedy():
+    assert Sampling.greedy().is_greedy and Sampling(temperature=jnp.zeros(2)).is_greedy
+    assert not Sampling().is_greedy and not Sampling(temperature=[0.0, 0.1]).is_greedy
+    traced = []
+    jax.jit(lambda one: traced.append(one.is_greedy))(Sampling.greedy())
+    assert traced == [False]
+
+
 def test_greedy_is_the_argmax_after_the_penalty_whatever_the_key():
     logits = jnp.array([[3.0, 2.9, -1.0], [-1.0, -0.9, -0.8]])
     seen = jnp.array([[True, False, False], [False, False, True]])

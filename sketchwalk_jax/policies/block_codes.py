@@ -65,15 +65,16 @@ class BlockCodes:
     """Codes of the keys of one layer.
 
     Attributes:
-      code: Two codes in a byte, `[B, J, S, K, C/2]`: channel `c` in the low four bits, channel
-        `c + C/2` in the high ones, as two's complements.
+      code: Two codes in a byte, `[B, J, K, S, C/2]`: channel `c` in the low four bits, channel
+        `c + C/2` in the high ones, as two's complements. Those of a block and head are adjacent:
+        kernels read them together.
       centre: Middle between the extremes of each channel, bfloat16 `[B, J, K, C]`.
       step: Exponents of two, int8 `[B, J, K, C]`; `NO_KEY` where a block has none that is finite.
       unfinished: The keys of the block that the last token is in, `[B, S, K, C]`; what lies behind
         that token may be anything.
     """
 
-    code: UInt8[Array, "B J S K C2"]
+    code: UInt8[Array, "B J K S C2"]
     centre: Float[Array, "B J K C"]
     step: Int8[Array, "B J K C"]
     unfinished: Float[Array, "B S K C"]
@@ -91,7 +92,7 @@ class BlockCodes:
     ) -> Self:
         """Codes of no keys."""
         size = (batch, num_blocks, num_kv_heads, num_channels)
-        code = (batch, num_blocks, block_size, num_kv_heads, num_channels // 2)
+        code = (batch, num_blocks, num_kv_heads, block_size, num_channels // 2)
         unfinished = (batch, block_size, num_kv_heads, num_channels)
         return cls(
             jnp.zeros(code, jnp.uint8),
@@ -108,7 +109,7 @@ class BlockCodes:
     @property
     def block_size(self) -> int:
         """Keys of a block."""
-        return self.code.shape[2]
+        return self.code.shape[3]
 
     def add(self, key: Float[Array, "B T K C"], span: Span) -> Self:
         """The codes with those of a span's keys.
@@ -167,7 +168,7 @@ class BlockCodes:
         code, step = (
             jax.lax.dynamic_slice_in_dim(x, block, count, axis=1) for x in (self.code, self.step)
         )
-        signed = jax.lax.bitcast_convert_type(code, jnp.int8)
+        signed = jnp.swapaxes(jax.lax.bitcast_convert_type(code, jnp.int8), 2, 3)
         low = jnp.right_shift(jnp.left_shift(signed, 4), 4)
         codes = jnp.concatenate([low, jnp.right_shift(signed, 4)], axis=-1)
         scale = jnp.where(step == NO_KEY, jnp.nan, _power_of_two(step.astype(jnp.int32)))
@@ -190,7 +191,7 @@ class LayerCodes:
     @property
     def block_size(self) -> int:
         """Keys of a block."""
-        return self.stack.code.shape[3]
+        return self.stack.code.shape[4]
 
     def take(self) -> BlockCodes:
         """A copy of the layer's own."""
@@ -199,7 +200,7 @@ class LayerCodes:
 
 def encode(
     key: Float[Array, "B I S K C"], present: Bool[Array, "B I S"]
-) -> tuple[UInt8[Array, "B I S K C2"], Float[Array, "B I K C"], Int8[Array, "B I K C"]]:
+) -> tuple[UInt8[Array, "B I K S C2"], Float[Array, "B I K C"], Int8[Array, "B I K C"]]:
     """Codes, centres and steps of blocks of keys.
 
         centre = (max k + min k) / 2,   step = least power of two that is >= max |k - centre| / 7
@@ -229,7 +230,7 @@ def encode(
     low_part, high_part = jnp.split(codes, 2, axis=-1)
     packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
     step = jnp.where(has_key, step, NO_KEY).astype(jnp.int8)
-    code = jax.lax.bitcast_convert_type(packed, jnp.uint8)
+    code = jnp.swapaxes(jax.lax.bitcast_convert_type(packed, jnp.uint8), 2, 3)
     return code, centre.astype(jnp.bfloat16), step
 
 
