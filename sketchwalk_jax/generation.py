@@ -1,7 +1,7 @@
 """Text generation: `generate` for one call, `make_generate` for many, `stream` for pieces.
 
 A call to `generate` runs two compiled programs. The first reads the prompts (prefill) and returns a
-`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs; but on GPUs
+`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs. On GPUs
 with kernels, greedy tokens of `generate` have a second program of their own.
 
 Recompilation is rare. The number of tokens to decode is a run-time argument of the second program,
