@@ -233,7 +233,9 @@ def decode_token(
     Inactive sequences do not change. Returns the logits after the token, the cache, and the
     selected blocks if the settings ask for them.
     """
-    policy, positions = settings.policy, cache.lengths
+    policy = settings.policy
+    # A full sequence is inactive. Kernels that read for it all the same must not read beyond it.
+    positions = jnp.minimum(cache.lengths, cache.capacity - 1)
     span = Span.of_tokens(positions, policy.block_size, active)
     walk = policy.init_walk(
         batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // policy.block_size
@@ -251,7 +253,7 @@ def decode_token(
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)
     density = cache.density.add("decode", pairs, causal_pairs(positions, is_counted))
-    cache = dataclasses.replace(written, lengths=positions + is_counted, density=density)
+    cache = dataclasses.replace(written, lengths=cache.lengths + is_counted, density=density)
     logits = unembed(
         params, hidden[:, 0], model_config=settings.model_config, multiply=settings.multiply_rows
     )

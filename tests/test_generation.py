@@ -16,6 +16,7 @@ from sketchwalk_jax import (
     dispatch,
     generate,
     generation,
+    inference,
     init_cache,
     make_generate,
     prefill,
@@ -23,6 +24,7 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import decode_step, forward
+from sketchwalk_jax.policies.base import Span
 
 # One shape for most tests, so that they share compiled programs.
 LENGTHS = (100, 37, 64)
@@ -121,6 +123,31 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
     chex.assert_trees_all_equal(found, wanted)
     assert bool(found[1].is_done.all()) == has_end
     assert found[1].lengths.max() == (5 if has_end else limit)
+
+
+def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch):
+    config = POLICIES["paper"]
+    cache = init_cache(MODEL, config, batch=2, max_tokens=32)
+    tokens, lengths = prompts(32, 20)
+    options = {"model_config": MODEL, "policy": config}
+    _, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
+    places = []
+
+    class Noted(Span):
+        @classmethod
+        def of_tokens(cls, positions, *rest):
+            places.append(np.asarray(positions))
+            return Span.of_tokens(positions, *rest)
+
+    monkeypatch.setattr(inference, "Span", Noted)
+    settings = Settings(model_config=MODEL, policy=config)
+    active = jnp.array([False, True])
+    logits, after, _ = inference.decode_token(
+        weights, jnp.array([5, 5]), cache, active=active, settings=settings
+    )
+    assert places[0].tolist() == [31, 20] and bool(jnp.isfinite(logits).all())
+    assert after.lengths.tolist() == [32, 21]
+    np.testing.assert_array_equal(after.key[:, 0], cache.key[:, 0])
 
 
 def test_greedy_sequences_have_a_program_of_their_own_where_there_are_kernels(weights, monkeypatch):
