@@ -247,13 +247,12 @@ def decode_tokens(
         return step + 1, tokens, state
 
     def some_tokens(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
-        if steps == 1:
-            return one_token(carry)
         return jax.lax.fori_loop(0, steps, lambda _, carry: one_token(carry), carry)
 
     tokens = jnp.full((batch, num_tokens + steps - 1), pad_token_id, jnp.int32)
     carry = (jnp.zeros((), jnp.int32), tokens, state)
-    _, tokens, state = jax.lax.while_loop(is_unfinished, some_tokens, carry)
+    body = some_tokens if is_greedy else one_token
+    _, tokens, state = jax.lax.while_loop(is_unfinished, body, carry)
     tokens = constrain(tokens[:, :num_tokens], settings.placement)
     return tokens, _spread_state(state, settings)
 
