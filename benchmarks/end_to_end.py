@@ -51,13 +51,17 @@ import numpy as np
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calls import cache_bytes
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.generation import DecodeState, decode_tokens, start_decoding
+from sketchwalk_jax.generation import (
+    DecodeState,
+    decode_tokens,
+    has_greedy_program,
+    start_decoding,
+)
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
@@ -517,16 +521,17 @@ def prompt_program(capacity: int, settings: Settings) -> Any:
 
 def token_program(settings: Settings, **options: Any) -> Any:
     """Decodes `NEW_TOKENS` tokens of each sequence, as `generate` does; gets options of `jit`."""
+    sampling = Sampling.greedy()
     decode = functools.partial(
         decode_tokens,
         num_tokens=NEW_TOKENS,
         eos_token_ids=(),
         pad_token_id=0,
         settings=settings,
-        is_greedy=dispatch.kernels_here() is not None,
+        is_greedy=has_greedy_program(sampling),
     )
     return jax.jit(
-        lambda params, state, limit: decode(params, state, Sampling.greedy(), limit),
+        lambda params, state, limit: decode(params, state, sampling, limit),
         donate_argnums=1,
         **options,
     )

@@ -33,6 +33,7 @@ import sketchwalk_jax as sw
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import read_text
+from sketchwalk_jax.evaluation.long_decode import compare_logits
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.inference import read_into_new_cache
@@ -60,7 +61,7 @@ _CHUNK = 256  # tokens whose logits are there at a time: they are large
 
 
 def main() -> None:
-    """Measures what the file lacks, or measures it again."""
+    """Measures models; their rows take the place of those that the file has."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--weights", nargs="+", choices=QUANTIZED_DTYPES, help="default: all")
@@ -75,7 +76,11 @@ def main() -> None:
     options = parser.parse_args()
     keep_compiled_programs()
     text = read_text(options.text, tail=options.text_tail)
-    about = {"name": text.name, "sha256": text.sha256, "tail": text.tail}
+    machine = common.describe_machine(seed=options.seed, text=text.about)
+    same = ("seed", "text")
+    if options.out.exists():
+        known = common.read_meta(options.out)
+        common.check_same(options.out, known, machine, *same, "device", "versions")
     for path in options.model:
         name = path.stem if path.is_file() else path.name
         samples = draw_samples(
@@ -88,12 +93,8 @@ def main() -> None:
         )
         params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
         dtype = params["embed"]["embedding"].dtype.name
-        meta = common.describe_machine(
-            seed=options.seed,
-            text=about,
-            models=common.read_meta(options.out).get("models", {})
-            | {name: {"sha256": hash_weights(path), "dtype": dtype}},
-        )
+        models = common.read_meta(options.out).get("models", {})
+        models |= {name: {"sha256": hash_weights(path), "dtype": dtype}}
         rows = measure(
             params,
             np.stack([sample.tokens for sample in samples]),
@@ -102,7 +103,8 @@ def main() -> None:
             density=options.density,
         )
         where = {"model": name, "tokens": options.tokens}
-        common.add_rows(options.out, meta, [where | row for row in rows], NAMES, "seed", "text")
+        rows = [where | row for row in rows]
+        common.add_rows(options.out, machine | {"models": models}, rows, NAMES, *same)
 
 
 def measure(
@@ -133,16 +135,16 @@ def measure(
         for name, policy in policies.items()
     }
 
-    def read(own: PyTree, text: Int[np.ndarray, "T"], policy: str) -> Float[np.ndarray, "1 T D"]:
-        return np.asarray(_read(own, text[None], settings=settings[policy]))
-
-    base = [read(params, text, "dense") for text in tqdm(texts, desc="as they are")]
+    base: list[Float[np.ndarray, "1 T D"]] = []  # of the first row
     dtype = params["embed"]["embedding"].dtype.name
 
     def row(own: PyTree, policy: str = "dense", **names: Any) -> Row:
         found = []
-        for text, exact in zip(tqdm(texts, desc=", ".join(names.values())), base, strict=True):
-            pair = exact, read(own, text, policy)
+        for index, text in enumerate(tqdm(texts, desc=", ".join(names.values()))):
+            hidden = np.asarray(_read(own, text[None], settings=settings[policy]))
+            if len(base) == index:
+                base.append(hidden)
+            pair = base[index], hidden
             found.append(_compare(params, *pair, text[None], model_config=model_config))
         kl, loss, agreement = np.asarray(jax.device_get(found), np.float64).round(6).T.tolist()
         names |= {"policy": policy, "density": 1.0 if policy == "dense" else density}
@@ -199,15 +201,10 @@ def _compare(
     count = tokens.shape[1] - 1
 
     def chunk(columns: Array) -> tuple[Array, Array, Array]:
-        wanted, found = (
-            jax.nn.log_softmax(unembed(params, one[0, columns], model_config=model_config))
-            for one in (exact, hidden)
-        )
-        kl = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
-        loss = -jnp.take_along_axis(found, tokens[0, columns + 1][:, None], axis=-1)[:, 0]
-        agreement = (jnp.argmax(wanted, axis=-1) == jnp.argmax(found, axis=-1)).astype(jnp.float32)
-        is_here = columns < count
-        return tuple(jnp.sum(jnp.where(is_here, one, 0)) / count for one in (kl, loss, agreement))
+        pair = (unembed(params, x[0, columns], model_config=model_config) for x in (exact, hidden))
+        loss, kl, agrees = compare_logits(*pair, tokens[0, columns + 1])
+        is_here, numbers = columns < count, (kl, loss, agrees.astype(jnp.float32))
+        return tuple(jnp.sum(jnp.where(is_here, one, 0)) / count for one in numbers)
 
     columns = jnp.arange(-(-count // _CHUNK) * _CHUNK).reshape(-1, _CHUNK)
     kl, loss, agreement = jax.lax.map(chunk, columns)

@@ -31,7 +31,6 @@ import common  # which finds the package in a checkout that is not installed
 import numpy as np
 import retrieval
 import scale_out
-from narrow_weights import ALL
 
 from sketchwalk_jax.cli import bench
 from sketchwalk_jax.evaluation import results as evaluations
@@ -743,9 +742,9 @@ def narrow_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
     Intervals are Student's, of the texts' means, and of their differences for the loss.
     """
     for row in rows:
-        where = {name: row[name] for name in ("model", "tokens")} | {"part": ALL, "density": 1.0}
-        base, *_ = some(data, **where)  # the first of a model is with its weights as they are
-        own = {"attention": "dense" if row["policy"] == "dense" else f"density {row['density']:g}"}
+        where = {name: row[name] for name in ("model", "tokens")} | {"policy": "dense"}
+        (base,) = some(data, **where, weights=data["meta"]["models"][row["model"]]["dtype"])
+        own = {"attention": _attention(row["policy"], row["density"])}
         own |= {"loss_mean": np.mean(row["loss"]), "agreed": np.mean(row["agreement"])}
         own |= {"divergence": None, "beyond": None}
         if row is not base:
@@ -753,8 +752,18 @@ def narrow_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
             own["divergence"] = f"{np.mean(row['kl']):.4f} ({low:.4f} to {high:.4f})"
             percent = 100 * np.subtract(row["loss"], base["loss"]) / np.mean(base["loss"])
             low, high = mean_interval(percent.tolist())
-            own["beyond"] = f"{percent.mean():+.2f} % ({low:+.2f} to {high:+.2f})"
+            own["beyond"] = _beyond_percent(percent.mean(), low, high)
         yield row | own
+
+
+def _attention(label: str, density: float) -> str:
+    """What a line with quantised weights is of."""
+    return "dense" if label == "dense" else f"density {density:g}"
+
+
+def _beyond_percent(mean: float, low: float, high: float) -> str:
+    """A loss beyond another one, and its interval."""
+    return f"{mean:+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def ceiling_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
@@ -1091,12 +1100,10 @@ def eight_bits(results: evaluations.Results) -> str:
             (base,) = rows_with(rows, model=model, tokens=tokens, task="text_loss", label="dense")
             found = None if row is base else paired_loss_difference([row], [base])
             percent = 100 / base["text_loss"]
-            beyond = found and (
-                f"{percent * found.mean:+.2f} % ({percent * found.low:+.2f} to "
-                f"{percent * found.high:+.2f})"
-            )
+            ends = found and (percent * one for one in (found.mean, found.low, found.high))
+            beyond = ends and _beyond_percent(*ends)
             dtype = weights.removeprefix("-") or results.meta["models"][model]["dtype"]
-            attention = "dense" if label == "dense" else f"density {density:g}"
+            attention = _attention(label, density)
             cells = f"{tokens:,}", dtype, attention, str(row["prompts"]), f"{row['text_loss']:.3f}"
             pools = (pool(counted(rows_with(own, task=task))) for task in answered)
             kept = [

@@ -83,9 +83,7 @@ def main() -> None:
     keep_compiled_programs()
     text = read_text(options.text, tail=options.text_tail)
     found: dict[str, Any] = {"meta": {"models": {}}, "rows": []}
-    machine = common.describe_machine(
-        seed=options.seed, text={"name": text.name, "sha256": text.sha256, "tail": text.tail}
-    )
+    machine = common.describe_machine(seed=options.seed, text=text.about)
     if options.out.exists():
         found = json.loads(options.out.read_text(encoding="utf-8"))
         same = ("seed", "text", "device", "versions")

@@ -162,7 +162,7 @@ def _write_unit(
             if sizes.pages > 1 and half == _LOW:
                 # One channel that is not a number makes every product none.
                 found[0] = arith.ori(found[0], missing[index])
-            _store(pointer, found, offset=half * row_bytes)
+            words.store(pointer, found, offset=half * row_bytes)
 
 
 def _place(own: ir.Value, page: int, pages: int) -> ir.Value:
@@ -200,23 +200,6 @@ def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Va
         "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
     )
     return mgpu.utils.inline_ptx(code, codes, even, odd, result_types=words.i32())
-
-
-def _load(pointer: ir.Value, count: int, *, offset: int = 0) -> list[ir.Value]:
-    """Adjacent words of global memory."""
-    names = ", ".join(f"${index}" for index in range(count))
-    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {offset}];"
-    found = mgpu.utils.inline_ptx(
-        code, pointer, result_types=[words.i32()] * count, has_side_effects=True
-    )
-    return list(found)
-
-
-def _store(pointer: ir.Value, values: list[ir.Value], *, offset: int) -> None:
-    """Writes adjacent words of global memory."""
-    names = ", ".join(f"${1 + index}" for index in range(len(values)))
-    code = f"st.global.v{len(values)}.b32 [$0 + {offset}], {{{names}}};"
-    mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
 
 
 def _write_interpreted(
@@ -285,3 +268,4 @@ def block_residuals_kernel(
 
 
 _int = words.constant
+_load = functools.partial(words.load, how=".nc")

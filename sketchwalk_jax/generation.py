@@ -176,6 +176,14 @@ def start_decoding(
     return _spread_state(state, settings), selection
 
 
+def has_greedy_program(sampling: Sampling) -> bool:
+    """Whether `generate` decodes with the program that is for greedy sequences alone.
+
+    Questions to the host take no time on a CPU: one program serves all settings there.
+    """
+    return sampling.is_greedy and dispatch.kernels_here() is not None
+
+
 def decode_tokens(
     params: PyTree,
     state: DecodeState,
@@ -389,7 +397,6 @@ class Options:
         if is_loaded:
             check_model(params, cache, model_config)
         sampling = Sampling.greedy() if sampling is None else sampling
-        has_kernels = is_loaded and dispatch.kernels_here() is not None
         return Call(
             prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
             sampling=sampling,
@@ -401,8 +408,7 @@ class Options:
                 "pad_token_id": self.pad_token_id,
                 # What only concerns prompts makes no other program.
                 "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
-                # Questions to the host take no time on a CPU: one program serves all settings.
-                "is_greedy": has_kernels and sampling.is_greedy,
+                "is_greedy": is_loaded and has_greedy_program(sampling),
             },
             num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
             choice=choice,

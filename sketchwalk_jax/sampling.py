@@ -105,10 +105,8 @@ class Sampling:
           >>> Sampling(temperature=[0.0, 1.0]).is_greedy
           False
         """
-        temperature = self.temperature
-        if not isinstance(temperature, np.ndarray | jax.Array) or not is_known(temperature):
-            return False
-        return bool(np.all(np.asarray(temperature) < _SMALLEST_TEMPERATURE))
+        found = self.temperature
+        return is_known(found) and bool(np.all(np.asarray(found) < _SMALLEST_TEMPERATURE))
 
 
 def _as_leaf(name: str, value: Any) -> Any:

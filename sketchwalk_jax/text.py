@@ -59,6 +59,11 @@ class Text:
     sha256: str
     tail: float
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What tells which text it is, for the `meta` of results."""
+        return {"name": self.name, "sha256": self.sha256, "tail": self.tail}
+
     @functools.cached_property
     def held_out_words(self) -> tuple[str, ...]:
         """Lower-case words of 4 to 8 letters that no training has seen hidden, sorted."""

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from sketchwalk_jax import Dense, SketchWalkConfig, dispatch, init_cache
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.generation import DecodeState, decode_tokens
+from sketchwalk_jax.generation import decode_tokens, start_decoding
 from sketchwalk_jax.inference import _read, decode_token
 from sketchwalk_jax.models import transformer
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.sampling import Sampling, sequence_keys
+from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import place
 
 _LLAMA_8B = ModelConfig(
@@ -134,26 +134,17 @@ class GenerateCase(ModelCase):
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The program as a function of arrays, and shapes."""
-        _, (params, _, cache) = super().program(config=config, mesh=mesh)
+        _, (params, _, _) = super().program(config=config, mesh=mesh)
         settings = Settings(model_config=self.model_config, policy=self.policy)
 
-        def start(cache: Any) -> DecodeState:
-            shape = (self.batch, self.model_config.vocab_size)
-            counts, flags = jnp.zeros(self.batch, jnp.int32), jnp.zeros(self.batch, bool)
-            return DecodeState(
-                logits=jnp.zeros(shape, jnp.float32),
-                cache=cache,
-                seen=jnp.zeros(shape, bool),
-                keys=sequence_keys(jax.random.key(0), batch=self.batch),
-                lengths=counts,
-                is_done=flags,
-                is_finite=flags,
-            )
-
+        start = functools.partial(
+            start_decoding, cache=None, capacity=self.tokens, settings=settings
+        )
+        tokens, lengths = jnp.zeros((self.batch, 64), jnp.int32), jnp.full(self.batch, 64)
+        state, _ = jax.eval_shape(start, params, tokens, lengths, jax.random.key(0))
         options = {"num_tokens": 256, "eos_token_ids": (5,), "pad_token_id": 5}
         options |= {"settings": settings, "is_greedy": self.is_greedy}
         sampling, limit = jax.eval_shape(lambda: (Sampling.greedy(), jnp.int32(256)))
-        state = jax.eval_shape(start, cache)
         return functools.partial(decode_tokens, **options), (params, state, sampling, limit)
 
 

@@ -57,6 +57,27 @@ def read_program(
     return read_into_new_cache(params, tokens, lengths, settings=settings)[1]
 
 
+def compare_logits(
+    exact: Float[Array, "N V"], logits: Float[Array, "N V"], target: Int[Array, "N"]
+) -> tuple[Float[Array, "N"], Float[Array, "N"], Bool[Array, "N"]]:
+    """How a distribution `q` over the next token differs from another one, `p`.
+
+        loss = -log q[target],   KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])
+
+    Args:
+      exact: Logits of `p`.
+      logits: Logits of `q`.
+      target: The next tokens.
+
+    Returns:
+      Losses and divergences in nats, and whether the likeliest tokens are the same.
+    """
+    wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
+    loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
+    divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+    return loss, divergence, jnp.argmax(exact, axis=-1) == jnp.argmax(logits, axis=-1)
+
+
 def compare_program(
     params: PyTree,
     dense: Cache,
@@ -68,8 +89,7 @@ def compare_program(
 ) -> Compared:
     """Feeds the same tokens to dense attention and to a policy, and compares what they predict.
 
-    After every token but the last, with the distributions `p` and `q` over the next one:
-    `KL(p ‖ q) = Σ_v p_v (log p_v - log q_v)`.
+    They are compared after every token but the last.
 
     Args:
       params: Parameter tree.
@@ -88,11 +108,7 @@ def compare_program(
         token, target = column
         exact, dense, _ = decode_token(params, token, carry[0], active=active, settings=plain)
         logits, cache, _ = decode_token(params, token, carry[1], active=active, settings=settings)
-        wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
-        loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
-        divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
-        agrees = jnp.argmax(exact, axis=-1) == jnp.argmax(logits, axis=-1)
-        return (dense, cache), (loss, divergence, agrees)
+        return (dense, cache), compare_logits(exact, logits, target)
 
     columns = jnp.swapaxes(tokens, 0, 1)
     carry, found = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))

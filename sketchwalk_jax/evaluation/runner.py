@@ -198,10 +198,9 @@ def _check_policies(config: EvaluationConfig, placement: Placement | None) -> No
 
 def describe_texts(text: Text, config: EvaluationConfig) -> dict[str, Any]:
     """The text, and the program code where a task takes some, for `meta`."""
-    found = {"text": {"name": text.name, "sha256": text.sha256, "tail": text.tail}}
+    found = {"text": text.about}
     if "code_loss" in config.tasks:
-        code = text_for("code_loss", text)
-        found["code"] = {"name": code.name, "sha256": code.sha256, "tail": code.tail}
+        found["code"] = text_for("code_loss", text).about
     return found
 
 
