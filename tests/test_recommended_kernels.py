@@ -223,10 +223,13 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     wanted, is_seen = shares_of_pages(
         peaks, factor, query, codes, first_row, per_row=per_row, **how
     )
+    # Nothing reads rows behind the last block, whose logits of pages are those of no key.
+    row = np.asarray(first_row)[:, None] + np.arange(found.shape[1])
+    is_seen &= (row < codes.centre.shape[1])[..., None]
     found, again = (np.where(is_seen, x, 0.0) for x in (found, np.asarray(run_all()[3])))
     np.testing.assert_array_equal(found, again)
     assert np.isfinite(found).all() and (kind != "random" or found.max() > 0.1)
-    bound = {"rtol": 1e-3, "atol": 1e-6} if jax.default_backend() == "cpu" else {"rtol": 1e-2}
+    bound = {"rtol": 1e-3 if jax.default_backend() == "cpu" else 1e-2, "atol": 1e-6}
     np.testing.assert_allclose(found, np.where(is_seen, wanted, 0.0), **bound)
 
 
