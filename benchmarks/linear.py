@@ -190,7 +190,8 @@ def main() -> None:
     products = QUICK_PRODUCTS if options.quick else PRODUCTS
     repeats = 2 if options.quick else options.repeats
     bandwidth = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
-    rows = []
+    details = {"repeats": repeats, "is_quick": options.quick, "copy_tb_per_s": bandwidth}
+    meta, rows = common.describe_machine(**details), []
     for name, product in products.items():
         for count in options.rows or ([1] if options.quick else [1, 8, 64]):
             found = measure(
@@ -205,8 +206,7 @@ def main() -> None:
                 text = f"{row['product']:<18} {row['rows']:>2} rows {row['form']:<14}"
                 print(f"{text} {row['ms']:8.4f} ms {row['tb_per_s']:5.2f} TB/s", flush=True)
             rows += found
-    details = {"repeats": repeats, "is_quick": options.quick, "copy_tb_per_s": bandwidth}
-    common.write_results(options.out, common.describe_machine(**details), rows)
+            common.write_results(options.out, meta, rows)  # a run that is cut off keeps these
 
 
 if __name__ == "__main__":
