@@ -48,6 +48,7 @@ PyTree = Any
 Row = dict[str, Any]
 OUT = common.RESULTS / "narrow_weights.json"
 NAMES = ("model", "tokens", "weights", "part", "policy", "density")
+SAME = ("device", "cpu", "cores", "versions")  # that rows of a file have in common
 ALL = "all layers"
 WIDENED = "all layers, inputs not rounded"
 # The layers that are narrow, the others being as they are.
@@ -78,9 +79,9 @@ def main() -> None:
     text = read_text(options.text, tail=options.text_tail)
     machine = common.describe_machine(seed=options.seed, text=text.about)
     same = ("seed", "text")
-    if options.out.exists():
+    if options.out.exists():  # before anything is measured
         known = common.read_meta(options.out)
-        common.check_same(options.out, known, machine, *same, "device", "versions")
+        common.check_same(options.out, known, machine, *SAME, *same)
     for path in options.model:
         name = path.stem if path.is_file() else path.name
         samples = draw_samples(
@@ -103,8 +104,8 @@ def main() -> None:
             density=options.density,
         )
         where = {"model": name, "tokens": options.tokens}
-        rows = [where | row for row in rows]
-        common.add_rows(options.out, machine | {"models": models}, rows, NAMES, *same)
+        for row in rows:  # one at a time, so that a run that is cut off keeps what it has
+            common.add_rows(options.out, machine | {"models": models}, [where | row], NAMES, *same)
 
 
 def measure(

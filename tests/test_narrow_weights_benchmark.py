@@ -92,3 +92,28 @@ def test_every_type_of_weights_is_measured_and_shown(tmp_path, monkeypatch):
     table = report.TABLES["narrow-weights"](tmp_path)
     assert table.count("| int8 |") == 2 and "density 0.2" in table
     assert "| gate and up |" in report.TABLES["narrow-weights-parts"](tmp_path)
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path, monkeypatch):
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True, max_position_embeddings=128)
+    out = tmp_path / "narrow_weights.json"
+    command = ["narrow_weights.py", "--model", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*command, "--tokens", "128", "--prompts", "1"])
+    row = {"weights": "float8", "part": narrow_weights.ALL, "policy": "dense", "density": 1.0}
+
+    def measure(*_, **__):
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(narrow_weights, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        narrow_weights.main()
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert [one["weights"] for one in data["rows"]] == ["float8"]
+    # A file of another machine is refused before anything is measured.
+    data["meta"]["cpu"] = "another one"
+    out.write_text(json.dumps(data), encoding="utf-8")
+    before = out.read_bytes()
+    with pytest.raises(SystemExit, match="cpu 'another one' there"):
+        narrow_weights.main()
+    assert out.read_bytes() == before
