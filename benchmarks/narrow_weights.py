@@ -48,7 +48,6 @@ PyTree = Any
 Row = dict[str, Any]
 OUT = common.RESULTS / "narrow_weights.json"
 NAMES = ("model", "tokens", "weights", "part", "policy", "density")
-SAME = ("device", "cpu", "cores", "versions")  # that rows of a file have in common
 ALL = "all layers"
 WIDENED = "all layers, inputs not rounded"
 # The layers that are narrow, the others being as they are.
@@ -79,9 +78,8 @@ def main() -> None:
     text = read_text(options.text, tail=options.text_tail)
     machine = common.describe_machine(seed=options.seed, text=text.about)
     same = ("seed", "text")
-    if options.out.exists():  # before anything is measured
-        known = common.read_meta(options.out)
-        common.check_same(options.out, known, machine, *SAME, *same)
+    if options.out.exists():  # one of something else is refused before anything is measured
+        common.add_rows(options.out, machine, [], NAMES, *same)
     for path in options.model:
         name = path.stem if path.is_file() else path.name
         samples = draw_samples(
