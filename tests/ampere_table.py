@@ -1,4 +1,4 @@
-"""What `ptxas` makes of the kernels for GPUs from Ampere on, which `report.py` shows.
+"""The code that `ptxas` makes of the kernels for GPUs from Ampere on, which `report.py` shows.
 
     python tests/ampere_table.py [--out benchmarks/results/ampere_code.json]
 
@@ -106,22 +106,21 @@ def rows_of(capability: str) -> None:
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     for what in ("PTXAS", "SASS_CTRL", "PTX", "HOST_LLVM"):
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
-    import ampere_cases
+    import attention_cases
+    import linear_cases
+    import page_score_cases
 
     answers = os.fdopen(os.dup(1), "w")
-    for case in ampere_cases.COMPILED.values():
-        if case.capability == capability:
-            print(json.dumps(_attention_row(case)), file=answers, flush=True)
-    for case in ampere_cases.LINEAR.values() if capability != "9.0" else ():
-        if case.capability == capability:
-            print(json.dumps(_linear_row(case)), file=answers, flush=True)
-    for selection in ampere_cases.PROMPT_CODE if capability != "9.0" else ():
-        for row in _selection_rows(selection, capability):
-            print(json.dumps(row), file=answers, flush=True)
+    rows = [_attention_row(case, capability) for case in attention_cases.CODE_SHAPES]
+    if capability != "9.0":
+        rows += [_linear_row(case, capability) for case in linear_cases.CODE_SHAPES]
+        for case in page_score_cases.CODE_SHAPES:
+            rows += _selection_rows(case, capability)
+    print(*map(json.dumps, rows), sep="\n", file=answers, flush=True)
 
 
 def _compile(case: Any, capability: str) -> str:
-    """What is printed while a case is compiled."""
+    """Compiles a case and returns what is printed meanwhile."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -157,20 +156,21 @@ def _occupancy(said: str, shared: int, capability: str) -> dict[str, Any]:
     }
 
 
-def _attention_row(case: Any) -> dict[str, Any]:
+def _attention_row(case: Any, capability: str) -> dict[str, Any]:
     """The row of a kernel for attention."""
     import ptx
+    from attention_cases import GpuCase
 
     from sketchwalk_jax.pallas_kernels import ampere_prefill
 
-    text = _compile(case, case.capability)
+    text = _compile(GpuCase(case), capability)
     # The kernel that combines comes second, if there is one.
     (said, code), *others = hopper.split_kernels(text)
     shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
-    occupancy = _occupancy(said, shared, case.capability)
+    occupancy = _occupancy(said, shared, capability)
     if case.op == "prefill":
         rows = 64 if case.heads[0] == case.heads[1] else 128
-        memory = hopper.SHARED_KIB[case.capability] * 1024
+        memory = hopper.SHARED_KIB[capability] * 1024
         keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
         own = keys
     else:  # of the keys of a step each warp has its own
@@ -179,7 +179,7 @@ def _attention_row(case: Any) -> dict[str, Any]:
     count, products = inner_loop(code)
     row = {
         "op": case.op,
-        "capability": case.capability,
+        "capability": capability,
         "heads": case.heads,
         "head_dim": case.head_dim,
         "lists": f"pages of {case.block_size}" if case.block_size == 16 else f"{case.block_size}",
@@ -201,22 +201,22 @@ def _attention_row(case: Any) -> dict[str, Any]:
     return row
 
 
-def _linear_row(case: Any) -> dict[str, Any]:
+def _linear_row(case: Any, capability: str) -> dict[str, Any]:
     """The row of the kernel that multiplies a few rows."""
     import ptx
 
-    text = _compile(case, case.capability)
+    text = _compile(case, capability)
     ((said, code),) = hopper.split_kernels(text)
     shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
     count, products = loops(code)  # none where the assembler has unrolled it
     row = {
         "op": "linear",
-        "capability": case.capability,
+        "capability": capability,
         "rows": case.rows,
         "inputs": case.inputs,
         "columns": list(case.columns),
         "dtype": case.dtype,
-        **_occupancy(said, shared, case.capability),
+        **_occupancy(said, shared, capability),
         "instructions": count or None,
         "products": products or None,
     }

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import oracle
@@ -13,6 +14,11 @@ HEADS = {1: (2, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (8, 1)}
 HEAD_DIMS = (32, 64, 128, 256)
 LENGTHS = (1, 63, 64, 65, 127, 200)
 LIST_KINDS = ("shared", "kv_head", "head")
+
+# Of the kernels' cases: layers of a stack, the one that is computed, and what a case makes of it, a
+# function of arrays alone and the shapes of these.
+NUM_LAYERS, LAYER = 3, 1
+type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)

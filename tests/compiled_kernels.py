@@ -1,7 +1,8 @@
 """Kernels of Pallas as they were compiled for Hopper, run on a CPU (`ptx`).
 
-`install` puts what is here in the place of `plgpu.kernel`: a kernel that is called is compiled for
-its operands' shapes, which takes JAX's CUDA plugin and no GPU, and its PTX is run on them.
+A plugin of pytest, which tests/conftest.py loads where SKETCHWALK_COMPILED_KERNELS is set. It
+replaces `plgpu.kernel`: a kernel that is called is compiled for its operands' shapes, which takes
+JAX's CUDA plugin and no GPU, and its PTX is run on them.
 """
 
 import functools
@@ -29,7 +30,7 @@ _seeds = itertools.count()  # of the order of warps: another one in each call
 _capability = "9.0"
 
 
-def install() -> None:
+def pytest_configure() -> None:
     """Runs every kernel that is made from now on as it is compiled."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     from sketchwalk_jax import dispatch

@@ -58,14 +58,10 @@ settings.register_profile("sketchwalk", deadline=None, derandomize=True, max_exa
 settings.load_profile("sketchwalk")
 
 
-if RUNS_COMPILED:
-    import compiled_kernels
-
-    compiled_kernels.install()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs; programs that tests start share them."""
+    if RUNS_COMPILED:
+        config.pluginmanager.import_plugin("compiled_kernels")
     assert config.cache is not None
     # A machine that writes no bytecode would compile 2,000 imported files anew in every process.
     if sys.dont_write_bytecode:
@@ -99,13 +95,26 @@ def _compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_of_kernels(request: pytest.FixtureRequest) -> None:
-    """Skips tests under the marker `interpreted` where JAX has no interpreter of GPU kernels."""
-    if request.node.get_closest_marker("interpreted") and jax.default_backend() == "cpu":
-        from jax.experimental.pallas import mosaic_gpu
+def _interpreter_of_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuses kernels on a CPU in tests without the marker `interpreted`.
 
-        if not hasattr(mosaic_gpu, "InterpretGPUParams"):
-            pytest.skip(f"JAX {jax.__version__} has no interpreter of GPU kernels")
+    A change of a kernel does not make the long variants of other modules stale (.ci/checks.py).
+    Skips tests with the marker where JAX has no interpreter of GPU kernels.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    from jax.experimental.pallas import mosaic_gpu
+
+    if not request.node.get_closest_marker("interpreted"):
+        monkeypatch.setattr(mosaic_gpu, "kernel", _refuse_kernel)
+    elif not hasattr(mosaic_gpu, "InterpretGPUParams"):
+        pytest.skip(f"JAX {jax.__version__} has no interpreter of GPU kernels")
+
+
+def _refuse_kernel(*arguments: Any, **options: Any) -> Any:
+    raise AssertionError("a test that runs a kernel must have the marker `interpreted`")
 
 
 @pytest.fixture(autouse=True)

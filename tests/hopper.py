@@ -1,13 +1,14 @@
-"""Compiles kernels for Hopper on a machine without a GPU, and reads what the assembler said.
+"""Compiles kernels for GPUs on a machine without one, and reads what the assembler said.
 
-As a program, in an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`: takes names of cases
-of `kernel_cases.COMPILED`, or `file.py:NAME` for a case in a file of its own, a line each, and
-answers each with a line of JSON: what the assembler said of the kernels, or, behind the word
-`program`, what the whole program writes to memory, how often its loops launch something, and what
-it sends between GPUs if the case is for several (`ranks`), what runs meanwhile, and what it rounds
-numbers to. The tests use `Compiler`, which starts it.
+The tests use `Compiler`. It starts `serve` in an environment with JAX's CUDA plugin, `ptxas` and
+`nvdisasm`, which takes cases, a line each, and answers each with a line of JSON. A case is
+`file.py:NAME`, by its name in the file or in the file's table `COMPILED`. The answer is what the
+assembler said of the kernels. Behind the word `program` it is what the whole program writes to
+memory, how often its loops launch something, what it sends between GPUs if the case is for several
+(`ranks`), what runs meanwhile, and what it rounds numbers to.
 """
 
+import functools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import sass
 
@@ -168,12 +170,12 @@ def read_assembler(text: str) -> dict[str, Any]:
 
 
 def split_kernels(printed: str) -> list[tuple[str, str]]:
-    """Of each kernel in turn what the assembler said, and its code."""
+    """Splits what was printed into the assembler's words about each kernel, and its code."""
     return _KERNEL.findall(printed)
 
 
 def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
-    """What `read_assembler` says about each kernel, by name, its products, and the hazards."""
+    """Reads the assembler's words about each kernel, by name, its products and its hazards."""
     kernels = {}
     for said, code in split_kernels(printed):
         name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
@@ -192,7 +194,7 @@ _NO_WRITES |= {"while", "custom-call"}
 
 
 def read_writes(text: str) -> list[tuple[int, str]]:
-    """What a compiled program writes to memory outside of custom calls: bytes and instruction.
+    """Finds each write to memory outside of custom calls: bytes and instruction.
 
     Entries of a buffer that are replaced where they lie count for the whole of it; their line says
     `dynamic_update_slice` or `scatter`.
@@ -242,7 +244,7 @@ def read_sends(text: str) -> list[tuple[str, int]]:
 
 
 def read_overlaps(text: str) -> list[tuple[int, int]]:
-    """Of each all-gather of a compiled program, in order, its bytes and what runs meanwhile.
+    """Finds the bytes of each all-gather of a compiled program, in order, and what runs meanwhile.
 
     That is the matrix products and kernels that are launched between its start and its end. The
     program is in the order in which a GPU launches it.
@@ -335,23 +337,18 @@ def compiling_for(capability: str) -> Iterator[None]:
     from jax.experimental.mosaic.gpu import utils
 
     from sketchwalk_jax import dispatch
-    from sketchwalk_jax.pallas_kernels import ampere_decode, ampere_prefill
+    from sketchwalk_jax.pallas_kernels import config
 
-    kernels = ampere_decode, ampere_prefill
-    was = utils._infer_arch, [kernel.shared_memory for kernel in kernels], dispatch.kernels_here
     major, minor = map(int, capability.split("."))
-    utils._infer_arch = lambda: (major, minor)
     has_kernels = float(capability) >= _LEAST_WITH_KERNELS
     here = "hopper" if capability == "9.0" else "ampere" if has_kernels else None
-    dispatch.kernels_here = lambda: here
-    for kernel in kernels:
-        kernel.shared_memory = lambda: SHARED_KIB.get(capability, 0) * 1024
-    try:
+    memory = {"9.0": SHARED_KIB.get(capability, 0)}  # a CPU is taken for 9.0
+    with (
+        mock.patch.object(utils, "_infer_arch", lambda: (major, minor)),
+        mock.patch.object(dispatch, "kernels_here", lambda: here),
+        mock.patch.dict(config._SHARED_KIB, memory),
+    ):
         yield
-    finally:
-        utils._infer_arch, _, dispatch.kernels_here = was
-        for kernel, memory in zip(kernels, was[1], strict=True):
-            kernel.shared_memory = memory
 
 
 def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
@@ -367,8 +364,9 @@ def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
 class Compiler:
     """The program below in another environment; a case that kills it leaves the others alone."""
 
-    def __init__(self, python: str, *folders: Path) -> None:
+    def __init__(self, python: str, *folders: Path, capability: str = "9.0") -> None:
         self._python, self._folders = python, folders  # of modules that cases import
+        self._capability = capability
         self._log = tempfile.TemporaryFile("w+")
         self._program: subprocess.Popen[str] | None = None
 
@@ -376,7 +374,7 @@ class Compiler:
         """The kernels of one case, by name; fails with the program's last words."""
         if self._program is None or self._program.poll() is not None:
             self._program = subprocess.Popen(
-                [self._python, __file__],
+                [self._python, "-c", "import hopper; hopper.serve()", self._capability],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -414,10 +412,13 @@ class Compiler:
         }
 
 
-def _serve() -> None:
-    """Answers names from standard input until it ends."""
+def serve() -> None:
+    """Answers names from standard input until it ends, for the GPU that the first argument names.
+
+    A process of JAX compiles for one GPU alone.
+    """
     answers = os.fdopen(os.dup(1), "w")  # whatever compilers print is not an answer
-    with _prepare() as compile_case:
+    with _prepare(sys.argv[1]) as compile_case:
         for line in sys.stdin:
             try:
                 answer = compile_case(line.strip())
@@ -427,7 +428,7 @@ def _serve() -> None:
 
 
 @contextmanager
-def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
+def _prepare(capability: str) -> Iterator[Callable[[str], dict[str, Any]]]:
     with tempfile.TemporaryFile("w+") as printed:
         os.dup2(printed.fileno(), 1)
         # Read when JAX is imported; autotuning would run programs. Into a folder the compiler would
@@ -436,27 +437,23 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         import jax
-        import kernel_cases
         from jax.sharding import NamedSharding, PartitionSpec
 
         def compile_case(name: str) -> dict[str, Any]:
             kind, is_program, rest = name.partition("program ")
-            name = rest if is_program and not kind else name
-            file, is_file, case = name.rpartition(":")
-            table = runpy.run_path(file) if is_file else kernel_cases.COMPILED
-            ranks = getattr(table[case], "ranks", 1)
-            capability = getattr(table[case], "capability", "9.0")
+            case = _find(rest if is_program and not kind else name, capability)
+            ranks = getattr(case, "ranks", 1)
             if ranks > 1:
-                function, arguments = table[case].program(mesh=make_mesh(ranks, table[case].axis))
+                function, arguments = case.program(mesh=make_mesh(ranks, case.axis))
             else:
-                function, arguments = kernel_cases.program(table[case])
+                function, arguments = case.program()
                 sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
                 arguments = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
                 )
             printed.seek(0)
             printed.truncate()
-            donated = getattr(table[case], "donated", ())
+            donated = getattr(case, "donated", ())
             with compiling_for(capability):
                 compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
             if is_program:
@@ -477,5 +474,12 @@ def _prepare() -> Iterator[Callable[[str], dict[str, Any]]]:
         yield compile_case
 
 
-if __name__ == "__main__":
-    _serve()
+def _find(name: str, capability: str) -> Any:
+    """A case of a file, by its name there or in the file's table of cases of a GPU."""
+    file, _, name = name.rpartition(":")
+    found = _read_file(file)
+    compiled = found.get("COMPILED", {}).get(capability, ())
+    return (found | {str(case): case for case in compiled})[name]
+
+
+_read_file = functools.cache(runpy.run_path)

@@ -1,4 +1,4 @@
-"""Inputs of the kernels' cases, what the equations make of them, and memory full of NaN."""
+"""Inputs of attention's kernels, what the equations make of them, and memory full of NaN."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
-from kernel_cases import LAYER, NUM_LAYERS, AttentionKernelCase, SelectionKernelCase
-
-from sketchwalk_jax import SketchWalkConfig
+from attention_cases import AttentionKernelCase
+from cases import LAYER, NUM_LAYERS
 
 # What lists may hold beyond their count, besides the number of blocks.
 NONSENSE = (0, -1, 2**30)
@@ -25,6 +24,19 @@ def poison(shapes: Any) -> None:
     jax.block_until_ready(arrays)
     for array in arrays:
         array.delete()
+
+
+def run(function: Callable[..., Any], arguments: Any, capfd: Any, *, times: int) -> Any:
+    """The results of runs in memory full of NaN, which are the same bit for bit."""
+    runs = []
+    for _ in range(times):
+        poison(jax.eval_shape(function, *arguments))
+        runs.append(jax.block_until_ready(function(*arguments)))
+    for one, other in zip(*map(jax.tree.leaves, (runs[0], runs[-1])), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    return runs[0]
 
 
 def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...], np.ndarray]:
@@ -162,7 +174,7 @@ def assert_spoilt_reaches_those_who_see(
     *,
     seeds: int,
 ) -> None:
-    """What `spoil` makes of the arguments, for so many seeds, reaches those who see it alone."""
+    """Spoils the arguments, for so many seeds: this reaches those who see it, and nobody else."""
     clean, num_reached = run(arguments), 0
     for seed in range(seeds):
         spoiled, sees, must = spoil(case, arguments, mask, seed)
@@ -177,39 +189,6 @@ def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
         return 1
     there = case.lengths[row] - first * case.row_tokens
     return int(np.clip(there, 0, case.num_rows * case.row_tokens))
-
-
-def draw_scores(case: SelectionKernelCase, seed: int) -> tuple[Any, ...]:
-    """Scores, absolute rows and counts."""
-    rng = np.random.default_rng(seed)
-    shape = (len(case.rows), case.num_rows, case.num_blocks)
-    if case.kind == "wide":
-        bits = rng.integers(0, 2**32, shape, np.uint32)
-        scores = np.nan_to_num(bits.view(np.float32), nan=0.0, posinf=1e38, neginf=-1e38)
-        scores[rng.random(shape) < 0.1] = -0.0
-    elif case.kind == "equal":
-        scores = np.full(shape, 0.25, np.float32)
-    else:
-        scores = rng.standard_normal(shape, np.float32)
-        scores = np.round(scores) if case.kind == "tied" else scores
-    rows = np.array(case.rows)[:, None] + np.arange(case.num_rows)
-    counts = case.budget[np.minimum(rows, case.num_blocks - 1)]
-    return jnp.asarray(scores), jnp.asarray(rows, jnp.int32), jnp.asarray(counts, jnp.int32)
-
-
-def expected_ids(case: SelectionKernelCase, arguments: tuple[Any, ...]) -> np.ndarray:
-    """Lists `[B, I, P]` from the reference, padded with the number of blocks."""
-    scores, rows, counts = map(np.asarray, arguments)
-    sinks, local = case.forced
-    config = SketchWalkConfig.paper(density=case.density, sink_blocks=sinks, local_blocks=local)
-    wanted = np.full((*rows.shape, int(case.budget[-1])), case.num_blocks)
-    for index in np.ndindex(*rows.shape):
-        upto = slice(min(int(rows[index]), case.num_blocks - 1) + 1)
-        # A walk row without a positive entry would be ranked by the other one: give both.
-        row = scores[index][upto]
-        kept = reference.select(row, row, int(counts[index]), config)
-        wanted[index][: len(kept)] = kept
-    return wanted
 
 
 def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""What a token's linear layers move and execute in each type of weights, counted without a GPU.
+"""Counts what a token's linear layers move and execute in each type of weights, without a GPU.
 
     python tests/linear_table.py [--out benchmarks/results/linear_code.json]
 
@@ -41,17 +41,17 @@ _BANDWIDTH, _PROCESSORS, _CLOCK, _STARTED = 4.8e12, 132, 1.75e9, 4
 
 
 def row_of(name: str, product: Any, dtype: str, sharding: Any) -> dict[str, Any]:
-    """What is counted of one product of the benchmark `linear`."""
+    """Counts what one product of the benchmark `linear` moves and executes."""
     import jax
-    import kernel_cases
     import linear as linear_benchmark
     import ptx
+    from linear_cases import LinearKernelCase
 
     from sketchwalk_jax.pallas_kernels import linear
     from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 
     columns, inputs, has_norm = product
-    case = kernel_cases.LinearKernelCase(
+    case = LinearKernelCase(
         rows=1,
         inputs=inputs,
         columns=columns,

@@ -1,50 +1,49 @@
 """The kernel of tokens for GPUs from Ampere on: interpreted, as compiled, and on such a GPU.
 
 On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_ampere_decode.py`.
-As compiled, cases take GPUs in turn; `test_ampere_compiles.py` has all shapes of each.
+As compiled, cases take GPUs in turn.
 """
 
 import dataclasses
 import functools
 
-import ampere_cases
+import attention_cases
 import cases
 import hopper
 import jax
 import jax.numpy as jnp
-import kernel_cases
 import kernel_draws
 import numpy as np
 import pytest
 import test_ampere_prefill
-from test_ampere_prefill import CONFIG, ON_GPU, run_twice
+from attention_cases import Decode
+from test_ampere_prefill import CONFIG, ON_GPU
 from test_kernels import NOT_FINITE, assert_attention
-from variants import slow_unless
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.pallas_kernels.ampere_decode import sizes
+from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode, sizes
+from sketchwalk_jax.pallas_kernels.config import AMPERE_DECODE_HEADS
 
-KEPT = ("3x1-H64-T65,191-shared", "4x2-H128-T193-head", "8x1-H128-T500-shared-block16")
+CASES = [
+    case
+    for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
+    if case.op == "decode" and case.head_dim in AMPERE_DECODE_HEADS
+]
 on_some_gpu = test_ampere_prefill.on_some_gpu
+run = functools.partial(test_ampere_prefill.run, kernel=ampere_decode)
 
 pytestmark = pytest.mark.interpreted
 
 
-def is_kept(case):
-    """Whether the interpreter runs a case in the default run."""
-    return ON_GPU or any(name in str(case) for name in KEPT)
-
-
-CASES = [*ampere_cases.DECODE_CASES]
-if ON_GPU:
-    CASES += [ampere_cases.of(x) for x in kernel_cases.LARGE_CASES if x.op == "decode"]
-
-
 @pytest.mark.usefixtures("on_some_gpu")
-@pytest.mark.parametrize("case", slow_unless(is_kept, CASES), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_unless(lambda case: "8x1-H128-T500" in str(case), CASES), ids=str
+)
 def test_attention_equals_the_reference(case, capfd):
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    assert_attention(case, arguments, mask, run_twice(case, arguments, capfd))
+    found = run(case, arguments, capfd, times=1 if INTERPRET else 2)
+    assert_attention(case, arguments, mask, found)
 
 
 # Few parts and many, which are combined in rounds; two steps in shared memory and more.
@@ -63,43 +62,30 @@ SIZES = (
 def test_sizes_change_nothing_beyond_rounding(chosen, heads, capfd):
     config = dataclasses.replace(CONFIG, **chosen)
     lengths = (1300, 70) if chosen["decode_splits"] > 16 else (330, 70)
-    case = ampere_cases.of(kernel_cases.Decode(heads=heads, lengths=lengths, head_dim=64))
+    case = Decode(heads=heads, lengths=lengths, head_dim=64)
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    assert_attention(case, arguments, mask, run_twice(case, arguments, capfd, config))
+    assert_attention(case, arguments, mask, run(case, arguments, capfd, config=config))
 
 
-NOT_FINITE_CASES = [ampere_cases.of(x) for x in NOT_FINITE if x.op == "decode"]
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize(
-    "case",
-    slow_unless(lambda case: ON_GPU or case == NOT_FINITE_CASES[0], NOT_FINITE_CASES),
-    ids=str,
-)
+@pytest.mark.parametrize("case", [x for x in NOT_FINITE if x.op == "decode"], ids=str)
 def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    run = functools.partial(run_twice, case, capfd=capfd)
     kernel_draws.assert_spoilt_reaches_those_who_see(
-        run, case, arguments, mask, seeds=9 if ON_GPU else 2
+        functools.partial(run, case, capfd=capfd), case, arguments, mask, seeds=9 if ON_GPU else 2
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_some_gpu")
-@pytest.mark.parametrize(
-    ("block_size", "splits"),
-    [
-        (16, 2),
-        pytest.param(16, 1, marks=pytest.mark.slow),
-        pytest.param(128, 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "splits"), [(16, 2), (16, 1), (128, 3)])
 def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd):
     """The first head's is empty; whoever attends to what no list names sees NaN."""
     config = dataclasses.replace(CONFIG, decode_splits=splits)
     shape = {"block_size": block_size, "lists": "head", "head_dim": 64}
-    case = ampere_cases.of(kernel_cases.Decode(heads=(4, 2), lengths=(500, 290), **shape))
+    case = Decode(heads=(4, 2), lengths=(500, 290), **shape)
     (*floats, ids, _, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
     mask[:, 0], mask[..., 1] = False, False  # the latter is a block that nobody lists
     packed, counts = cases.pack_lists(mask)
@@ -111,7 +97,7 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
         ids[index][: counts[index]] = rng.permutation(packed[index][: counts[index]])
     integers = (jnp.asarray(x, jnp.int32) for x in (ids, counts))
     arguments = (*floats, *integers, layer, lengths, first)
-    out, lse = run_twice(case, arguments, capfd, config)
+    out, lse = run(case, arguments, capfd, config=config)
     assert_attention(case, arguments, mask, (out, lse))
     assert not np.asarray(out[:, :, 0], np.float32).any()
     assert (np.asarray(lse[:, :, 0]) == -np.inf).all()
@@ -126,15 +112,15 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
     ids=str,
 )
 def test_what_the_kernel_cannot_take_is_refused_in_words(changes, reason):
-    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), **changes))
-    function, shapes = case.program()
+    case = Decode(heads=(2, 1), lengths=(64,), **changes)
+    function, shapes = case.program(ampere_decode)
     with pytest.raises(ValueError, match=f"must fit the kernel: {reason}"):
         jax.eval_shape(function, *shapes)
 
 
 def test_a_derivative_is_refused_in_words():
-    case = ampere_cases.of(kernel_cases.Decode(heads=(2, 1), lengths=(64,), head_dim=64))
-    function, _ = case.program(kernel_config=KernelConfig(interpret=True))
+    case = Decode(heads=(2, 1), lengths=(64,), head_dim=64)
+    function, _ = case.program(ampere_decode, kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

@@ -3,22 +3,18 @@
 On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_ampere_linear.py`.
 """
 
-import contextlib
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_kernel
-from test_ampere_prefill import ON_GPU, on_some_gpu
+from test_ampere_prefill import on_some_gpu
 from test_linear_kernel import EPS
-from tolerances import tolerance
-from variants import INTERPRET, RUNS_COMPILED, slow_unless
+from variants import INTERPRET, slow_unless
 
-from sketchwalk_jax import Dense, KernelConfig, dispatch
-from sketchwalk_jax.cached_layer import LayerSettings
-from sketchwalk_jax.models import quantize_params, transformer
+from sketchwalk_jax import KernelConfig, dispatch
+from sketchwalk_jax.models import transformer
 from sketchwalk_jax.pallas_kernels.ampere_linear import (
     MOST_ROWS,
     ampere_linear,
@@ -42,7 +38,7 @@ def draw(rows, inputs, widths, dtype):
     return jax.tree.map(lambda one: one.astype(dtype), (x, kernels, scale))
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: "parts" in name or ON_GPU, list(CASES)))
+@pytest.mark.parametrize("name", slow_unless(lambda name: "parts" in name, CASES))
 def test_products_are_those_of_float64(name, capfd):
     *sizes, has_norm, dtype = CASES[name]
     x, kernels, scale = draw(*sizes, dtype)
@@ -65,7 +61,8 @@ def test_products_are_those_of_float64(name, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("what", slow_unless("a weight".__eq__, ["a weight", "a row"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a weight", "a row"])
 def test_what_is_not_finite_stays_in_its_row_or_column(what):
     x, kernels, _ = draw(3, 128, (64, 64), "bfloat16")
     spoiled_x, spoiled = x, list(kernels)
@@ -110,7 +107,7 @@ def test_what_it_does_not_take_it_says():
         ampere_linear(x, [jnp.zeros((1, 96, 64), jnp.bfloat16)], jnp.asarray(0))
 
 
-@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+@pytest.mark.parametrize("capability", slow_unless("9.0".__eq__, ["8.0", "9.0"]))
 def test_a_gpu_multiplies_few_rows_with_its_own_kernel(capability, monkeypatch):
     """Hopper's takes weights of eight bits and only bfloat16; this one float16 as well."""
     here = "hopper" if capability == "9.0" else "ampere"
@@ -134,47 +131,3 @@ def test_a_gpu_multiplies_few_rows_with_its_own_kernel(capability, monkeypatch):
         assert one.dtype == jnp.float16
         wanted = wide @ np.asarray(weights[1], np.float64)
         np.testing.assert_allclose(one[:, 0].astype("f4"), wanted, rtol=0.01, atol=0.02)
-
-
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
-def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
-    """A T4 has no kernel; an A100's does not take quantised weights."""
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)
-    monkeypatch.setattr(dispatch, "is_gpu", lambda: True)
-    settings = LayerSettings(policy=Dense(), on_one_device=True)
-    x, kernels, scale = draw(3, 128, (64, 128), "bfloat16")
-    params = {"layers": {"gate": {"kernel": kernels[0]}, "up": {"kernel": kernels[1]}}}
-    layers = quantize_params(params, weights)["layers"] if weights else params["layers"]
-    layers["norm"] = {"scale": scale}
-    asked = []
-
-    def multiply(*arguments, **options):
-        found = settings.multiply_rows(*arguments, **options)
-        asked.append(found is not None)
-        return found
-
-    def linear(rows, multiply):
-        own = transformer.LayerWeights(layers, jnp.asarray(1), EPS, multiply)
-        return own.linear(rows, ("gate", "up"), "btd,df->btf", norm="norm")
-
-    for one, other in zip(linear(x[None], multiply), linear(x[None], None), strict=True):
-        chex.assert_equal_shape((one, other))
-        assert one.dtype == other.dtype
-        # Of 128 products of order one, whose factors or sums are rounded in other places.
-        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.02, atol=0.15)
-    linear(jnp.tile(x, (2, 1))[None], multiply)
-    assert asked == [True, False]  # of more rows it makes no more than matrix products would
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RUNS_COMPILED and not ON_GPU, reason="interpreted, Hopper's kernels run")
-def test_a_model_decodes_with_all_kernels_as_without():
-    where = contextlib.nullcontext()
-    if RUNS_COMPILED:
-        import compiled_kernels
-
-        where = compiled_kernels.compiled_for("8.0")
-    with where:
-        assert dispatch.kernels_here() == "ampere" or ON_GPU
-        found = test_linear_kernel.logits_with_and_without(is_tied=False)
-    np.testing.assert_allclose(*found, **tolerance("logits", "bfloat16"))

@@ -1,18 +1,20 @@
 """The kernels that select for a token, as they are compiled for GPUs before Hopper.
 
-On Hopper `test_recommended_kernels.py` has all of them; here is what differs elsewhere: how queries
-are rounded to eight bits. `test_ampere_compiles.py` has the shapes.
+On Hopper `test_token_selection_kernels.py` has all of them; here is what differs elsewhere: how
+queries are rounded to eight bits.
 """
 
 import jax
 import numpy as np
 import pytest
-import test_recommended_kernels
-from test_recommended_kernels import SIZE, TOKEN_KINDS, TOKEN_SHAPES, draw_token
-from variants import RUNS_COMPILED, slow_unless
+import test_token_selection_kernels
+from test_prompt_selection_kernels import SIZE
+from test_token_selection_kernels import TOKEN_SHAPES, draw_token
+from variants import RUNS_COMPILED
 
 pytestmark = [
     pytest.mark.interpreted,
+    pytest.mark.slow,
     pytest.mark.skipif(not RUNS_COMPILED, reason="interpreted, kernels are the same on all GPUs"),
 ]
 
@@ -23,16 +25,15 @@ def select(capability, drawn):
 
     jax.clear_caches()
     with compiled_kernels.compiled_for(capability):
-        return jax.device_get(test_recommended_kernels.select_pages(*drawn))
+        return jax.device_get(test_token_selection_kernels.select_pages(*drawn))
 
 
-@pytest.mark.parametrize("kind", slow_unless("huge".__eq__, TOKEN_KINDS))
 @pytest.mark.parametrize(
-    ("capability", "shape"),
+    ("capability", "shape", "kind"),
     [
-        ("8.0", TOKEN_SHAPES[2]),
-        pytest.param("8.6", TOKEN_SHAPES[0], marks=pytest.mark.slow),
-        pytest.param("8.9", TOKEN_SHAPES[1], marks=pytest.mark.slow),
+        *(("8.0", TOKEN_SHAPES[2], kind) for kind in ("random", "equal", "nan", "huge")),
+        ("8.6", TOKEN_SHAPES[0], "huge"),
+        *(("8.9", TOKEN_SHAPES[1], kind) for kind in ("nan", "huge")),
     ],
 )
 def test_tokens_get_the_lists_that_they_get_on_hopper(capability, shape, kind):

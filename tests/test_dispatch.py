@@ -249,6 +249,7 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
             assert found == {f"{kind}_{phase}"}, (capability, phase, function)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monkeypatch):
     calls = []
@@ -283,6 +284,7 @@ def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monke
     np.testing.assert_allclose(logits, wanted, atol=0.05 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_float16_runs_from_load_to_generate_on_a_gpu_before_ampere(on, tmp_path):
     on("7.5")
     model = dataclasses.replace(tiny.MODEL, num_layers=1)

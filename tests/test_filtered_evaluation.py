@@ -117,6 +117,7 @@ def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_pa
     assert {row["policy"] for row in file.rows} == {"dense", "streaming", "random"}
 
 
+@pytest.mark.slow
 def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
     config = dataclasses.replace(CONFIG, tasks=("single_needle",), policies=("dense",), fields={})
     found = []
@@ -129,6 +130,7 @@ def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
     tokens = 1280  # the least, of multiples of 64, in which there is room for aggregation
     config = dataclasses.replace(

@@ -10,9 +10,7 @@ import tiny
 from tolerances import tolerance
 from variants import INTERPRET, RUNS_COMPILED, slow_unless
 
-from sketchwalk_jax import Dense, KernelConfig, dispatch, init_cache
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.inference import prefill
+from sketchwalk_jax import KernelConfig, dispatch
 from sketchwalk_jax.models import quantize_params, quantized, transformer
 from sketchwalk_jax.pallas_kernels import gated_rows
 from sketchwalk_jax.pallas_kernels.config import MOST_GATED_COLUMNS, why_not_gated_rows
@@ -36,7 +34,6 @@ CASES = {
     "all warpgroups": (3, 14336),
     "one row on its way at a time": (3, 18952),
 }
-KEPT = ("few columns", "more rows than are on their way")
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +97,7 @@ def assert_near(found, wanted, *, is_exact=EXACT):
     np.testing.assert_allclose(np.asarray(scales), np.asarray(wanted[1]), rtol=close)
 
 
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, CASES))
+@pytest.mark.parametrize("name", slow_unless("more rows than are on their way".__eq__, CASES))
 def test_rows_are_those_of_the_equations(name, capfd):
     drawn = draw(*CASES[name])
     found = run(*drawn)
@@ -117,6 +114,7 @@ def test_rows_are_those_of_the_equations(name, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_they_are_those_of_xla():
     drawn = draw(5, 1048, seed=1)
     gate, up, row_scales, *scales = drawn
@@ -124,6 +122,7 @@ def test_they_are_those_of_xla():
     assert_near(run(*drawn), [x[0] for x in wanted], is_exact=False)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_spoil_their_row_alone():
     gate, up, *scales = draw(5, 264)
     up = up.at[1].set(0).at[2, 5].set(jnp.nan).at[3, 7].set(jnp.inf)
@@ -139,6 +138,7 @@ def test_numbers_that_are_not_finite_spoil_their_row_alone():
     assert np.isfinite(rows[[0, 4]]).all()
 
 
+@pytest.mark.slow
 def test_a_row_of_tiny_numbers_has_the_least_scale():
     gate, one, columns = jnp.full((1, 128), 2.0**-10, jnp.bfloat16), jnp.ones(1), jnp.ones(128)
     rows, scales = run(gate, jnp.full_like(gate, 2.0**-110), one, columns, columns)
@@ -197,6 +197,7 @@ def layer(params, gate):
     return transformer.LayerWeights(params["layers"], jnp.asarray(1), 1e-6, None, gate)
 
 
+@pytest.mark.slow
 def test_a_layer_has_its_mlp_from_the_kernel():
     asked, params = [], parameters()
 
@@ -238,42 +239,3 @@ def test_other_layers_are_left_to_xla(case):
 
     x = jnp.ones((2, tokens, MODEL.hidden_size), dtype)
     np.testing.assert_array_equal(*(layer(params, by).mlp(x).astype("f4") for by in (fail, None)))
-
-
-def logits_of_prompt(implementation, kernel_config):
-    tokens, lengths = tiny.prompts(40, 33)
-    options = {"model_config": MODEL, "policy": Dense()}
-    cache = init_cache(**options, batch=len(tokens), max_tokens=64, dtype=jnp.bfloat16)
-    options |= {"implementation": implementation, "kernel_config": kernel_config}
-    return prefill(parameters(), tokens, cache, lengths=lengths, **options)[0]
-
-
-def test_a_prompt_is_read_with_it_as_without(monkeypatch):
-    asked = []
-
-    def gate(*arrays, kernel_config):
-        asked.append(kernel_config)
-        return transformer.gate_rows(*arrays, kernel_config=KERNELS)
-
-    monkeypatch.setattr("sketchwalk_jax.cached_layer.gate_rows", gate)
-    with_kernel = dispatch.row_kernels
-    monkeypatch.setattr(
-        "sketchwalk_jax.cached_layer.row_kernels",
-        lambda *given, what, **options: (
-            KERNELS if what == "gated rows" else with_kernel(*given, what=what, **options)
-        ),
-    )
-    found = logits_of_prompt("xla", None)
-    assert asked
-    monkeypatch.undo()
-    wanted = logits_of_prompt("xla", None)
-    np.testing.assert_allclose(found, wanted, atol=0.05 * float(np.std(wanted)))
-
-
-def test_it_runs_where_rows_are_whole(monkeypatch):
-    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "9.0")
-    monkeypatch.setattr(dispatch, "why_not_device", lambda what: None)
-    options = {"model_config": MODEL, "policy": Dense()}
-    assert Settings(**options, on_one_device=True).gate_rows is not None
-    assert Settings(**options, on_one_device=False).gate_rows is None
-    assert Settings(**options, on_one_device=True, implementation="xla").gate_rows is None

@@ -54,7 +54,7 @@ def _step_by_step(weights, tokens, lengths, config, phase="both"):
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
-        ("dense", "both"),
+        pytest.param("dense", "both", marks=slow),
         ("paper", "both"),
         pytest.param("released", "both", marks=slow),
         pytest.param("damped", "prefill", marks=slow),
@@ -101,7 +101,7 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
 
 
 # Ended by the limit, with whole groups of steps or not, or by a token.
-@pytest.mark.parametrize(("limit", "has_end"), [(8, False), (5, False), (7, True)])
+@pytest.mark.parametrize(("limit", "has_end"), [(5, False), (7, True)])
 def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights, limit, has_end):
     settings = Settings(model_config=MODEL, policy=POLICIES["paper"])
     prompt = (*map(jnp.asarray, prompts(*LENGTHS)), jax.random.key(0), None)
@@ -125,6 +125,7 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
     assert found[1].lengths.max() == (5 if has_end else limit)
 
 
+@pytest.mark.slow
 def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch):
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=2, max_tokens=32)
@@ -286,6 +287,7 @@ def test_forward_gives_the_logits_that_prefill_gives(weights):
     np.testing.assert_allclose(last, logits, **tolerance("logits"))
 
 
+@pytest.mark.slow
 def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights):
     prompt, _ = prompts(100)
     config = POLICIES["dense"]

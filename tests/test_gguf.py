@@ -19,6 +19,7 @@ from checkpoints import tiny_config, write_tensors
 from gguf_checkpoints import write_gguf
 from tolerances import tolerance
 from typer.testing import CliRunner
+from variants import slow_unless
 
 from sketchwalk_jax import Dense, forward, generate, load, save
 from sketchwalk_jax.cli import app
@@ -107,7 +108,9 @@ def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, 
 
 
 @pytest.mark.parametrize("weights", ["float8", "int8", "int4"])
-@pytest.mark.parametrize("case", ["llama", "qwen2", "more rows than are read at once"])
+@pytest.mark.parametrize(
+    "case", slow_unless("llama".__eq__, ["llama", "qwen2", "more rows than are read at once"])
+)
 def test_a_file_is_quantised_while_it_is_read(file: Path, case: str, weights: str):
     model_type, overrides = MODELS[case]
     write_gguf(file, model_type, quantisation="Q8_0", **overrides)

@@ -142,6 +142,7 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
     driver.close()
 
 
+@pytest.mark.slow
 def test_broken_connections_and_killed_downloads_go_on(
     hub: Hub, tmp_path: Path, program_environment
 ):

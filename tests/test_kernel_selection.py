@@ -1,7 +1,8 @@
-"""The policy through the selection kernels gives the lists that it gives without them.
+"""The kernels of the printed rule's selection give the lists, sums and walks of plain JAX.
 
-In Pallas' interpreter, or on a machine with a Hopper GPU:
-`JAX_PLATFORMS=cuda python -m pytest tests/test_kernel_selection.py`
+The module tests the whole policy, then each kernel on edge cases, then what runs no kernel. Kernels
+run in Pallas' interpreter, by default one case of each; in the emulator (CONTRIBUTING.md); or on a
+machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernel_selection.py`
 """
 
 import functools
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from pairwise import pairwise
 from tolerances import tolerance
 from variants import INTERPRET, slow_unless
 
@@ -20,12 +22,21 @@ from sketchwalk_jax import (
     dispatch,
     generate,
     init_walk,
+    sketch,
     sketchwalk_attention,
 )
+from sketchwalk_jax.pallas_kernels import walk_row
+from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_POWER, MAX_PROMPT_BLOCKS
+from sketchwalk_jax.pallas_kernels.select import ordered_keys, select_blocks_kernel
+from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
+from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel, walk_operands_kernel
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.walk import WalkState
+from sketchwalk_jax.scaled import STATE_EXPONENT, product_exponent
+from sketchwalk_jax.selection import block_budget, select_blocks
+from sketchwalk_jax.walk import WalkState, causal_mask, power_transition, row_maxima, walk_step
 
-pytestmark = pytest.mark.interpreted
+# The whole policy
 
 SIZE, BLOCKS = 16, 7
 BAD = 3 * SIZE + 5  # a token
@@ -35,8 +46,6 @@ CONFIGS = {
     "one hop of powers": SketchWalkConfig.paper(block_size=SIZE, density=0.4, beta=0.0),
     "relu": SketchWalkConfig.paper(block_size=SIZE, density=0.3, transition="relu_power"),
 }
-
-
 KERNELS = KernelConfig(interpret=INTERPRET)
 
 
@@ -82,10 +91,8 @@ def run(config, lengths, kernel_config, bad=None):
         )
         if bad is not None:
             key = key.at[0, BAD].set(bad)
-        index, options = (
-            jnp.asarray(layer, jnp.int32),
-            {"config": config, "kernel_config": kernel_config},
-        )
+        index = jnp.asarray(layer, jnp.int32)
+        options = {"config": config, "kernel_config": kernel_config}
         lists, prompt, sums = select_layer(query, key, span, prompt, index, **options)
         last = query[jnp.arange(batch), lengths - 1][:, None]
         own = Span.of_tokens(lengths - 1, SIZE)
@@ -94,14 +101,19 @@ def run(config, lengths, kernel_config, bad=None):
     return found
 
 
+def assert_same_lists(found, wanted):
+    np.testing.assert_array_equal(found.counts, wanted.counts)
+    np.testing.assert_array_equal(found.ids, wanted.ids)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
 def test_lists_sums_and_walk_are_the_same(name):
     config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
     pairs = zip(run(config, lengths, KERNELS), run(config, lengths, None), strict=True)
     for (lists, one, *states), (wanted_lists, wanted_one, *wanted_states) in pairs:
-        for actual, wanted in ((lists, wanted_lists), (one, wanted_one)):
-            np.testing.assert_array_equal(actual.counts, wanted.counts)
-            np.testing.assert_array_equal(actual.ids, wanted.ids)
+        assert_same_lists(lists, wanted_lists)
+        assert_same_lists(one, wanted_one)
         sums, wanted_sums = states.pop(0), wanted_states.pop(0)
         for actual, wanted in zip(*map(jax.tree.leaves, (sums, wanted_sums)), strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-4)
@@ -113,9 +125,11 @@ def test_lists_sums_and_walk_are_the_same(name):
             np.testing.assert_allclose(actual / scale, wanted / scale, rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_bad_key_reaches_no_earlier_row_and_lists_keep_their_forced_blocks(name):
-    """In prompts as on XLA; a decoded token keeps its forced blocks, and ranks others as it may."""
+    """A prompt gets the lists of XLA; a token keeps its forced blocks, whatever else it ranks."""
     config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
     plain = run(config, lengths, KERNELS)
     found, wanted = (run(config, lengths, x, bad=np.nan) for x in (KERNELS, None))
@@ -135,26 +149,317 @@ def test_a_bad_key_reaches_no_earlier_row_and_lists_keep_their_forced_blocks(nam
         assert kept[-1] == BLOCKS - 1
 
 
+# The lists of given scores
+
+EXTREMES = [3.4028235e38, -3.4028235e38, 1.2e-38, -1.2e-38]
+NUMBERS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "wide": lambda rng, shape: rng.choice([-1, 0, 1, 1], shape) * 2 ** rng.uniform(-120, 99, shape),
+    "ties": lambda rng, shape: rng.choice([-2.0, -0.0, 0.0, 1.0], shape),
+    "equal": lambda rng, shape: np.full(shape, -3.5),
+    "neighbours": lambda rng, shape: 1 + rng.integers(0, 8, shape) * 2.0**-23,
+    "extremes": lambda rng, shape: rng.choice(EXTREMES, shape),
+    "not finite": lambda rng, shape: rng.choice([np.nan, -np.nan, np.inf, -np.inf, -3, 2], shape),
+    "NaN": lambda rng, shape: np.full(shape, np.nan),
+}
+ROW_SIZES = (1, 5, 128, 157, 512)  # 128 threads hold a row: padded or not, one or more columns each
+BUDGETS = ((0.2, 1, 1), (0.1, 0, 1), (0.35, 2, 3), (1.0, 1, 1), (0.01, 4, 2))  # and forced blocks
+SMOKE = ("ties", 157, BUDGETS[1])
+
+
+def draw(kind, rng, *shape):
+    return NUMBERS[kind](rng, shape).astype(np.float32)
+
+
+@functools.cache
+def list_programs(sinks, local, max_count):
+    """The kernel and plain JAX, for scores of any shape."""
+    sizes = {"sink_blocks": sinks, "local_blocks": local, "max_count": max_count, "block_size": 64}
+    kernel = functools.partial(select_blocks_kernel, interpret=INTERPRET, **sizes)
+    return jax.jit(kernel), jax.jit(functools.partial(select_blocks, **sizes))
+
+
+def compare_lists(scores, rows, counts, *, sinks=1, local=1):
+    kernel, plain = list_programs(sinks, local, int(np.max(counts)))
+    arrays = scores, np.int32(rows), np.int32(counts)
+    assert_same_lists(kernel(*arrays), plain(*arrays))
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("is_hopper", "interpret", "asked", "expected"),
+    "case", slow_unless(SMOKE.__eq__, pairwise([*NUMBERS], ROW_SIZES, BUDGETS)), ids=str
+)
+def test_lists_of_first_and_last_rows(case):
+    """One list is empty, and one row is beyond the cache."""
+    kind, num_blocks, (density, sinks, local) = case
+    last = num_blocks - 1
+    rows = np.array([[0, min(1, last), last // 3, last // 2], [max(last - 1, 0), last, last, 600]])
+    budget = block_budget(num_blocks, density=density, sink_blocks=sinks, local_blocks=local)
+    counts = budget[np.minimum(rows, last)]
+    counts[1, 1] = 0
+    scores = draw(kind, np.random.default_rng(num_blocks), *rows.shape, num_blocks)
+    compare_lists(scores, rows, counts, sinks=sinks, local=local)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rows", "counts"),
     [
-        (True, False, None, True),
-        (True, False, "xla", False),
-        (True, False, "mosaic_gpu", True),
-        (False, False, None, False),
-        (False, False, "mosaic_gpu", False),
-        (False, True, "mosaic_gpu", True),
-        (False, True, None, False),
-        (True, True, None, False),
+        ("ties", [40] * 39, range(2, 41)),
+        ("wide", [MAX_BLOCKS - 1, MAX_BLOCKS - 100], [410, MAX_BLOCKS - 99]),
+        ("ties", [MAX_BLOCKS - 1], [410]),
+    ],
+    ids=["every count", "all of the longest rows", "ties in the longest rows"],
+)
+def test_every_count_and_the_longest_rows(kind, rows, counts):
+    scores = draw(kind, np.random.default_rng(0), 1, len(rows), max(rows) + 1)
+    compare_lists(scores, [rows], [counts])
+
+
+def test_keys_have_the_order_of_the_scores():
+    scores = np.float32([-np.inf, -3.4e38, -1e-38, -0.0, 0.0, 1e-38, 3.4e38])
+    keys = np.asarray(ordered_keys(jnp.asarray(scores)))
+    np.testing.assert_array_equal(np.diff(keys) > 0, np.diff(scores) > 0)
+    assert keys[3] == keys[4] == 0
+    others = jnp.asarray([np.inf, np.nan, -np.nan], jnp.float32)
+    assert set(ordered_keys(others).tolist()) == {int(keys[0])}
+
+
+# The walk and the lists of a prompt
+
+
+def at_exponent(top, rows, log2_scale=0):
+    """Scales rows by powers of two: the largest entry to `[1, 2) · 2^top`, tiny ones to zero."""
+    exponent = np.where(rows == 0, -(1 << 24), np.frexp(rows)[1] - 1 + log2_scale)
+    shift = log2_scale - exponent.max(-1, keepdims=True) + top
+    rows = np.ldexp(rows.astype(np.float64), np.where(rows == 0, 0, shift))
+    return np.where(np.abs(rows) < 2.0**-126, 0.0, rows).astype(np.float32)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "power", "rectify"),  # sequences, blocks and rows
+    pairwise([(1, 1, 1), (2, 5, 5), (1, 140, 20), (1, 128, 130)], (8, 3), (False, True)),
+)
+def test_operands_of_the_walk(shape, power, rectify):
+    batch, num_blocks, num_rows = shape
+    rng = np.random.default_rng(num_blocks)
+    scores = rng.normal(size=(batch, num_blocks, num_blocks))
+    scores *= np.exp2(rng.uniform(-30, 30, (batch, num_blocks, 1)))
+    scores[0, 2:3], scores[-1, 3:4] = 0.0, -1.0
+    scores[0, 4:5, 0], scores[0, 4:5, 2:3], scores[0, 4:5, 3:4] = np.nan, np.inf, -np.inf
+    above = ~np.tri(num_blocks, dtype=bool)
+    scores[:, above] = rng.choice([np.nan, 2.0**40], above.sum())  # which must not count
+    state = draw("wide", rng, batch, num_rows, num_blocks)
+    state[:, 1:2] = 0.0
+
+    @jax.jit
+    def run(scores, state):
+        """Both operands by the kernel, and the transition and its scale by plain JAX."""
+        largest = row_maxima(scores, rectify=rectify)
+        options = {"power": power, "rectify": rectify, "interpret": INTERPRET}
+        found = walk_operands_kernel(scores, largest, state, **options)
+        causal = causal_mask(num_blocks)
+        return found, power_transition(scores, causal, exponent=power, rectify=rectify)
+
+    (weights, left), (wanted, log2_scale) = run(np.float32(scores), state)
+    np.testing.assert_array_equal(weights, wanted)
+    wanted = at_exponent(product_exponent(power), state, np.asarray(log2_scale)[:, None])
+    np.testing.assert_array_equal(left, wanted)
+
+
+# Blocks, rows, the first row of each sequence (some end beyond the cache), parts of the product.
+PROMPTS = [(1, 1, (0,), 1), (5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)]
+LONGEST_PROMPT = (MAX_PROMPT_BLOCKS, 1, (MAX_PROMPT_BLOCKS - 1,), 1)
+STARTS = [(0, True), (1, True), (1, False)]  # layers before, and whether the product counts
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt", "start"), [*pairwise(PROMPTS, STARTS), (LONGEST_PROMPT, (1, True))], ids=str
+)
+def test_rows_and_lists_of_a_prompt(prompt, start):
+    (num_blocks, num_rows, first, parts), (layers, use_walk) = prompt, start
+    rng = np.random.default_rng(num_blocks + layers)
+    budget = block_budget(num_blocks, density=0.3, sink_blocks=1, local_blocks=2)
+    batch, first = len(first), np.int32(first)
+    rows = first[:, None] + np.arange(num_rows, dtype=np.int32)
+    own = np.arange(batch)[:, None], np.minimum(rows, num_blocks - 1)
+    is_causal = np.arange(num_blocks) <= own[1][..., None]
+    weights, scores = np.zeros((2, batch, num_blocks, num_blocks), np.float32)
+    for matrix in (weights, scores):
+        matrix[own] = draw("wide", rng, batch, num_rows, num_blocks) * is_causal
+    product = draw("wide", rng, batch, num_rows, num_blocks)
+    if num_rows > 1:  # three rows without a positive entry
+        weights[:, 1] = product[:, 0] = 0.0
+        product[:, 1] = -np.abs(product[:, 1])
+        product[:, 2], product[:, 2, 0] = 2.0**-120, -(2.0**110)  # too small beside the first
+    # Parts whose sum is exact in any order.
+    shares = rng.integers(0, parts, product.shape)
+    split = np.stack([np.where(shares == part, product, np.float32(0)) for part in range(parts)])
+
+    @jax.jit
+    def run(*arrays):
+        options = {"sink_blocks": 1, "local_blocks": 2, "use_walk": use_walk}
+        return select_prompt_kernel(*arrays, budget, interpret=INTERPRET, **options)
+
+    lists, state, walked = run(split, weights, scores, first, np.int32(layers))
+    wanted = at_exponent(STATE_EXPONENT, product if layers and use_walk else weights[own])
+    np.testing.assert_array_equal(state, wanted)
+    assert walked == layers + 1
+    is_empty = wanted.max(-1, keepdims=True) <= 0
+    _, plain = list_programs(1, 2, int(budget[-1]))
+    assert_same_lists(lists, plain(np.where(is_empty, scores[own], wanted), rows, budget[own[1]]))
+
+
+# The walk and the list of a token
+
+BLOCK = 64
+# Blocks, groups and entries of sketches, and the most parts of a row.
+TOKENS = [(5, 1, 32, 16), (130, 1, 32, 16), (256, 1, 64, 16), (300, 2, 32, 16)]
+RULES = [(8, False), (3, True), (1, False), (MAX_POWER, False)]  # power, rectify
+# More tiles of 128 query blocks than parts, with sketches of one chunk and of three.
+MANY_TILES = [((600, 1, 32, 4), (8, False), None), ((600, 3, 32, 4), (5, True), None)]
+# Blocks of two tokens: the last one, and the ends of both halves of a tile.
+PLACES = [(599, 0), (63, 64), (127, 128)]
+
+
+def token_programs(num_blocks, budget, *, power, rectify, beta):
+    """The kernel and plain JAX, each giving the list and the walk."""
+    sizes = {"sink_blocks": 1, "local_blocks": 1, "block_size": BLOCK, "max_count": int(budget[-1])}
+
+    def kernel(token, query, key, walk, *places):
+        options = {"power": power, "rectify": rectify, "use_walk": beta is None}
+        options |= {"head_dim": 64, "interpret": INTERPRET}
+        arrays = (token, query, key, walk.scores, walk.layers, *places)
+        lists, *walk = select_token_kernel(*arrays, **options, **sizes)
+        return lists, WalkState(*walk)
+
+    def plain(token, query, key, walk, positions, counts):
+        rows = (positions // BLOCK)[:, None]
+        is_row = jnp.arange(num_blocks, dtype=jnp.int32)[None] == rows
+        means = functools.partial(sketch.block_means, lengths=positions + 1, block_size=BLOCK)
+        query, key = (means(jnp.nan_to_num(x)) for x in (query, key))
+        query = jnp.where(is_row[:, :, None, None], token[:, None], query)
+        scores = sketch.block_scores(query, key, 64)
+        options = {"transition": "relu_power" if rectify else "power", "exponent": power}
+        scores, walk = walk_step(walk, scores, rows, walk_degree=1, beta=beta, **options)
+        return select_blocks(scores, rows, counts, **sizes), walk
+
+    return jax.jit(kernel), jax.jit(plain)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "rule", "beta"), [*pairwise(TOKENS, RULES, (None, 0.0)), *MANY_TILES], ids=str
+)
+def test_layers_of_a_token(sizes, rule, beta, monkeypatch):
+    """Sums of later blocks are NaN. At the last place all products of sketches are negative."""
+    (num_blocks, *features, splits), (power, rectify) = sizes, rule
+    monkeypatch.setattr(walk_row, "MAX_SPLITS", splits)
+    budget = block_budget(num_blocks, density=0.2, sink_blocks=1)
+    programs = token_programs(num_blocks, budget, power=power, rectify=rectify, beta=beta)
+    rng = np.random.default_rng(num_blocks + power)
+    for place in PLACES:
+        rows = np.minimum(place, num_blocks - 1)
+        offsets = np.array([0, 40])
+        walk = WalkState.zeros(2, 1, num_blocks)
+        for _ in range(2):
+            token = rng.normal(0.5, 1.0, (2, *features))
+            query, key = rng.normal(30.0, 64.0, (2, 2, num_blocks, *features))
+            if place == PLACES[-1]:
+                token, query, key = -np.abs(token), np.abs(query), np.abs(key)
+            for sequence, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+                key[sequence, row] *= (offset + 1) / BLOCK
+                query[sequence, row + 1 :] = key[sequence, row + 1 :] = np.nan
+            arrays = (*map(np.float32, (token, query, key)), walk, np.int32(rows * BLOCK + offsets))
+            (lists, state), (wanted, walk) = (run(*arrays, budget[rows, None]) for run in programs)
+            assert_same_lists(lists, wanted)
+            assert state.layers == walk.layers
+            # A sum of signed terms is only as exact as its largest term.
+            largest = np.abs(walk.scores).max()
+            np.testing.assert_allclose(state.scores, walk.scores, rtol=3e-5, atol=1e-6 * largest)
+
+
+# The sums of sketches
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Heads of queries and of keys, their features, and those of the sketch.
+HEADS = [(4, 2, 128, 64), (4, 2, 64, 64), (7, 1, 128, None), (4, 2, 128, 32), (4, 2, 256, 128)]
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"), pairwise(HEADS, (16, 64), DTYPES), ids=str
+)
+def test_sums_of_sketches(heads, block_size, dtype):
+    """Tokens that do not count are NaN, and one block has no others."""
+    *numbers, head_dim, sketch_dim = heads
+    omega = sketch.srht_matrix(head_dim, sketch_dim)
+    rng = np.random.default_rng(numbers[0])
+    valid = rng.random((2, 2 * block_size)) > 0.3
+    valid[1, block_size:] = False
+    query, key = (rng.normal(size=(*valid.shape, number, head_dim)) for number in numbers)
+    query[~valid] = key[~valid] = np.nan
+
+    @jax.jit
+    def run(valid, *tokens):
+        sizes = {"omega": omega, "block_size": block_size, "interpret": INTERPRET}
+        means = (sketch.block_sums(sketch.head_means(x), valid, block_size) for x in tokens)
+        return block_sums_kernel(*tokens, valid, **sizes), [sketch.project(x, omega) for x in means]
+
+    found, wanted = run(valid, *(x.astype(jnp.dtype(dtype)) for x in (query, key)))
+    for sums, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
+
+
+# Refusals and choices, without a kernel
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    def refuse(words, kernel, *shapes, **options):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(functools.partial(kernel, **options), *arrays)
+
+    forced = {"sink_blocks": 0, "local_blocks": 1}
+    zero, one, many = jnp.int32(0), jnp.zeros((1, 1), jnp.int32), MAX_PROMPT_BLOCKS + 1
+    square, scores = (1, many, many), (1, 1, MAX_BLOCKS + 1)
+    options = {"rows": one, "counts": one, "max_count": 1, **forced}
+    refuse("at most 16384 columns", select_blocks_kernel, scores, **options)
+    options = {"power": 8, "rectify": False}
+    refuse("at most 8192 columns", walk_operands_kernel, square, (1, many), square, **options)
+    options = {"first_block": one[0], "layers": zero, "budget": np.ones(many, np.int32), **forced}
+    refuse("at most 8192 columns", select_prompt_kernel, (1, *square), square, square, **options)
+    for size, power, num_blocks in ((24, 8, 5), (32, MAX_POWER + 1, 5), (32, 8, MAX_BLOCKS + 1)):
+        words, sums = f"got {size}, {power} and {num_blocks}", (1, num_blocks, 1, size)
+        options = {"layers": zero, "positions": one[0], "counts": one, "head_dim": 64, **forced}
+        shapes = (1, 1, size), sums, sums, (1, 1, num_blocks)
+        refuse(words, select_token_kernel, *shapes, power=power, max_count=1, **options)
+    heads, valid = ((1, 64, 3, 64), (1, 64, 1, 64)), jnp.ones((1, 64), bool)
+    refuse("must fill rows of 128", block_sums_kernel, *heads, valid=valid)
+
+
+@pytest.mark.parametrize("asked", [None, "xla", "mosaic_gpu"])
+@pytest.mark.parametrize(
+    ("is_hopper", "interpret", "answered"),  # which askers get kernels
+    [
+        (True, False, [None, "mosaic_gpu"]),
+        (False, False, []),
+        (False, True, ["mosaic_gpu"]),
+        (True, True, ["mosaic_gpu"]),
     ],
 )
-def test_selection_follows_what_is_asked_of_attention(
-    is_hopper, interpret, asked, expected, monkeypatch
-):
+def test_selection_follows_attention(is_hopper, interpret, answered, asked, monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
     kernel_config = KernelConfig(interpret=interpret)
     found = dispatch.selection_kernels(asked, kernel_config)
-    assert found == (kernel_config if expected else None)
+    assert found == (kernel_config if asked in answered else None)
 
 
 class Asked(SketchWalkConfig):

@@ -133,6 +133,7 @@ def test_what_the_cache_does_not_hold_is_read_anew(lm):
     assert answer == anew(lm, talk.messages[:-1])
 
 
+@pytest.mark.slow
 def test_a_full_cache_gives_way_to_a_larger_one(lm, monkeypatch):
     monkeypatch.setattr("sketchwalk_jax.language_model.LEAST_CONVERSATION", 48)
     talk = lm.conversation(max_new_tokens=NEW)
@@ -153,6 +154,7 @@ def test_who_stops_early_leaves_what_came(lm):
     assert talk.send(ASKED[1]) == anew(lm, talk.messages[:-1])
 
 
+@pytest.mark.slow
 def test_draws_of_a_conversation_follow_its_key(lm):
     def answers(key):
         talk = lm.conversation(max_new_tokens=NEW, sampling=DRAWN, key=key)

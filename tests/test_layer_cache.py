@@ -150,6 +150,7 @@ def test_what_does_not_fit_is_said():
         init_layer_cache(2, 32, policy=config, **(SHAPE | {"head_dim": 0}))
 
 
+@pytest.mark.slow
 def test_a_walk_is_started_where_none_is_given():
     config = SketchWalkConfig.recommended(block_size=16, density=0.5, min_tokens=64)
     x = jax.random.normal(jax.random.key(0), (1, 80, 2, 16))

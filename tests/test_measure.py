@@ -25,6 +25,8 @@ FULL = Rule("sketchwalk", "paper", 1.0)
 WANTED = {DENSE: ("both",), SPARSE: PHASES, RELEASED: PHASES}
 # A rule that looks at the end of a prompt, and all of its programs once more.
 RULES = (SPARSE, pytest.param(RELEASED, marks=pytest.mark.slow))
+# Tasks on every change: an answer behind the prompt, one within it, and none.
+KEPT = ("multi_key", "mid_prompt", "text_loss")
 CLOSE = tolerance("logits")
 
 
@@ -150,6 +152,7 @@ def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights, answers, rule):
     wanted = {DENSE: ("both",), rule: PHASES}
@@ -173,6 +176,7 @@ def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights,
                 np.testing.assert_allclose(scored[one, phase][row, :size], expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["decode", "both"]))
 @pytest.mark.parametrize("rule", RULES)
 def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
@@ -189,7 +193,7 @@ def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
             np.testing.assert_allclose(found, expected[row, :count], **CLOSE)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", slow_unless(KEPT.__contains__, TASKS))
 def test_full_density_equals_dense(programs, weights, answers, task):
     wanted = {DENSE: ("both",), FULL: PHASES}
     some = samples(task)
@@ -211,7 +215,7 @@ def test_full_density_equals_dense(programs, weights, answers, task):
             np.testing.assert_allclose(found[row, start : start + size], dense[row, :size], **CLOSE)
 
 
-@pytest.mark.parametrize("task", ["multi_key", *WITHIN])
+@pytest.mark.parametrize("task", slow_unless("multi_key".__eq__, ["multi_key", *WITHIN]))
 def test_batch_equals_one_by_one(programs, weights, answers, task):
     some, wanted = samples(task), {DENSE: ("both",), SPARSE: PHASES}
     outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)

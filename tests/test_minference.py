@@ -246,6 +246,7 @@ def test_one_layer_as_a_function():
     np.testing.assert_array_equal(after.scores, walk.scores)  # of no use to it
 
 
+@pytest.mark.slow
 def test_generation_is_sparse_in_prefill_and_dense_in_decode():
     tokens, lengths = tiny.prompts(400, 300)
     options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}

@@ -11,7 +11,7 @@ import policy_runs
 import pytest
 import reference
 import tiny
-from kernel_cases import AttentionKernelCase
+from attention_cases import AttentionKernelCase
 from variants import slow_unless
 
 from sketchwalk_jax import (

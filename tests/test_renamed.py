@@ -12,6 +12,7 @@ import pytest
 import tiny
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
+from variants import slow_unless
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import flax as adapters
@@ -89,7 +90,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_unless("decode_step".__eq__, CALLS))
 def test_a_policy_may_be_called_config_with_a_warning(name):
     call = CALLS[name]
     with pytest.warns(DeprecationWarning, match="argument 'config' is now called 'policy'") as said:
@@ -153,6 +154,7 @@ def test_placements_are_made_by_plan_with_a_warning():
     assert found == sw.sharding.place(mesh, tiny.MODEL)
 
 
+@pytest.mark.slow
 def test_a_policy_may_declare_kernels_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"Own.observe\(\): the argument 'kernels' is now"):
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mesh_checks import MESH_MODEL, POLICIES, SIZE
 from tiny import prompts
-from variants import cpu_devices
+from variants import cpu_devices, slow_unless
 
 from sketchwalk_jax import generate, init_cache, load, sharding
 from sketchwalk_jax.cached_layer import Settings
@@ -190,6 +190,7 @@ _ALL = {"data": 2, "sequence": 2, "tensor": 2}
 _MAIN = ["paper", "recommended", "quest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "axes"),
     [
@@ -262,6 +263,7 @@ _QUEST = Rule("quest", None, 0.4)
 _DAMPED = Rule("sketchwalk", "damped", 0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "axes", "options"),
     [
@@ -305,7 +307,7 @@ def test_ranks_read_their_share(check, tmp_path: Path):
     check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("weights", ["float8", "int8", "int4"])
+@pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8", "int4"]))
 def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT)
     check("check_eight_bits", str(tmp_path / "model"), weights)

@@ -27,7 +27,7 @@ PRESETS = {
 LENGTHS = st.tuples(*[st.integers(1, CAPACITY)] * 3)
 
 
-KEPT = ("paper", "damped", "one_hop")
+KEPT = ("paper",)
 
 
 @functools.cache

@@ -52,6 +52,7 @@ def test_paired_interval_turns_round_with_its_pairs(counts):
     np.testing.assert_allclose(paired_interval(both, second, first, neither), (-high, -low))
 
 
+@pytest.mark.slow
 def test_paired_interval_covers_the_difference_as_often_as_it_says():
     rng = np.random.default_rng(0)
     chances = np.array([0.5, 0.25, 0.1, 0.15])

@@ -1,15 +1,10 @@
-"""Every kernel compiles for Hopper as it should, at every pair of what it promises to take.
+"""The readers of the assembler's output see spills, complaints and registers written too early."""
 
-Without spills, and without writing to registers that a matrix product still reads.
-
-On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
-"""
-
+import ampere_table
 import hopper
-import kernel_cases
 import pytest
 import sass
-from variants import slow_unless
+from compiling import compile_for
 
 SAID = """\
 ptxas info    : Compiling entry function 'one' for 'sm_90a'
@@ -28,33 +23,6 @@ LOOP = """\
    -:-:-:Y:01   /*0040*/   @P0 BRA `(.L_x_1)
    -:-:-:Y:01   /*0050*/   EXIT
 """
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize(
-    "name", slow_unless(kernel_cases.FAMILIES.__contains__, kernel_cases.COMPILED)
-)
-def test_it_compiles(name, compiler):
-    kernels = compiler.compile(name)
-    assert kernels, "no kernel was compiled"
-    num_products = getattr(kernel_cases.COMPILED[name], "num_products", None)
-    # So many of a multiprocessor's threads are to find room for their registers.
-    threads = getattr(kernel_cases.COMPILED[name], "threads", 256)
-    for kernel, facts in kernels.items():
-        assert 0 < facts["registers"] <= min(255, 65536 // threads), kernel
-        found = {fact: facts[fact] for fact in facts if fact not in ("registers", "products")}
-        nothing = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
-        assert found == nothing | {"complaints": [], "hazards": []}, kernel
-        # ptxas has left out products of whole numbers whose left operand lies in registers.
-        assert num_products in (None, facts["products"])
-
-
-@pytest.mark.hopper
-@pytest.mark.slow
-def test_plain_jax_codes_keys_beside_the_centre_that_is_kept(compiler):
-    """That in bfloat16: with a mere conversion to it XLA's programs for GPUs go on unrounded."""
-    found = compiler.compile(f"program {kernel_cases.__file__}:plain_codes")
-    assert (8, 7) in map(tuple, found["roundings"])
 
 
 def test_a_spill_and_a_complaint_would_be_seen():
@@ -115,6 +83,30 @@ def test_a_wait_that_leaves_a_group_under_way_is_one_for_those_before(later, is_
     assert bool(sass.hazards(text)) == is_hazard
 
 
-def test_a_case_that_does_not_compile_is_an_error(compiler):
+@pytest.mark.hopper
+def test_a_case_that_does_not_compile_is_an_error():
     with pytest.raises(RuntimeError, match="nothing of this name does not compile: KeyError"):
-        compiler.compile("nothing of this name")
+        compile_for("9.0", f"{hopper.__file__}:nothing of this name")
+
+
+def test_the_table_counts_the_innermost_loops_that_multiply():
+    names = [
+        "MOV R1, R2 ;",
+        ".L_x_1:",  # around one that multiplies
+        "IADD3 R1, R1, 1, RZ ;",
+        ".L_x_2:",
+        "HMMA.16816.F16 R1, R2, R3, RZ ;",
+        "HMMA.16816.F16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_2) ;",
+        "@P1 BRA `(.L_x_1) ;",
+        ".L_x_3:",  # multiplies nothing
+        "IADD3 R1, R1, 1, RZ ;",
+        "@P0 BRA `(.L_x_3) ;",
+        ".L_x_4:",
+        "HMMA.16816.F32.BF16 R1, R2, R3, R1 ;",
+        "@P0 BRA `(.L_x_4) ;",
+        "EXIT ;",
+    ]
+    lines = [x if x.startswith(".L") else f"/*{n:04x}*/ {x}" for n, x in enumerate(names)]
+    assert ampere_table.loops("\n".join(lines)) == (3 + 2, 3)
+    assert ampere_table.loops("\n".join(lines[:1] + lines[-1:])) == (0, 0)

@@ -1,0 +1,463 @@
+"""Which test modules a change can break: a hash of what each module reaches.
+
+    python .ci/checks.py                       # the stale modules, the nearest to the change first
+    python .ci/checks.py --all                 # all modules
+    python .ci/checks.py --reach MODULE        # the definitions that the hash of a module covers
+    python .ci/checks.py --record [MODULE ...] # writes the hashes of modules that passed
+    python .ci/checks.py --slowest FILE ...    # the ten slowest modules in junit files of pytest
+
+A line of the plan says of a module whether it has `long` variants, whether the emulator runs it
+(`emulated`), and which changed files it reaches.
+
+A module is stale if its hash is not the one in .ci/checked.json. The hash covers the module, each
+definition of the project (a function, a class or a constant at the top of a file) that it reaches
+by name, directly or not, each script or data file that a test or a script names, and the versions
+that pyproject.toml allows. Comments, docstrings and formatting do not count.
+
+A module whose tests run no kernel does not reach kernels through imports inside functions, which is
+how the package imports them. `tests/conftest.py` refuses a kernel in a test without the marker
+`interpreted`, so that this holds.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / ".ci" / "checked.json"
+
+# Their kernels also run as compiled for Hopper, in the emulator of tests/ptx.
+EMULATED = (
+    "ampere_decode",
+    "ampere_linear",
+    "ampere_prefill",
+    "ampere_scores",
+    "ampere_selection",
+    "gated_rows",
+    "kernel_selection",
+    "kernels",
+    "key_codes_kernel",
+    "linear_kernel",
+    "model_kernels",
+    "prompt_selection_kernels",
+    "token_selection_kernels",
+    "token_writes",
+    "top_k_kernel",
+)
+
+_PACKAGE = "sketchwalk_jax"
+_KERNELS = "pallas_kernels"
+_FOLDERS = (_PACKAGE, _KERNELS, "models", "tests", "benchmarks", "training")
+_SCRIPTS = ("tests", "benchmarks", "training")  # which start programs and read files by name
+_IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))", re.M)
+_WHOLE, _TOP = "*", ""  # all of a file; the statements that its import runs
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Part:
+    """A definition at the top of a file, all of the file, or what its import runs."""
+
+    path: Path
+    name: str
+
+    def __str__(self) -> str:
+        """Names it by its path in the project."""
+        return _relative(self.path) + (f":{self.name}" if self.name else "")
+
+
+@functools.cache
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of Python by its parts.
+
+    Attributes:
+      imports: Dotted names that the names imported at its top stand for.
+      parts: Statements of each definition, by name; under `""` the others.
+    """
+
+    imports: dict[str, str]
+    parts: dict[str, list[ast.stmt]]
+
+
+@functools.cache
+def _read(path: Path) -> Source:
+    parts: dict[str, list[ast.stmt]] = {_TOP: []}
+    imports: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= _bound(node)
+            continue
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
+            parts["__main__"] = [node]  # which an import does not run
+            continue
+        if isinstance(node, ast.If):  # for type checkers alone
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.ImportFrom):
+                    imports |= _bound(inner)
+        names = _defined(node)
+        for name in names or [_TOP]:
+            parts.setdefault(name, []).append(node)
+    return Source(imports, parts)
+
+
+def _bound(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """The local names that an import makes, and the dotted names that they stand for."""
+    if isinstance(node, ast.Import):
+        tops = [(x.asname or x.name.partition(".")[0], x) for x in node.names]
+        return {own: x.name if x.asname else own for own, x in tops}
+    if node.level or not node.module:
+        return {}
+    return {x.asname or x.name: f"{node.module}.{x.name}" for x in node.names}
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a file defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.TypeAlias):
+        targets = [node.name if isinstance(node, ast.TypeAlias) else node.target]
+    else:
+        return []
+    names = [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
+    return [] if "pytestmark" in names else names
+
+
+@functools.cache
+def _tracked() -> dict[str, Path]:
+    """Files of the project by their path in it."""
+    listed = _git("ls-files", "--cached", "--others", "--exclude-standard")
+    return {name: ROOT / name for name in listed if (ROOT / name).is_file()}
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+@functools.cache
+def _by_last_name() -> dict[str, list[Path]]:
+    """What code may name as strings: a file or a folder by the last part of its path, if unique."""
+    found: dict[str, dict[Path, list[Path]]] = {}
+    for name, path in _tracked().items():
+        if not name.startswith((".", "docs/")) and path.suffix not in {".md", ".png"}:
+            found.setdefault(path.name, {})[path] = [path]
+            for folder in Path(name).parents[:-2]:
+                # Benchmarks write there. Tables are made of it, whose tests always run.
+                if folder == Path("benchmarks/results"):
+                    continue
+                found.setdefault(folder.name, {}).setdefault(ROOT / folder, []).append(path)
+    return {last: next(iter(paths.values())) for last, paths in found.items() if len(paths) == 1}
+
+
+@functools.cache
+def _file_of(name: str) -> Path | None:
+    """The file of a module of the project; None for others."""
+    parts = name.split(".")
+    if parts[0] == _PACKAGE and len(parts) > 1 and parts[1] in {"models", _KERNELS}:
+        parts = parts[1:]
+    # A file of tests/, benchmarks/ or training/ is imported by its own name.
+    for folder in ("", *_SCRIPTS):
+        base = ROOT.joinpath(*filter(None, [folder]), *parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file() and path.relative_to(ROOT).parts[0] in _FOLDERS:
+                return path
+    return None
+
+
+def _resolve(name: str) -> Iterator[Part]:
+    """The part of the project that a dotted name stands for, if any."""
+    words = name.split(".")
+    for size in range(len(words), 0, -1):
+        path = _file_of(".".join(words[:size]))
+        if path is None:
+            continue
+        if size == len(words):
+            # The front of a package may bind the name of a module to a function.
+            front = _file_of(name.rpartition(".")[0]) if size > 1 else None
+            bound = _read(front).imports.get(words[-1], name) if front else name
+            if bound != name:
+                yield from _resolve(bound)
+            else:  # the module itself, of which anything may be used
+                yield Part(path, _WHOLE if path.name != "__init__.py" else _TOP)
+            return
+        source, own = _read(path), words[size]
+        if own in source.parts:
+            yield Part(path, own)
+        elif own in source.imports:
+            target = ".".join([source.imports[own], *words[size + 1 :]])
+            if target != name:
+                yield from _resolve(target)
+        else:
+            yield Part(path, _WHOLE if path.name != "__init__.py" else _TOP)
+        return
+
+
+def _named(text: str) -> Iterator[Part]:
+    """The files that a string names: by path, by last name, as `python -m` or inside code."""
+    if text.endswith(".md"):  # pages are for the tests that always run
+        return
+    if text in _tracked():
+        yield Part(_tracked()[text], _WHOLE)
+    elif text in _by_last_name():
+        yield from (Part(path, _WHOLE) for path in _by_last_name()[text])
+    elif re.fullmatch(r"(sketchwalk_jax|tests|benchmarks|training)(\.\w+)+", text):
+        yield from _resolve(text)
+    elif text == _PACKAGE:  # `python -m`
+        yield Part(ROOT / _PACKAGE / "cli" / "__init__.py", _WHOLE)
+    elif "import " in text and "\n" in text or text.startswith(("import ", "from ")):
+        for module, names, plain in _IMPORT.findall(text):
+            for name in names.replace(" ", "").split(","):
+                yield from _resolve(f"{module}.{name}" if name else plain or module)
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """The names of `a.b.c`; empty where it does not begin with a name."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+@functools.cache
+def _references(part: Part, with_kernels: bool) -> tuple[Part, ...]:
+    """The parts that a part uses by name."""
+    if part.path.suffix != ".py":
+        return ()
+    source, top = _read(part.path), _relative(part.path).partition("/")[0]
+    if part.name == _WHOLE:
+        statements = [node for nodes in source.parts.values() for node in nodes]
+    else:
+        statements = source.parts[part.name]
+    found: dict[Part, None] = {Part(part.path, _TOP): None}
+    late: dict[str, str] = {}  # imported inside functions
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                late |= _bound(node)
+
+    def visit(node: ast.AST) -> None:
+        words = _dotted(node)
+        if words and words[0] in late:
+            targets = list(_resolve(".".join([late[words[0]], *words[1:]])))
+            if not with_kernels and top not in _SCRIPTS:
+                targets = [x for x in targets if x.path.parent != ROOT / _KERNELS]
+            found.update(dict.fromkeys(targets))
+        elif words and words[0] in source.parts:
+            found[Part(part.path, words[0])] = None
+        elif words and words[0] in source.imports:
+            found.update(dict.fromkeys(_resolve(".".join([source.imports[words[0]], *words[1:]]))))
+        elif isinstance(node, ast.arg) and top == "tests":
+            found.update(dict.fromkeys(_fixture(node.arg)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = _named(node.value) if part.path.name != "conftest.py" else ()
+            if top not in _SCRIPTS:  # data that the package reads
+                names = (x for x in names if x.path.suffix not in {".py", ".md"})
+            found.update(dict.fromkeys(names))
+        if not words:
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+
+    for statement in statements:
+        visit(statement)
+    return tuple(found)
+
+
+_CONFTEST = ROOT / "tests" / "conftest.py"
+
+
+def _fixture(name: str) -> Iterator[Part]:
+    """The fixture of tests/conftest.py that an argument of a test stands for."""
+    if name in _read(_CONFTEST).parts:
+        yield Part(_CONFTEST, name)
+
+
+@functools.cache
+def _everywhere() -> tuple[Part, ...]:
+    """What every test module runs with."""
+    found = [Part(_CONFTEST, _TOP), Part(ROOT / "tests" / "runtime_checks.py", _WHOLE)]
+    for name, nodes in _read(_CONFTEST).parts.items():
+        decorators = [x for node in nodes for x in getattr(node, "decorator_list", ())]
+        if name.startswith("pytest_") or any("autouse" in ast.unparse(x) for x in decorators):
+            found.append(Part(_CONFTEST, name))
+    return tuple(found)
+
+
+@functools.cache
+def _marks(module: Path) -> set[str]:
+    """The attributes and names that the code of a test module uses, markers among them."""
+    nodes = list(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
+    marks = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return marks | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def is_emulated(module: Path) -> bool:
+    """Whether the module also runs in the emulator."""
+    return module.stem.removeprefix("test_") in EMULATED
+
+
+def has_long_variants(module: Path) -> bool:
+    """Whether a change must run more of the module than the default tests."""
+    return bool(_marks(module) & {"slow", "slow_unless"}) or is_emulated(module)
+
+
+def test_modules() -> list[Path]:
+    """All test modules of the project."""
+    return sorted(ROOT.glob("tests/test_*.py"))
+
+
+@functools.cache
+def reach(module: Path) -> dict[Part, int]:
+    """The parts that a test module reaches, with their distance from it in steps."""
+    runs_kernels = bool(_marks(module) & {"interpreted", "hopper"})
+    start = [Part(module, _WHOLE), *_everywhere()]
+    if is_emulated(module):
+        start.append(Part(ROOT / "tests" / "compiled_kernels.py", _WHOLE))
+    found = dict.fromkeys(start, 0)
+    waiting = list(found)
+    for part in waiting:  # which grows
+        for other in _references(part, runs_kernels):
+            if other not in found:
+                found[other] = found[part] + 1
+                waiting.append(other)
+    return found
+
+
+@functools.cache
+def _digest(part: Part) -> bytes:
+    """The hash of a part without what changes no result: comments, docstrings, formatting."""
+    if part.path.suffix != ".py":
+        return hashlib.sha256(part.path.read_bytes()).digest()
+    source = _read(part.path)
+    parts = source.parts.values() if part.name == _WHOLE else [source.parts[part.name]]
+    dumped = [ast.dump(_without_docstrings(node)) for nodes in parts for node in nodes]
+    return hashlib.sha256("\n".join(dumped).encode()).digest()
+
+
+def _without_docstrings(node: ast.stmt) -> ast.stmt:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(inner, clean=False) is not None:
+                inner.body = inner.body[1:]
+    return node
+
+
+@functools.cache
+def _versions() -> bytes:
+    """The versions of other packages that the project is tested with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    parts = [
+        project["project"]["dependencies"],
+        project["project"]["optional-dependencies"],
+        project["dependency-groups"]["test"],
+        project["tool"]["uv"]["constraint-dependencies"],
+    ]
+    return json.dumps(parts, sort_keys=True).encode()
+
+
+def hash_of(module: Path) -> str:
+    """The hash of what a test module reaches."""
+    hashed = hashlib.sha256(_versions())
+    for name, part in sorted((str(part), part) for part in reach(module)):
+        hashed.update(name.encode() + b"\0" + _digest(part))
+    return hashed.hexdigest()[:16]
+
+
+def recorded() -> dict[str, str]:
+    """The hashes of modules by name, when they last passed."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def record(modules: Iterable[Path]) -> None:
+    """Writes down that these modules passed as they are, and drops those that are gone."""
+    known = recorded() | {module.stem: hash_of(module) for module in modules}
+    names = {module.stem for module in test_modules()}
+    kept = {name: known[name] for name in sorted(known) if name in names}
+    RECORD.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def changed() -> set[Path]:
+    """The files that differ from the commit that last wrote the record, as git sees it."""
+    try:
+        commit = _git("log", "-1", "--format=%H", "--", str(RECORD))
+    except subprocess.CalledProcessError:  # before the first commit
+        return set()
+    names = _git("diff", "--name-only", *commit, "--") if commit else []
+    names += _git("ls-files", "--others", "--exclude-standard")
+    return {ROOT / name for name in names}
+
+
+def stale() -> dict[Path, list[str]]:
+    """The modules whose hash is not the recorded one, the nearest to a change first; and why."""
+    known, files, found = recorded(), changed(), []
+    for module in test_modules():
+        if known.get(module.stem) == hash_of(module):
+            continue
+        near: dict[Path, int] = {}
+        for part, steps in reach(module).items():
+            if part.path in files:
+                near[part.path] = min(steps, near.get(part.path, steps))
+        why = sorted(near, key=lambda path: (near[path], path))
+        names = [_relative(path) for path in why]
+        if module.stem not in known:
+            names.insert(0, "never recorded")
+        found.append((min(near.values(), default=99), module, names or ["versions"]))
+    return {module: names for _, module, names in sorted(found)}
+
+
+def slowest(files: Iterable[Path], count: int = 10) -> list[tuple[str, float]]:
+    """The modules whose tests took longest, over all runs that pytest reported, in seconds."""
+    seconds: Counter[str] = Counter()
+    for file in files:
+        for case in ElementTree.parse(file).iter("testcase"):
+            names = case.get("classname", "").split(".")
+            seconds[".".join(names[:2])] += float(case.get("time", 0))
+    return seconds.most_common(count)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--all", action="store_true", help="plan all modules")
+    chosen.add_argument("--reach", metavar="MODULE", help="list what a module reaches")
+    chosen.add_argument(
+        "--record", nargs="*", metavar="MODULE", help="write hashes, of all or some"
+    )
+    chosen.add_argument("--slowest", nargs="+", type=Path, metavar="FILE", help="of junit files")
+    given = parser.parse_args(arguments)
+    if given.reach:
+        print(*sorted(map(str, reach((ROOT / given.reach).resolve()))), sep="\n")
+    elif given.slowest:
+        for name, seconds in slowest(given.slowest):
+            print(f"{seconds:7.0f} s  {name}")
+    elif given.record is not None:
+        record([(ROOT / name).resolve() for name in given.record] or test_modules())
+    else:
+        found = dict.fromkeys(test_modules(), ["all are wanted"]) if given.all else stale()
+        for module, why in found.items():
+            kinds = "long" if has_long_variants(module) else "default"
+            kinds += " emulated" if is_emulated(module) else ""
+            more = f" and {len(why) - 3} more" if len(why) > 3 else ""
+            print(f"{_relative(module)} ({kinds}): {', '.join(why[:3])}{more}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Shapes of attention over lists, of prompts and of tokens, that the tests of its kernels share.
+
+`CASES` are computed in the interpreter, in the emulator and on a GPU; `LARGE_CASES` on a GPU alone;
+`COMPILED` are compiled for GPUs that need not be there.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+from cases import NUM_LAYERS, Program
+from pairwise import pairwise
+
+from sketchwalk_jax import KernelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionKernelCase:
+    """Attention over lists, of many tokens (`prefill`) or of one per sequence (`decode`).
+
+    Attributes:
+      op: `"prefill"` or `"decode"`.
+      heads: Query heads and key/value heads.
+      lengths: Keys present in each sequence.
+      head_dim: Features per head.
+      lists: `"shared"`, `"kv_head"` or `"head"`.
+      block_size: Tokens per block.
+      row_size: Queries per row of lists in prefill; a block's tokens if left out.
+      first_blocks: Row of each sequence's first query, in prefill. Rows go on to the one of the
+        longest sequence's last key.
+      room: Blocks of the cache beyond the longest sequence, in rows.
+      list_blocks: Capacity `P` of the lists; as many as there are blocks if left out.
+      dtype: Type of queries, keys and values.
+      return_lse: Whether the kernel is to return the log-sum-exp.
+    """
+
+    op: str
+    heads: tuple[int, int]
+    lengths: tuple[int, ...]
+    head_dim: int = 128
+    lists: str = "shared"
+    block_size: int = 64
+    row_size: int | None = None
+    first_blocks: tuple[int, ...] | None = None
+    room: int = 0
+    list_blocks: int | None = None
+    dtype: str = "bfloat16"
+    return_lse: bool = True
+
+    @property
+    def row_tokens(self) -> int:
+        """Queries per row of lists."""
+        return self.row_size or self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        rows = -(-max(self.lengths) // self.row_tokens) + self.room
+        return rows * (self.row_tokens // self.block_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Query blocks, or 1 in decode."""
+        if self.op == "decode":
+            return 1
+        return -(-max(self.lengths) // self.row_tokens) - min(self.first_blocks or (0,))
+
+    @property
+    def num_lists(self) -> int:
+        """Lists per row."""
+        return dict(zip(cases.LIST_KINDS, (1, *self.heads[::-1]), strict=True))[self.lists]
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        lengths = ",".join(map(str, self.lengths[:3])) + (",.." if len(self.lengths) > 3 else "")
+        parts = [self.op, "x".join(map(str, self.heads)), f"H{self.head_dim}", f"T{lengths}"]
+        parts += [self.lists, f"block{self.block_size}", self.dtype]
+        parts += [f"rows{self.row_size}"] if self.row_size else []
+        parts += [f"from{','.join(map(str, self.first_blocks))}"] if self.first_blocks else []
+        parts += [f"room{self.room}"] if self.room else []
+        return "-".join(parts if self.return_lse else [*parts, "nolse"])
+
+    def program(self, kernel: Any, *, kernel_config: KernelConfig | None = None) -> Program:
+        """A kernel as a function of arrays alone, and the shapes of these."""
+        is_prefill = self.op == "prefill"
+        batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
+        tokens = self.num_rows * self.row_tokens if is_prefill else 1
+        lists = (batch, self.num_lists, self.num_rows)
+        keys = self.num_blocks * self.block_size
+        cache = (NUM_LAYERS, batch, keys, num_kv_heads, self.head_dim)
+        floats = [(batch, tokens, num_heads, self.head_dim), cache, cache]
+        integers = [(*lists, self.list_blocks or self.num_blocks), lists, (), (batch,), (batch,)]
+        arguments = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in floats]
+        arguments += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers]
+        static = {
+            "scale": self.head_dim**-0.5,
+            "block_size": self.block_size,
+            "return_lse": self.return_lse,
+            "kernel_config": kernel_config,
+        }
+
+        def attend(query, key, value, ids, counts, layer, kv_lengths, first_block):
+            options = {"layer": layer, "kv_lengths": kv_lengths, **static}
+            arrays = (query, key, value, ids, counts)
+            if is_prefill:
+                options |= {"first_block": first_block, "row_size": self.row_size}
+            out, lse = kernel(*arrays, **options)
+            return (out,) if lse is None else (out, lse)
+
+        return attend, tuple(arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuCase:
+    """A case with the kernels of a GPU.
+
+    Attributes:
+      case: The case.
+      is_hopper: Whether they are Hopper's, or those of every other GPU from Ampere on.
+    """
+
+    case: AttentionKernelCase
+    is_hopper: bool = False
+
+    def __str__(self) -> str:
+        """Names the case in test ids."""
+        return str(self.case)
+
+    def program(self) -> Program:
+        """The kernel as a function of arrays alone, and the shapes of these."""
+        from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
+        from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+
+        if self.case.op == "prefill":
+            return self.case.program(block_sparse_prefill if self.is_hopper else ampere_prefill)
+        return self.case.program(block_sparse_decode_kernel if self.is_hopper else ampere_decode)
+
+
+Prefill = functools.partial(AttentionKernelCase, op="prefill")
+Pages = functools.partial(Prefill, block_size=16, row_size=64)
+Decode = functools.partial(AttentionKernelCase, op="decode")
+
+CASES = (
+    Prefill(heads=(2, 2), lengths=(1,), head_dim=64),
+    Prefill(heads=(2, 1), lengths=(130,)),
+    Prefill(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1),
+    Prefill(heads=(4, 2), lengths=(129,), lists="kv_head", dtype="float16"),
+    Prefill(heads=(4, 2), lengths=(193,), lists="head", head_dim=64, dtype="float16"),
+    Prefill(heads=(7, 1), lengths=(64,)),
+    Prefill(heads=(2, 1), lengths=(300, 200), first_blocks=(3, 1), return_lse=False),
+    Prefill(heads=(2, 1), lengths=(100,), head_dim=96),
+    Prefill(heads=(2, 1), lengths=(300,), block_size=128),
+    Pages(heads=(3, 1), lengths=(65, 390), head_dim=64, room=1),
+    Pages(heads=(4, 2), lengths=(300,), lists="kv_head", dtype="float16"),
+    Pages(heads=(4, 2), lengths=(250,), lists="head", head_dim=64),
+    Pages(heads=(2, 1), lengths=(330, 200), first_blocks=(3, 1), return_lse=False),
+    Pages(heads=(2, 1), lengths=(150,), head_dim=96),
+    Decode(heads=(2, 2), lengths=(1,), head_dim=64),
+    Decode(heads=(4, 1), lengths=(130, 64, 7)),
+    Decode(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1, dtype="float16"),
+    Decode(heads=(14, 2), lengths=(129,), lists="kv_head"),
+    Decode(heads=(4, 2), lengths=(193,), lists="head", return_lse=False),
+    Decode(heads=(8, 1), lengths=(500,), block_size=16),
+    Decode(heads=(2, 1), lengths=(100,), head_dim=96),
+)
+
+LARGE_CASES = (
+    Prefill(heads=(32, 8), lengths=(4096,)),
+    Prefill(heads=(32, 8), lengths=(2048, 1999), head_dim=64),
+    Prefill(heads=(28, 4), lengths=(1500, 37), lists="kv_head"),
+    Prefill(heads=(24, 8), lengths=(1100,), lists="head", dtype="float16"),
+    Prefill(heads=(32, 8), lengths=(4096, 2222), first_blocks=(56, 20), room=8),
+    Decode(heads=(32, 8), lengths=(16384,)),
+    Decode(heads=(28, 4), lengths=(4095, 1, 2048, 777), room=3),
+    Decode(heads=(32, 8), lengths=tuple(range(1, 1025, 8)), head_dim=64),
+    Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="kv_head"),
+    Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="head"),
+)
+
+# The shapes of the table of code for GPUs from Ampere on. Prompts: both head_dims, heads alone and
+# in groups, each kind of list, types in turn. Tokens: lists in one part and in several, of one
+# head, of groups of eight or less and of more.
+CODE_SHAPES = (
+    *(
+        Prefill(
+            heads=heads,
+            lengths=(4096, 4096),
+            head_dim=head_dim,
+            block_size=block_size,
+            row_size=row_size,
+            dtype=("bfloat16", "float16")[(index + head_dim // 64) % 2],
+            return_lse=index != 2,
+        )
+        for head_dim in (64, 128)
+        for heads in ((32, 8), (8, 8))
+        for index, (block_size, row_size) in enumerate(((64, None), (16, 64), (128, None)))
+    ),
+    *(
+        Decode(heads=heads, lengths=lengths, head_dim=head_dim, **lists)
+        for head_dim in (64, 128)
+        for heads, lengths, lists in (
+            ((32, 8), (65536,), {"block_size": 16, "list_blocks": 820}),
+            ((32, 8), (4096,) * 128, {"block_size": 16}),
+            ((28, 4), (16384,) * 4, {"dtype": "float16", "lists": "kv_head", "return_lse": False}),
+            ((32, 2), (16384,) * 4, {"block_size": 128}),
+            ((8, 8), (16384,) * 32, {"lists": "head", "dtype": "float16"}),
+        )
+    ),
+)
+
+
+def _pairs(*groups: int) -> list[AttentionKernelCase]:
+    """Cases in which every two sizes meet that the kernels take."""
+    blocks = ((64, None), (16, 64), (128, None))
+    names = ("lists", "dtype", "head_dim", "return_lse")
+    sizes: Any = (groups, cases.LIST_KINDS, ("bfloat16", "float16"), (128, 64), (True, False))
+    found = []
+    for make, lengths in ((Prefill, ((4096,), (131072,))), (Decode, ((65536,), (4096,) * 128))):
+        for (block_size, row_size), tokens, group, *row in pairwise(blocks, lengths, *sizes):
+            options = {"block_size": block_size, "heads": (group * 4, 4), "list_blocks": 13}
+            options |= {"row_size": row_size} if make is Prefill else {}
+            options |= dict(zip(names, row, strict=True))
+            found.append(make(lengths=tokens, **options))
+    return found
+
+
+def _of_code(op: str, head_dim: int, *heads: tuple[int, int]) -> list[AttentionKernelCase]:
+    return [x for x in CODE_SHAPES if (x.op, x.head_dim) == (op, head_dim) and x.heads in heads]
+
+
+# By GPU. Every size that is taken on Hopper and on the first GPU of the others, where numbers of
+# features other than 64 and 128 are padded. On the other GPUs, what is most at risk: registers,
+# of which Blackwell's assembler takes more, and shared memory, of which 8.6 and 8.9 have least.
+_SHAPES = {
+    "9.0": [
+        *_pairs(1, 3, 4, 7, 8),
+        Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
+        Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
+        Decode(heads=(32, 8), lengths=(4096,), head_dim=96),
+    ],
+    "8.0": [
+        *_pairs(1, 4, 7),
+        Decode(heads=(32, 2), lengths=(4096,)),
+        Pages(heads=(32, 8), lengths=(4096,), head_dim=80),
+    ],
+    "8.6": [*_of_code("prefill", 128, (8, 8))[1:2], *_of_code("decode", 128, (32, 8))],
+    "8.9": _of_code("prefill", 128, (32, 8))[1:2],
+    "10.0": [*_of_code("prefill", 128, (32, 8)), *_of_code("decode", 128, (32, 2))],
+    "12.0": [
+        *_of_code("prefill", 128, (32, 8))[:2],
+        *_of_code("decode", 128, (32, 2)),
+        *_of_code("decode", 64, (32, 8))[:1],
+    ],
+}
+COMPILED = {gpu: [GpuCase(x, gpu == "9.0") for x in shapes] for gpu, shapes in _SHAPES.items()}

@@ -1,0 +1,200 @@
+"""The kernel that quantises keys, beside plain JAX.
+
+In the interpreter, as compiled, or on a Hopper GPU.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference.recommended import coded_block, slow_channels
+from test_prompt_selection_kernels import KERNELS, SIZE
+from variants import slow_unless
+
+from sketchwalk_jax.cached_layer import observe_layer
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.block_codes import LayerCodes
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+
+pytestmark = pytest.mark.interpreted
+
+# Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).
+OBSERVED = {
+    "one piece": (2, 64, "bfloat16", [(3 * SIZE + 5, 4 * SIZE, 0)]),
+    "pieces": (1, 128, "bfloat16", [(70, SIZE, 3), (2 * SIZE, SIZE, 130), (200, 4 * SIZE, 131)]),
+    "half precision": (3, 64, "float16", [(5, 4 * SIZE - 1, 60), (9, 4 * SIZE, SIZE)]),
+}
+
+
+def observed_keys(kv_heads, head_dim, dtype, kind):
+    rng = np.random.default_rng(head_dim + kv_heads)
+    key = rng.normal(size=(3, 4 * SIZE, kv_heads, head_dim))
+    key += 3.0 * rng.normal(size=(1, 1, kv_heads, head_dim))
+    if kind == "hostile":
+        slow = head_dim // 4
+        key[0, 2, 0, slow], key[0, 67, 0, -1], key[1, 5, 0, slow] = np.nan, np.inf, -np.inf
+        key[1, 7, 0, 0] = np.nan  # a fast channel, which does not count
+        key[1, SIZE : 2 * SIZE] = np.nan
+        key[1, 2 * SIZE : 3 * SIZE, :, slow] = 0.25
+        key[1, 3 * SIZE :] *= np.logspace(-12, 4, SIZE)[:, None, None]
+        key[2, :SIZE] = np.round(key[2, :SIZE] * 2.0) / 2.0  # halves between codes
+        key[2, SIZE, :, slow], key[2, SIZE + 1 : 2 * SIZE, :, slow] = 14.0, 0.0
+    with np.errstate(over="ignore"):  # to infinity
+        return np.asarray(key, np.float32).astype(jnp.dtype(dtype))
+
+
+def piece(key, starts, ends):
+    """A span on block boundaries from `starts` to `ends`, and its keys; padding is NaN."""
+    first = starts // SIZE
+    width = max(1, int((-(-ends // SIZE) - first).max())) * SIZE
+    place = first[:, None] * SIZE + np.arange(width)[None]
+    valid = (place >= starts[:, None]) & (place < ends[:, None])
+    own = np.take_along_axis(key, np.minimum(place, key.shape[1] - 1)[..., None, None], axis=1)
+    own = np.where(valid[..., None, None], own, np.asarray(np.nan, key.dtype))
+    first, ends = (jnp.asarray(x, jnp.int32) for x in (first, ends))
+    return jnp.asarray(own), Span(first, jnp.asarray(valid), ends, ends)
+
+
+def assert_same_codes(found, wanted, lengths):
+    for name in ("code", "centre", "step"):
+        a, b = (np.asarray(getattr(x, name)).astype(np.float32) for x in (found, wanted))
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    a, b = (np.asarray(x.unfinished, np.float32) for x in (found, wanted))
+    size = a.shape[1]
+    is_there = (np.arange(size)[None] < (lengths % size)[:, None])[..., None, None]
+    np.testing.assert_array_equal(np.where(is_there, a, 0.0), np.where(is_there, b, 0.0))
+
+
+@jax.jit
+def beside_centres(codes):
+    return codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
+
+
+def assert_codes_of_host(codes, key, lengths, maker):
+    """On the host no compiler has a hand in what is rounded."""
+    slow = slow_channels(key.shape[-1])
+    found = np.asarray(beside_centres(codes))
+    found, centre = found.reshape(len(key), -1, SIZE, *found.shape[2:]), np.asarray(codes.centre)
+    for batch, length in enumerate(lengths):
+        for block, begin in enumerate(range(0, length, SIZE)):
+            for head in range(key.shape[2]):
+                keys = key[batch, begin : min(begin + SIZE, length), head][:, slow]
+                middle, wanted = coded_block(keys)
+                where = f"{maker}, sequence {batch}, block {block}, head {head}"
+                own = centre[batch, block, head].astype(np.float32)
+                np.testing.assert_array_equal(own, middle, err_msg=f"centre, {where}")
+                wanted = np.full(keys.shape, np.nan) if wanted is None else wanted
+                own = found[batch, block, : len(keys), head]
+                np.testing.assert_array_equal(own, wanted, err_msg=f"beside it, {where}")
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "kernel_config"))
+def observe(policy, key, codes, span, *, kernel_config):
+    return policy.observe(key, key, codes, span=span, kernel_config=kernel_config)
+
+
+@pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
+@pytest.mark.parametrize("case", slow_unless("one piece".__eq__, OBSERVED))
+def test_codes_are_those_of_plain_jax(case, kind):
+    kv_heads, head_dim, dtype, calls = OBSERVED[case]
+    key = observed_keys(kv_heads, head_dim, dtype, kind)
+    policy = SketchWalkConfig.recommended_blocks()
+    shape = LayerShape(kv_heads, kv_heads, head_dim, jnp.dtype(dtype))
+    found = wanted = policy.init_statistics(shape, batch=3, num_blocks=4)
+    starts = np.zeros(3, int)
+    for ends in map(np.array, calls):
+        ends = np.maximum(ends, starts)
+        own, span = piece(key, starts, ends)
+        found, wanted = (
+            observe(policy, own, one, span, kernel_config=kernel_config)
+            for one, kernel_config in ((found, KERNELS), (wanted, None))
+        )
+        assert_codes_of_host(wanted, key, ends, "plain JAX")
+        assert_codes_of_host(found, key, ends, "kernel")
+        assert_same_codes(found, wanted, ends)
+        starts = ends
+
+
+@pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
+@pytest.mark.parametrize("head_dim", slow_unless((64).__eq__, [64, 128]))
+def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
+    key, policy = (
+        observed_keys(2, head_dim, "bfloat16", kind),
+        SketchWalkConfig.recommended_blocks(),
+    )
+    shape = LayerShape(2, 2, head_dim, jnp.bfloat16)
+    found = policy.init_statistics(shape, batch=3, num_blocks=4)
+    starts = np.array([60, 2 * SIZE, 0])
+    own, span = piece(key, np.zeros(3, int), starts)
+    found = wanted = observe(policy, own, found, span, kernel_config=None)
+    for turn in range(6):
+        active = np.array([True, True, turn % 2 == 0])
+        own = key[np.arange(3), starts][:, None]
+        own = np.where(active[:, None, None, None], own, np.asarray(np.nan, own.dtype))
+        span = Span.of_tokens(jnp.asarray(starts, jnp.int32), SIZE, jnp.asarray(active))
+        found, wanted = (
+            observe(policy, jnp.asarray(own), one, span, kernel_config=kernel_config)
+            for one, kernel_config in ((found, KERNELS), (wanted, None))
+        )
+        starts = starts + active
+        assert_codes_of_host(wanted, key, starts, "plain JAX")
+        assert_codes_of_host(found, key, starts, "kernel")
+        assert_same_codes(found, wanted, starts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [2 * SIZE, 1])
+def test_codes_of_one_layer_leave_the_others_alone(tokens):
+    key, policy = observed_keys(2, 64, "bfloat16", "random"), SketchWalkConfig.recommended_blocks()
+    shape = LayerShape(2, 2, 64, jnp.bfloat16)
+    one = policy.init_statistics(shape, batch=3, num_blocks=4)
+    rng = np.random.default_rng(0)
+    before = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(0, 99, (3, *x.shape))).astype(x.dtype), one
+    )
+    ends = np.array([tokens, tokens, 1])
+    own, span = piece(key, np.zeros(3, int), ends)
+    if tokens == 1:
+        own, span = own[:, :1], Span.of_tokens(jnp.asarray(ends - 1, jnp.int32), SIZE)
+
+    @functools.partial(jax.jit, static_argnames="kernel_config")
+    def observe_second(statistics, *, kernel_config):
+        where = {"index": jnp.asarray(1, jnp.int32), "span": span, "policy": policy}
+        one, stacked = observe_layer(statistics, own, own, **where, kernel_config=kernel_config)
+        return one.take() if isinstance(one, LayerCodes) else one, stacked
+
+    found, wanted = (observe_second(before, kernel_config=one) for one in (KERNELS, None))
+    found, wanted, before = jax.device_get((found, wanted, before))
+    assert_same_codes(found[0], wanted[0], ends)
+    for layer in range(3):
+        take = functools.partial(jax.tree.map, operator.itemgetter(layer))
+        assert_same_codes(take(found[1]), take(wanted[1]), ends)
+    np.testing.assert_array_equal(
+        np.asarray(found[1].unfinished[::2], np.float32),
+        np.asarray(before.unfinished[::2], np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "size"),
+    [(jnp.float32, 64, 64), (jnp.bfloat16, 32, 64), (jnp.bfloat16, 64, 32)],
+)
+def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
+    policy = SketchWalkConfig.recommended_blocks(block_size=size, representatives=4)
+    shape = LayerShape(1, 1, head_dim, dtype)
+    codes = policy.init_statistics(shape, batch=1, num_blocks=2)
+    key = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2 * size, 1, head_dim)), dtype)
+    end = jnp.array([2 * size], jnp.int32)
+    span = Span(jnp.zeros_like(end), jnp.ones((1, 2 * size), bool), end, end)
+    stacked = jax.tree.map(lambda x: x[None], codes)
+    layer = jnp.zeros((), jnp.int32)
+    for kernel_config in (KERNELS, None):
+        where = {"layer": layer, "span": span, "kernel_config": kernel_config}
+        assert policy.in_place.observe(key, stacked, **where) is None
+    found, wanted = (
+        observe(policy, key, codes, span, kernel_config=one) for one in (KERNELS, None)
+    )
+    assert_same_codes(found, wanted, np.array([2 * SIZE]))

@@ -1,0 +1,26 @@
+"""The kernels that select by the recommended policy compile without spills."""
+
+import page_score_cases
+import pytest
+from compiling import assert_compiled, cases_of, compile_for
+
+KEPT = (  # on every change, prompts and tokens on Hopper and elsewhere
+    ("9.0", "scores 28/4 of 128, 32 queries, 4 pages, 45"),
+    ("9.0", "scores 64/8 of 128, a token, 4 pages, 4096"),
+    ("12.0", "scores 32/8 of 128, 8 queries, 4 pages, 256"),
+    ("12.0", "scores 32/8 of 128, a token, 4 pages, 256"),
+)
+
+
+@pytest.mark.hopper
+@cases_of(page_score_cases.COMPILED, KEPT)
+def test_it_compiles(gpu, case):
+    assert_compiled(compile_for(gpu, f"{page_score_cases.__file__}:{case}"))
+
+
+@pytest.mark.hopper
+def test_between_the_kernels_of_a_prompt_little_is_written():
+    """No score for each key: twice the queries that stand for rows, and what is small beside."""
+    found = compile_for("8.0", f"program {page_score_cases.__file__}:whole_prompt")
+    written = [size for size, _ in found["writes"]]
+    assert max(written) < 20e6 and sum(written) < 80e6

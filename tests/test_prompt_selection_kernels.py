@@ -1,0 +1,355 @@
+"""The kernels that select for a prompt by the recommended policy, beside plain JAX.
+
+In the interpreter, as compiled, or on a Hopper GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from variants import INTERPRET, slow_unless
+
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies import block_codes
+from sketchwalk_jax.policies.base import LayerShape, Span
+from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
+from sketchwalk_jax.precision import LARGEST_LOGIT
+
+pytestmark = pytest.mark.interpreted
+
+KERNELS = KernelConfig(interpret=INTERPRET)
+
+SIZE = 64
+# Heads, key/value heads, channels, queries of a row, rows before the first, tokens after it.
+CASES = {
+    "eight of a row": (2, 1, 64, 4, 0, (9 * SIZE + 5, 3)),
+    "three heads for one": (6, 2, 32, 8, 2, (4 * SIZE, 5 * SIZE - 1)),
+    "several parts and tiles": (4, 1, 32, 16, 1, (4 * SIZE + 1, SIZE)),
+    "many blocks": (1, 1, 32, 8, 63, (2 * SIZE, 3 * SIZE + 9)),
+}
+HOSTILE = ("equal", "nan", "huge", "below")
+
+
+@jax.jit
+def coded(key, lengths):
+    """Codes of the first tokens of each sequence."""
+    batch, tokens, kv_heads, channels = key.shape
+    sizes = {"batch": batch, "num_blocks": tokens // SIZE, "block_size": SIZE}
+    sizes |= {"num_kv_heads": kv_heads, "num_channels": channels}
+    valid = jnp.arange(tokens)[None] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    return BlockCodes.zeros(**sizes, dtype=key.dtype).add(key, span)
+
+
+def draw(case, kind):
+    """Queries, codes, rows and lengths."""
+    heads, kv_heads, channels, count, before, tokens = CASES[case]
+    rng = np.random.default_rng(len(case))
+    num_rows = -(-max(tokens) // SIZE)
+    lengths = np.array(tokens) + before * SIZE
+    num_blocks = before + num_rows
+    shape = (len(tokens), num_rows, count, heads, channels)
+    queries = rng.normal(size=shape) * 2.0
+    key = rng.normal(size=(len(tokens), num_blocks * SIZE, kv_heads, channels))
+    key += 3.0 * rng.normal(size=(1, 1, kv_heads, channels))
+    if kind == "equal":
+        queries[:], key[:] = queries[:1, :1, :1], key[:, :1]
+    if kind == "nan":
+        queries[0, 1, 0, 0, 3] = queries[0, 0] = np.nan
+        key[0, SIZE : 2 * SIZE] = np.nan
+        key[-1, 5, 0, 2] = np.inf
+    if kind == "huge":
+        key[0, 7] *= 1e20
+        queries[0, 1] *= 1e18  # products that float32 does not hold, and
+        queries[0, 2] *= 1e12  # those that it holds, both beyond what counts
+    if kind == "below":  # each channel is large in one key: all products beside a centre are < 0
+        queries = np.abs(queries)
+        for channel in range(channels):
+            key[:, channel % SIZE :: SIZE, :, channel] += 30.0
+    lengths = jnp.asarray(lengths, jnp.int32)
+    codes = coded(jnp.asarray(key, jnp.bfloat16), lengths)
+    rows = np.arange(before, before + num_rows, dtype=np.int32)[None]
+    rows = jnp.asarray(np.broadcast_to(rows, (len(tokens), num_rows)))
+    return jnp.asarray(queries, jnp.bfloat16), codes, rows, lengths
+
+
+@functools.partial(jax.jit, static_argnames="kernel_config")
+def run(queries, codes, rows, lengths, *, kernel_config):
+    return block_scores(
+        queries, codes, rows, kv_lengths=lengths, scale=0.2, exponent=4, kernel_config=kernel_config
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drawn",
+    [*((case, "random") for case in CASES), *(("three heads for one", one) for one in HOSTILE)],
+    ids=": ".join,
+)
+def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
+    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
+    drawn = draw(*drawn)
+    found, wanted = (np.asarray(run(*drawn, kernel_config=one)) for one in (KERNELS, None))
+    _, _, rows, lengths = drawn
+    is_row = np.asarray(rows * SIZE < lengths[:, None])[..., None]
+    assert np.isfinite(found).all()
+    # The largest products have the 11 bits of float16, and tensor cores add eight bits in few more.
+    bound = {"rtol": 5e-3, "atol": 1e-6} if KERNELS.interpret else {"rtol": 5e-2, "atol": 1e-3}
+    np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **bound)
+
+
+PAGES = 4
+OF_PAGE = SIZE // PAGES
+# Case, what is drawn, blocks before each sequence's first row.
+SHARES_CASES = [
+    ("eight of a row", "random", (0, 0)),
+    ("three heads for one", "nan", (2, 0)),
+    ("three heads for one", "huge", (0, 2)),
+    ("three heads for one", "below", (2, 2)),
+    ("several parts and tiles", "random", (1, 1)),
+    ("a row of two warpgroups", "nan", (0, 1)),
+    ("sixteen of a row", "equal", (1, 0)),
+    ("many blocks", "random", (63, 50)),
+]
+CASES_OF_PAGES = CASES | {
+    "a row of two warpgroups": (4, 1, 64, 16, 1, (2 * SIZE + 17, SIZE + 16)),
+    "sixteen of a row": (4, 2, 64, 7, 1, (3 * SIZE, 2 * SIZE + 50)),
+}
+
+
+def peaks_of_pages(query, factor, codes, lengths, *, of_magnitudes=False):
+    """The first kernel's results: products of queries `[B K M C]` in eight bits, in float16.
+
+    With `of_magnitudes`, how large the sums of a product can be on the way.
+    """
+    key = codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
+    is_key = jnp.arange(key.shape[1])[None] < lengths[:, None]
+    small = (query.astype(jnp.float32) / factor[..., None]).astype(jnp.float16)
+    given = [np.asarray(x, np.float64) for x in (small.astype(jnp.float8_e4m3fn), key)]
+    given = [np.abs(x) for x in given] if of_magnitudes else given
+    products = np.einsum("bkmc,bskc->bkms", *given)
+    products = np.where(np.asarray(is_key)[:, None, None], products, -np.inf)
+    peaks = products.reshape(*products.shape[:3], -1, OF_PAGE).max(axis=-1)
+    peaks = np.where(np.isinf(peaks), np.nan, peaks)  # of a page without a key
+    return np.swapaxes(peaks.astype(np.float16), 2, 3)
+
+
+def shares_of_pages(peaks, factor, query, codes, first_row, *, per_row, scale, exponent):
+    """Sums of powers of the shares of pages, `[B I P]`, and which of them rows see."""
+    batch, kv_heads, num_pages, num_queries = peaks.shape
+    row = np.asarray(first_row)[:, None] + np.arange(num_queries // per_row)
+    is_seen = np.arange(num_pages) < PAGES * (row + 1)[..., None]
+    with np.errstate(all="ignore"):
+        shared = np.einsum(
+            "bkmc,bjkc->bkjm", *(np.asarray(x, np.float64) for x in (query, codes.centre))
+        )
+        shared = shared.repeat(PAGES, axis=2).astype(np.float32)
+        logits = peaks.astype(np.float32) * np.asarray(factor)[:, :, None] + shared
+        logits = logits.reshape(batch, kv_heads, num_pages, -1, per_row).astype(np.float64) * scale
+        counts = is_seen.swapaxes(1, 2)[:, None, ..., None] & (np.abs(logits) < LARGEST_LOGIT)
+        logits = np.where(counts, logits, -1e300)
+        shares = np.exp(logits - logits.max(axis=2, keepdims=True))
+        shares = np.where(counts, shares / shares.sum(axis=2, keepdims=True), 0.0)
+    return (shares**exponent).sum(axis=(1, 4)).swapaxes(1, 2), is_seen
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "exponent"))
+def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
+    """Runs the kernels on queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
+    from sketchwalk_jax.pallas_kernels import block_scores as kernel
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+    batch, num_rows, count, heads, channels = queries.shape
+    num_blocks, kv_heads = codes.centre.shape[1:3]
+    wanted = count * heads // kv_heads
+    per_row = kernel.queries_per_row(wanted)
+    more_rows = -num_rows % (kernel.TILE // np.gcd(kernel.TILE, per_row))
+    own = jnp.moveaxis(queries.reshape(batch, num_rows, count, kv_heads, -1, channels), 3, 1)
+    own = own.reshape(batch, kv_heads, num_rows, wanted, channels)
+    own = jnp.pad(own, ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0)))
+    own = own.reshape(batch, kv_heads, -1, channels)
+    where = {"pages": PAGES, "interpret": KERNELS.interpret}
+    stack = codes.as_layer().stack
+    key = block_residuals_kernel(
+        stack.code, stack.step, layer=jnp.int32(0), lengths=lengths, **where
+    )
+    where |= {"first_row": first_row, "per_row": per_row}
+    peaks, factor = kernel.block_peaks_kernel(own, key, wanted=wanted, **where)
+    more = ((0, 0), (0, -num_blocks % kernel.STEP), (0, 0), (0, 0))
+    found = kernel.block_scores_kernel(
+        peaks, factor, own, jnp.pad(codes.centre, more), scale=scale, exponent=exponent, **where
+    )
+    assert found.shape[2:] == (-(-per_row // 32), own.shape[2] // per_row, peaks.shape[2])
+    found = found[..., : PAGES * num_blocks].sum(axis=(1, 2))
+    return peaks[:, :, : PAGES * num_blocks], factor, own, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", SHARES_CASES)
+def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
+    case, kind, first_row = drawn
+    monkeypatch.setitem(CASES, case, CASES_OF_PAGES[case])
+    queries, codes, rows, lengths = draw(case, kind)
+    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are behind the end
+    first_row = jnp.array(first_row, jnp.int32)
+    lengths, how = lengths.astype(jnp.int32), {"scale": 0.2, "exponent": 4}
+    run_all = functools.partial(run_pages, queries, codes, first_row, lengths, **how)
+    peaks, factor, query, found = run_all()
+    wanted, found = peaks_of_pages(query, factor, codes, lengths), np.asarray(found)
+    per_row = query.shape[2] // found.shape[1]
+    row = np.asarray(first_row)[:, None] + np.arange(query.shape[2]) // per_row
+    is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
+    is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
+    peaks = np.where(is_written, np.asarray(peaks), 0.0)
+    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
+    np.testing.assert_allclose(peaks, np.where(is_written, wanted, 0.0), rtol=2**-10, atol=2**-9)
+    wanted, is_seen = shares_of_pages(
+        peaks, factor, query, codes, first_row, per_row=per_row, **how
+    )
+    # Nothing reads rows behind the last block, whose logits of pages are those of no key.
+    is_seen &= (row[:, ::per_row] < codes.centre.shape[1])[..., None]
+    found, again = (np.where(is_seen, x, 0.0) for x in (found, np.asarray(run_all()[3])))
+    np.testing.assert_array_equal(found, again)
+    assert np.isfinite(found).all() and (kind != "random" or found.max() > 0.1)
+    # The kernels take powers below float32's smallest normal number, 1e-38, for zero.
+    is_cpu = jax.default_backend() == "cpu"
+    bound = {"rtol": 1e-3, "atol": 1e-6} if is_cpu else {"rtol": 1e-2, "atol": 1e-37}
+    np.testing.assert_allclose(found, np.where(is_seen, wanted, 0.0), **bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "size"),
+    [(jnp.float32, 64, 64), (jnp.bfloat16, 16, 64), (jnp.bfloat16, 64, 32)],
+)
+def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
+    codes = BlockCodes.zeros(
+        batch=1, num_blocks=4, block_size=size, num_kv_heads=1, num_channels=channels, dtype=dtype
+    )
+    queries = jnp.ones((1, 4, 2, 2, channels), dtype)
+    rows, lengths = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([4 * size], jnp.int32)
+    found = run(queries, codes, rows, lengths, kernel_config=KERNELS)
+    np.testing.assert_array_equal(found, run(queries, codes, rows, lengths, kernel_config=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(3, 32), (2, 64)])
+def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
+    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+
+    kv_heads, channels = size
+    layers, layer, batch, blocks = 3, 1, 2, 5
+    rng = np.random.default_rng(kv_heads)
+    shape = (layers, batch, blocks, kv_heads, SIZE, channels // 2)
+    high, low = rng.integers(-7, 8, size=(2, *shape))
+    code = jnp.asarray((high << 4 | low & 15) & 255, jnp.uint8)
+    step = rng.integers(block_codes.MIN_STEP, block_codes.MAX_STEP + 1, size=(*shape[:3], *size))
+    step[:, 1, 3:] = block_codes.NO_KEY
+    step = jnp.asarray(step, jnp.int8)
+    lengths = jnp.array([blocks * SIZE - 3, 2 * SIZE + 1], jnp.int32)
+    found = block_residuals_kernel(
+        code, step, layer=jnp.int32(layer), lengths=lengths, interpret=KERNELS.interpret
+    )
+    assert found.dtype == jnp.float8_e4m3fn
+    # In the place of a token that is not there, the first of its block.
+    place = jnp.arange(blocks * SIZE, dtype=jnp.int32).reshape(1, blocks, SIZE)
+    is_key = (place < lengths[:, None, None])[:, :, None, :, None]
+    own = jnp.where(is_key, code[layer], code[layer][:, :, :, :1])
+    nothing = jnp.zeros((batch, blocks, *size))
+    codes = BlockCodes(own, nothing, step[layer], nothing[:, :, None])
+    wanted = codes.residual(jnp.int32(0), blocks, jnp.bfloat16)
+    assert not np.isfinite(wanted).all()
+    # In lines of several keys: those of a group of eight blocks below each other, then beside.
+    assert found.shape[1:] == (kv_heads, 1, 4 * channels, 128)
+    found = found.astype(jnp.float32).reshape(batch, kv_heads, 4 * channels, -1, channels)
+    found = found.transpose(0, 3, 2, 1, 4).reshape(batch, -1, kv_heads, channels)
+    np.testing.assert_array_equal(found[:, : blocks * SIZE], wanted.astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(64, 8), (128, 5)])
+def test_representatives_are_those_of_plain_jax(size):
+    head_dim, count = size
+    query = np.random.default_rng(0).normal(size=(3, 3 * SIZE, 3, head_dim)).astype(np.float32)
+    query[0, 5, 1, head_dim // 4] = np.nan
+    query[0, 70, 2, head_dim // 2 - 1] = np.inf
+    query[1, SIZE : 2 * SIZE] = query[1, SIZE]  # all equal
+    begin, end = np.array([3, 0, 0]), np.array([150, 3 * SIZE, 2 * SIZE + 2])
+    column = np.arange(3 * SIZE)[None]
+    valid = jnp.asarray((column >= begin[:, None]) & (column < end[:, None]))
+    query = jnp.asarray(query, jnp.bfloat16)
+    represent = jax.jit(
+        SketchWalkConfig.recommended_blocks().represent,
+        static_argnums=2,
+        static_argnames="kernel_config",
+    )
+    found, wanted = (
+        np.asarray(represent(query, valid, count, kernel_config=one), np.float32)
+        for one in (KERNELS, None)
+    )
+    np.testing.assert_allclose(found, wanted, atol=2**-8 * np.abs(wanted).max())
+
+
+PROMPT_POLICIES = {
+    "blocks": SketchWalkConfig.recommended_blocks(density=0.6, min_tokens=192),
+    # The first rows have more representatives than the others, all in one call.
+    "pages": SketchWalkConfig.recommended(
+        density=0.5, min_tokens=96, early_representatives=((128, 16),)
+    ),
+}
+
+
+def prompt_selection(policy):
+    """A function of `kernel_config` that selects for a prompt, one that is drawn."""
+    rng = np.random.default_rng(0)
+    heads, kv_heads, head_dim, blocks = 4, 2, 64, 9
+    tokens = blocks * SIZE
+    query, key = (
+        jnp.asarray(rng.normal(size=(1, tokens, count, head_dim)) * 2.0, jnp.bfloat16)
+        for count in (heads, kv_heads)
+    )
+    lengths = jnp.array([tokens - 9], jnp.int32)
+    valid = jnp.arange(tokens)[None] < lengths[:, None]
+    span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+    shape = LayerShape(heads, kv_heads, head_dim, jnp.bfloat16)
+    empty = policy.init_statistics(shape, batch=1, num_blocks=blocks)
+    walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
+
+    def select(*, kernel_config):
+        codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
+        # The second of two layers, where it lies.
+        stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
+        codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
+        return policy.select(
+            query, key[None], codes, walk, layer=layer, span=span, kernel_config=kernel_config
+        )[0]
+
+    return select
+
+
+def assert_selected_alike(found, wanted):
+    """The same lists but for near ties."""
+    np.testing.assert_array_equal(found.counts, wanted.counts)
+    assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
+    counts = np.asarray(wanted.counts)[0, 0]
+    pairs = [np.asarray(one.ids)[0, 0] for one in (found, wanted)]
+    common = [len({*x[:n]} & {*y[:n]}) for x, y, n in zip(*pairs, counts, strict=True)]
+    assert sum(common) > 0.95 * counts.sum()
+
+
+@pytest.mark.parametrize("name", slow_unless("pages".__eq__, PROMPT_POLICIES))
+def test_a_prompt_is_selected_alike(name):
+    select = jax.jit(prompt_selection(PROMPT_POLICIES[name]), static_argnames="kernel_config")
+    found, wanted = (select(kernel_config=one) for one in (KERNELS, None))
+    assert_selected_alike(found, wanted)
+
+
+def test_warpgroups_ask_for_no_more_registers_than_there_are():
+    """Who asked for more would wait for it forever, on a GPU alone."""
+    from sketchwalk_jax.pallas_kernels import ops
+
+    with pytest.raises(ValueError, match="at most 480 registers, got 40 and 112"):
+        ops.share_registers(40, 112, num_computing=4, is_loader=True)

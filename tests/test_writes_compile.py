@@ -1,0 +1,24 @@
+"""The kernels that quantise keys and write tokens compile without spills."""
+
+import pytest
+import write_cases
+from compiling import assert_compiled, cases_of, compile_for
+
+KEPT = (  # on every change, prompts and tokens
+    ("9.0", "codes 8 of 128, 256 rows, 1, bfloat16"),
+    ("9.0", "token coded and written, 8 of 128, 1, bfloat16"),
+)
+
+
+@pytest.mark.hopper
+@cases_of(write_cases.COMPILED, KEPT)
+def test_it_compiles(gpu, case):
+    assert_compiled(compile_for(gpu, f"{write_cases.__file__}:{case}"))
+
+
+@pytest.mark.hopper
+@pytest.mark.slow
+def test_plain_jax_codes_keys_beside_the_centre_that_is_kept():
+    """XLA rounds it to bfloat16; after a mere conversion its programs would go on unrounded."""
+    found = compile_for("9.0", f"program {write_cases.__file__}:plain_codes")
+    assert (8, 7) in map(tuple, found["roundings"])
