@@ -561,15 +561,16 @@ def main() -> None:
     rows: list[dict[str, str | float]] = []
     if given.out and given.out.exists():
         rows = json.loads(given.out.read_text(encoding="utf-8"))
-    if "SKETCHWALK_HOPPER_PYTHON" not in os.environ:
+    known = {row["name"] for row in rows}
+    left = [fault for fault in chosen if fault.name not in known]
+    if left and "SKETCHWALK_HOPPER_PYTHON" not in os.environ:
         print("SKETCHWALK_HOPPER_PYTHON is not set: no kernel runs as compiled")
     with tempfile.TemporaryDirectory() as shared:
         source, programs = Path(shared, "source"), Path(shared, "programs")
         source.mkdir()
-        record(source)
-        for fault in chosen:
-            if any(row["name"] == fault.name for row in rows):
-                continue
+        if left:
+            record(source)
+        for fault in left:
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 test, remark = find(fault, Copy(source, Path(folder), fault, programs))

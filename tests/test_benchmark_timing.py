@@ -91,6 +91,22 @@ def test_a_first_call_that_takes_long_counts_itself(load, monkeypatch):
     assert (found["median"], found["repeats"], len(calls)) == (10.0, 3, 5)
 
 
+def test_what_has_begun_to_compile_ends_before_anything_is_timed(load):
+    """Also when its time is up."""
+    common = load("common")
+    begun, ended = threading.Event(), []
+
+    def make():
+        begun.set()
+        time.sleep(0.2)
+        ended.append(True)
+
+    with common.Compiling(seconds=0.0) as compiling:
+        compiling.submit(make)
+        begun.wait()
+    assert ended == [True]
+
+
 def test_what_is_not_compiled_in_time_is_left_out(load):
     """What has begun by then is waited for, as nothing can be timed before it ends."""
     common, may_end, begun = load("common"), threading.Event(), threading.Event()

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import quality_rows
+import tiny
 from evaluation_samples import samples
 
 from sketchwalk_jax.cache import Density
@@ -140,6 +141,25 @@ def test_file_of_another_evaluation_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError, match="must hold results of an evaluation; pass --overwrite"):
         ResultsFile(path, meta)
+
+
+def test_rows_are_continued_with_the_plan_they_were_measured_with(tmp_path):
+    meta = {"seed": 0, "wall_s": 1.0}
+    plan = tiny.plan((0.1, 0.2), (1.0, 0.5))
+    other = tiny.plan((0.1, 0.2), (1.0, 0.4))
+    path = tmp_path / "quality.json"
+    for was in (None, plan):
+        settings = None if was is None else {"plan": was.short_hash}
+        row = dict.fromkeys(ROW_FIELDS) | {"policy": "sketchwalk", "preset": "recommended"}
+        write_results(path, meta, [row | {"settings": settings}])
+        file = ResultsFile(path, meta)
+        for now in (None, plan, other):
+            rule = Rule("sketchwalk", "recommended", 0.2).with_plan(now)
+            if now == was:
+                file.check_plan(rule)
+            else:
+                with pytest.raises(ValueError, match="with the model's plan of now"):
+                    file.check_plan(rule)
 
 
 def read(meta, rows) -> Results:

@@ -173,7 +173,9 @@ def test_a_cache_goes_on_with_another_density(weights):
 @pytest.mark.parametrize("name", ["prefill", "decode_step", "generate"])
 def test_a_cache_is_not_used_twice(weights, name):
     cache = made()
-    prefill(weights, TOKENS, cache, **OPTIONS)
+    _, later = prefill(weights, TOKENS, cache, **OPTIONS)
+    decode_step(weights, TOKENS[:, 0], later, **OPTIONS)
+    assert "donated" in repr(later)
     calls = {
         "prefill": lambda: prefill(weights, TOKENS, cache, **OPTIONS),
         "decode_step": lambda: decode_step(weights, TOKENS[:, 0], cache, **OPTIONS),

@@ -1,5 +1,6 @@
 """What ARCHITECTURE.md promises: what is bit-equal, what is equal to a tolerance, which rows."""
 
+import dataclasses
 import threading
 
 import jax
@@ -20,6 +21,7 @@ from sketchwalk_jax import (
     prefill,
     stream,
 )
+from sketchwalk_jax.calls import prompt_rows
 from sketchwalk_jax.selection import select_blocks
 
 LENGTHS = (100, 37, 64)
@@ -251,6 +253,14 @@ def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chu
     assert (counts[:, 0] > 0).all() and (counts[:, 1, : rows(20, used)] > 0).all()
     assert (counts[:, 1, rows(20, used) :] == 0).all()
     assert (ids[:, 1, rows(20, used) :] == CAPACITY // SIZE).all()
+
+
+def test_rows_are_those_of_the_sequence_that_touches_most_blocks():
+    cache = init_cache(MODEL, CONFIGS["paper"], batch=2, max_tokens=CAPACITY)
+    cache = dataclasses.replace(cache, lengths=jnp.array([SIZE - 1, 0], jnp.int32))
+    for lengths, wanted in (((1, SIZE), 1), ((2, SIZE), 2), ((1, SIZE + 1), 2)):
+        tokens = np.zeros((2, max(lengths)), np.int32)
+        assert prompt_rows(tokens, np.array(lengths), cache, SIZE) == wanted
 
 
 @pytest.mark.parametrize("function", ["generate", "stream", "jit"])

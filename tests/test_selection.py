@@ -152,6 +152,25 @@ def test_attended_pairs_equal_a_count_of_pairs(length, offset, seed):
     np.testing.assert_allclose(pairs[0], np.mean(expected), **tolerance("density"))
 
 
+@given(length=st.integers(1, 160), offset=st.integers(0, 159), seed=st.integers(0, 99))
+def test_attended_pairs_of_pages_equal_a_count_of_pairs(length, offset, seed):
+    """Rows of 16 queries list pages of 8 keys, among them those that the row itself holds."""
+    offset, rng = min(offset, length - 1), np.random.default_rng(seed)
+    row = np.arange(10)[:, None]
+    mask = (rng.random((1, 3, 10, 20)) < 0.5) & (np.arange(20) < 2 * row + 2)
+    ids, counts = cases.pack_lists(mask, padding=20)
+    ids = np.pad(ids, ((0, 0),) * 3 + ((0, 20 - ids.shape[-1]),), constant_values=20)
+    first = np.maximum(np.arange(10) * 16, offset)
+    num = np.clip(np.minimum(np.arange(1, 11) * 16, length) - first, 0, 16)
+    pairs = attended_pairs(
+        BlockSelection(jnp.asarray(ids), jnp.asarray(counts), 8, row_size=16),
+        np.asarray(first, np.int32)[None],
+        np.asarray(num, np.int32)[None],
+    )
+    seen = np.tril(mask.repeat(16, 2).repeat(8, 3))[0, :, offset:length]
+    np.testing.assert_allclose(pairs[0], seen.sum((1, 2)).mean(), **tolerance("density"))
+
+
 @pytest.mark.parametrize("density", [0.03, 0.2, 0.55, 1.0])
 def test_measured_density_is_within_one_block_per_row_of_nominal(density):
     config = SketchWalkConfig.one_hop(block_size=16, dense_layers=0, density=density)

@@ -188,7 +188,7 @@ PAGE_CASES = [
     (TOKEN_SHAPES[3], "random", 17 * SIZE + 21),
     (TOKEN_SHAPES[4], "equal", 17 * SIZE + 50),
     ((8, 1, 64, 19), "random", 17 * SIZE + 21),
-    ((3, 3, 128, 150), "random", 130 * SIZE + 47),
+    ((3, 3, 64, 150), "random", 130 * SIZE + 47),
 ]
 
 
@@ -291,13 +291,12 @@ def test_pages_are_scored_and_listed(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PAGE_CASES[:4], ids=str)
-def test_pages_are_scored_by_many_programs_and_listed(case, monkeypatch):
+def test_pages_are_scored_by_many_programs_and_listed(monkeypatch):
     from sketchwalk_jax.pallas_kernels import token_lists
 
     monkeypatch.setattr(token_lists, "_MOST_BYTES", 0)
     jax.clear_caches()
-    shape, kind, second = case
+    shape, kind, second = PAGE_CASES[1]
     check_pages(draw_token(*shape, kind, pages=PAGES, second=second))
     jax.clear_caches()
 

@@ -20,7 +20,7 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path: Path):
     tensors = write_checkpoint(tmp_path)
     rename(tensors, "model.layers.0.self_attn.q_proj.weight", "model.layers.0.attn.wq.weight")
     rename(tensors, "model.norm.weight", "norm.weight")
-    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 32), np.float32)
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((32, 64), np.float32)
     tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((32, 64), np.int8)
     write_tensors(tmp_path, tensors)
     with pytest.raises(ValueError, match=r"must fit its config\.json") as raised:
@@ -28,7 +28,7 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path: Path):
     message = str(raised.value)
     assert "2 tensors missing: model.layers.0.self_attn.q_proj.weight; model.norm.weight" in message
     assert "2 tensors unknown: model.layers.0.attn.wq.weight; norm.weight" in message
-    assert "model.layers.1.mlp.up_proj.weight must be (64, 32), got (3, 32)" in message
+    assert "model.layers.1.mlp.up_proj.weight must be (64, 32), got (32, 64)" in message
     assert (
         "model.layers.1.mlp.down_proj.weight must be one of F64, F32, F16, BF16, got I8" in message
     )

@@ -199,6 +199,7 @@ def generate(
         # With all that changes a text; batches and chunks do not.
         settings = about | {
             "model": fingerprint(directory),
+            "weights": weights,
             "settings": changed_fields(config),
             "density": density,
             "chat": chat,
