@@ -163,7 +163,16 @@ def _by_last_name() -> dict[str, list[Path]]:
                 if folder == Path("benchmarks/results"):
                     continue
                 found.setdefault(folder.name, {}).setdefault(ROOT / folder, []).append(path)
-    return {last: next(iter(paths.values())) for last, paths in found.items() if len(paths) == 1}
+    # A folder of code has an ordinary word for its name, and its files are imported.
+    data = {
+        last: {one: files for one, files in paths.items() if one.is_file() or not _has_code(files)}
+        for last, paths in found.items()
+    }
+    return {last: next(iter(paths.values())) for last, paths in data.items() if len(paths) == 1}
+
+
+def _has_code(files: list[Path]) -> bool:
+    return any(file.suffix == ".py" for file in files)
 
 
 @functools.cache
@@ -315,7 +324,8 @@ def is_emulated(module: Path) -> bool:
 
 def has_long_variants(module: Path) -> bool:
     """Whether a change must run more of the module than the default tests."""
-    return bool(_marks(module) & {"slow", "slow_unless"}) or is_emulated(module)
+    markers = {"slow", "slow_unless", "cases_of"}  # the last one of tests/compiling.py
+    return bool(_marks(module) & markers) or is_emulated(module)
 
 
 def test_modules() -> list[Path]:

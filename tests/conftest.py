@@ -205,16 +205,3 @@ def run_benchmark() -> Callable[..., None]:
         assert done.returncode == 0, done.stdout + done.stderr
 
     return run
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Any]:
-    """Compiles for Hopper, in another environment."""
-    import hopper
-
-    python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
-    if python is None:
-        pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
-    compiler = hopper.Compiler(python)
-    yield compiler
-    compiler.close()

@@ -152,7 +152,7 @@ def as_users_run_it():
     jax.config.update("jax_numpy_dtype_promotion", was)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_waits_for_its_slowest_program(name, load, monkeypatch, tmp_path):

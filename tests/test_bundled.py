@@ -113,7 +113,7 @@ def test_it_finds_the_needle_in_4096_tokens(bundled):
     assert found >= len(samples) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_demo_without_options_shows_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--tokens", "2048", "--json"]) == 0

@@ -188,7 +188,7 @@ def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, 
     assert f"{plan_path(other)} must be the plan of this checkpoint" in err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.unchecked
 def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, run):
     out = tmp_path / "quality.json"

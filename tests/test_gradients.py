@@ -361,7 +361,7 @@ def test_forward_mode_is_refused_by_jax():
         jax.jvp(lambda x: dense_attention(x, x, x), (query,), (query,))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_benchmark_measures_both_passes_and_checks_the_gradients(run_benchmark, tmp_path):
     run_benchmark("gradients.py", "--quick", "--out", tmp_path / "gradients.json")
     results = json.loads((tmp_path / "gradients.json").read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
+pytestmark = [pytest.mark.weekly, pytest.mark.unchecked]
 
 
 def test_the_blocks_run_in_their_order(repository, monkeypatch):

@@ -123,6 +123,7 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
 
 
+@pytest.mark.weekly
 def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
     path = tmp_path / "kernel_tuning.json"
     run_benchmark("kernel_tuning.py", "--quick", "--out", path)
@@ -132,6 +133,7 @@ def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
     assert {"q25", "median", "q75"} <= rows[1]["gain"].keys() and rows[0]["gain"]["median"] == 0
 
 
+@pytest.mark.weekly
 def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path):
     run_benchmark("linear.py", "--quick", "--out", tmp_path / "linear.json")
     rows = json.loads((tmp_path / "linear.json").read_text(encoding="utf-8"))["rows"]
@@ -143,6 +145,7 @@ def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path
     assert max(row["relative_error"] for row in rows) < 5e-3
 
 
+@pytest.mark.weekly
 def test_the_code_of_xla_is_timed_beside_dense_attention(run_benchmark, tmp_path):
     path = tmp_path / "xla_path.json"
     run_benchmark("xla_path.py", "--quick", "--out", path)

@@ -83,8 +83,13 @@ def test_both_files_have_the_same_cells(name):
     assert sources(committed(name)) == sources(cells)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, "slow" if name == "quickstart" else "weekly"))
+        for name in sorted(FIGURES)
+    ],
+)
 def test_runs_top_to_bottom(repository, program_environment, tmp_path, name):
     environment = {key: x for key, x in program_environment.items() if key != "MODEL_DIR"}
     done = subprocess.run(

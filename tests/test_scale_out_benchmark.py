@@ -35,6 +35,7 @@ def modules(monkeypatch):
     return [importlib.import_module(name) for name in ("scale_out", "report")]
 
 
+@pytest.mark.weekly
 def test_parts_are_put_together(path):
     found = json.loads(path.read_text(encoding="utf-8"))
     rows = found["rows"]

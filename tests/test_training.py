@@ -159,7 +159,7 @@ def _promotion_as_elsewhere() -> Iterator[None]:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("_promotion_as_elsewhere")
 def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, monkeypatch):
     from pydoc_data.topics import topics
@@ -193,7 +193,7 @@ def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, mo
     assert metrics["text"]["sha256"] in card and "1 × 1 × 81" in card
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_documented_command_trains(program_environment, text_file: Path, tmp_path: Path):
     command = [sys.executable, TRAINING / "train.py", "--text", text_file, "--out", tmp_path]
     command += "--scale 0.005 --workers 1 --dtype float32 --steps 2,1,1,1,1".split()
