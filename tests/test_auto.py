@@ -147,6 +147,7 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
         assert "prefill dense" in chosen(401, own).reasons[0]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("capability", "expected"), [("8.0", Auto), ("7.5", Auto), ("9.0", None), ("", None)]
 )

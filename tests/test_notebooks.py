@@ -86,7 +86,7 @@ def test_both_files_have_the_same_cells(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=getattr(pytest.mark, "slow" if name == "quickstart" else "weekly"))
+        pytest.param(name, marks=pytest.mark.slow if name == "quickstart" else pytest.mark.weekly)
         for name in sorted(FIGURES)
     ],
 )
