@@ -1,12 +1,14 @@
 """Which test modules a change can break: what their hashes cover, and when they must run again."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import faults
 import pytest
 
 PROJECT = """
@@ -182,3 +184,9 @@ def test_every_module_of_this_project_that_is_named_exists(repository):
     names = {module.stem.removeprefix("test_") for module in checks.test_modules()}
     assert set(checks.EMULATED) <= names
     assert "slow" in checks._marks(repository / "tests" / "test_promises.py")
+
+
+def test_every_fault_can_still_be_made():
+    made = os.environ.get(faults.MADE)  # by the script, whose copy of this test this may be
+    assert faults.wrong_faults([fault for fault in faults.FAULTS if fault.name != made]) == []
+    assert len(faults.FAULTS) >= 40
