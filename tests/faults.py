@@ -34,6 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 7200
 """A test run that takes longer is ended; the fault then counts as missed."""
 
+# `.ci/run` runs their long variants after every change.
+ALWAYS_LONG = [
+    f"tests/test_{name}.py"
+    for name in "parity promises memory recompile mismatches readme reference".split()
+]
+
 # Set while tests run on a fault, so that `--check` leaves out the one that is made.
 MADE = "SKETCHWALK_FAULT"
 
@@ -492,6 +498,8 @@ def steps(plan: str, fault: Fault, has_emulator: bool) -> Iterator[Step]:
         if long := [module for module in group if module not in emulated]:
             yield Step(["-x", "-m", "not weekly", *long])
     yield Step(["-x", *(f"--ignore={module}" for module in stale)])
+    if long := [module for module in ALWAYS_LONG if module not in stale]:
+        yield Step(["-x", "-m", "slow", *long])
     if not fault.file.startswith("pallas_kernels/"):
         yield from compiled
 
