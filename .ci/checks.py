@@ -428,7 +428,7 @@ def stale() -> dict[Path, list[str]]:
         names = [_relative(path) for path in why]
         if module.stem not in known:
             names.insert(0, "never recorded")
-        # First a module with the name of a changed file; of modules as near, those that reach little.
+        # First modules with the name of a changed file; of those as near, what reaches little.
         is_other = not any(path.stem.strip("_") in module.stem for path in near)
         order = (is_other, min(near.values(), default=99), len(reach(module)))
         found.append((order, module, names or ["versions"]))
