@@ -64,7 +64,7 @@ _IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))",
 _WHOLE, _TOP = "*", ""  # all of a file; the statements that its import runs
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A definition at the top of a file, all of the file, or what its import runs."""
 
@@ -385,8 +385,8 @@ def _versions() -> bytes:
 def hash_of(module: Path) -> str:
     """The hash of what a test module reaches."""
     hashed = hashlib.sha256(_versions())
-    for name, part in sorted((str(part), part) for part in reach(module)):
-        hashed.update(name.encode() + b"\0" + _digest(part))
+    for part in sorted(reach(module), key=str):
+        hashed.update(str(part).encode() + b"\0" + _digest(part))
     return hashed.hexdigest()[:16]
 
 
