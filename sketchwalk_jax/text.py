@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchwalk_jax.tokenizer import encode
+from sketchwalk_jax.tokenizer import encode, token_ids
 from sketchwalk_jax.validation import check_number
 
 HELD_OUT = 2**32
@@ -253,9 +253,7 @@ class WordEncoder:
         return found
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return token_ids(self._tokenizer, texts, add_special_tokens=False) if texts else []
 
 
 def _opening_tokens(tokenizer: Any) -> list[int]:

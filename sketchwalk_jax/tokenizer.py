@@ -6,7 +6,9 @@ run, and nothing is downloaded unless a model of the Hugging Face hub is asked f
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,11 @@ _TOKENIZER_FILES = (
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # A character of UTF-8 has at most four bytes, hence at most four tokens.
 _TOKENS_PER_CHARACTER = 4
+# Tokens before a continuation that decide how it is written: its leading space, a split character.
+_NUM_CONTEXT = 8
+
+# Copies of tokenizers whose truncation or padding another thread may set at any time.
+_private_copies: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
@@ -44,11 +51,14 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
         of a model on the Hugging Face hub, as in `load`.
 
     Returns:
-      The tokenizer that `transformers.AutoTokenizer` makes of the folder, or one of transformers
-      that cuts and merges as the original of the GGUF file does.
+      A tokenizer of transformers. With `tokenizer.json`, its ids are those of that file, whatever
+      class the configuration names; special tokens and the chat template are the configuration's.
+      Without, it is what `transformers.AutoTokenizer` makes of the vocabulary files. That of a GGUF
+      file cuts and merges as llama.cpp does.
 
     Raises:
-      ImportError: If it is a GGUF file and the package `gguf` is missing.
+      ImportError: If a package is missing: `gguf` for a GGUF file, `sentencepiece` or `tiktoken`
+        for a folder with `tokenizer.model` alone.
       ValueError: If there is no such folder or file, if no tokenizer is in it, or one that is not
         known, or if its tokenizer is defined by code of its own, which is never run.
 
@@ -57,7 +67,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """
     if is_hub_name(directory) and not Path(directory).exists():
         directory = find_checkpoint(directory, weights=False)
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     if is_gguf(directory):
         header = read_header(directory)
         with _damage_explained(directory):
@@ -72,28 +82,86 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
             f"directory must hold tokenizer files (one of {', '.join(_TOKENIZER_FILES)}; copy them "
             f"from the original checkpoint), got {str(directory)!r} with {found[:20]}"
         )
-    with _without_advice():
-        from transformers import CONFIG_MAPPING, AutoTokenizer
-
-    tokenizer_map = _read_json(directory / "tokenizer_config.json").get("auto_map")
-    config = _read_json(directory / "config.json")
-    is_known = str(config.get("model_type")) in CONFIG_MAPPING
-    config_map = None if is_known else config.get("auto_map")
-    if tokenizer_map or config_map:
-        raise ValueError(
-            "the tokenizer must be one of transformers' own classes, got an auto_map to code of "
-            f"the checkpoint: {tokenizer_map or config_map}"
-        )
+    settings = _read_json(directory / "tokenizer_config.json")
+    _refuse_code(settings.get("auto_map"), _read_json(directory / "config.json"))
     with _damage_explained(directory):
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        if "tokenizer.json" in found:
+            tokenizer = _read_tokenizer(directory, settings)
+        else:
+            tokenizer = _convert_tokenizer(directory, found)
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ValueError(
             f"model_max_length of {str(directory / 'tokenizer_config.json')!r} must be a number, "
             f"got {str(tokenizer.model_max_length)[:80]!r}; correct it"
         )
     return tokenizer
+
+
+def _refuse_code(tokenizer_map: Any, config: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a tokenizer that is defined by code of the checkpoint."""
+    config_map = config.get("auto_map")
+    if config_map:
+        with _without_advice():
+            from transformers import CONFIG_MAPPING
+        if str(config.get("model_type")) in CONFIG_MAPPING:
+            config_map = None
+    if tokenizer_map or config_map:
+        raise ValueError(
+            "the tokenizer must be one of transformers' own classes, got an auto_map to code of "
+            f"the checkpoint: {tokenizer_map or config_map}"
+        )
+
+
+def _read_tokenizer(directory: Path, settings: Mapping[str, Any]) -> Any:
+    """The tokenizer of `tokenizer.json`, with the special tokens of its configuration.
+
+    Many classes of transformers keep the vocabulary and the merges of this file alone: how they
+    normalise and split a text is the class's own. The class of the configuration is therefore not
+    used. What the configuration calls special is special; a token that the file lacks is added if
+    the configuration gives its id, and if this is the next free one.
+    """
+    with _without_advice():
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model.no_truncation()
+    model.no_padding()
+    # Transformers reads the configuration; a model without tokens spares it the file.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        directory, local_files_only=True, tokenizer_object=Tokenizer(models.BPE())
+    )
+    ids = _read_json(directory / "added_tokens.json") | {
+        token["content"]: int(index)
+        for index, token in settings.get("added_tokens_decoder", {}).items()
+    }
+    added = model.get_added_tokens_decoder()
+    for token in tokenizer.added_tokens_decoder.values():
+        index = model.token_to_id(token.content)
+        is_next = index is None and ids.get(token.content) == model.get_vocab_size()
+        if is_next or (index is not None and token.special and index not in added):
+            model.add_tokens([token])
+    model.encode_special_tokens = tokenizer.split_special_tokens
+    tokenizer._tokenizer = model
+    return tokenizer
+
+
+def _convert_tokenizer(directory: Path, found: Sequence[str]) -> Any:
+    """The tokenizer of older vocabulary files, as transformers converts it."""
+    if set(found) & set(_TOKENIZER_FILES) == {"tokenizer.model"}:
+        with (directory / "tokenizer.model").open("rb") as file:
+            # Sentencepiece files are protocol buffers; the others are lines of base64.
+            needed = "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
+        if find_spec(needed) is None:
+            raise ImportError(
+                f"tokenizer.model of {str(directory)!r} needs the package {needed}: pip install "
+                f"{needed}{' protobuf' * (needed == 'sentencepiece')}; or put the checkpoint's "
+                f"tokenizer.json beside it"
+            )
+    with _without_advice():
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 @contextlib.contextmanager
@@ -174,7 +242,7 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
     # A vocabulary that lacks its own token for the unknown shows here, and for some texts alone.
     name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
     with _damage_explained(name, "cut this text"):
-        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        (encoded,) = token_ids(tokenizer, [text], add_special_tokens=add_special_tokens)
     if max(encoded, default=0) >= 2**31:
         raise ValueError(
             f"tokens must have ids below 2**31, got {max(encoded)}; copy the tokenizer"
@@ -182,27 +250,97 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
     return np.asarray(encoded, np.int32)
 
 
+def token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of texts, whatever other threads ask of the same tokenizer.
+
+    A call with `truncation`, `padding` or `split_special_tokens` sets these in the tokenizer, for
+    all threads and until the next call. Where they are set, a private copy encodes.
+    """
+    shared = getattr(tokenizer, "backend_tokenizer", None)
+    if shared is None:  # a tokenizer in Python: its calls share nothing
+        return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    splits = tokenizer.split_special_tokens
+
+    def is_plain() -> bool:
+        is_whole = shared.truncation is None and shared.padding is None
+        return is_whole and shared.encode_special_tokens == splits
+
+    if is_plain():
+        found = shared.encode_batch(texts, add_special_tokens=add_special_tokens)
+        # Another thread may have set something, and reset it, since the first look.
+        is_whole = not any(one.overflowing or 0 in one.attention_mask for one in found)
+        if is_whole and is_plain():
+            return [one.ids for one in found]
+    size, copy = _private_copies.get(tokenizer, (None, None))
+    if size != shared.get_vocab_size():
+        copy = type(shared).from_str(shared.to_str())
+        copy.no_truncation()
+        copy.no_padding()
+        copy.encode_special_tokens = splits
+        _private_copies[tokenizer] = shared.get_vocab_size(), copy
+    found = copy.encode_batch(texts, add_special_tokens=add_special_tokens)
+    return [one.ids for one in found]
+
+
 def decode(
-    tokenizer: Any, tokens: ArrayLike | Sequence[int], *, skip_special_tokens: bool = True
+    tokenizer: Any,
+    tokens: ArrayLike | Sequence[int],
+    *,
+    context: ArrayLike | Sequence[int] = (),
+    skip_special_tokens: bool = True,
 ) -> str:
     """The text of tokens, without any clean-up of its spaces.
 
     Args:
       tokenizer: A tokenizer of transformers.
       tokens: Token ids of one sequence.
+      context: Token ids before them, such as the prompt that they continue. The text of the context
+        and the text returned join to the text of all tokens: sentencepiece tokenizers leave out the
+        first space of a text, which in a continuation is a space between words.
       skip_special_tokens: Whether to leave out special tokens, such as the end-of-sequence token.
 
     Returns:
       The text; bytes that form no character are U+FFFD in it.
 
     Example:
-      text = decode(tokenizer, result.tokens[0, : result.lengths[0]])
+      text = decode(tokenizer, result.tokens[0, : result.lengths[0]], context=prompt)
     """
+    new = np.atleast_1d(np.asarray(tokens)).tolist()
+    before = _context_of(tokenizer, context, skip_special_tokens=skip_special_tokens)
+    if not before:
+        return _text_of(tokenizer, new, skip_special_tokens=skip_special_tokens)
+    whole = _text_of(tokenizer, before + new, skip_special_tokens=skip_special_tokens)
+    start = _text_of(tokenizer, before, skip_special_tokens=skip_special_tokens)
+    if whole.startswith(start):
+        return whole[len(start) :]
+    return _text_of(tokenizer, new, skip_special_tokens=skip_special_tokens)
+
+
+def _text_of(tokenizer: Any, tokens: list[int], *, skip_special_tokens: bool) -> str:
     return tokenizer.decode(
-        np.atleast_1d(np.asarray(tokens)).tolist(),
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
+        tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def _context_of(
+    tokenizer: Any, tokens: ArrayLike | Sequence[int], *, skip_special_tokens: bool
+) -> list[int]:
+    """The last tokens of a context that the text after them depends on."""
+    before = np.atleast_1d(np.asarray(tokens, np.int64))
+    if skip_special_tokens:
+        before = before[~np.isin(before, list(_special_ids(tokenizer)))]
+    size = _NUM_CONTEXT
+    # Not from the middle of a run of bytes: sentencepiece decodes such a run as a whole.
+    while size < len(before) and _text_of(
+        tokenizer, before[-size:].tolist(), skip_special_tokens=False
+    ).startswith(_BROKEN):
+        size *= 2
+    return before[-size:].tolist()
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(index for index, token in added if token.special)
 
 
 def apply_chat_template(
@@ -281,8 +419,8 @@ def render_chat(
 class StreamDecoder:
     """Turns tokens into text as they come, characters whole.
 
-    The pieces that `push` and `finish` return join to `decode(tokenizer, all_tokens)`. A token can
-    end inside a character; its bytes are held until the character is complete. Only the tokens
+    The pieces that `push` and `finish` return join to what `decode` gives for all tokens. A token
+    can end inside a character; its bytes are held until the character is complete. Only the tokens
     since the last but one piece are decoded again, so the cost of a token does not grow with the
     text. One decoder serves one sequence.
 
@@ -296,26 +434,32 @@ class StreamDecoder:
       >>> print(decoder.finish())  # doctest: +SKIP
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        context: ArrayLike | Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
         """Starts a text.
 
         Args:
           tokenizer: A tokenizer of transformers.
+          context: Token ids before the text, as in `decode`.
           skip_special_tokens: Whether to leave out special tokens.
         """
-        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
         self._tokenizer = tokenizer
-        self._skipped = frozenset(token_id for token_id, token in added if token.special)
-        self._start()
+        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self._start(_context_of(tokenizer, context, skip_special_tokens=skip_special_tokens))
 
-    def _start(self) -> None:
-        # The text of the first `_num_context` tokens was returned; they stand here because how a
-        # token is written (its leading space) depends on the token before it.
-        self._window: list[int] = []
-        self._num_context = 0
+    def _start(self, context: Sequence[int] = ()) -> None:
+        # The text of the first `_num_context` tokens was returned, or is the context's; they stand
+        # here because how a token is written (its leading space) depends on the token before it.
+        self._window = list(context)
+        self._num_context = len(self._window)
 
     def _decode(self, tokens: list[int]) -> str:
-        return decode(self._tokenizer, np.array(tokens, int), skip_special_tokens=False)
+        return _text_of(self._tokenizer, tokens, skip_special_tokens=False)
 
     def push(self, tokens: ArrayLike | Sequence[int]) -> str:
         """Adds tokens and returns the text that they complete.

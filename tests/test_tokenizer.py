@@ -1,10 +1,13 @@
 import json
+import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import TOKENIZERS
 
 from sketchwalk_jax.tokenizer import (
     StreamDecoder,
@@ -199,6 +202,148 @@ def test_a_loaded_tokenizer_is_the_saved_one(directory: Path):
     text = "a the é你😀</s>"
     assert encode(loaded, text).tolist() == encode(BYTE_LEVEL, text).tolist()
     assert load_tokenizer(str(directory)).eos_token == "</s>"
+
+
+def test_a_folder_of_the_home_directory_is_found(directory: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert load_tokenizer(f"~/{directory.name}").eos_token == "</s>"
+
+
+def digits_by_threes():
+    """Byte-level, with rules of its own: lower case, digits by threes, and whole pieces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE(ignore_merges=True))
+    model.normalizer = normalizers.Lowercase()
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+        ]
+    )
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    model.train_from_iterator(["walk the walks 123 123 456 456 e\u0301te\u0301"] * 9, trainer)
+    return model
+
+
+FILES = {
+    "digits by threes": digits_by_threes(),
+    "merges": TOKENIZERS["merges"].backend_tokenizer,
+    "spaces as characters": TOKENIZERS["spaces as characters"].backend_tokenizer,
+}
+CLASSES = (
+    "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer",
+    "Qwen2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend", None,
+)  # fmt: skip
+STRINGS = (
+    "<s>the Walk 123456, e\u0301te\u0301?", " the\n\n the  </s> the", "456 The <|endoftext|>", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", None])
+@pytest.mark.parametrize("kind", FILES)
+def test_ids_are_those_of_the_file_whatever_class_is_named(
+    tmp_path: Path, kind: str, model_type: str | None
+):
+    FILES[kind].save(str(tmp_path / "tokenizer.json"))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for name in CLASSES:
+        settings = {"eos_token": "<s>", "add_bos_token": True, "tokenizer_class": name}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        loaded = load_tokenizer(tmp_path)
+        for text in STRINGS:
+            assert encode(loaded, text).tolist() == FILES[kind].encode(text).ids, (name, text)
+        assert loaded.eos_token == "<s>" and len(loaded) == FILES[kind].get_vocab_size()
+        assert loaded(STRINGS[0])["input_ids"] == FILES[kind].encode(STRINGS[0]).ids
+
+
+def test_the_configuration_says_what_is_special_and_adds_what_it_numbers(tmp_path: Path):
+    model = digits_by_threes()
+    size = model.get_vocab_size()
+    model.save(str(tmp_path / "tokenizer.json"))
+    walk = next(token for token in model.get_vocab() if token.endswith("walk"))
+    settings = {
+        "eos_token": walk,  # in the vocabulary, no whole token of the file
+        "pad_token": "<pad>",  # nowhere: it would have an id that the model does not know
+        "added_tokens_decoder": {
+            str(size): {"content": "<new>", "special": False},
+            str(size + 5): {"content": "<far>", "special": True},
+            "0": {"content": "<s>", "special": True, "lstrip": True},  # the file strips nothing
+        },
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.get_vocab() == model.get_vocab() | {"<new>": size}
+    assert encode(loaded, f"{walk}<new>").tolist() == [model.token_to_id(walk), size]
+    for text in ("a <s>", "<pad>", "<far>"):
+        assert encode(loaded, text).tolist() == model.encode(text).ids
+    assert decode(loaded, [model.token_to_id(walk), size, 0]) == "<new>"
+
+
+def test_a_sentencepiece_model_alone_names_the_package_that_it_needs(tmp_path: Path):
+    for content, package in ((b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")):
+        if find_spec(package) is None:
+            (tmp_path / "tokenizer.model").write_bytes(content)
+            with pytest.raises(ImportError, match=f"needs the package {package}: pip install"):
+                load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"truncation": True, "max_length": 5},
+        {"padding": "max_length", "max_length": 300},
+        {"split_special_tokens": True},
+    ],
+    ids=["truncation", "padding", "special tokens"],
+)
+def test_a_call_leaves_nothing_behind_for_encode(left: dict):
+    tokenizer = byte_level(pad_token="</s>")
+    text = "<s>" + 200 * "th"
+    expected = encode(tokenizer, text).tolist()
+    tokenizer(text, **left)
+    assert len(expected) == 202 and encode(tokenizer, text).tolist() == expected
+    tokenizer(text, **left)
+    tokenizer.add_tokens(["thth"])  # a copy made before must not be used any more
+    assert len(encode(tokenizer, text)) == 102
+
+
+def test_a_thread_that_truncates_cuts_no_prompt_of_another():
+    tokenizer, text, is_over = byte_level(), 200 * "th", threading.Event()
+
+    def truncate():
+        while not is_over.is_set():
+            tokenizer(text, truncation=True, max_length=5)
+
+    other = threading.Thread(target=truncate)
+    other.start()
+    try:
+        assert {len(encode(tokenizer, text)) for _ in range(100)} == {201}
+    finally:
+        is_over.set()
+        other.join()
+
+
+@given(st.data(), st.sampled_from([*TOKENIZERS]), chunk_sizes, st.booleans())
+def test_a_prompt_and_its_continuation_join_to_the_whole_text(data, kind, chunks, skip):
+    tokenizer = TOKENIZERS[kind]
+    text = data.draw(st.text(st.sampled_from("the of.é你😀\n"), max_size=30))
+    tokens = encode(tokenizer, text).tolist()
+    cut = data.draw(st.integers(0, len(tokens)))
+    options = {"skip_special_tokens": skip}
+    prompt = decode(tokenizer, tokens[:cut], **options)
+    if prompt.endswith("\N{REPLACEMENT CHARACTER}"):
+        return  # half a character, which no continuation can mend
+    more = decode(tokenizer, tokens[cut:], context=tokens[:cut], **options)
+    assert prompt + more == decode(tokenizer, tokens, **options)
+    pieces = stream(tokenizer, tokens[cut:], chunks, context=tokens[:cut], **options)
+    assert "".join(pieces) == more
 
 
 def test_decoding_leaves_spaces_before_punctuation(directory: Path):
