@@ -174,7 +174,7 @@ def _spaces_as_characters(
     tokens: Sequence[str], found: Mapping[str, Any], *, has_prefix: bool
 ) -> Any:
     """The kind of Llama 2: spaces are characters, and what is no token is spelled in bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids = {token: index for index, token in enumerate(tokens)}
     if "merges" in found:
@@ -182,9 +182,9 @@ def _spaces_as_characters(
     else:
         pairs = _pairs_by_score(ids, dict(zip(tokens, found.get("scores", ()), strict=False)))
     model = Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=True, byte_fallback=True))
-    model.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if has_prefix else "never", split=False
-    )
+    # A space before each text between special tokens, also before one that begins with a space.
+    prefix = [normalizers.Prepend("▁")] * has_prefix
+    model.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * has_prefix)
     return model

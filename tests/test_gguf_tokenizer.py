@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files: the same tokens as the original, or a refusal."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from gguf_checkpoints import BYTES, TEMPLATE, write_gguf
 from tiny_tokenizers import TOKENIZERS
 
+from sketchwalk_jax.text import read_text
 from sketchwalk_jax.tokenizer import apply_chat_template, decode, encode, load_tokenizer
 
 TEXTS = (
@@ -100,6 +102,78 @@ def test_merges_follow_from_scores(tmp_path: Path):
     assert pieces(tokenizer, "ab") == ["▁", "ab"]
     scores[6] = -5.0  # now a b comes before b c
     assert pieces(make(tmp_path, **settings, scores=scores), "bab") == ["▁", "b", "ab"]
+
+
+WORDS = ["▁", "h", "e", "l", "o", "[", "]", "▁▁", "ll", "he", "llo", "▁he", "▁[", "el"]
+SPACED = {
+    "model": "llama",
+    "pre": "default",
+    "tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *WORDS, "<think>"],
+    "kinds": [2, 3, 3, *[6] * 256, *[1] * len(WORDS), 4],
+    "scores": [0.0] * 259 + [-float(WORDS.index(word)) for word in WORDS] + [0.0],
+    "special": {"bos": 1, "eos": 2, "unknown": 0},
+}
+# Tokens of llama.cpp.
+SPACED_TEXTS = {
+    "hello": "▁he llo",
+    " hello": "▁▁ he llo",
+    "  hello": "▁▁ ▁he llo",
+    "hello  hello": "▁he llo ▁▁ he llo",
+    "<s>[hello]": "<s> ▁[ he llo ]",
+    "<s> hello</s>hello": "<s> ▁▁ he llo </s> ▁he llo",
+    "<think>he<think> he": "<think> ▁he <think> ▁▁ he",
+    "é\n[": "▁ <0xC3> <0xA9> <0x0A> [",
+    "   ": "▁▁ ▁▁",
+    "": "",
+}
+
+
+def test_a_space_comes_before_each_text_between_special_tokens(tmp_path: Path):
+    tokenizer = make(tmp_path, **SPACED)
+    for text, expected in SPACED_TEXTS.items():
+        ids = encode(tokenizer, text, add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids.tolist()) == expected.split(), text
+
+
+def test_tokens_are_those_of_llama_cpp(tmp_path: Path):
+    """The values above, where the package is installed."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    write_gguf(tmp_path / "model.gguf", tokenizer=SPACED, vocab_size=len(SPACED["tokens"]))
+    model = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    for text, expected in SPACED_TEXTS.items():
+        ids = model.tokenize(text.encode(), add_bos=False, special=True)
+        assert [SPACED["tokens"][index] for index in ids] == expected.split(), text
+
+
+def test_tokens_are_those_of_sentencepiece(tmp_path: Path):
+    """A vocabulary trained by the package, where it is installed."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(read_text().content[:20_000].split(". ")),
+        model_writer=written,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    ids = range(len(model))
+    tokenizer = make(
+        tmp_path,
+        model="llama",
+        pre="default",
+        tokens=[model.id_to_piece(i) for i in ids],
+        scores=[model.get_score(i) for i in ids],
+        kinds=[2 if i == 0 else 3 if i < 3 else 6 if model.is_byte(i) else 1 for i in ids],
+        special={"bos": 1, "eos": 2, "unknown": 0},
+    )
+    for text in [*TEXTS, *SPACED_TEXTS, read_text().content[20_000:22_000]]:
+        if "<" not in text:  # the package does not look for special tokens in a text
+            assert encode(tokenizer, text).tolist() == [1, *model.encode(text)], text
+            assert decode(tokenizer, model.encode(text)) == model.decode(model.encode(text))
 
 
 CUTS = {
