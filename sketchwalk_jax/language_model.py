@@ -323,6 +323,7 @@ class LanguageModel:
         key: KeyLike | None = None,
         batch_size: int | None = None,
         key_ids: Sequence[int] | None = None,
+        is_answer: bool = False,
     ) -> Iterator[tuple[int, Completion]]:
         """Continues tokenized prompts, and yields each completion when its batch is done.
 
@@ -334,6 +335,9 @@ class LanguageModel:
             whatever batch it is in.
           batch_size: As in `generate`.
           key_ids: Numbers to use for `i` instead, for prompts that are a part of a larger list.
+          is_answer: Whether the new text is an answer in a conversation, hence a text of its own.
+            By default it continues the prompt: the texts of prompt and new tokens join to the text
+            of all tokens. Both differ in the first space of sentencepiece tokenizers.
 
         Yields:
           The index of a prompt and its completion, longest prompts first.
@@ -365,7 +369,7 @@ class LanguageModel:
                 yield (
                     row,
                     _completion(
-                        decode(self.tokenizer, own),
+                        decode(self.tokenizer, own, context=() if is_answer else prompts[row]),
                         len(prompts[row]),
                         own,
                         jax.tree.map(lambda x, row=place: x[..., row : row + 1], density),
@@ -382,6 +386,7 @@ class LanguageModel:
         sampling: Sampling | None = None,
         key: KeyLike | None = None,
         every: int = 4,
+        is_answer: bool = False,
     ) -> "TextStream":
         """Continues one prompt and yields the text in pieces while it is generated.
 
@@ -394,6 +399,7 @@ class LanguageModel:
           sampling: How tokens are drawn. Default: greedy.
           key: Random key or seed. Without one, every call draws differently.
           every: Number of decode steps between two pieces.
+          is_answer: As in `complete`.
 
         Returns:
           An iterator over strings. Its `completion` describes what has come so far.
@@ -411,7 +417,9 @@ class LanguageModel:
             check_integers("prompt", prompt, "[T], or a string", 1)
             tokens = np.asarray(prompt)
         made, key = self._made(max_new_tokens), _make_key(key, sampling)
-        return self._start(tokens, made, every=every, sampling=sampling, key=key)
+        return self._start(
+            tokens, made, every=every, is_answer=is_answer, sampling=sampling, key=key
+        )
 
     def chat(
         self,
@@ -441,7 +449,9 @@ class LanguageModel:
           >>> lm.chat("Who walks?")  # doctest: +SKIP
         """
         tokens = apply_chat_template(self.tokenizer, messages, **template_arguments)
-        found = self.complete([tokens], max_new_tokens=max_new_tokens, sampling=sampling, key=key)
+        found = self.complete(
+            [tokens], max_new_tokens=max_new_tokens, sampling=sampling, key=key, is_answer=True
+        )
         return next(found)[1].text
 
     def conversation(
@@ -506,14 +516,20 @@ class LanguageModel:
         return own if self.eos_token_ids is None else self.eos_token_ids
 
     def _start(
-        self, tokens: Int[np.ndarray, "_"], made: Generate, *, every: int, **options: Any
+        self,
+        tokens: Int[np.ndarray, "_"],
+        made: Generate,
+        *,
+        every: int,
+        is_answer: bool,
+        **options: Any,
     ) -> "TextStream":
         """A stream of text; the options are those of a call of `made`."""
         lengths, tokens = np.array([len(tokens)], np.int32), np.asarray(tokens, np.int32)
         call = made.check(self.params, tokens[None], lengths=lengths, to_bucket=True, **options)
         return TextStream(
             Stream(call, self.params, every=every),
-            self.tokenizer,
+            StreamDecoder(self.tokenizer, context=() if is_answer else tokens),
             num_prompt_tokens=len(tokens),
             ends=self._end_tokens,
         )
@@ -586,13 +602,13 @@ class TextStream(Iterator[str]):
     def __init__(
         self,
         chunks: Stream,
-        tokenizer: Any,
+        decoder: StreamDecoder,
         *,
         num_prompt_tokens: int,
         ends: tuple[int, ...],
     ) -> None:
         """Takes a stream of tokens of one sequence that has not been started."""
-        self._chunks, self._decoder, self._ends = chunks, StreamDecoder(tokenizer), ends
+        self._chunks, self._decoder, self._ends = chunks, decoder, ends
         self._num_prompt_tokens, self._pieces = num_prompt_tokens, list[str]()
         self._density: Density | None = None
         self._is_finite = True
@@ -779,6 +795,7 @@ class Conversation:
             np.array(tokens[held:], np.int32),
             made,
             every=every,
+            is_answer=True,
             sampling=self._sampling,
             key=key,
             cache=cache,

@@ -63,6 +63,31 @@ def test_a_gguf_file_is_a_model_and_its_tokenizer(tmp_path):
     assert decode(lm.tokenizer, lm.encode("Walk")) == "Walk"
 
 
+def test_a_continuation_keeps_the_space_before_its_first_word(lm):
+    """Sentencepiece tokenizers leave out the first space of a text, and an answer is a text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    # Each letter is a word: its byte's token is the letter with a space before it.
+    letters = {i: "▁" * (i < 128 and chr(i).isalpha()) + chr(i) for i in range(256)}
+    model = Tokenizer(models.WordLevel({token: i for i, token in letters.items()}))
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    words = PreTrainedTokenizerFast(tokenizer_object=model)
+    spaced, prompt = dataclasses.replace(lm, tokenizer=words), lm.encode(SHORT)
+    pieces = spaced.stream(prompt, max_new_tokens=NEW)
+    text = "".join(pieces)
+    whole = np.array([*prompt, *pieces.tokens])
+    assert decode(words, prompt) + text == decode(words, whole)
+    assert text.startswith(" ") and len(text) == 2 * NEW
+    for is_answer, expected in ((False, text), (True, text[1:])):
+        found = spaced.complete([prompt], max_new_tokens=NEW, is_answer=is_answer)
+        assert next(found)[1].text == expected
+        pieces = spaced.stream(prompt, max_new_tokens=NEW, is_answer=is_answer)
+        assert "".join(pieces) == expected
+
+
 def test_batches_hold_prompts_of_similar_length():
     lengths = [5, 900, 7, 880, 6, 910, 8]
     found = batches_by_length(lengths, 3)

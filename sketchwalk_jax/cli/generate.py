@@ -227,7 +227,7 @@ def generate(
     if texts is not None:
         complete_all(lm, texts, key=key, batch_size=batch, **call)
         return
-    pieces = lm.stream(tokens, every=stream_every, key=key, **call)
+    pieces = lm.stream(tokens, every=stream_every, key=key, is_answer=chat, **call)
     shown = _follow(pieces, len(tokens), max_new_tokens=max_new_tokens, shows_text=not as_json)
     if not shown["is_finite"]:
         warnings.warn(NOT_FINITE, stacklevel=1)

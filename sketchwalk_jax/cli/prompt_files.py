@@ -7,6 +7,7 @@ file stands another with what its texts depend on, without which it is not conti
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -36,10 +37,12 @@ class Entry:
     Attributes:
       content: What the line holds, as JSON has it.
       tokens: The tokens of its prompt, int32.
+      is_chat: Whether the prompt is a conversation, and its text the answer.
     """
 
     content: Any
     tokens: Int[np.ndarray, "T"]
+    is_chat: bool
 
 
 def read_prompts(
@@ -75,7 +78,8 @@ def read_prompts(
             prompt.check_tokens(tokens, max_new_tokens=max_new_tokens, model_config=model_config)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {path}: {error}") from error
-        entries.append(Entry(content, tokens))
+        has_messages = isinstance(content, dict) and "messages" in content
+        entries.append(Entry(content, tokens, is_chat or has_messages))
     if not entries:
         raise ValueError(f"{path} must hold a prompt, got none")
     return entries
@@ -282,14 +286,21 @@ def complete_all(
     """
     missing, total = texts.missing, len(texts.entries)
     before = total - len(missing)
-    finished = lm.complete(
-        [texts.entries[index].tokens for index in missing],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        key_ids=missing,
-        batch_size=batch_size,
-    )
+
+    def complete(*, is_answer: bool) -> Iterator[tuple[int, Completion]]:
+        part = [index for index in missing if texts.entries[index].is_chat == is_answer]
+        found = lm.complete(
+            [texts.entries[index].tokens for index in part],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            key_ids=part,
+            batch_size=batch_size,
+            is_answer=is_answer,
+        )
+        return ((part[place], one) for place, one in found)
+
+    finished = itertools.chain(complete(is_answer=False), complete(is_answer=True))
     num_kept, num_broken = before, 0
 
     def say_kept() -> None:
@@ -302,8 +313,8 @@ def complete_all(
 
     with _says_if_stopped(say_kept):
         with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
-            for place, found in finished:
-                texts.add(missing[place], found)
+            for index, found in finished:
+                texts.add(index, found)
                 num_kept += 1
                 num_broken += not found.is_finite
                 bar.update()
