@@ -23,8 +23,14 @@ MAX_CHARACTERS = 1_000_000
 """Length of the longest template, a hundred times that of those in use."""
 
 _PAUSE = 0.02  # seconds between two steps after which memory is looked at: filling it takes time
-_HUGE = re.compile(r"\*\*|\b\d[\d_]{6,}\b")
-_INSIDE = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
+# A width or precision of more than six digits in a format: "%9999999d", "{:>9999999}". Repetitions
+# are bounded, or end where the next one begins: a template may be a million characters of these.
+_HUGE_WIDTH = re.compile(
+    r"%(?:\([^()%]*\))?[-+ #0]{0,5}(?:\d*\.)?\d{7,}(?:\.\d+)?[a-zA-Z]"
+    r"|\{[\w.\[\]]*(?:![rsa])?:(?:[^{}]?[<>=^])?[-+ ]?[z#0]{0,3}(?:\d*[.,_])?\d{7}"
+)
+_LARGEST = 999_999
+_VALUES = frozenset({"name", "string", "integer", "float"})
 
 
 class _Stopped(BaseException):
@@ -36,7 +42,7 @@ def bounded_template(template: Any) -> Iterator[None]:
     """Runs a chat template inside its bounds.
 
     Numbers of more than six digits and powers are refused beforehand: no template needs them, and
-    one operation with them fills any memory.
+    one operation with them fills any memory. Text in strings is not looked at, but for widths.
 
     Args:
       template: The source that is going to be run, or several by name.
@@ -76,13 +82,27 @@ def _check_source(source: Any) -> None:
             f"chat_template must be text of at most {MAX_CHARACTERS} characters, got "
             f"{type(source).__name__}"
         )
-    for code in _INSIDE.findall(source):
-        found = _HUGE.search(code)
-        if found:
-            raise ValueError(
-                f"chat_template must have no powers and no numbers of more than six digits, got "
-                f"{found[0][:20]!r}; correct it"
+    from jinja2 import Environment, TemplateSyntaxError
+
+    kind = value = ""
+    try:
+        for _, next_kind, next_value in Environment().lex(source):
+            if next_kind == "whitespace":
+                continue
+            # After a value, two stars are a power; elsewhere they unpack arguments.
+            is_power = next_value == "**" and (kind in _VALUES or value in (")", "]", "}"))
+            is_huge = (next_kind == "float" and float(next_value) > _LARGEST) or (
+                next_kind == "integer" and (len(next_value) > 99 or int(next_value, 0) > _LARGEST)
             )
+            width = _HUGE_WIDTH.search(next_value) if next_kind == "string" else None
+            if is_power or is_huge or width:
+                raise ValueError(
+                    f"chat_template must have no powers and no numbers of more than six digits, "
+                    f"got {(width[0] if width else next_value)[:20]!r}; correct it"
+                )
+            kind, value = next_kind, next_value
+    except TemplateSyntaxError:
+        return  # it does not run either, and transformers says why
 
 
 @contextlib.contextmanager

@@ -107,6 +107,38 @@ def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
         apply_chat_template(tokenizer, "a")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'Answer **briefly**.' }}",
+        "{{ 'as of 20250131' }}",
+        "{{ '****' }}{{ \"100% 20250131\" }}",
+        "{% macro f() %}{{ kwargs.a }}{% endmacro %}{{ f(**{'a': '{\"date\": 20250131}'}) }}",
+        "{# 2 ** 20250131 #}{% if 999_999 > 1.23456789 %}2 ** 20250131{% endif %}",
+    ],
+)
+def test_text_in_a_template_is_no_operation(source, model):
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = source
+    assert len(apply_chat_template(tokenizer, "a")) > 3
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 2 ** 9 }}", "{{ (2)\n** 9 }}", "{{ a[0]**9 }}", "{{ 'a'**9 }}", "{{ 'a' * 1_000_000 }}",
+        "{{ 0xFFFFFF }}", "{{ 1e9 | int }}", "{{ '%9999999d' % 1 }}", "{{ '%(a)-9999999f' % m }}",
+        "{{ '{:>9999999}'.format(1) }}", "{{ '{a.b!r:.9999999f}'.format(a=1) }}",
+        "{{ " + 200 * "9" + " }}",
+    ],
+)  # fmt: skip
+def test_operations_that_fill_any_memory_are_refused(source, model):
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = source
+    with pytest.raises(ValueError, match="no powers and no numbers of more than six digits"):
+        apply_chat_template(tokenizer, "a")
+
+
 def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(model, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("something was unpickled")
