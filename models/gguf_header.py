@@ -73,6 +73,26 @@ _HARMLESS: dict[str, Any] = {
 """Keys that change the computation in ways that `config.json` has no name for, and the value that
 does not; `hf_config.RESULT_CHANGING` has the others."""
 
+_END_FIELDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Fields of the metadata, as `tokenizer.ggml.{field}_token_id`, whose tokens end a generation."""
+
+_END_NAMES = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
+    "<eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
+)
+"""Tokens that end a generation wherever a vocabulary has them."""
+
+_TEXT = 1
+"""The kind of tokens that are pieces of text."""
+
+_FIM_NAMES = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Names of the tokens of the last three fields, where the metadata has none."""
+
 # How Llama 3.1 and later rescale; only the factor differs between them. The tensor of frequencies
 # does not say, so it is compared with what these give.
 _LLAMA3: dict[str, Any] = {
@@ -266,7 +286,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """Translates a header into the `config.json` of the model.
 
     The head is tied where the file has no `output.weight`, and biases are there where their
-    tensors are. End tokens are those of a text, of a turn and of a message.
+    tensors are. End tokens are those of llama.cpp, see `end_token_ids`.
 
     The dtype is what the weights are stored in. Where they are quantised it is bfloat16, which
     is what such models were published in before, what GPUs compute in, and half of float32:
@@ -338,7 +358,6 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
     embedding = tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None and embedding.shape else None
     tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
-    ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     read |= {
         "model_type": metadata["general.architecture"],
         "vocab_size": rows or keys.get("vocab_size") or tokens or None,
@@ -346,7 +365,7 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "eos_token_id": end_token_ids(metadata) or None,
         "dtype": _dtype(header),
         "rope_scaling": _rope_scaling(header, keys, read),
         # A window that the file names is one that all layers have.
@@ -357,6 +376,51 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
     # The rest goes by the file's names, so that `translate` can refuse it by them.
     known = {*_CONFIG_KEYS, *_ROPE_KEYS, *harmless, "rope.scaling.type", "vocab_size"}
     return {key.replace(".", "_"): value for key, value in keys.items() if key not in known} | read
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a generation, as llama.cpp chooses them.
+
+    The metadata of most files names one of them, but models end texts, turns and the files of a
+    repository with different tokens. So tokens of well-known names count too, of whatever kind; but
+    `</s>` is also a tag of HTML, which vocabularies of Qwen have as a piece of text.
+
+    Args:
+      metadata: That of a header.
+
+    Returns:
+      Ids: those of the metadata first, the others in ascending order; fields that name a token
+      outside the vocabulary are passed over.
+
+    Example:
+      >>> tokens = ["a", "<|endoftext|>", "<|im_end|>"]
+      >>> fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 2}
+      >>> end_token_ids(fields)
+      [2, 1]
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    names = _END_NAMES.union(*_FIM_NAMES.values())
+    ids = {token: index for index, token in enumerate(tokens) if token in names}
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if isinstance(kinds, list) and "</s>" in ids and kinds[ids["</s>"] :][:1] == [_TEXT]:
+        del ids["</s>"]
+    given, named = [], [ids[name] for name in _END_NAMES.intersection(ids)]
+    for field in _END_FIELDS:
+        found = metadata.get(f"tokenizer.ggml.{field}_token_id")
+        if isinstance(found, int) and tokens and not 0 <= found < len(tokens):
+            found = None
+        if found is None:
+            named += [ids[name] for name in _FIM_NAMES.get(field, ()) if name in ids][:1]
+        else:
+            given.append(found)
+    # In vocabularies with tokens that end a call of a tool, these two end no turn.
+    left_out = []
+    if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
+        left_out.append(ids.get("<|end|>"))
+    if "<|tool_response>" in ids:
+        left_out.append(ids.get("</s>"))
+    every = given + sorted(named)
+    return [x for i, x in enumerate(every) if x not in every[:i] and x not in left_out]
 
 
 def _rope_scaling(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import tiny_config, write_tensors
-from gguf_checkpoints import write_gguf
+from gguf_checkpoints import BYTES, write_gguf
 from tolerances import tolerance
 from typer.testing import CliRunner
 from variants import slow_unless
@@ -26,6 +26,7 @@ from sketchwalk_jax.cli import app
 from sketchwalk_jax.cli.errors import UsageError
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.models import ModelConfig, quantize_params, rope_frequencies
+from sketchwalk_jax.models.gguf_header import end_token_ids
 from sketchwalk_jax.models.params import flatten_params
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.tokenizer import load_tokenizer
@@ -156,6 +157,67 @@ def test_end_tokens_of_text_turn_and_message_end_a_generation(file: Path):
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
+ENDS: dict[str, tuple[list[str], dict[str, int], tuple[int, ...]]] = {
+    "Llama 3, whose eos ends texts alone": (
+        ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+        {"eos": 200},
+        (200, 201, 202),
+    ),
+    "Qwen, whose eos ends turns alone": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        {"eos": 202},
+        (202, 200),
+    ),
+    "Qwen Coder, which ends a file before the next one": (
+        ["<|fim_pad|>", "<|fim_prefix|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>"],
+        {"eos": 204},
+        (204, 200, 202, 203),
+    ),
+    "fields before names": (
+        ["<|fim_pad|>", "<|file_sep|>", "<|im_end|>"],
+        {"eos": 5, "fim_pad": 3, "eom": 4},
+        (5, 4, 3, 201, 202),
+    ),
+    "a field outside the vocabulary": (["<|eot_id|>"], {"eos": 5, "eot": 999}, (5, 200)),
+    "no fields": (["</s>"], {}, (200,)),
+    "no ends": (["<|im_start|>", "<|eot_id|> ", "</S>"], {}, ()),
+    "turns that go on after <|end|>": (
+        ["<|return|>", "<|end|>", "<|call|>"],
+        {"eos": 200},
+        (200, 202),
+    ),
+    "tools that go on after </s>": (["</s>", "<|tool_response>"], {"eos": 200}, (201,)),
+}
+"""Tokens from id 200 on, fields of the metadata, and the ends of llama.cpp."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_end_tokens_are_those_of_llama_cpp(case: str):
+    names, special, expected = ENDS[case]
+    metadata = {f"tokenizer.ggml.{name}_token_id": index for name, index in special.items()}
+    metadata["tokenizer.ggml.tokens"] = [*BYTES[:200], *names, *BYTES[200:]]
+    assert tuple(end_token_ids(metadata)) == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(1, [5]), (3, [5, 6]), (4, [5, 6])])
+def test_a_piece_of_text_is_no_end(kind: int, expected: list[int]):
+    metadata = {
+        "tokenizer.ggml.tokens": [*BYTES[:6], "</s>"],
+        "tokenizer.ggml.token_type": [1] * 6 + [kind],
+        "tokenizer.ggml.eos_token_id": 5,
+    }
+    assert end_token_ids(metadata) == expected
+
+
+def test_a_file_that_names_the_end_of_texts_ends_turns_too(file: Path, tmp_path: Path):
+    tokens = [*BYTES[:254], "<|end_of_text|>", "<|eot_id|>"]
+    write_gguf(file, tokenizer={"tokens": tokens, "special": {"bos": 0, "eos": 254}})
+    params, config = load(file)
+    assert config.eos_token_ids == (254, 255)
+    save(tmp_path / "saved", params, config)
+    assert ModelConfig.from_pretrained(tmp_path / "saved").eos_token_ids == (254, 255)
+
+
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "none": ({"rope.scaling.type": "none"}, None),
     "linear": (
@@ -247,6 +309,7 @@ SHARDED_LOAD = """
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from sketchwalk_jax.models import load
+from sketchwalk_jax.models.gguf_header import end_token_ids
 from sketchwalk_jax.models.params import flatten_params
 
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
