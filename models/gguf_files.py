@@ -51,6 +51,7 @@ class GgufFiles(contextlib.AbstractContextManager):
       source: The file.
       described_by: Where the file says what model it is, for errors.
       headers: What is known about each tensor, by name; types are ggml's, such as "Q4_K".
+      notes: Empty: one file holds all tensors.
       readable: Those of the file's types that can be read.
       readable_types: The same in words, for errors.
 
@@ -83,6 +84,7 @@ class GgufFiles(contextlib.AbstractContextManager):
             name: TensorHeader(file=header.path.name, shape=tensor.shape, dtype=tensor.dtype)
             for name, tensor in header.tensors.items()
         }
+        self.notes: dict[str, str] = {}
         found = sorted({tensor.dtype for tensor in header.tensors.values()})
         self.readable = tuple(dtype for dtype in found if self._can_read(dtype))
         self._content = np.memmap(header.path, np.uint8, "r")

@@ -41,7 +41,9 @@ class TensorFiles(contextlib.AbstractContextManager):
     Attributes:
       source: The checkpoint directory.
       described_by: The file that says what model it is, for errors.
-      headers: What is known about each tensor, by name.
+      headers: What is known about each tensor, by name. Where several files hold a tensor, it is
+        that of the file that the index names.
+      notes: How the index and the files disagree about a tensor, by name.
       readable: The dtypes that can be read.
       readable_types: The same in words, for errors.
 
@@ -68,14 +70,18 @@ class TensorFiles(contextlib.AbstractContextManager):
         """
         self.source = directory
         self.headers: dict[str, TensorHeader] = {}
+        self.notes: dict[str, str] = {}
+        self._index = _read_index(directory)
+        self._holders: dict[str, list[str]] = {}
         self._handles: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
         try:
-            for file in weight_files(directory):
+            for file in sorted(set(self._index.values())) or [SINGLE_FILE]:
                 self._open(file)
         except BaseException:
             self._stack.close()
             raise
+        self._note_disagreements()
 
     def _open(self, file: str) -> None:
         from safetensors import SafetensorError, safe_open
@@ -90,10 +96,23 @@ class TensorFiles(contextlib.AbstractContextManager):
             ) from error
         self._handles[file] = handle
         for name in handle.keys():
-            tensor = handle.get_slice(name)
-            self.headers[name] = TensorHeader(
-                file=file, shape=tuple(tensor.get_shape()), dtype=tensor.get_dtype()
-            )
+            self._holders.setdefault(name, []).append(file)
+            # Shards may hold old copies of tensors that the index has in other shards.
+            if self._index.get(name, file) == file:
+                tensor = handle.get_slice(name)
+                self.headers[name] = TensorHeader(
+                    file=file, shape=tuple(tensor.get_shape()), dtype=tensor.get_dtype()
+                )
+
+    def _note_disagreements(self) -> None:
+        for name, own in self._index.items():
+            holders = self._holders.get(name, [])
+            if own not in holders:
+                others = f", found in {' and '.join(holders)}" if holders else ""
+                self.notes[name] = f"the index names {own}, which lacks it{others}"
+        for name, holders in self._holders.items():
+            if len(holders) > 1 and name not in self._index:
+                self.notes[name] = f"{' and '.join(holders)} have it, the index names neither"
 
     def read(self, name: str, *bounds: slice) -> np.ndarray:
         """Reads a part of a tensor.
@@ -119,27 +138,18 @@ class TensorFiles(contextlib.AbstractContextManager):
         self._stack.close()
 
 
-def weight_files(directory: Path) -> list[str]:
-    """Finds the names of the safetensors files: the single one, or those of the index.
-
-    Args:
-      directory: An existing checkpoint directory.
-
-    Returns:
-      File names inside `directory`.
-
-    Raises:
-      FileNotFoundError: If there are no weights, or files of the index are missing.
-      ValueError: If there are only weights of another format, or the index is invalid.
-
-    Example:
-      >>> weight_files(Path("Llama-3.2-1B"))  # doctest: +SKIP
-      ['model.safetensors']
-    """
+def _read_index(directory: Path) -> dict[str, str]:
+    """The file of each tensor by the index; nothing where one file holds them all."""
     if (directory / SINGLE_FILE).exists():
-        return [SINGLE_FILE]
+        return {}
     if (directory / INDEX_FILE).exists():
-        return _indexed_files(directory)
+        return _checked_index(directory)
+    shards = sorted(file.name for file in directory.glob("*.safetensors"))
+    if shards:
+        raise FileNotFoundError(
+            f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got only {shards[:20]}; copy "
+            f"the index that belongs to these files, or rename a file that holds the whole model"
+        )
     others = sorted(file.name for file in directory.iterdir() if file.suffix in OTHER_FORMATS)
     if others:
         advice = (
@@ -153,16 +163,17 @@ def weight_files(directory: Path) -> list[str]:
         )
     raise FileNotFoundError(
         f"{directory} must hold {SINGLE_FILE} or {INDEX_FILE}, got neither; download the "
-        f"checkpoint again"
+        f"weights as well"
     )
 
 
-def _indexed_files(directory: Path) -> list[str]:
+def _checked_index(directory: Path) -> dict[str, str]:
     path = directory / INDEX_FILE
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path} must have a weight_map of tensor names to file names")
-    files = sorted({str(file) for file in weight_map.values()})
+    index = {name: str(file) for name, file in weight_map.items()}
+    files = sorted(set(index.values()))
     # Names only: links of a download cache may lead anywhere, the index may not.
     outside = [file for file in files if Path(file).name != file or "\\" in file]
     if outside:
@@ -174,6 +185,6 @@ def _indexed_files(directory: Path) -> list[str]:
     if missing:
         raise FileNotFoundError(
             f"{directory} must hold the {len(files)} files of its index, {missing} are missing; "
-            f"download them again"
+            f"download them"
         )
-    return files
+    return index

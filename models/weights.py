@@ -382,9 +382,16 @@ def check_headers(
         read; all of them in one message.
     """
     expected = {name: leaf.stored_shape for leaf in sources.values() for name in leaf.names}
-    headers = files.headers
+    headers, notes = files.headers, files.notes
     problems = {
-        "missing": [name for name in expected if name not in headers],
+        "missing": [
+            f"{name} ({notes[name]})" if name in notes else name
+            for name in expected
+            if name not in headers
+        ],
+        "in several files": [
+            f"{name} ({notes[name]})" for name in expected if name in headers and name in notes
+        ],
         # Old files carry the rotary frequencies, which the config determines.
         "unknown": [
             name

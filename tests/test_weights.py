@@ -1,5 +1,6 @@
 """Loading of safetensors directories: values, dtypes, placement, progress."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from checkpoints import TINY, write_checkpoint, write_tensors
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
 
 from sketchwalk_jax import init_cache
 from sketchwalk_jax.models import ModelConfig, load, param_shapes
 from sketchwalk_jax.models.params import flatten_params
+from sketchwalk_jax.models.plans import stored_tensors
 
 PREFIX = "model.layers.{layer}."
 LINEAR = {
@@ -164,6 +167,24 @@ def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
     write_tensors(tmp_path, tensors | {name: frequencies})
     params, config = load(tmp_path)
     assert_holds(params, tensors, config)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path: Path, weights: str | None):
+    # Every shard holds a stale copy of every tensor that the index has in another one.
+    tensors = write_checkpoint(tmp_path / "right", num_shards=3)
+    expected, expected_config = load(tmp_path / "right", weights=weights)
+    shutil.copytree(tmp_path / "right", tmp_path / "stale")
+    for path in (tmp_path / "stale").glob("*.safetensors"):
+        own = load_file(path)
+        stale = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+        save_file(stale | own, path)
+    single = SingleDeviceSharding(jax.devices()[0])
+    for sharding in (None, single):
+        params, config = load(tmp_path / "stale", weights=weights, sharding=sharding)
+        chex.assert_trees_all_equal(params, expected)
+        assert config == expected_config
+    assert stored_tensors(tmp_path / "stale")[0] == stored_tensors(tmp_path / "right")[0]
 
 
 def test_a_single_file_comes_before_an_index(tmp_path: Path):

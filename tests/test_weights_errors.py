@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import tiny_config, write_checkpoint, write_tensors
 from jax.sharding import PartitionSpec, SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
 
 from sketchwalk_jax.models import load
 
@@ -110,6 +111,50 @@ def test_missing_files_of_an_index_are_named(tmp_path: Path):
     with pytest.raises(
         FileNotFoundError, match=r"\['model-00002-of-00003\.safetensors'\] are missing"
     ):
+        load(tmp_path)
+
+
+def edit_index(directory: Path, name: str, file: str | None) -> None:
+    """Names another file for a tensor, or none."""
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = file
+    if file is None:
+        del index["weight_map"][name]
+    path.write_text(json.dumps(index))
+
+
+def test_a_tensor_that_its_file_lacks_is_named(tmp_path: Path):
+    write_checkpoint(tmp_path, num_shards=2)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    norm, head = "model.norm.weight", "lm_head.weight"
+    held = load_file(tmp_path / first)
+    assert norm in load_file(tmp_path / second)
+    del held[head]
+    save_file(held, tmp_path / first)
+    edit_index(tmp_path, norm, first)
+    with pytest.raises(ValueError, match="2 tensors missing") as raised:
+        load(tmp_path)
+    message = str(raised.value)
+    assert f"{norm} (the index names {first}, which lacks it, found in {second})" in message
+    assert f"{head} (the index names {first}, which lacks it)" in message
+
+
+def test_a_tensor_of_two_files_without_an_entry_is_named(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, num_shards=2)
+    for file in tmp_path.glob("*.safetensors"):
+        save_file(load_file(file) | {"model.norm.weight": tensors["model.norm.weight"]}, file)
+    load(tmp_path)
+    edit_index(tmp_path, "model.norm.weight", None)
+    with pytest.raises(ValueError, match=r"in several files: model\.norm\.weight \(.* neither"):
+        load(tmp_path)
+
+
+def test_files_without_their_index_are_named(tmp_path: Path):
+    write_checkpoint(tmp_path, num_shards=2)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"got only \['model-00001.* copy the index"):
         load(tmp_path)
 
 
