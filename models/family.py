@@ -114,6 +114,24 @@ def read_integer(
     return value
 
 
+def read_token(raw: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    """A token id; -1 means none, as null does.
+
+    Args:
+      raw: A parsed JSON object.
+      name: Name of the attribute.
+      default: What absent means.
+
+    Raises:
+      ValueError: If the attribute is something else.
+
+    Example:
+      >>> read_token({"bos_token_id": -1}, "bos_token_id", 1)
+    """
+    found = read_integer({name: default, **raw}, name, least=-1)
+    return None if found == -1 else found
+
+
 def read_number(
     raw: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf
 ) -> Any:

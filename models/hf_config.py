@@ -52,7 +52,6 @@ RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
     "parallel_residual": (False,),
     "partial_rotary_factor": (1,),
     "per_layer_config": (),
-    "pretraining_tp": (1,),
     "qk_layernorm": (False,),
     "qk_norm": (False,),
     "quantiz": (False,),
@@ -137,6 +136,8 @@ def eos_token_ids(
 ) -> tuple[int, ...]:
     """Returns the end tokens: an int or a list, those of the generation config first.
 
+    -1 is no token.
+
     Example:
       >>> eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 8]})
       (7, 8)
@@ -150,7 +151,7 @@ def eos_token_ids(
                     f"eos_token_id must be a token id or a list of them, got {value!r}; correct "
                     f"generation_config.json or config.json"
                 )
-            return found
+            return tuple(one for one in found if one != -1)
     return ()
 
 

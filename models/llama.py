@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from sketchwalk_jax.models.family import KEYS, Family, RawConfig, read_flag, read_integer
+from sketchwalk_jax.models.family import (
+    KEYS,
+    Family,
+    RawConfig,
+    read_flag,
+    read_integer,
+    read_token,
+)
 
 
 def read_fields(raw: RawConfig) -> dict[str, Any]:
@@ -29,8 +36,7 @@ def read_fields(raw: RawConfig) -> dict[str, Any]:
         "qkv_bias": attention_bias,
         "o_bias": attention_bias,
         "mlp_bias": read_flag(raw, "mlp_bias"),
-        # Absent it is 1, null it is none.
-        "bos_token_id": read_integer({"bos_token_id": 1, **raw}, "bos_token_id", least=0),
+        "bos_token_id": read_token(raw, "bos_token_id", 1),
     }
 
 

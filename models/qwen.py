@@ -3,7 +3,14 @@
 from typing import Any
 
 from sketchwalk_jax.models.family import KEYS as LLAMA_KEYS
-from sketchwalk_jax.models.family import LAYER, Family, RawConfig, read_flag, read_integer
+from sketchwalk_jax.models.family import (
+    LAYER,
+    Family,
+    RawConfig,
+    read_flag,
+    read_integer,
+    read_token,
+)
 
 KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
     ("layers", "query_norm", "scale"): LAYER + "self_attn.q_norm.weight",
@@ -71,7 +78,7 @@ def _common_fields(raw: RawConfig) -> dict[str, Any]:
             {"num_key_value_heads": 32, **raw}, "num_key_value_heads", raw["num_attention_heads"]
         ),
         "max_position_embeddings": read_integer(raw, "max_position_embeddings", 32768),
-        "bos_token_id": read_integer(raw, "bos_token_id", least=0),
+        "bos_token_id": read_token(raw, "bos_token_id"),
     }
 
 

@@ -54,6 +54,8 @@ Files = TensorFiles | GgufFiles
 """Where tensors come from, by name: both read a part of one at a time."""
 
 EMBEDDING, LM_HEAD = ("embed", "embedding"), ("lm_head", "kernel")
+PREFIX = "model."
+"""What names begin with, but for the head; base models (`LlamaModel`, `Qwen3Model`) lack it."""
 ROWS_PER_READ = 32
 """Stored rows that are read and transposed at a time, so that they stay in the CPU's cache."""
 LISTED = 20
@@ -174,7 +176,11 @@ def _load_safetensors(
 ) -> tuple[Params, ModelConfig]:
     model_config = ModelConfig.from_pretrained(directory)
     with TensorFiles(directory) as files:
-        is_tied, embedding, ignored = resolve_tying(files, model_config)
+        keys = FAMILIES[model_config.model_type].keys
+        bare = {path: name.removeprefix(PREFIX) for path, name in keys.items()}
+        is_base = keys[EMBEDDING] not in files.headers and bare[EMBEDDING] in files.headers
+        keys = bare if is_base else keys
+        is_tied, embedding, ignored = resolve_tying(files, model_config, keys=keys)
         if is_tied != model_config.tie_word_embeddings:
             warnings.warn(
                 f"{directory} declares tied embeddings but holds a different lm_head.weight; the "
@@ -182,8 +188,14 @@ def _load_safetensors(
                 stacklevel=3,
             )
             model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
-        sources = find_sources(model_config, embedding=embedding)
+        sources = find_sources(model_config, embedding=embedding, keys=keys)
         check_headers(files, sources, ignored=ignored)
+        if is_base and is_tied and keys[LM_HEAD] not in files.headers:
+            warnings.warn(
+                f"{directory} holds a base model without a head: its embedding is the head, as "
+                f"tie_word_embeddings says. Of an embedding model, logits and texts mean nothing",
+                stacklevel=3,
+            )
         if checkpoint_dtype(read_json(directory / "config.json")) is None:
             stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
             stored = stored if stored in DTYPES else "float32"
@@ -417,6 +429,12 @@ def check_headers(
             for problem, found in problems.items()
             if found
         ]
+        if LM_HEAD in sources and problems["missing"] == list(sources[LM_HEAD].names):
+            lines.append(
+                "base models, embedding models and classifiers have no head, and give no logits: "
+                "take the checkpoint of the language model; or set tie_word_embeddings to true in "
+                "config.json if the embedding is the head"
+            )
         raise ValueError(
             f"the weights in {files.source} must fit its {files.described_by}:\n  "
             + "\n  ".join(lines)
@@ -554,7 +572,7 @@ def read_quantized(
 
 
 def resolve_tying(
-    files: TensorFiles, model_config: ModelConfig
+    files: TensorFiles, model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str]
 ) -> tuple[bool, str | None, frozenset[str]]:
     """Decides what a tied checkpoint's embedding and lm_head are, as transformers does.
 
@@ -563,12 +581,12 @@ def resolve_tying(
     Args:
       files: The open files.
       model_config: The model as its config describes it.
+      keys: Name of each parameter in the files.
 
     Returns:
       Whether the head is tied, the tensor that is the embedding (None for the usual one), and
       the tensors to ignore.
     """
-    keys = FAMILIES[model_config.model_type].keys
     embedding, head = keys[EMBEDDING], keys[LM_HEAD]
     if not model_config.tie_word_embeddings or head not in files.headers:
         return model_config.tie_word_embeddings, None, frozenset()

@@ -131,6 +131,13 @@ def test_biases_are_where_the_family_has_them(model_type, overrides, biases):
     assert ("query_norm" in layers) == (model_type == "qwen3")
 
 
+@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize(("bos", "expected"), [(-1, None), (None, None), (0, 0), (7, 7)])
+def test_minus_one_is_no_begin_token(model_type: str, bos: int | None, expected: int | None):
+    config = ModelConfig.from_dict(tiny_config(model_type, bos_token_id=bos))
+    assert config.bos_token_id == expected
+
+
 @pytest.mark.parametrize(
     ("config_eos", "generation_config", "expected"),
     [
@@ -142,6 +149,8 @@ def test_biases_are_where_the_family_has_them(model_type, overrides, biases):
         (5, {"eos_token_id": 7}, (7,)),
         (5, {"temperature": 0.6}, (5,)),
         (5, {"eos_token_id": None}, (5,)),
+        (-1, None, ()),
+        (5, {"eos_token_id": [7, -1]}, (7,)),
     ],
 )
 def test_end_tokens_come_from_the_generation_config_first(config_eos, generation_config, expected):

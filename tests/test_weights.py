@@ -187,6 +187,29 @@ def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path: Path, weight
     assert stored_tensors(tmp_path / "stale")[0] == stored_tensors(tmp_path / "right")[0]
 
 
+def without_prefix(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_a_base_model_loads_with_its_embedding_as_head(tmp_path: Path, model_type: str):
+    tensors = write_checkpoint(tmp_path, model_type, tie_word_embeddings=True)
+    expected = load(tmp_path)
+    write_tensors(tmp_path, without_prefix(tensors))
+    with pytest.warns(UserWarning, match="holds a base model without a head: its embedding is"):
+        found = load(tmp_path)
+    chex.assert_trees_all_equal(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+def test_the_prefix_of_names_is_not_needed(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_tensors(tmp_path, without_prefix(tensors), num_shards=2)
+    params, config = load(tmp_path)
+    assert_holds(params, tensors, config)
+
+
 def test_a_single_file_comes_before_an_index(tmp_path: Path):
     write_checkpoint(tmp_path, seed=1, num_shards=2)
     tensors = write_checkpoint(tmp_path, seed=2)

@@ -45,9 +45,13 @@ def test_long_lists_of_wrong_tensors_are_cut(tmp_path: Path):
 def test_an_untied_checkpoint_without_head_raises(tmp_path: Path):
     tensors = write_checkpoint(tmp_path)
     del tensors["lm_head.weight"]
-    write_tensors(tmp_path, tensors)
-    with pytest.raises(ValueError, match=r"1 tensors missing: lm_head\.weight"):
-        load(tmp_path)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for stored in (tensors, bare):
+        write_tensors(tmp_path, stored)
+        with pytest.raises(ValueError, match=r"1 tensors missing: lm_head\.weight\n") as raised:
+            load(tmp_path)
+        assert "embedding models and classifiers have no head" in str(raised.value)
+        assert "unknown" not in str(raised.value)
 
 
 def test_more_layers_than_the_config_says_raises(tmp_path: Path):
