@@ -9,6 +9,7 @@ from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import gguf_config, is_gguf, read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, translate
 from sketchwalk_jax.models.rope import RopeConfig
+from sketchwalk_jax.models.tensor_files import INDEX_FILE, SINGLE_FILE
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.validation import (
     DTYPES,
@@ -21,6 +22,9 @@ from sketchwalk_jax.validation import (
 
 SAVED_CONFIG_FILE = "model_config.json"
 """The file that marks a directory written by `sketchwalk_jax.models.save`."""
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""The file that marks an adapter of peft."""
 
 PARAMS_FOLDER = "params"
 """The folder of such a directory that holds the weights."""
@@ -243,10 +247,37 @@ def check_model_config(model_config: Any) -> None:
         )
 
 
+def check_no_adapter(directory: Path, name: str | None = None) -> None:
+    """Raises if a directory holds an adapter of peft alone, such as LoRA.
+
+    Args:
+      directory: The directory.
+      name: What it is called in the error; by default its path.
+
+    Raises:
+      ValueError: If the weights of a whole model are not there, but those of an adapter.
+    """
+    if not (directory / ADAPTER_CONFIG_FILE).exists() or any(
+        (directory / one).exists() for one in (SAVED_CONFIG_FILE, SINGLE_FILE, INDEX_FILE)
+    ):
+        return
+    base = read_json(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+    raise ValueError(
+        f"must be a whole model, got {name or str(directory)!r}, an adapter of peft"
+        f"{f' for {base}' if isinstance(base, str) else ''}; merge it into that model with peft's "
+        f"merge_and_unload, write the result with save_pretrained, and pass its directory"
+    )
+
+
 def check_checkpoint(path: str | Path) -> Path:
     """Returns the path of a checkpoint directory or a GGUF file, or says what to do about it."""
     found = Path(path).expanduser()
-    if found.is_dir() or is_gguf(found):
+    if found.is_dir():
+        # Where a model of the hub is being fetched, its weights may not be there yet.
+        if (found / ADAPTER_CONFIG_FILE).exists() and any(found.glob("adapter_model.*")):
+            check_no_adapter(found)
+        return found
+    if is_gguf(found):
         return found
     if found.exists():
         raise ValueError(

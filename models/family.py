@@ -71,6 +71,27 @@ class Family:
     read_window: Callable[[RawConfig], tuple[int | None, int]]
 
 
+_OTHER_FILES = {
+    b"version https://git-lfs": "a pointer of Git LFS; run `git lfs pull` in its folder",
+    b"<": "a web page; download the file that it links to",
+    b"PK\x03\x04": "a file of PyTorch; convert it with transformers' save_pretrained",
+    b"\x80\x02": "a file of PyTorch; convert it with transformers' save_pretrained",
+    b"GGUF": "a GGUF file; give it a name that ends in .gguf, and pass it itself",
+    b"tjgg": "of a format before GGUF; convert the model with a current llama.cpp",
+    b"fmgg": "of a format before GGUF; convert the model with a current llama.cpp",
+    b"lmgg": "of a format before GGUF; convert the model with a current llama.cpp",
+}
+"""What else stands under the names of weights, by how such files begin."""
+
+
+def describe_damage(path: Path) -> str:
+    """What a file is that cannot be read, and what to do about it, for errors."""
+    with path.open("rb") as file:
+        begin = file.read(32)
+    others = (what for start, what in _OTHER_FILES.items() if begin.startswith(start))
+    return f"it is {next(others, 'truncated or corrupt, download it again')}"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads one JSON object, with an error that names the file."""
     try:
@@ -81,7 +102,8 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.name} and its safetensors files"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be a JSON file, got {error}; download it again") from error
+        advice = describe_damage(path).replace("download it again", "correct it or copy it again")
+        raise ValueError(f"{path} must be a JSON file, got {error}; {advice}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
     return raw

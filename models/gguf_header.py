@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchwalk_jax.models.family import describe_damage
 from sketchwalk_jax.models.rope import RopeConfig, rope_frequencies
 
 MAGIC = b"GGUF"
@@ -184,7 +185,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     if begin[:4] != MAGIC:
         raise ValueError(
             f"{path} must be a GGUF file, which begins with {MAGIC!r}, got {begin[:4]!r}; "
-            f"download it again"
+            f"{describe_damage(path)}"
         )
     if len(begin) < 8:
         raise _damaged(path, f"only {len(begin)} bytes")
@@ -308,6 +309,11 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
       >>> gguf_config(header)["num_hidden_layers"]  # doctest: +SKIP
       16
     """
+    if header.metadata.get("general.type") == "adapter":
+        raise ValueError(
+            f"{header.path} must be a model, got an adapter, which changes one; merge it into its "
+            f"model first: llama-export-lora --model MODEL.gguf --lora {header.path.name}"
+        )
     architecture = header.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(

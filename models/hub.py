@@ -12,7 +12,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sketchwalk_jax.models.config import ModelConfig, check_checkpoint
+from sketchwalk_jax.models.config import (
+    ADAPTER_CONFIG_FILE,
+    ModelConfig,
+    check_checkpoint,
+    check_no_adapter,
+)
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.tensor_files import INDEX_FILE, SINGLE_FILE
 from sketchwalk_jax.plan import PLAN_FILE
@@ -32,6 +37,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    ADAPTER_CONFIG_FILE,
     INDEX_FILE,
     PLAN_FILE,
 )
@@ -119,6 +125,7 @@ def find_checkpoint(
     with _errors_explained(name), _bars(is_wanted=progress and not is_log), waiting:
         folder = _fetch(name, SMALL_FILES)
         if not (folder / "config.json").is_file():
+            check_no_adapter(folder, name)
             raise ValueError(
                 f"{name} must be a repository with config.json and safetensors files, got none; of "
                 f"one that holds GGUF files, download a file and pass that: "
@@ -131,6 +138,7 @@ def find_checkpoint(
         files = _weight_names(folder)
         folder = _fetch(name, files, revision=folder.name)
     if not all((folder / file).is_file() for file in files):
+        check_no_adapter(folder, name)
         raise ValueError(
             f"{name} must hold {', '.join(files)}, got no such files: pickled weights are never "
             f"loaded; take a repository with safetensors, or convert it with transformers' "

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchwalk_jax.models.family import read_json
+from sketchwalk_jax.models.family import describe_damage, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,9 +90,14 @@ class TensorFiles(contextlib.AbstractContextManager):
         try:
             handle = self._stack.enter_context(safe_open(path, framework="np"))
         except SafetensorError as error:
+            is_newer = "unknown variant" in str(error)
+            advice = (
+                "it is newer than the installed package: pip install --upgrade safetensors"
+                if is_newer
+                else describe_damage(path)
+            )
             raise ValueError(
-                f"{path} must be a complete safetensors file, got {error}; it is truncated or "
-                f"corrupt, download it again"
+                f"{path} must be a complete safetensors file, got {error}; {advice}"
             ) from error
         self._handles[file] = handle
         for name in handle.keys():

@@ -167,6 +167,16 @@ def write_checkpoint(
     return tensors
 
 
+def write_adapter(directory: Path) -> None:
+    """Writes what peft's `save_pretrained` and a trainer leave of a LoRA adapter."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "base_model_name_or_path": "someone/tiny-model", "r": 2}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: np.zeros((2, 32), np.float32)}, directory / "adapter_model.safetensors")
+    (directory / "training_args.bin").write_bytes(b"")
+
+
 def write_byte_tokenizer(directory: Path) -> None:
     """Writes a tokenizer whose ids are the 256 bytes of UTF-8, with a minimal chat template.
 

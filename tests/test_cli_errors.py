@@ -311,7 +311,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "no safetensors": (
         lambda model: (model / "model.safetensors").write_bytes(b"version https://git-lfs"),
-        ("truncated or corrupt", "download it again"),
+        ("a pointer of Git LFS", "git lfs pull"),
     ),
     "integers": (with_integers, ("model.norm.weight",)),
     "missing and unknown": (

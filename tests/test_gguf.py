@@ -497,6 +497,25 @@ def test_a_part_of_several_is_refused(file: Path):
         load(file)
 
 
+def test_an_adapter_is_refused(file: Path):
+    write_gguf(file, keys={"general.type": "adapter"})
+    with pytest.raises(ValueError, match="must be a model, got an adapter.*llama-export-lora"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS; run `git lfs pull`"),
+        (b"tjgg\x03\0\0\0", "of a format before GGUF; convert the model"),
+    ],
+)
+def test_another_file_under_the_name_of_one_is_told(file: Path, content: bytes, message: str):
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"must be a GGUF file.* it is .*{message}"):
+        load(file)
+
+
 def test_without_the_package_the_advice_is_to_install_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):

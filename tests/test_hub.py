@@ -1,6 +1,7 @@
 """Models by their name on the hub: what is fetched, what is kept, what is said when it fails."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -94,6 +95,11 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
         if raw is not None:
             config = checkpoints.tiny_config() | raw
             (folder / "config.json").write_text(json.dumps(config))
+    adapter = hub.repositories["someone/adapter"] = tmp_path / "adapter"
+    checkpoints.write_adapter(adapter)
+    both = hub.repositories["someone/both"] = tmp_path / "both"
+    checkpoints.write_adapter(both)
+    checkpoints.write_checkpoint(both)
     hub.repositories["someone/gated"] = hub.repositories[NAME]
     hub.gated.add("someone/gated")
     here = tmp_path / "here"
@@ -113,14 +119,16 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
     count = len(hub.asked)
     assert driver.find("someone/local") == {"folder": "someone/local"}
     assert driver.find(NAME) == found and len(hub.asked) == count
+    assert "model.safetensors" in os.listdir(driver.find("someone/both")["folder"])
     errors = {
         name: driver.find(f"someone/{name}")
-        for name in ("nothing", "gated", "gguf", "pickled", "mixture")
+        for name in ("nothing", "gated", "gguf", "adapter", "pickled", "mixture")
     }
     assert {name: found["error"] for name, found in errors.items()} == {
         "nothing": "FileNotFoundError",
         "gated": "PermissionError",
         "gguf": "ValueError",
+        "adapter": "ValueError",
         "pickled": "ValueError",
         "mixture": "ValueError",
     }
@@ -128,11 +136,14 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
         "nothing": "no such folder here and no such model at http://127.0.0.1",
         "gated": "someone/gated is gated: ask for access at http",
         "gguf": "hf download someone/gguf FILE.gguf",
+        "adapter": "got 'someone/adapter', an adapter of peft for someone/tiny-model; merge",
         "pickled": "must hold model.safetensors, got no such files: pickled weights are never",
         "mixture": "mixtral",
     }.items():
         assert message in errors[name]["message"], errors[name]
-    assert not [name for name, _ in hub.asked if name in ("model.gguf", "pytorch_model.bin")]
+    assert not [
+        name for name, _ in hub.asked if name.endswith((".gguf", ".bin")) or "adapter_model" in name
+    ]
 
     hub.__exit__()
     assert driver.find(NAME) == found

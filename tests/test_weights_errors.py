@@ -6,11 +6,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from checkpoints import tiny_config, write_checkpoint, write_tensors
+from checkpoints import (
+    tiny_config,
+    write_adapter,
+    write_byte_tokenizer,
+    write_checkpoint,
+    write_tensors,
+)
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
-from sketchwalk_jax.models import load
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.models import ModelConfig, load
+from sketchwalk_jax.models.plans import fingerprint
 
 
 def rename(tensors: dict[str, np.ndarray], old: str, new: str) -> None:
@@ -92,6 +101,46 @@ def test_a_corrupt_header_is_named(tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors must be a complete"):
         load(tmp_path)
+
+
+NEWER = json.dumps({"a": {"dtype": "F3", "shape": [8], "data_offsets": [0, 3]}}).encode()
+OTHER_FILES = {
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "pointer of Git LFS; run `git",
+    b"<!DOCTYPE html><html></html>": "web page; download the file",
+    b"PK\x03\x04" + bytes(60): "file of PyTorch; convert it",
+    b"\x80\x02}q\x00." + bytes(60): "file of PyTorch; convert it",
+    b"GGUF\x03" + bytes(60): "GGUF file; give it a name",
+    len(NEWER).to_bytes(8, "little") + NEWER + bytes(3): "newer than .* --upgrade safetensors",
+}
+
+
+@pytest.mark.parametrize("content", OTHER_FILES)
+def test_another_file_under_the_name_of_weights_is_told(tmp_path: Path, content: bytes):
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"must be a complete .* it is .*{OTHER_FILES[content]}"
+    ) as e:
+        load(tmp_path)
+    assert "corrupt" not in str(e.value)
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_adapter(tmp_path)
+    write_byte_tokenizer(tmp_path)
+    for read in (load, fingerprint, ModelConfig.from_pretrained, LanguageModel.load):
+        with pytest.raises(ValueError, match="an adapter of peft for someone/tiny-model; merge"):
+            read(tmp_path)
+    for command in ("info", "generate"):
+        assert main([command, "--model", str(tmp_path)]) == 2
+        assert "an adapter of peft for someone/tiny-model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))  # some trainers write it
+    with pytest.raises(ValueError, match="an adapter of peft"):
+        load(tmp_path)
+    tensors = write_checkpoint(tmp_path)  # a whole model beside an adapter of it
+    np.testing.assert_array_equal(
+        load(tmp_path)[0]["embed"]["embedding"], tensors["model.embed_tokens.weight"]
+    )
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
