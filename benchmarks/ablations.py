@@ -94,11 +94,15 @@ def main() -> None:
     if options.reduced:
         amount |= {"tokens": (1024,), "tasks": ("single_needle", "text_loss"), "prompts": 2}
         amount |= {"probe_prompts": min(1, options.probe_prompts), "densities": (DENSITY,)}
+    presets = options.preset or PRESETS
+    changed = variants(presets, options.only)
+    every = [NO_MASK, *(field for preset in presets for field in CHANGES[preset])]
+    common.check_filters(options, ({"only": one} for one in every), changed)
     config = EvaluationConfig(
         policies=("sketchwalk", "random"),
-        presets=options.preset or PRESETS,
+        presets=presets,
         phases=options.phase or PHASES,
-        variants=variants(options.preset or PRESETS, options.only),
+        variants=changed,
         **amount,
     )
     evaluate(

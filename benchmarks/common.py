@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -231,6 +231,38 @@ def is_asked(options: argparse.Namespace, **values: Any) -> bool:
     """Whether each value is one of those that the option of its name was given, if it was given."""
     given = {name: getattr(options, name) for name in values}
     return all(not given[name] or value in given[name] for name, value in values.items())
+
+
+def check_filters(
+    options: argparse.Namespace, every: Iterable[Mapping[str, Any]], found: Collection[Any]
+) -> None:
+    """Refuses filters that no measurement matches, each alone or all together.
+
+    Args:
+      options: The options; filters are those whose names are among the names of `every`.
+      every: What filters are compared with, of each measurement.
+      found: The measurements that match.
+
+    Raises:
+      SystemExit: If there are none, or if a filter has a value that no measurement has.
+    """
+    there: dict[str, set[Any]] = {}
+    for one in every:
+        for name, value in one.items():
+            there.setdefault(name, set()).add(value)
+    filters = {name: getattr(options, name, None) or () for name in there}
+    unknown = [f"{x}" for name, given in filters.items() for x in given if x not in there[name]]
+    if found and not unknown:
+        return
+    known = "; ".join(
+        f"{name} is one of {', '.join(sorted(map(str, there[name])))}"
+        for name, given in filters.items()
+        if given
+    )
+    raise SystemExit(
+        f"options must match a measurement, got none for {' '.join(unknown or sys.argv[1:])}"
+        + (f": {known}" if known else "")
+    )
 
 
 def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -> dict[str, Any]:

@@ -237,6 +237,8 @@ def main() -> None:
     peers = {name: list(peer_cells(name, options)) for name in (names if has_peer else ())}
     asked = [cell.row() for own in wanted.values() for cell in own]
     asked += [row for own in peers.values() for row in own]
+    every = (filtered(cell) for name in names for cell in cells(name, options))
+    common.check_filters(options, every, asked)
     found: list[Row] = []
     for name, own in peers.items():  # before JAX takes the memory
         own = list(filter(is_left, own))
@@ -315,17 +317,22 @@ def rules(*, is_quick: bool) -> list[Rule]:
     return found
 
 
-def matches(cell: Cell, options: argparse.Namespace) -> bool:
-    """Whether a measurement was asked for."""
+def filtered(cell: Cell) -> Row:
+    """What filters are compared with."""
     values: Row = {"phase": cell.phase, "tokens": cell.tokens}
     values["policy"] = cell.rule.preset or cell.rule.policy
     if cell.phase == "decode":
         values["batch"] = cell.batch
-    if options.without_pieces and cell.chunk_size is not None:
-        return False
     if cell.rule != DENSE:
         values["density"] = cell.rule.density
-    return common.is_asked(options, **values)
+    return values
+
+
+def matches(cell: Cell, options: argparse.Namespace) -> bool:
+    """Whether a measurement was asked for."""
+    if options.without_pieces and cell.chunk_size is not None:
+        return False
+    return common.is_asked(options, **filtered(cell))
 
 
 def describe(row: Row) -> str:
@@ -335,7 +342,8 @@ def describe(row: Row) -> str:
     text = f"{row['implementation']} {row['model']} {row['phase']:<8}{row['tokens']:>8}"
     text += f" x{row['batch']:<3}{name:<16}{row.get('weights', '')} "
     if row["error"]:
-        return f"{text} {row['error']}"
+        needed = row.get("needed_gib")
+        return f"{text} {row['error']}" + (f", needs {needed} GiB" if needed else "")
     text += f"{1e3 * row['seconds']['median']:.3f} ms"
     floor = row.get("floor_seconds")
     return text + (f", {row['seconds']['median'] / floor:.2f} of its floor" if floor else "")
@@ -377,6 +385,21 @@ def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, f
     return found
 
 
+def device_room() -> float:
+    """Bytes of a device that measurements may fill."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return 0.97 * stats.get("bytes_limit", 2**34)
+
+
+def activation_bytes(config: ModelConfig, cell: Cell) -> int:
+    """What one layer makes of the tokens of a prompt that are read at a time."""
+    if cell.phase != "prefill":
+        return 0
+    heads = config.num_heads + 2 * config.num_kv_heads
+    width = 3 * config.hidden_size + 2 * config.intermediate_size + heads * config.head_dim
+    return 2 * cell.batch * (cell.chunk_size or cell.tokens) * width
+
+
 class Model:
     """Random weights of one model, and the measurements with them."""
 
@@ -398,21 +421,13 @@ class Model:
         self._params = random_params(config)
         if weights not in (None, config.dtype):
             self._params = jax.block_until_ready(quantize_params(self._params, weights))
-        stats = jax.devices()[0].memory_stats() or {}
-        self.room = 0.97 * stats.get("bytes_limit", 2**34)
+        self.room = device_room()
 
     def needed_bytes(self, cell: Cell) -> float:
         """Weights, cache, statistics, and the activations of the tokens read at a time."""
         policy, dtype = cell.rule.make(), self.config.dtype
-        total = num_bytes(self._params) + cache_bytes(
-            self.config, policy, cell.batch, cell.tokens, dtype
-        )
-        if cell.phase == "prefill":
-            c, at_a_time = self.config, cell.chunk_size or cell.tokens
-            heads = c.num_heads + 2 * c.num_kv_heads
-            width = 3 * c.hidden_size + 2 * c.intermediate_size + heads * c.head_dim
-            total += 2 * cell.batch * at_a_time * width
-        return total
+        cache = cache_bytes(self.config, policy, cell.batch, cell.tokens, dtype)
+        return num_bytes(self._params) + cache + activation_bytes(self.config, cell)
 
     def _empty(self, cell: Cell) -> Cache:
         return sw.init_cache(

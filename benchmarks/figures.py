@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib
 import report
-from common import RESULTS
+from common import RESULTS, check_filters
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -67,7 +67,9 @@ def main() -> None:
             found[name] = functools.partial(draw, data)
     if (options.results / "quality.json").exists():
         found |= of_quality(options.results / "quality.json", options.model or bundled_model())
-    for name in options.name or found:
+    wanted = options.name or found
+    check_filters(options, ({"name": one} for one in found), wanted)
+    for name in wanted:
         found[name]().savefig(options.plots / f"{name}.png", dpi=_DPI)
         print(f"drawn: {name}")
 

@@ -73,12 +73,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds")
     options = parser.parse_args()
     keep_compiled_programs()
-    shapes = QUICK_SHAPES if options.quick else SHAPES
+    every = QUICK_SHAPES if options.quick else SHAPES
+    shapes = [shape for shape in every if shape.op in (options.only or MEASURE)]
+    common.check_filters(options, ({"only": shape.op} for shape in every), shapes)
     repeats = 2 if options.quick else options.repeats
     bandwidth = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
     rows: list[Row] = []
     failed = []
-    for shape in tqdm([x for x in shapes if x.op in (options.only or MEASURE)], desc="kernels"):
+    for shape in tqdm(shapes, desc="kernels"):
         try:
             rows.append(MEASURE[shape.op](shape, repeats) | {"implementation": IMPLEMENTATION})
         except Exception as error:  # the other shapes' figures are worth keeping

@@ -182,6 +182,8 @@ def run_model(
         other_code=options.other_code,
     )
     rules = find_rules(file, name, options, model_config)
+    if set(options.policy or ()) - {"dense"}:
+        common.check_filters(options, (), rules)
     config = EvaluationConfig(**{**vars(base), "variants": rules})
     left = None if seconds is None else max(1.0, seconds - (time.monotonic() - start))
     return continue_evaluation(

@@ -42,6 +42,7 @@ from end_to_end import (
     NEW_TOKENS,
     TINY,
     describe,
+    device_room,
     draw_prompt,
     measure_rates,
     prompt_flops,
@@ -56,11 +57,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import sketchwalk_jax as sw
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.calls import cache_bytes
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.sharding import Placement, place
 
 Row = dict[str, Any]
@@ -143,10 +146,10 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
         yield Cell(model=large, phase=phase, axis="tensor", tokens=2**17, chunk_size=PIECE)
 
 
-def matches(cell: Cell, options: argparse.Namespace) -> bool:
-    """Whether a measurement was asked for."""
+def filtered(cell: Cell) -> Row:
+    """What filters are compared with."""
     values = {name: getattr(cell, name) for name in ("model", "axis", "phase", "tokens")}
-    return common.is_asked(options, policy=cell.rule.preset or cell.rule.policy, **values)
+    return values | {"policy": cell.rule.preset or cell.rule.policy}
 
 
 def main() -> None:
@@ -165,9 +168,9 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the command that started it
     options = parser.parse_args()
-    wanted = [
-        cell for cell in cells(options.ranks, is_quick=options.quick) if matches(cell, options)
-    ]
+    every = list(cells(options.ranks, is_quick=options.quick))
+    wanted = [cell for cell in every if common.is_asked(options, **filtered(cell))]
+    common.check_filters(options, map(filtered, every), wanted)
     started = time.monotonic()
     if options.missing:
         is_done = common.is_measured(options.out, KEY)
@@ -219,8 +222,20 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         by_model.setdefault(cell.model, []).append(cell)
     for name, own in by_model.items():
         config = TINY if options.quick else SHAPES[name]
+        fitting = []
+        for cell in own:
+            needed = needed_bytes(config, cell, ranks)
+            if needed < device_room():
+                fitting.append(cell)
+                continue
+            needed_gib = round(needed / 2**30, 1)
+            row = cell.row(ranks, error=common.DOES_NOT_FIT, needed_gib=needed_gib)
+            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
+            print(describe_row(row), flush=True)
+        if not fitting:
+            continue
         model = Model(config, axis, ranks, rates, repeats)
-        for cell, programs in common.compiled(own, model.compile, seconds_left):
+        for cell, programs in common.compiled(fitting, model.compile, seconds_left):
             row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
@@ -229,10 +244,24 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         gc.collect()
 
 
+def needed_bytes(config: ModelConfig, cell: Cell, ranks: int) -> float:
+    """What the first rank holds at least: its weights, and its part of cache and activations."""
+    where, shapes = make_placement(config, cell.axis, ranks), param_shapes(config)
+    weights = sum(
+        math.prod(where(path, shape).shard_shape(shape.shape)) * shape.dtype.itemsize
+        for path, shape in flatten_params(shapes).items()
+    )
+    cache = cache_bytes(config, cell.rule.make(), cell.batch, cell.tokens, config.dtype)
+    if cell.phase == "lists":  # beside the weights and the cache of one device
+        return weights + num_bytes(shapes) + cache
+    return weights + (cache + end_to_end.activation_bytes(config, cell)) / ranks
+
+
 def describe_row(row: Row) -> str:
     """One line for the terminal."""
-    text = f"by {row['axis']} {row['model']} lists: {row['error'] or row.get('differing_blocks')}"
-    return text if row["phase"] == "lists" else describe(row)
+    if row["error"] or row["phase"] != "lists":
+        return describe(row)
+    return f"by {row['axis']} {row['model']} lists: {row['differing_blocks']}"
 
 
 def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:

@@ -109,6 +109,7 @@ def main() -> None:
             shape, wanted[shape.density], with_dense=shape.density == densities[0]
         )
     ]
+    common.check_filters(options, (), asked)
     common.note_asked(meta, asked, *NAMES)
     for tokens in lengths:
         if time.monotonic() - started > options.seconds:

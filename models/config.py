@@ -119,8 +119,9 @@ class ModelConfig:
         for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
             check_flag(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
+        check_integer("bos_token_id", self.bos_token_id, least=0, is_optional=True)
         if not isinstance(self.eos_token_ids, tuple) or not all(
-            isinstance(one, int) for one in self.eos_token_ids
+            isinstance(one, int) and not isinstance(one, bool) for one in self.eos_token_ids
         ):
             raise ValueError(
                 f"eos_token_ids must be a tuple of token ids, got {self.eos_token_ids!r}"

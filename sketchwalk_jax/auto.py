@@ -23,7 +23,7 @@ from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.renamed import renamed_field
-from sketchwalk_jax.validation import check_choice
+from sketchwalk_jax.validation import check_choice, describe
 
 _BOTH = "both"
 _TABLE = Path(__file__).with_name("break_even.json")
@@ -129,9 +129,14 @@ class Auto:
     measured: tuple[BreakEven, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the policy."""
+        """Checks both fields."""
         if self.sparse is not None:
             check_policy(self.sparse, "sparse")
+        rows = () if self.measured is None else self.measured
+        if not isinstance(rows, tuple) or not all(isinstance(one, BreakEven) for one in rows):
+            raise ValueError(
+                f"measured must be None or a tuple of BreakEven, got {describe(self.measured)}"
+            )
 
     @property
     def block_size(self) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Checks every number."""
+        for name in _NUMBERS:
+            given, is_by_layer = getattr(self, name), name not in ("weights", "representatives")
+            of_layers = given if is_by_layer and isinstance(given, tuple) else (given,)
+            if not all(map(_are_numbers, of_layers)):
+                what = "tuples of numbers, one for each layer" if is_by_layer else "numbers"
+                raise ValueError(f"{name} must be a tuple of {what}, got {str(given)[:80]}")
+        if not isinstance(self.fingerprint, str):
+            raise ValueError(f"fingerprint must be a string, got {str(self.fingerprint)[:80]}")
         by_layer = {name: len(getattr(self, name)) for name in ("errors", "weights", "misses")}
         if not self.densities or set(by_layer.values()) != {len(self.densities)}:
             raise ValueError(
@@ -273,6 +282,12 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _pieces(hull: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Slope and width of each piece of a curve."""
     return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in itertools.pairwise(hull)]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, tuple) and all(
+        isinstance(one, numbers.Real) and not isinstance(one, bool) for one in values
+    )
 
 
 def _ascends(values: Sequence[float] | Sequence[int]) -> bool:

@@ -5,16 +5,17 @@ one for every sequence. Their order and meaning are those of `generate` in trans
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from sketchwalk_jax.validation import is_known
+from sketchwalk_jax.validation import describe, is_known
 
 # Smaller temperatures are greedy as 0 is: hardware may flush them to zero.
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -44,7 +45,6 @@ _RULES = {
 }
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
     """How the next token is drawn. The defaults draw from the model's own distribution.
@@ -67,7 +67,8 @@ class Sampling:
         to greedy decoding.
 
     Raises:
-      ValueError: If a concrete value is out of range. Values traced by `jax.jit` are not checked.
+      ValueError: If a field is no number or array of numbers, or a concrete value is out of range.
+        Values traced by `jax.jit` are not checked.
 
     Example:
       >>> Sampling(temperature=0.7, top_p=0.9).top_k
@@ -85,7 +86,9 @@ class Sampling:
     def __post_init__(self) -> None:
         """Checks the numbers and stores them as arrays."""
         for name in _RULES:
-            object.__setattr__(self, name, _as_leaf(name, getattr(self, name)))
+            value = getattr(self, name)
+            _check_type(name, value)
+            object.__setattr__(self, name, _as_leaf(name, value))
 
     @classmethod
     def greedy(cls, *, repetition_penalty: ArrayLike = 1.0) -> "Sampling":
@@ -109,10 +112,42 @@ class Sampling:
         return is_known(found) and bool(np.all(np.asarray(found) < _SMALLEST_TEMPERATURE))
 
 
+def _flatten(sampling: Sampling) -> tuple[list[Any], None]:
+    return [getattr(sampling, name) for name in _RULES], None
+
+
+def _flatten_with_keys(sampling: Sampling) -> tuple[list[tuple[Any, Any]], None]:
+    return [(jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _RULES], None
+
+
+def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
+    # Not by `__init__`: JAX's own leaves (None, shapes, `object()`) are no mistakes of a caller.
+    made = object.__new__(Sampling)
+    for name, leaf in zip(_RULES, leaves, strict=True):
+        object.__setattr__(made, name, _as_leaf(name, leaf))
+    return made
+
+
+jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Raises unless `value` may be a setting, or says of an array what it is or where it goes."""
+    if isinstance(value, Sharding | PartitionSpec):
+        return
+    try:
+        dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    except (ValueError, OverflowError):  # lists of different lengths
+        dtype = None
+    is_scalar = isinstance(value, int | float | list) or hasattr(value, "shape")
+    if not is_scalar or dtype is None or not _is_real(dtype):
+        raise ValueError(f"{name} must be {_RULES[name].requirement}, got {describe(value)}")
+
+
 def _as_leaf(name: str, value: Any) -> Any:
     """Returns `value` as an array of the field's dtype, checked if it is concrete.
 
-    JAX rebuilds the class with other leaves (shapes, shardings, `object()`): they pass unchanged.
+    JAX rebuilds the class with other leaves (None, shapes, shardings): they pass unchanged.
     """
     rule = _RULES[name]
     if isinstance(value, jax.core.Tracer):
@@ -137,6 +172,8 @@ def _is_real(dtype: Any) -> bool:
 
 def check_key(key: Any, sampling: Sampling | None) -> None:
     """Raises a ValueError for a key without `sampling`, which it would have no effect on."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling or None, got {describe(sampling)}")
     if key is not None and sampling is None:
         raise ValueError(
             "key must be None without sampling, which is greedy and draws nothing, got a key; pass "

@@ -34,6 +34,12 @@ def check_texts(name: str, value: Any, what: str) -> None:
         raise ValueError(f"{name} must be a string or a list of {what}, got {describe(value)}")
 
 
+def check_several(name: str, value: Any, what: str) -> None:
+    """Raises unless `value` is a list, a tuple or another collection, which strings are not."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+        raise ValueError(f"{name} must be a list of {what}, got {describe(value)}")
+
+
 def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = False) -> None:
     """Raises unless `value` is an integer of at least `least`, or `None` where that is allowed."""
     if is_optional and value is None:
@@ -78,7 +84,8 @@ def check_scale(scale: Any) -> float | None:
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises unless `value` is one of `allowed`."""
-    if value not in allowed:
+    # Arrays compare element by element.
+    if isinstance(value, np.ndarray | jax.Array) or value not in tuple(allowed):
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 

@@ -13,7 +13,9 @@ from checkpoints import tiny_config, write_checkpoint
 from tiny import MODEL, POLICIES
 
 from sketchwalk_jax import (
+    Auto,
     Dense,
+    KernelConfig,
     Sampling,
     SketchWalkConfig,
     calls,
@@ -25,12 +27,16 @@ from sketchwalk_jax import (
     init_walk,
     make_generate,
     memory,
+    policies,
     prefill,
     sharding,
     sketchwalk_attention,
     stream,
 )
+from sketchwalk_jax.evaluation import EvaluationConfig
 from sketchwalk_jax.models import ModelConfig, load
+from sketchwalk_jax.models.rope import RopeConfig
+from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 
@@ -491,3 +497,38 @@ def test_confused_arguments_are_named_in_a_line(weights, name):
     with pytest.raises(ValueError, match=message) as raised:
         call(weights)
     assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)
+
+
+def configurations():
+    """One of every class whose fields a user sets, by name."""
+    found = {name: by_name(name) for name in policies.POLICIES}
+    found |= {one: by_name("sketchwalk", preset=one) for one in policies.PRESETS}
+    found |= {"Sampling": Sampling(), "KernelConfig": KernelConfig(), "RopeConfig": RopeConfig()}
+    found |= {"ModelConfig": MODEL, "Plan": tiny.plan((0.1, 0.5), (0.2, 0.1)), "Auto": Auto()}
+    return found | {"EvaluationConfig": EvaluationConfig(policies=("dense",))}
+
+
+WRONG = ("x", b"x", object(), {"a": 1}, (1, "a"), [[1], [1, 2]], np.array(["x", "y"]), int, 1j)
+CONFIGURATIONS = configurations()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_field_of_a_wrong_type_is_named(name):
+    made = CONFIGURATIONS[name]
+    for field in dataclasses.fields(made):
+        for value in WRONG[field.name == "fingerprint" :]:  # which may be any text
+            with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
+                dataclasses.replace(made, **{field.name: value})
+
+
+@pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(Sampling)])
+@pytest.mark.parametrize("value", [None, True, (1,), np.array(True), "0.5"])
+def test_no_number_is_no_setting_of_sampling(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be "):
+        Sampling(**{field: value})
+
+
+@pytest.mark.parametrize("sampling", [0.7, "greedy", {"top_k": 1}, Sampling])
+def test_something_else_is_no_sampling(weights, sampling):
+    with pytest.raises(ValueError, match="sampling must be a Sampling or None, got"):
+        generate(weights, TOKENS, max_new_tokens=1, sampling=sampling, **OPTIONS)

@@ -18,7 +18,14 @@ from sketchwalk_jax.policies import (
     takes_density,
     with_plan,
 )
-from sketchwalk_jax.validation import check_choice, check_flag, check_integer, check_number
+from sketchwalk_jax.validation import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_several,
+    describe,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +168,18 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         known = {"policies": POLICIES, "presets": PRESETS, "tasks": ALL_TASKS, "phases": PHASES}
+        kinds = {"densities": "numbers", "tokens": "integers", "variants": "rules"}
+        kinds |= dict.fromkeys((*known, "calibrated_on"), "names")
+        for name, kind in kinds.items():
+            check_several(name, getattr(self, name), kind)
         for name, values in known.items():
             for one in getattr(self, name):
                 check_choice(name, one, values)
+        for count in self.tokens:
+            check_integer("tokens", count)
+        for density in self.densities:
+            if not isinstance(density, int | float):
+                raise ValueError(f"densities must be numbers, got {describe(density)}")
         for name in (*known, "densities", "tokens"):
             given = tuple(getattr(self, name))
             object.__setattr__(self, name, given)
@@ -179,8 +195,11 @@ class EvaluationConfig:
         check_choice("density_over", self.density_over, OVER)
         for task in self.calibrated_on:
             check_choice("calibrated_on", task, ALL_TASKS)
-        for count in self.tokens:
-            check_integer("tokens", count)
+        if not isinstance(self.fields, Mapping):
+            raise ValueError(f"fields must be values by their names, got {describe(self.fields)}")
+        for one in self.variants:
+            if not isinstance(one, Rule):
+                raise ValueError(f"variants must be rules, got {describe(one)}")
         object.__setattr__(self, "variants", tuple(self.variants))
         names = [
             (one.policy, one.preset, one.density, one.variant, one.phases) for one in self.rules()

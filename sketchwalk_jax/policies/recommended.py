@@ -38,7 +38,7 @@ from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCode
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
-from sketchwalk_jax.validation import check_flag, check_integer, check_number
+from sketchwalk_jax.validation import check_flag, check_integer, check_number, describe
 from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
@@ -148,6 +148,8 @@ class RecommendedConfig(ScorePolicy):
         check_number("decay", self.decay, "[0, 1)")
         check_flag("repays", self.repays)
         check_integer("num_layers", self.num_layers, is_optional=True)
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
         if self.plan is not None and self.num_layers is None:
             object.__setattr__(self, "num_layers", self.plan.num_layers)
         if self.plan is not None and self.num_layers != self.plan.num_layers:
