@@ -14,7 +14,10 @@ import pytest
 
 from sketchwalk_jax import Dense
 from sketchwalk_jax.cli import main
+from sketchwalk_jax.cli.prompt_files import read_prompts
 from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.models import ModelConfig
+from sketchwalk_jax.tokenizer import load_tokenizer
 
 NEW = 6
 PROMPTS = ["Walk with", "a" * 40, {"prompt": "né 你", "id": 7}, "Then", "walk on"]
@@ -122,6 +125,60 @@ def test_lines_that_are_no_prompts_are_named(content, message, run, tmp_path):
     path.write_bytes(content)
     status, err = run(path)
     assert status == 1 and message in err and not (tmp_path / "texts.jsonl").exists()
+
+
+TOOLS = [{"type": "function", "function": {"name": "walk", "parameters": {"type": "object"}}}]
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+def read_with_tools(tmp_path, template: str, line: dict[str, Any], *, is_chat: bool = False) -> str:
+    """The text of a line's prompt, in a model with that chat template."""
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = template
+    (entry,) = read_prompts(
+        write_lines(tmp_path / "prompts.jsonl", [line]),
+        tokenizer,
+        is_chat=is_chat,
+        system=None,
+        model_config=ModelConfig.from_pretrained(tmp_path),
+        max_new_tokens=NEW,
+    )
+    return bytes(entry.tokens.tolist()).decode()
+
+
+def test_tools_of_a_line_reach_the_chat_template(tmp_path):
+    content = MESSAGES["messages"][0]["content"]
+    for line, is_chat in (
+        (MESSAGES | {"tools": TOOLS}, False),
+        ({"prompt": content, "tools": TOOLS}, True),
+    ):
+        found = read_with_tools(tmp_path, WITH_TOOLS, line, is_chat=is_chat)
+        assert found == f"<walk>{content}"
+    for none in ([], None):
+        assert read_with_tools(tmp_path, WITH_TOOLS, MESSAGES | {"tools": none}) == content
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "message"),
+    [
+        (
+            WITH_TOOLS.replace("tools", "t"),
+            MESSAGES | {"tools": TOOLS},
+            "template of the model has",
+        ),
+        (WITH_TOOLS, {"prompt": "a", "tools": TOOLS}, 'beside "messages", got "prompt"; or pass'),
+        (WITH_TOOLS, MESSAGES | {"tools": "walk"}, '"tools" must be a list of objects, got walk'),
+        (WITH_TOOLS, MESSAGES | {"tools": {}}, '"tools" must be a list of objects, got {}'),
+        (WITH_TOOLS, MESSAGES | {"tools": [3]}, '"tools" must be a list of objects'),
+    ],
+)
+def test_tools_that_would_be_lost_are_refused(tmp_path, template, line, message):
+    with pytest.raises(ValueError, match=f"line 1 of .*: .*{message}"):
+        read_with_tools(tmp_path, template, line)
 
 
 @pytest.mark.unchecked

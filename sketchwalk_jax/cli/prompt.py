@@ -91,7 +91,7 @@ def check_size(text: str, tokenizer: Any, *, model_config: ModelConfig) -> None:
 
 
 def tokenize(
-    tokenizer: Any, text: str, *, is_chat: bool, system: str | None
+    tokenizer: Any, text: str, *, is_chat: bool, system: str | None, **template_arguments: Any
 ) -> Int[np.ndarray, "T"]:
     """The prompt's tokens: as plain text, or as the user's turn of a conversation.
 
@@ -108,7 +108,7 @@ def tokenize(
             )
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        tokens = apply_chat_template(tokenizer, messages)
+        tokens = apply_chat_template(tokenizer, messages, **template_arguments)
     else:
         tokens = encode(tokenizer, text)
     if not len(tokens):

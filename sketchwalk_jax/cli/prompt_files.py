@@ -56,6 +56,8 @@ def read_prompts(
 ) -> list[Entry]:
     """Reads all prompts: each line a string, or an object with `"prompt"` or `"messages"`.
 
+    An object may have `"tools"` for the chat template; what else it has is only kept.
+
     Args:
       path: The file, UTF-8; empty lines are passed over.
       tokenizer: The model's.
@@ -96,11 +98,26 @@ def _tokens_of(
         is_list = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
         if not is_list or not messages:
             raise ValueError(f'"messages" must be a list of objects, got {str(messages)[:80]}')
-        return apply_chat_template(tokenizer, messages)
+        return apply_chat_template(tokenizer, messages, **_tools_of(given, tokenizer))
     if not isinstance(text, str):
         raise ValueError(f'"prompt" must be a string, got {str(text)[:80]}')
+    if given.get("tools") and not is_chat:
+        raise ValueError('"tools" must stand beside "messages", got "prompt"; or pass --chat')
     prompt.check_size(text, tokenizer, model_config=model_config)
-    return prompt.tokenize(tokenizer, text, is_chat=is_chat, system=system)
+    tools = _tools_of(given, tokenizer)
+    return prompt.tokenize(tokenizer, text, is_chat=is_chat, system=system, **tools)
+
+
+def _tools_of(given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The tools that a line offers the model, as arguments of the chat template."""
+    tools = given.get("tools")
+    if not tools and isinstance(tools, list | None):
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise ValueError(f'"tools" must be a list of objects, got {str(tools)[:80]}')
+    if tokenizer.chat_template and "tools" not in str(tokenizer.chat_template):
+        raise ValueError('"tools" must be left out: the chat template of the model has none')
+    return {"tools": tools}
 
 
 class TextsFile:
