@@ -343,7 +343,7 @@ def describe(row: Row) -> str:
     text += f" x{row['batch']:<3}{name:<16}{row.get('weights', '')} "
     if row["error"]:
         needed = row.get("needed_gib")
-        return f"{text} {row['error']}" + (f", needs {needed} GiB" if needed else "")
+        return f"{text} {row['error']}" + ("" if needed is None else f", needs {needed} GiB")
     text += f"{1e3 * row['seconds']['median']:.3f} ms"
     floor = row.get("floor_seconds")
     return text + (f", {row['seconds']['median'] / floor:.2f} of its floor" if floor else "")

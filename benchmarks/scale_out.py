@@ -17,6 +17,8 @@ Every row stands beside its floor: of a prompt the arithmetic of the linear laye
 attended to over the rate of a large matrix product, of a token the bytes that each rank must read
 over the rate of a copy; both for as many GPUs as there are. `sent_bytes` is what one rank receives
 in the layers of a call (`sketchwalk_jax.sharding`), and `rates` in `meta` how fast that goes here.
+
+What cannot fit into the memory of a GPU is not started, but listed with the bytes that it needs.
 """
 
 import argparse
@@ -175,6 +177,8 @@ def main() -> None:
     if options.missing:
         is_done = common.is_measured(options.out, KEY)
         wanted = [cell for cell in wanted if not is_done(cell.row(options.ranks))]
+        if not wanted:
+            print(f"{options.out}: nothing is missing")
     if options.child:
         run(wanted, options, started)
         return

@@ -1,10 +1,15 @@
 """What benchmarks write: rows of several runs in one file, and pages made of parts of them."""
 
+import argparse
 import importlib
 import json
+import time
 from pathlib import Path
 
 import pytest
+
+from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models.params import param_shapes
 
 NAMES = ("phase", "tokens")
 MACHINE = {"device": "NVIDIA H200", "cpu": "some", "cores": 2, "memory_gib": 1, "is_quick": False}
@@ -164,3 +169,51 @@ def test_what_tables_want_is_what_the_benchmarks_measure(load):
         rows = [cell.row(2) for cell in cells]
         for field, values in tables.TABLES[f"scale-{phase}"].spec["wanted"].items():
             assert {row[field] for row in rows} == set(values)
+
+
+FILTERS = {
+    "scale_out": ["--policy", "recommended"],
+    "end_to_end": ["--policy", "dense", "--tokens", "7"],
+    "kernels": ["--quick", "--only", "nothing"],
+    "ablations": ["--only", "beta", "--only", "nothing"],
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filters_that_match_nothing_are_refused(load, name, tmp_path, monkeypatch, capsys):
+    module = load(name)
+    monkeypatch.setattr(module, "keep_compiled_programs", lambda: None, raising=False)
+    out = ["--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *FILTERS[name], *out])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    said = f"{ended.value.code} {capsys.readouterr().err}"
+    assert FILTERS[name][-1] in said and ("is one of" in said or "choose from" in said)
+    assert ended.value.code != 0 and not (tmp_path / "out.json").exists()
+
+
+def test_filters_that_exclude_each_other_are_refused(load):
+    check = load("common").check_filters
+    every = [{"phase": "prefill", "tokens": 1}, {"phase": "decode", "tokens": 2}]
+    options = argparse.Namespace(phase=["prefill"], tokens=[2], batch=None)
+    with pytest.raises(SystemExit, match="phase is one of decode, prefill; tokens is one of 1, 2"):
+        check(options, every, [])
+    check(argparse.Namespace(phase=["prefill"], tokens=None), every, every[:1])
+
+
+def test_rows_that_cannot_fit_are_not_started(load, tmp_path, monkeypatch, capsys):
+    several, path = load("scale_out"), tmp_path / "scale_out.json"
+    monkeypatch.setattr(several, "device_room", lambda: 1e5)
+    for name in ("Model", "keep_compiled_programs", "measure_rates"):
+        monkeypatch.setattr(several, name, dict if name == "Model" else lambda **_: {})
+    wanted = [cell for cell in several.cells(1, is_quick=True) if cell.axis == "one"]
+    options = argparse.Namespace(child="python x", quick=True, ranks=1, seconds=60.0, out=path)
+    several.run(wanted, options, time.monotonic())
+    rows = read(path)["rows"]
+    assert [row["error"] for row in rows] == ["does not fit"] * 2
+    config = several.TINY
+    weights = num_bytes(param_shapes(config))
+    cache = 512 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    for cell in wanted:
+        assert several.needed_bytes(config, cell, 1) >= weights + cache
+    assert capsys.readouterr().out.count("does not fit, needs 0.0 GiB") == 2
