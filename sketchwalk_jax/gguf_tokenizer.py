@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sketchwalk_jax.models.gguf_header import GgufHeader
+from sketchwalk_jax.models.gguf_header import GgufHeader, end_token_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are matched whole: those that mean something, and those that are text."""
@@ -98,7 +98,10 @@ def make_tokenizer(header: GgufHeader) -> Any:
             f"tokenizer.ggml.model of {header.path} must be 'gpt2' or 'llama' with tokens, got "
             f"{kind!r} with {len(tokens or ())}; load the tokenizer of the original checkpoint"
         )
-    kinds = found.get("token_type") or [1] * len(tokens)
+    kinds = list(found.get("token_type") or [1] * len(tokens))
+    for index in end_token_ids(header.metadata):  # some files call these pieces of text
+        if index < len(kinds):
+            kinds[index] = _CONTROL
     if kind == "gpt2":
         name = found.get("pre")
         if name not in _CUTS:

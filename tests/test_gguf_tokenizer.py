@@ -235,6 +235,14 @@ def test_control_and_user_defined_tokens_are_matched_whole(tmp_path: Path):
     assert decode(tokenizer, [258]) == "日本"
 
 
+def test_a_token_that_ends_a_generation_is_a_control_token(tmp_path: Path):
+    """Also where the file calls it a piece of text, or text that is matched whole."""
+    tokens = [*BYTES, "<|im_end|>", "<|eot_id|>"]
+    tokenizer = make(tmp_path, pre="qwen2", tokens=tokens, kinds=[1] * 257 + [4], special={})
+    ids = encode(tokenizer, "<|im_end|>a<|eot_id|>").tolist()
+    assert ids == [256, BYTES.index("a"), 257] and decode(tokenizer, ids) == "a"
+
+
 def test_the_chat_template_is_that_of_the_metadata(tmp_path: Path):
     tokenizer = make(tmp_path)
     assert tokenizer.chat_template == TEMPLATE

@@ -90,7 +90,7 @@ def generate(
         option(
             "--prompts FILE",
             "Continue every line of a JSON-lines file instead: a string, or an object with "
-            '"prompt" or "messages".',
+            '"prompt" or "messages", and "tools".',
             _FILES,
         ),
     ] = None,
