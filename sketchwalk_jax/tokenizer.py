@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from sketchwalk_jax.chat_templates import bounded_template
 from sketchwalk_jax.gguf_tokenizer import make_tokenizer
-from sketchwalk_jax.models.family import read_json
+from sketchwalk_jax.models.family import describe_damage, read_json
 from sketchwalk_jax.models.gguf_header import is_gguf, read_header
 from sketchwalk_jax.models.hub import find_checkpoint, is_hub_name
 from sketchwalk_jax.validation import check_texts, describe
@@ -203,9 +203,10 @@ def _damage_explained(path: str | Path, what: str = "be opened") -> Iterator[Non
 
 def _damaged(path: str | Path, what: str, error: BaseException) -> ValueError:
     reason = str(error).strip().partition("\n")[0][:300]
+    file = Path(path) / "tokenizer.json"
+    advice = describe_damage(file) if file.is_file() else "download its files again"
     return ValueError(
-        f"the tokenizer of {str(path)!r} cannot {what}: {reason or type(error).__name__}; "
-        f"download its files again"
+        f"the tokenizer of {str(path)!r} cannot {what}: {reason or type(error).__name__}; {advice}"
     )
 
 

@@ -388,6 +388,12 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path):
         load_tokenizer(tmp_path)
 
 
+def test_a_pointer_in_the_place_of_the_file_is_named(directory: Path):
+    (directory / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="cannot be opened: .* a pointer of Git LFS; run `git lfs"):
+        load_tokenizer(directory)
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="must be a checkpoint folder or .*missing"):
         load_tokenizer(tmp_path / "missing")
