@@ -321,6 +321,31 @@ def test_memory_is_linear_in_the_tokens(attend):
     assert long < 8.5 * short
 
 
+@jax.jit
+def value_gradients(size, query, key, value, cotangent):
+    """Cotangents of the values, with queries and keys `size` times larger: ours, and JAX's."""
+    rows = jnp.arange(3, dtype=jnp.int32)[None]
+    listed = functools.partial(
+        block_sparse_attention, selection=full_selection(rows, 3, block_size=16)
+    )
+    of_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    return [
+        jax.vjp(functools.partial(attend, query * size, key * size), value)[1](cotangent)[0]
+        for attend in (dense_attention, listed, of_jax)
+    ]
+
+
+@pytest.mark.parametrize("logit", [1e5, 1e8])
+def test_gradients_of_values_are_right_where_logits_are_large(logit):
+    rng = np.random.default_rng(5)
+    key, value = rng.standard_normal((2, 1, 40, 2, 64)).astype(np.float32)
+    query, cotangent = rng.standard_normal((2, 1, 40, 4, 64)).astype(np.float32)
+    size = np.float32(np.sqrt(logit / 8.0))  # with `1 / sqrt(H)`, logits are of that order
+    *found, wanted = value_gradients(size, query, key, value, cotangent)
+    for one in found:
+        np.testing.assert_allclose(one, wanted, rtol=0, atol=2e-4)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutDerivative(StreamingConfig):
     """A policy that selects by what JAX cannot differentiate, as it cannot a kernel."""

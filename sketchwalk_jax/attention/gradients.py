@@ -92,6 +92,26 @@ def _products(queries: Queries, heads_and_rows: int) -> Queries:
     return Queries(query, grad, *(x.reshape(heads_and_rows, -1) for x in queries[2:]))
 
 
+def _weights_and_slopes(
+    queries: Queries,
+    key: Float[Array, "Z C H"],
+    value: Float[Array, "Z C H"],
+    visible: Bool[Array, "Z M C"],
+    scale: float,
+) -> tuple[Float[Array, "Z M C"], Float[Array, "Z M C"]]:
+    """`P` and `dS` of the module, without its factor `scale`.
+
+    Scores are multiplied as in the forward pass, operands in the same order: where they are large,
+    a product that rounds otherwise is no longer the one that the log-sum-exp was made of. For the
+    same reason no weight is above 1.
+    """
+    visible = visible & (queries.lse != jnp.inf)[..., None]
+    scores = jnp.where(visible, batched_dot(queries.query, key, 2) * scale, MASK_VALUE)
+    weights = jnp.exp(jnp.minimum(scores - queries.lse[..., None], 0.0))
+    slope = batched_dot(queries.grad, value, 2) - queries.delta[..., None]
+    return weights, jnp.where(visible, weights * slope, 0.0)
+
+
 def _query_gradient(
     queries: Queries,
     num_steps: Int[Array, ""],
@@ -102,11 +122,7 @@ def _query_gradient(
 
     def add(step: Int[Array, ""], total: Array) -> Array:
         key, value, visible = load(step)
-        visible = visible & (queries.lse != jnp.inf)[..., None]
-        scores = jnp.where(visible, batched_dot(queries.query, key, 2) * scale, MASK_VALUE)
-        weights = jnp.exp(scores - queries.lse[..., None])
-        slope = batched_dot(queries.grad, value, 2) - queries.delta[..., None]
-        slope = jnp.where(visible, weights * slope, 0.0)
+        _, slope = _weights_and_slopes(queries, key, value, visible, scale)
         key = jnp.where(jnp.isfinite(key), key, 0)  # who sees it has a slope of NaN or 0
         return total + batched_dot(slope.astype(key.dtype), key, 1)
 
@@ -118,17 +134,14 @@ def _key_gradients(
     key: Float[Array, "Z C H"],
     value: Float[Array, "Z C H"],
     queries: Queries,
-    visible: Bool[Array, "Z C M"],
+    visible: Bool[Array, "Z M C"],
     scale: float,
 ) -> tuple[Float[Array, "Z C H"], Float[Array, "Z C H"]]:
     """What a tile of queries `[Z M H]` adds to `dK` and `dV` of a tile of keys."""
-    visible = visible & (queries.lse != jnp.inf)[:, None]
-    scores = jnp.where(visible, batched_dot(key, queries.query, 2) * scale, MASK_VALUE)
-    weights = jnp.exp(scores - queries.lse[:, None])
-    slope = batched_dot(value, queries.grad, 2) - queries.delta[:, None]
-    slope = jnp.where(visible, weights * slope * scale, 0.0).astype(key.dtype)
-    weights = weights.astype(key.dtype)
-    return batched_dot(slope, queries.query, 1), batched_dot(weights, queries.grad, 1)
+    weights, slope = _weights_and_slopes(queries, key, value, visible, scale)
+    slope, weights = (slope * scale).astype(key.dtype), weights.astype(key.dtype)
+    of_key = batched_dot(slope, queries.query, 1, own=1)
+    return of_key, batched_dot(weights, queries.grad, 1, own=1)
 
 
 # Lists of blocks.
@@ -342,10 +355,10 @@ def _of_listed_keys(
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
         where = positions.at[sequence, rows].get(mode="promise_in_bounds")
         where = jnp.where(is_row[..., None], where, -1)  # before all keys
-        where = jnp.swapaxes(where, 1, 2)[:, :, :, None, :, None, :]  # [B R M 1 P 1 Q]
-        visible = key_positions[..., None, None, None] <= where
-        shape = (batch, tile, heads, size, step, group, tokens)
-        visible = jnp.broadcast_to(visible, shape).reshape(products, size, -1)
+        where = jnp.swapaxes(where, 1, 2)[:, :, :, :, None, :, None]  # [B R M P 1 Q 1]
+        visible = key_positions[:, :, :, None, None, None] <= where
+        shape = (batch, tile, heads, step, group, tokens, size)
+        visible = jnp.broadcast_to(visible, shape).reshape(products, -1, size)
         key, value = (x.reshape(products, size, head_dim) for x in (key, value))
         found = _key_gradients(key, value, _products(taken, products), visible, scale)
         pieces = (x.reshape(batch, tile, heads, size, head_dim) for x in found)
@@ -503,7 +516,7 @@ def attend_dense(
     def of_keys(index: Int[Array, ""]) -> tuple[Array, Array]:
         def add(row: Int[Array, ""], totals: tuple[Array, Array]) -> tuple[Array, Array]:
             taken = _products(jax.tree.map(lambda x: x[:, row], queries), products)
-            seen = jnp.swapaxes(visible(index, positions[:, row]), 1, 2)
+            seen = visible(index, positions[:, row])
             found = _key_gradients(keys[index], values[index], taken, seen, scale)
             return totals[0] + found[0], totals[1] + found[1]
 

@@ -50,13 +50,13 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
 
 
 def batched_dot(
-    x: Float[Array, "Z M X"], y: Float[Array, "Z Y1 Y2"], contract: int
+    x: Float[Array, "Z X1 X2"], y: Float[Array, "Z Y1 Y2"], contract: int, own: int = 2
 ) -> Float[Array, "Z M Y"]:
-    """Products over axis 2 of `x` and axis `contract` of `y`, summed in float32."""
+    """Products over axis `own` of `x` and axis `contract` of `y`, summed in float32."""
     return jax.lax.dot_general(
         x,
         y,
-        (((2,), (contract,)), ((0,), (0,))),
+        (((own,), (contract,)), ((0,), (0,))),
         precision=matmul_precision(y),
         preferred_element_type=jnp.float32,
     )
