@@ -15,6 +15,7 @@ from sketchwalk_jax.validation import (
     DTYPES,
     check_choice,
     check_flag,
+    check_heads,
     check_integer,
     check_number,
     describe,
@@ -100,17 +101,11 @@ class ModelConfig:
             "num_layers",
             "hidden_size",
             "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
             "head_dim",
             "max_position_embeddings",
         ):
             check_integer(name, getattr(self, name))
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, "
-                f"got {self.num_heads} and {self.num_kv_heads}"
-            )
+        check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         check_number("rms_norm_eps", self.rms_norm_eps, "[0, inf)")

@@ -57,6 +57,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
+from sketchwalk_jax.validation import check_heads, check_integer
 from sketchwalk_jax.walk import WalkState
 
 __all__ = [
@@ -243,6 +244,9 @@ class SelfAttention:
         asked.refuse_unsupported()
         arrays = promote_dtype((asked.query, asked.key, asked.value), dtype=asked.dtype)
         batch_shape = arrays[0].shape[:-3]
+        for name, x in zip(("query", "key", "value"), arrays, strict=True):
+            if 0 in x.shape:
+                raise ValueError(f"{name} must have no axis of size 0, got shape {x.shape}")
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in arrays)
         batch, num_tokens = query.shape[:2]
         lengths, fits = jnp.full((batch,), num_tokens, jnp.int32), None
@@ -644,8 +648,11 @@ class WalkSelfAttention(nnx.Module):
           kernel_config: Tile sizes of the implementation.
           rngs: Random streams.
         """
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_dim = head_dim or in_features // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(num_heads, num_kv_heads)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = in_features // num_heads if head_dim is None else head_dim
+        check_integer("head_dim", self.head_dim)
         self.policy = SketchWalkConfig.recommended() if policy is None else policy
         self.rotate, self.dtype, self.param_dtype = rotate, dtype, param_dtype
         self.implementation, self.kernel_config = implementation, kernel_config
@@ -747,12 +754,15 @@ class LinenWalkSelfAttention(nn.Module):
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Any, ...]:
         """Applies the layer, as `WalkSelfAttention` does. `init_layer_cache` makes its cache."""
-        head_dim = self.head_dim or x.shape[-1] // self.num_heads
-        sizes = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        check_heads(self.num_heads, num_kv_heads)
+        head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
+        check_integer("head_dim", head_dim)
+        sizes = {"query": self.num_heads, "key": num_kv_heads, "value": num_kv_heads}
         options: dict[str, Any] = {"use_bias": self.use_bias, "dtype": self.dtype}
         options["param_dtype"] = self.param_dtype
         query, key, value = (
-            nn.DenseGeneral((heads or self.num_heads, head_dim), name=name, **options)(x)
+            nn.DenseGeneral((heads, head_dim), name=name, **options)(x)
             for name, heads in sizes.items()
         )
         out, rest = _attend(self, query, key, value, walk, cache, lengths)

@@ -23,6 +23,7 @@ from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import (
     check_dtype,
+    check_heads,
     check_integer,
     check_lengths,
     check_per_sequence,
@@ -88,13 +89,14 @@ def init_layer_cache(
       A `LayerCache` with lengths of zero.
 
     Raises:
-      ValueError: If a size is not positive.
+      ValueError: If a size is not positive, or `num_kv_heads` does not divide `num_heads`.
     """
     policy = RecommendedConfig() if policy is None else policy
     check_policy(policy)
-    sizes = {"batch": batch, "max_tokens": max_tokens, "num_heads": num_heads}
-    for name, size in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
+    sizes = {"batch": batch, "max_tokens": max_tokens, "head_dim": head_dim}
+    for name, size in sizes.items():
         check_integer(name, size)
+    check_heads(num_heads, num_kv_heads)
     dtype = check_dtype("dtype", dtype)
     num_blocks = -(-max_tokens // policy.block_size)
     shape = (batch, num_blocks * policy.block_size, num_kv_heads, head_dim)

@@ -213,9 +213,24 @@ def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
         raise ValueError(f"key must have query's batch size {batch}, got {key.shape[-4]}")
     if key.shape[-1] != head_dim:
         raise ValueError(f"key must have query's head_dim {head_dim}, got {key.shape[-1]}")
+    if 0 in query.shape or 0 in key.shape:
+        raise ValueError(
+            f"query, key and value must have no axis of size 0, got shapes {query.shape} and "
+            f"{key.shape}"
+        )
     if num_heads % key.shape[-2]:
         raise ValueError(
             f"the number of query heads must be a multiple of the key/value heads {key.shape[-2]}, "
             f"got {num_heads}"
         )
     return batch, num_tokens
+
+
+def check_heads(num_heads: Any, num_kv_heads: Any) -> None:
+    """Raises unless there are heads and as many query heads for each key/value head."""
+    check_integer("num_heads", num_heads)
+    check_integer("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )

@@ -148,6 +148,8 @@ def test_what_does_not_fit_is_said():
         call(cache, policy="paper")
     with pytest.raises(ValueError, match="head_dim must be a positive integer"):
         init_layer_cache(2, 32, policy=config, **(SHAPE | {"head_dim": 0}))
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 33"):
+        init_layer_cache(2, 32, policy=config, **(SHAPE | {"num_heads": 33}))
 
 
 @pytest.mark.slow

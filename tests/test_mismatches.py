@@ -1,6 +1,7 @@
 """What does not fit is refused before anything runs, and the message says what and what to do."""
 
 import dataclasses
+import functools
 import json
 import warnings
 
@@ -14,16 +15,21 @@ from tiny import MODEL, POLICIES
 
 from sketchwalk_jax import (
     Auto,
+    BlockSelection,
     Dense,
     KernelConfig,
     Sampling,
     SketchWalkConfig,
+    block_sparse_attention,
+    block_sparse_decode,
     calls,
     cli,
     decode_step,
+    dense_attention,
     forward,
     generate,
     init_cache,
+    init_layer_cache,
     init_walk,
     make_generate,
     memory,
@@ -31,8 +37,10 @@ from sketchwalk_jax import (
     prefill,
     sharding,
     sketchwalk_attention,
+    sketchwalk_cached_attention,
     stream,
 )
+from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation import EvaluationConfig
 from sketchwalk_jax.models import ModelConfig, load
 from sketchwalk_jax.models.rope import RopeConfig
@@ -532,3 +540,53 @@ def test_no_number_is_no_setting_of_sampling(field, value):
 def test_something_else_is_no_sampling(weights, sampling):
     with pytest.raises(ValueError, match="sampling must be a Sampling or None, got"):
         generate(weights, TOKENS, max_new_tokens=1, sampling=sampling, **OPTIONS)
+
+
+SIZES = {"B": 2, "T": 40, "S": 40, "N": 4, "K": 2, "H": 16}
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "S", "T S", "K", "N K", "H"])
+def test_arrays_without_entries_are_refused_by_every_attention(empty):
+    from sketchwalk_jax.flax import WalkAttention, make_attention_fn
+
+    size = SIZES | dict.fromkeys(empty.split(), 0)
+    query = jnp.ones([size[axis] for axis in "BTNH"])
+    key = jnp.ones([size[axis] for axis in "BSKH"])
+    ids = jnp.zeros((size["B"], 1, -(-size["T"] // 16), 3), jnp.int32)
+    lists = BlockSelection(ids, ids[..., 0], 16)
+    cache = init_layer_cache(2, 48, num_heads=4, num_kv_heads=2, head_dim=16, policy=PAPER)
+    attend = {
+        "dense": dense_attention,
+        "lists": functools.partial(block_sparse_attention, selection=lists),
+        "decode": functools.partial(
+            block_sparse_decode, selection=lists, kv_lengths=jnp.ones((size["B"],), jnp.int32)
+        ),
+        "layer": functools.partial(sketchwalk_attention, policy=PAPER),
+        "cached": functools.partial(sketchwalk_cached_attention, cache=cache, policy=PAPER),
+        "function": functools.partial(make_attention_fn(PAPER), is_causal=True),
+        "module": functools.partial(WalkAttention(PAPER), is_causal=True),
+    }
+    for name, function in attend.items():
+        if name in ("function", "module") and empty in ("T", "S"):
+            continue  # cross-attention, which is refused by another error
+        with pytest.raises(ValueError, match="must have no axis of size 0, got shape"):
+            function(query, key, key)
+    with pytest.raises(ValueError, match="must have no axis of size 0, got shape"):
+        block_mass(query, key, block_size=16)
+
+
+def test_layers_of_no_heads_are_refused():
+    from flax import nnx
+
+    from sketchwalk_jax.flax import LinenWalkSelfAttention, WalkSelfAttention
+
+    for heads, options, words in (
+        (0, {}, "num_heads must be a positive integer, got 0"),
+        (4, {"num_kv_heads": 0}, "num_kv_heads must be a positive integer, got 0"),
+        (4, {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        (4, {"head_dim": 0}, "head_dim must be a positive integer, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            WalkSelfAttention(heads, 32, rngs=nnx.Rngs(0), **options)
+        with pytest.raises(ValueError, match=words):
+            LinenWalkSelfAttention(heads, **options).init(jax.random.key(0), jnp.ones((1, 40, 32)))
