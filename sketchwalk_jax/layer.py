@@ -187,9 +187,11 @@ def _one_layer(
     columns = jnp.arange(num_blocks * size, dtype=jnp.int32)[None, :]
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
-    leaves, tree = jax.tree.flatten((query, key, walk, span))
-    selection, walk = _select(
-        (policy, selects_with), *jax.tree.unflatten(tree, vary_alike(*leaves))
+    # What is selected, and the walk, are constants: selection kernels have no derivative.
+    leaves, tree = jax.tree.flatten(jax.lax.stop_gradient((query, key, walk, span)))
+    own_query, own_key, walk, span = jax.tree.unflatten(tree, vary_alike(*leaves))
+    ((selection, walk),) = select_whole(
+        [policy], own_query, own_key, [walk], span=span, kernel_config=selects_with
     )
     attend = way_to_attend(
         selection,
@@ -200,38 +202,6 @@ def _one_layer(
         kernel_config=kernel_config,
     )
     return attend(query, key, value)[0][:, :num_tokens], walk
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _select(
-    options: tuple[Policy, KernelConfig | None],
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    walk: WalkState,
-    span: Span,
-) -> tuple[BlockSelection, WalkState]:
-    """What a policy selects in one layer, and the walk for the next layer; both are constants.
-
-    Selection kernels have no derivative, and nothing here is differentiated.
-    """
-    policy, kernel_config = options
-    ((selection, walk),) = select_whole(
-        [policy], query, key, [walk], span=span, kernel_config=kernel_config
-    )
-    return selection, walk
-
-
-def _select_forward(*arguments: Any) -> tuple[Any, None]:
-    return _select(*arguments), None
-
-
-def _select_backward(options: Any, kept: None, grads: Any) -> tuple[None, ...]:
-    """No cotangents for queries, keys, walk and span."""
-    del options, kept, grads
-    return None, None, None, None
-
-
-_select.defvjp(_select_forward, _select_backward)
 
 
 # Steps that every layer takes, with a cache or without.

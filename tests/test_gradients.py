@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -379,11 +380,41 @@ def test_selection_is_a_constant():
     assert not any(np.any(x) for x in of_walk)
 
 
+def listed_sum(x):
+    selection = full_selection(jnp.arange(1, dtype=jnp.int32)[None], 1, block_size=16)
+    return jnp.sum(block_sparse_attention(x, x * 2.0, x, selection))
+
+
+ATTENTIONS = {
+    "dense": lambda x: jnp.sum(dense_attention(x, x * 2.0, x)),
+    "lists": listed_sum,
+    "layer": lambda x: jnp.sum(sketchwalk_attention(x, x * 2.0, x)[0]),
+}
+REFUSED = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "hessian": lambda f, x: jax.hessian(f)(x),
+    "in a scan": lambda f, x: jax.jvp(
+        lambda x: jax.lax.scan(lambda total, y: (total + f(y), None), 0.0, x[None])[0], (x,), (x,)
+    ),
+    "grad of grad": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(x),
+}
+
+
 @pytest.mark.unchecked
-def test_forward_mode_is_refused_by_jax():
-    query = jnp.ones((1, 16, 2, 16))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: dense_attention(x, x, x), (query,), (query,))
+@pytest.mark.parametrize(
+    "case",
+    slow_unless(
+        lambda case: case in (("dense", "jvp"), ("lists", "jacfwd"), ("dense", "grad of grad")),
+        itertools.product(ATTENTIONS, REFUSED),
+    ),
+    ids=" ".join,
+)
+def test_derivatives_that_attention_lacks_are_refused_in_words(case):
+    attention, derivative = case
+    words = "a second derivative" if derivative == "grad of grad" else "forward mode"
+    with pytest.raises(NotImplementedError, match=rf"reverse mode only \(jax.grad.*got {words}"):
+        REFUSED[derivative](ATTENTIONS[attention], jnp.ones((1, 16, 2, 16)))
 
 
 @pytest.mark.weekly

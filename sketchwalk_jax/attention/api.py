@@ -420,9 +420,8 @@ def _attend_all(
             kernel_config=kernel_config,
         )
     if implementation == "cudnn":
-        return cudnn.attend_dense(
-            query, key, value, layer=layer, kv_lengths=kv_lengths, scale=scale
-        )
+        arrays = differentiable.in_reverse_mode(query, key, value)
+        return cudnn.attend_dense(*arrays, layer=layer, kv_lengths=kv_lengths, scale=scale)
     batch, num_tokens, num_heads, head_dim = query.shape
     key, value = (differentiable.stack(x, layer) for x in (key, value))
     tile = min(kernel_config.dense_rows, num_tokens)

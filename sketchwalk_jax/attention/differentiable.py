@@ -2,15 +2,17 @@
 
 Differentiated, the forward pass keeps its output and log-sum-exp, 4 bytes for a query in a head,
 which kernels and loops have at hand; of them `gradients` makes the cotangents of queries, keys and
-values. Lists, positions and lengths are constants. Derivatives exist in reverse mode, once.
+values. Lists, positions and lengths are constants. Derivatives exist in reverse mode, once; others
+raise an error that says so (`in_reverse_mode`, `_once`).
 """
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax import dispatch
@@ -56,9 +58,69 @@ def alike(
     kv_lengths: Int[Array, "B"],
 ) -> tuple[Any, ...]:
     """What `attend_lists` takes, for the devices of a `shard_map` as for one: see `vary_alike`."""
-    arrays = (query, key, value, selection, first_block, layer, kv_lengths)
+    layer = None if layer is None else jnp.asarray(layer, jnp.int32)
+    arrays = (*in_reverse_mode(query, key, value), selection, first_block, layer, kv_lengths)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, arrays))
     return jax.tree.unflatten(tree, xla.vary_alike(*leaves))
+
+
+_DERIVATIVES = (
+    "attention has first derivatives in reverse mode only (jax.grad, jax.vjp, jax.jacrev), got "
+    "{}; take finite differences of {}"
+)
+_FORWARD_MODE = _DERIVATIVES.format("forward mode (jax.jvp, jax.jacfwd, jax.hessian)", "the output")
+_TWICE = _DERIVATIVES.format("a second derivative", "the gradient")
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(_FORWARD_MODE)
+
+
+# A function with a backward pass of its own raises an error of JAX's in forward mode. To say what
+# works, arrays go through an identity first, whose tangents go through another one: in reverse mode
+# that is transposed, in forward mode it would have to be computed.
+_Primitive: Any = type(jax.lax.neg_p)  # to import it from jax.extend would import Pallas
+_in_reverse_mode, _tangents = _Primitive("in_reverse_mode"), _Primitive("tangents_in_reverse_mode")
+for _identity in (_in_reverse_mode, _tangents):
+    _identity.multiple_results = True
+    _identity.def_abstract_eval(lambda *arrays: arrays)
+_in_reverse_mode.def_impl(lambda *arrays: arrays)
+mlir.register_lowering(_in_reverse_mode, lambda _, *arrays: arrays)
+batching.primitive_batchers[_in_reverse_mode] = lambda arrays, axes: (
+    _in_reverse_mode.bind(*arrays),
+    axes,
+)
+_tangents.def_impl(_refuse)
+mlir.register_lowering(_tangents, _refuse)
+batching.primitive_batchers[_tangents] = _refuse
+ad.primitive_transposes[_tangents] = lambda cotangents, *_: cotangents
+
+
+def _mark_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The derivative of `in_reverse_mode`, of the arrays that have one."""
+    marked = iter(_tangents.bind(*(x for x in tangents if type(x) is not ad.Zero)))
+    found = [x if type(x) is ad.Zero else next(marked) for x in tangents]
+    return _in_reverse_mode.bind(*primals), found
+
+
+ad.primitive_jvps[_in_reverse_mode] = _mark_tangents
+ad.primitive_jvps[_tangents] = _refuse
+
+
+def in_reverse_mode(*arrays: Array) -> list[Array]:
+    """The arrays, of which derivatives in forward mode raise a NotImplementedError."""
+    return _in_reverse_mode.bind(*arrays)
+
+
+@jax.custom_jvp
+def _once(arrays: Any) -> Any:
+    """The arrays, of which derivatives raise a NotImplementedError."""
+    return arrays
+
+
+@_once.defjvp
+def _refuse_twice(*_: Any) -> NoReturn:
+    raise NotImplementedError(_TWICE)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,6 +240,7 @@ def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, A
     query, key, value, selection, first_block, layer, kv_lengths, *found = jax.tree.map(
         jnp.asarray, kept
     )
+    query, key, value, found = _once((query, key, value, found))
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
     shape, blocks = by_row.shape[:4], selection.queries_per_row
     outputs, cotangents = jax.tree.map(
@@ -210,6 +273,8 @@ def attend_dense(
     *arrays: Array, scale: float, keys_per_step: int
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
     """`xla.attend_dense` of queries, keys, values, positions, layer and lengths."""
+    query, key, value, *where = arrays
+    arrays = (*in_reverse_mode(query, key, value), *where)
     return _differentiable_dense((scale, keys_per_step), *xla.vary_alike(*arrays))
 
 
@@ -243,6 +308,7 @@ def _dense_backward(options: tuple[float, int], kept: tuple[Any, ...], grads: An
 
     scale, keys_per_step = options
     query, key, value, positions, layer, kv_lengths, outputs = jax.tree.map(jnp.asarray, kept)
+    query, key, value, outputs = _once((query, key, value, outputs))
     found = gradients.attend_dense(
         query,
         key,
