@@ -449,7 +449,7 @@ def ampere_decode(
         kernel_config=kernel_config,
     )
     make_kernel = functools.partial(
-        plgpu.kernel,
+        ops.kernel,
         # No reduction here crosses warps but by this module's own hands, barriers included.
         compiler_params=ops.compiler_params(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

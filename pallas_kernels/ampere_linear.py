@@ -357,7 +357,7 @@ def ampere_linear(
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
         rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
     parts = tiling.grid[1]
-    found = plgpu.kernel(
+    found = ops.kernel(
         functools.partial(_multiply, tiling=tiling, interpret=interpret),
         out_type=[
             jax.ShapeDtypeStruct((parts, tiling.rows, one.shape[2]), jnp.float32) for one in kernels

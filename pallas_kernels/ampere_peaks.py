@@ -395,7 +395,7 @@ def ampere_peaks(
         interpret=interpret,
     )
     shape = (batch, kv_heads, sizes.blocks * pages, num_queries)
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_find_peaks, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float16),
         grid=(-(-sizes.blocks // _PART), sizes.tiles, kv_heads, batch),

@@ -549,7 +549,7 @@ def ampere_prefill(
     if return_lse:
         shape = (query.shape[0], query.shape[2], query.shape[1])
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_attend, tiling=tiling),
         out_type=out_type,
         scratch_types=_scratch(tiling, query.dtype),

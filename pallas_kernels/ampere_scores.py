@@ -479,7 +479,7 @@ def ampere_scores(
         interpret=interpret,
     )
     shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * pages)
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_score, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(sizes.programs, kv_heads, batch),

@@ -268,7 +268,7 @@ def block_codes_kernel(
         is_token=tokens == 1,
         interpret=interpret,
     )
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_observe, sizes=sizes),
         grid=(batch, sizes.rows, kv_heads),
         grid_names=("batch", "row", "head"),

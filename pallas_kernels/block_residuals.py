@@ -255,7 +255,7 @@ def block_residuals_kernel(
     )
     groups = -(-blocks // eight_bits.GROUP)
     shape = (batch, kv_heads, groups, sizes.lines, eight_bits.LINE)
-    found = plgpu.kernel(
+    found = ops.kernel(
         functools.partial(_write_residuals, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.int8),
         grid=(batch, -(-sizes.units // warp_ops.WARPS)),

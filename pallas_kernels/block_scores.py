@@ -235,7 +235,7 @@ def block_peaks_kernel(
     shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * pages, num_queries)
     found = (_COMPUTING, 2, _GROUP * pages, _QUERIES)
     row = channels * query.dtype.itemsize
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_peaks, tiling=tiling),
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.float16),
@@ -583,7 +583,7 @@ def block_scores_kernel(
         peaks = peaks.reshape(batch, kv_heads, tiling.blocks, pages, num_queries)
         step = (pages, *step)
     swizzle = channels * query.dtype.itemsize
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_scores, tiling=tiling),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={

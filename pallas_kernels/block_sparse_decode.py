@@ -647,7 +647,7 @@ def block_sparse_decode_kernel(
         key, value = _pad_features(key, padding), _pad_features(value, padding)
     cache = (-1, tiling.kv_heads, tiling.head_dim)
     make_kernel = functools.partial(
-        plgpu.kernel,
+        ops.kernel,
         compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(tiling.interpret),
     )

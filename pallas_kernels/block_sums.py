@@ -205,7 +205,7 @@ def block_sums_kernel(
     in_kernel = np.zeros((1, 1), np.float32)
     if matrix is not None and is_projected:
         in_kernel = np.pad(matrix, ((0, 0), (0, _COLUMNS - matrix.shape[1])))
-    sums = plgpu.kernel(
+    sums = ops.kernel(
         functools.partial(
             _sum_tokens,
             num_tokens=block_size // parts,

@@ -540,7 +540,7 @@ def gated_rows_kernel(
     if reason := why_not_gated_rows(gate):
         raise ValueError(reason)
     tiling = _Tiling.of(*gate.shape, interpret=interpret)
-    found, scales = plgpu.kernel(
+    found, scales = ops.kernel(
         functools.partial(_gate_rows, tiling=tiling),
         out_type=(
             jax.ShapeDtypeStruct(gate.shape, jnp.int8),

@@ -594,7 +594,7 @@ def linear_kernel(
     shapes: list[tuple[int, ...]] = [(tiling.parts, tiling.num_rows, width) for width in widths]
     if scale is not None:
         shapes.append((tiling.parts, rows))
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         scratch_types=tiling.scratch,

@@ -41,6 +41,17 @@ def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
     return plgpu.InterpretGPUParams(detect_races=detect_races)
 
 
+def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, traced with integers of 32 bits: numbers in `body` also where JAX has 64."""
+    made: Callable[..., Any] = plgpu.kernel(body, **options)
+
+    def call(*arrays: Any) -> Any:
+        with jax.enable_x64(False):
+            return made(*arrays)
+
+    return call
+
+
 def compiler_params(**changes: Any) -> plgpu.CompilerParams:
     """Parameters of every kernel; the default semantics differ between versions of JAX."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)

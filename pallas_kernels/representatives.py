@@ -640,7 +640,7 @@ def representatives_kernel(
     }
     if not by_warp:
         scratch["filled"] = plgpu.Barrier(num_arrivals=2 * _HEADS)
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_represent, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, query.dtype),
         scratch_types=scratch,

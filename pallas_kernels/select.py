@@ -257,7 +257,7 @@ def select_blocks_kernel(
         )
 
     total = batch * num_rows
-    ids = plgpu.kernel(
+    ids = ops.kernel(
         select_one_row,
         out_type=jax.ShapeDtypeStruct((total, max_count), jnp.int32),
         grid=(total,),

@@ -187,7 +187,7 @@ def select_token_kernel(
         token, query_sums, key_sums, state, layers[None], positions, tiling=tiling, height=height
     )
     budget = jnp.asarray(counts, jnp.int32)
-    ids, new_row, kept, walked = plgpu.kernel(
+    ids, new_row, kept, walked = ops.kernel(
         functools.partial(
             _select_token,
             tiling=tiling,

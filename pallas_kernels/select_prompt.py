@@ -118,7 +118,7 @@ def walk_operands_kernel(
     batch, num_rows, num_blocks = state.shape
     if num_blocks > MAX_PROMPT_BLOCKS:
         raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
-    weights, left = plgpu.kernel(
+    weights, left = ops.kernel(
         functools.partial(_make_operands, power=power, rectify=rectify, interpret=interpret),
         out_type=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (scores, state)],
         grid=(max(num_rows, num_blocks), batch),
@@ -280,7 +280,7 @@ def select_prompt_kernel(
     batch, num_rows, num_blocks = product.shape[1:]
     if num_blocks > MAX_PROMPT_BLOCKS:
         raise ValueError(f"rows must have at most {MAX_PROMPT_BLOCKS} columns, got {num_blocks}")
-    ids, counts, state, walked = plgpu.kernel(
+    ids, counts, state, walked = ops.kernel(
         functools.partial(
             _select,
             num_blocks=num_blocks,

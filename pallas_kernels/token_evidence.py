@@ -381,7 +381,7 @@ def token_evidence_kernel(
         packed=packed,
         interpret=interpret,
     )
-    plgpu.kernel(
+    ops.kernel(
         functools.partial(_find_evidence, sizes=sizes),
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
         grid=(batch, -(-evidence.shape[1] // count)),

@@ -261,7 +261,7 @@ def select_token_by_evidence_kernel(
     else:
         scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
     max_count = min(int(budgets.max()), num_columns)
-    ids, kept = plgpu.kernel(
+    ids, kept = ops.kernel(
         functools.partial(
             _list_blocks,
             sizes=sizes,

@@ -257,7 +257,7 @@ def token_scores_kernel(
     )
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
     dtype = jnp.float32 if pages == 1 else jnp.bfloat16
-    found = plgpu.kernel(
+    found = ops.kernel(
         functools.partial(_score, sizes=sizes),
         out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), dtype), sums, sums],
         scratch_types={

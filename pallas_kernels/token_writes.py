@@ -63,7 +63,7 @@ def write_token_kernel(
         if width % (size * THREADS) == 0 and size * keys.dtype.itemsize <= _WIDEST
     )
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-    kernel = plgpu.kernel(
+    kernel = ops.kernel(
         functools.partial(_write, layout=layout),
         grid=(shape[1], 2),
         grid_names=("batch", "array"),

@@ -942,7 +942,7 @@ def walk_row_kernel(
     else:
         rows, projection = token.reshape(batch, tiling.size), jnp.zeros((1, 1), jnp.float32)
     walk: Callable[..., None] = _walk_few_tiles if tiling.has_few_tiles else _walk_many_tiles
-    parts = plgpu.kernel(
+    parts = ops.kernel(
         functools.partial(walk, tiling=tiling),
         out_type=[
             jax.ShapeDtypeStruct((batch, tiling.num_splits, height, TILE), jnp.float32),

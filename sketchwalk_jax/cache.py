@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
+from sketchwalk_jax.precision import start_indices
 from sketchwalk_jax.sharding import Placement
 from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 
@@ -270,7 +271,7 @@ def write_layer(
       The buffer. Positions beyond its capacity are dropped.
     """
     if start is None:
-        return jax.lax.dynamic_update_slice(buffer, new[None], (layer, 0, 0, 0, 0))
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new[None], layer, axis=0)
     if span.is_token:
         position = jnp.where(span.valid[:, 0], start, buffer.shape[2])
         sequence = jnp.arange(buffer.shape[1], dtype=jnp.int32)
@@ -283,7 +284,7 @@ def write_layer(
         # A window that would reach beyond the end is moved back, and its content moved forward.
         begin = jnp.minimum(start[index], capacity - width)
         ahead = start[index] - begin
-        place = (layer, index, begin, 0, 0)
+        place = start_indices(layer, index, begin, 0, 0)
         inside = jnp.arange(width, dtype=jnp.int32) >= ahead
         fresh = jnp.roll(span.valid[index, :width], ahead) & inside
         update = jnp.roll(new[index, :width], ahead, axis=0)

@@ -235,7 +235,7 @@ def decode_tokens(
             keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
             token = sample(state.logits, sampling, state.seen, keys)
         token = jnp.where(active, token, pad_token_id)
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
         logits, cache, _ = decode_token(
             params, token, state.cache, active=active, settings=settings
         )

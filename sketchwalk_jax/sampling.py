@@ -375,7 +375,7 @@ def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batc
         )
     if key.shape == (batch,):
         return key
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch, dtype=jnp.int32))
 
 
 def seen_tokens(

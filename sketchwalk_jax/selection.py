@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.precision import LARGEST
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +182,9 @@ def select_blocks(
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     scores = jnp.where(scores == 0.0, 0.0, scores)  # top_k would rank 0.0 above -0.0
     # As what lies above the diagonal, which a tie loses to: it has the higher index.
-    scores = jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
-    ranked = jnp.where(forced, jnp.inf, scores)
-    ranked = jnp.where(columns > row, -jnp.inf, ranked)
+    scores = jnp.where(jnp.isfinite(scores), scores, -LARGEST)
+    ranked = jnp.where(forced, LARGEST, scores)
+    ranked = jnp.where(columns > row, -LARGEST, ranked)
     _, ids = jax.lax.top_k(ranked, max_count)
     kept = jnp.arange(max_count, dtype=jnp.int32)[None, None, :] < counts[..., None]
     ids = jnp.sort(jnp.where(kept, ids, num_blocks), axis=-1)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     STATE_EXPONENT,
@@ -121,7 +122,7 @@ def softmax_transition(
     Rows sum to one, or are zero where no score is finite.
     """
     counts = causal[None] & jnp.isfinite(scores)
-    shares = jax.nn.softmax(jnp.where(counts, scores, -jnp.inf), axis=-1)
+    shares = jax.nn.softmax(jnp.where(counts, scores, -LARGEST), axis=-1)
     return jnp.where(counts, shares, 0.0)
 
 

@@ -31,7 +31,7 @@ class Arrived(Exception):
 
 
 class Watched:
-    """The module of GPU kernels, as one file sees it; making a kernel ends the call."""
+    """The module that makes kernels, as one file sees it; making a kernel ends the call."""
 
     def __init__(self, module, repository):
         self._module, self._root = module, str(repository)
@@ -58,7 +58,7 @@ class Watched:
 def test_a_token_goes_the_way_that_the_page_says(
     phase, module, column, page, repository, monkeypatch
 ):
-    monkeypatch.setattr(module, "plgpu", Watched(module.plgpu, repository))
+    monkeypatch.setattr(module, "ops", Watched(module.ops, repository))
     with pytest.raises(Arrived) as reached:
         generate(
             tiny.params(jnp.bfloat16),

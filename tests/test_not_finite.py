@@ -20,6 +20,7 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     forward,
     generate,
+    init_cache,
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (
@@ -28,7 +29,8 @@ from sketchwalk_jax.attention.api import (
     block_sparse_decode,
     dense_attention,
 )
-from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import select_blocks
@@ -404,3 +406,31 @@ def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name
     if name != "dense":
         ids, plain_ids = (np.asarray(x.selection.ids)[:, 0, :, :BAD_ROW] for x in runs)
         np.testing.assert_array_equal(ids, plain_ids)
+
+
+def observe_and_select(name):
+    """What a policy lists for 50 tokens and one more, each operation by itself."""
+    policy, queries = by_name(name, block_size=SIZE), jnp.ones((1, 64, *HEADS[:1], HEAD_DIM))
+    key, end = queries[:, :, : HEADS[1]], jnp.full((1,), 50, jnp.int32)
+    shape = LayerShape(*HEADS, HEAD_DIM)
+    statistics = policy.init_statistics(shape, batch=1, num_blocks=4)
+    columns = jnp.arange(64, dtype=jnp.int32)[None]
+    spans = Span(jnp.zeros_like(end), columns < 50, end, end), Span.of_tokens(end, SIZE)
+    for span, query, new in zip(spans, (queries, queries[:, :1]), (key, key[:, :1]), strict=True):
+        statistics = policy.observe(query, new, statistics, span=span)
+        if span.phase in policy.phases:
+            layer = jnp.zeros((), jnp.int32)
+            policy.select(query, key[None], statistics, None, layer=layer, span=span)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quest", "minference", "flexprefill"])
+def test_policies_need_no_infinities(name):
+    with jax.debug_infs(True):
+        observe_and_select(name)
+
+
+def test_a_cache_of_quest_has_no_infinities():
+    with jax.debug_infs(True):
+        cache = init_cache(tiny.MODEL, by_name("quest"), batch=1, max_tokens=16)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(cache.statistics))

@@ -21,7 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import per_sequence
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.precision import MASK_VALUE, default_scale, matmul_precision
+from sketchwalk_jax.precision import (
+    MASK_VALUE,
+    default_scale,
+    matmul_precision,
+    start_indices,
+)
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_choice, check_integer, check_per_sequence, check_qkv
 
@@ -285,7 +290,7 @@ def _block_lse(
     def visit(index: Int[Array, ""], block_lse: Array) -> Array:
         # The last step reaches back, and finds for some blocks what an earlier one found.
         block = jnp.minimum(index * step, num_blocks - step)
-        place = (layer, 0, block * block_size, 0, 0)
+        place = start_indices(layer, 0, block * block_size, 0, 0)
         keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, key.shape[-1]))[0]
         keys = jnp.swapaxes(keys, 1, 2).reshape(batch * kv_heads, width, head_dim)
         scores = jax.lax.dot_general(
@@ -301,7 +306,7 @@ def _block_lse(
         scores = jnp.where(visible[:, None, None] & jnp.isfinite(scores), scores, MASK_VALUE)
         scores = scores.reshape(*scores.shape[:-1], step, block_size)
         lse = jax.nn.logsumexp(scores, axis=-1)
-        return jax.lax.dynamic_update_slice(block_lse, lse, (0, 0, 0, 0, block))
+        return jax.lax.dynamic_update_slice_in_dim(block_lse, lse, block, axis=4)
 
     shape = (batch, kv_heads, group, tokens, num_blocks)
     nothing = jnp.full_like(query, MASK_VALUE, jnp.float32, shape=shape)

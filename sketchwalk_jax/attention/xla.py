@@ -21,7 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.dispatch import is_gpu
-from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE, matmul_precision
+from sketchwalk_jax.precision import (
+    FIRST_MAXIMUM,
+    MASK_VALUE,
+    matmul_precision,
+    start_indices,
+)
 from sketchwalk_jax.selection import BlockSelection
 
 _SUMMED_HEADS = 4  # heads that share values, at most, whose values are not multiplied as a matrix
@@ -401,7 +406,8 @@ def attend_dense(
 
             def slice_heads(cache: Array) -> Float[Array, "B K C H"]:
                 extent = (1, batch, width, kv_heads, head_dim)
-                taken = jax.lax.dynamic_slice(cache, (layer, 0, start, 0, 0), extent)[0]
+                place = start_indices(layer, 0, start, 0, 0)
+                taken = jax.lax.dynamic_slice(cache, place, extent)[0]
                 return jnp.swapaxes(taken, 1, 2)
 
             position = (start + jnp.arange(width, dtype=jnp.int32))[None, :]

@@ -25,7 +25,7 @@ from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
-from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE, matmul_precision
+from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
 
 LARGEST_CODE = 7
 # So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
@@ -214,8 +214,8 @@ def encode(
     """
     x = key.astype(jnp.float32)
     counts = (present[..., None] & jnp.all(jnp.isfinite(x), axis=-1))[..., None]
-    low = jnp.min(jnp.where(counts, x, jnp.inf), axis=2)
-    high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=2)
+    low = jnp.min(jnp.where(counts, x, LARGEST), axis=2)
+    high = jnp.max(jnp.where(counts, x, -LARGEST), axis=2)
     has_key = jnp.any(counts, axis=2)
     # Not by `astype` alone: on GPUs XLA takes a number that is rounded and widened again for the
     # number itself, and codes would be those beside a centre that nobody keeps.
@@ -423,8 +423,8 @@ def _page_peaks(
         is_key = (position < kv_lengths[:, None])[:, None, None] & jnp.isfinite(products)
         products = jnp.where(is_key, products, MASK_VALUE)
         by_page = products.reshape(*products.shape[:-1], step * pages, size // pages)
-        place = (0, 0, 0, block * pages)
-        return jax.lax.dynamic_update_slice(peaks, jnp.max(by_page, axis=-1), place)
+        found = jnp.max(by_page, axis=-1)
+        return jax.lax.dynamic_update_slice_in_dim(peaks, found, block * pages, axis=3)
 
     shape = (batch, kv_heads, num_queries, num_blocks * pages)
     nothing = jnp.full_like(queries, MASK_VALUE, jnp.float32, shape=shape)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import lines
 from sketchwalk_jax.policies.base import PrefillPolicy, Span
-from sketchwalk_jax.precision import MASK_VALUE
+from sketchwalk_jax.precision import LARGEST, MASK_VALUE
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer, check_number
 
@@ -155,7 +155,7 @@ class FlexPrefillConfig(PrefillPolicy):
         """The best lines up to the budget, the first one before all others."""
         budget = jnp.where(is_aware, self._least_blocks, budget)
         is_first = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None, None, :] == 0
-        return lines.places(jnp.where(is_first, jnp.inf, weights)) < budget[:, :, None]
+        return lines.places(jnp.where(is_first, LARGEST, weights)) < budget[:, :, None]
 
     def _is_query_aware(
         self,
@@ -170,7 +170,7 @@ class FlexPrefillConfig(PrefillPolicy):
         scores = lines.head_products(mean, key_means)[:, :, 0]
         columns = jnp.arange(by_block.shape[-1], dtype=jnp.int32)[None, :]
         exists = (columns * self.block_size < span.end[:, None])[:, None, :]
-        estimate = jax.nn.softmax(jnp.where(exists, scores, -jnp.inf), axis=-1)
+        estimate = jax.nn.softmax(jnp.where(exists, scores, -LARGEST), axis=-1)
         return jensen_shannon_distance(estimate, by_block) < self.tau
 
     def _best_pairs(
@@ -199,7 +199,7 @@ class FlexPrefillConfig(PrefillPolicy):
                 is_within = covered <= self.gamma * everything
                 count = jnp.sum(is_within, axis=-1, dtype=jnp.int32)[:, None]
                 last = jnp.take_along_axis(ordered, jnp.maximum(count - 1, 0), axis=-1)
-                least = jnp.where(aware[:, None] & (count > 0), last, jnp.inf)
+                least = jnp.where(aware[:, None] & (count > 0), last, LARGEST)
                 return weights >= least[:, :, None]
 
             return jax.lax.cond(jnp.any(aware), find, lambda: jnp.zeros_like(causal))

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import lines
 from sketchwalk_jax.policies.base import PrefillPolicy, Span
+from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_choice, check_integer, check_number
 
@@ -134,8 +135,8 @@ class MInferenceConfig(PrefillPolicy):
         exists = index < end[:, None, None]
 
         def keep(sums: Array, num_forced: int, count: Int[Array, ""]) -> Bool[Array, "B N S"]:
-            ranked = jnp.where(index < num_forced, jnp.inf, sums)
-            place = lines.places(jnp.where(exists, ranked, -jnp.inf))
+            ranked = jnp.where(index < num_forced, LARGEST, sums)
+            place = lines.places(jnp.where(exists, ranked, -LARGEST))
             return exists & (place < count)
 
         columns = keep(vertical, _FIRST_COLUMNS, self._scaled(self.vertical, _LEAST_VERTICAL))
@@ -153,7 +154,7 @@ class MInferenceConfig(PrefillPolicy):
         means = lines.mean_pool(query, span.valid, size)
         exists = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :] < span.end[:, None]
         scores = lines.head_products(means, lines.mean_pool(keys, exists, size))
-        place = lines.places(jnp.where(causal, scores, -jnp.inf))
+        place = lines.places(jnp.where(causal, jnp.maximum(scores, -LARGEST), -LARGEST))
         return causal & (place < self._scaled(self.top_blocks))
 
     def _stream(

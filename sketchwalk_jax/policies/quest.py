@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
@@ -21,8 +20,8 @@ class PageBounds:
     """Smallest and largest key of each page, channel by channel, in the type of the keys.
 
     Attributes:
-      lowest: Minima `[B, J, K, H]`; +inf in pages without tokens.
-      highest: Maxima `[B, J, K, H]`; -inf in pages without tokens.
+      lowest: Minima `[B, J, K, H]`; the largest number of the type in pages without tokens.
+      highest: Maxima `[B, J, K, H]`; the smallest number in pages without tokens.
     """
 
     lowest: Float[Array, "B J K H"]
@@ -81,8 +80,9 @@ class QuestConfig(DecodePolicy):
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PageBounds:
         """Pages without tokens."""
         size = (batch, num_blocks, shape.num_kv_heads, shape.head_dim)
+        largest = _largest(shape.dtype)
         return PageBounds(
-            jnp.full(size, jnp.inf, shape.dtype), jnp.full(size, -jnp.inf, shape.dtype)
+            jnp.full(size, largest, shape.dtype), jnp.full(size, -largest, shape.dtype)
         )
 
     def observe(
@@ -101,8 +101,9 @@ class QuestConfig(DecodePolicy):
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         key = key.astype(statistics.lowest.dtype).reshape(batch, num_pages, size, *key.shape[2:])
         is_key = span.valid.reshape(batch, num_pages, size, 1, 1)
-        lowest = jnp.min(jnp.where(is_key, key, jnp.inf), axis=2)
-        highest = jnp.max(jnp.where(is_key, key, -jnp.inf), axis=2)
+        largest = _largest(key.dtype)
+        lowest = jnp.min(jnp.where(is_key, key, largest), axis=2)
+        highest = jnp.max(jnp.where(is_key, key, -largest), axis=2)
         return PageBounds(
             statistics.lowest.at[sequence, pages].min(lowest, mode="drop"),
             statistics.highest.at[sequence, pages].max(highest, mode="drop"),
@@ -119,6 +120,11 @@ class QuestConfig(DecodePolicy):
     ) -> Float[Array, "B N 1 J"]:
         """The bound of every page, for every query head."""
         return page_scores(query, statistics)[:, :, None]
+
+
+def _largest(dtype: DTypeLike) -> float:
+    """The largest number of a type: `jax_debug_infs` would raise an error for infinity."""
+    return float(jnp.finfo(dtype).max)
 
 
 def page_scores(query: Float[Array, "B 1 N H"], bounds: PageBounds) -> Float[Array, "B N J"]:

@@ -36,7 +36,7 @@ from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, ScorePolicy, Span, TokenWrite, take_layer
 from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
 from sketchwalk_jax.policies.ranks import Heads
-from sketchwalk_jax.precision import default_scale
+from sketchwalk_jax.precision import LARGEST, default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.validation import check_flag, check_integer, check_number, describe
 from sketchwalk_jax.walk import WalkState
@@ -450,7 +450,7 @@ class RecommendedConfig(ScorePolicy):
         is scored apart, and added to the norm.
         """
         rows = span.rows(self.block_size)
-        by_layer = jnp.asarray(self.sparse_representatives)
+        by_layer = jnp.asarray(self.sparse_representatives, jnp.int32)
         least = by_layer[jnp.minimum(index, len(by_layer) - 1)]
         usual = sorted(set(self.sparse_representatives))
 
@@ -458,7 +458,8 @@ class RecommendedConfig(ScorePolicy):
             return score(self.represent(query, span.valid, count, kernel_config), rows=rows)
 
         ways = [functools.partial(score_with, count) for count in usual]
-        found = jax.lax.switch(jnp.sum(jnp.asarray(usual) < least), ways)
+        place = jnp.sum(jnp.asarray(usual, jnp.int32) < least, dtype=jnp.int32)
+        found = jax.lax.switch(place, ways)
         parts: list[Array] = []
         first = 0
         for tokens, count in self.early_representatives:
@@ -470,7 +471,7 @@ class RecommendedConfig(ScorePolicy):
             added = self.represent(query[:, some], span.valid[:, some], count, kernel_config)
             added = added[:, :, usual[0] :]
             own = rows[:, first:last]
-            number = jnp.arange(usual[0], count)[None, None]
+            number = jnp.arange(usual[0], count, dtype=jnp.int32)[None, None]
             counts = self._early_representatives_of(own)[..., None]
             is_added = (number >= least) & (number < counts)
             # Scores are never negative. That these wait for those keeps what ranks gather in one
@@ -636,7 +637,7 @@ def representative_queries(
     rows = jnp.where(usable[..., None], rows, 0.0)
     number = jnp.sum(usable, axis=-1, keepdims=True, dtype=jnp.float32)
     newest = mean = jnp.sum(rows, axis=-2) / jnp.maximum(number, 1.0)
-    taken, distance = [mean], jnp.where(usable, jnp.inf, -1.0)
+    taken, distance = [mean], jnp.where(usable, LARGEST, -1.0)
     for _ in range(count - 1):
         away = jnp.sum((rows - newest[..., None, :]) ** 2, axis=-1)
         distance = jnp.where(usable, jnp.minimum(distance, away), -1.0)

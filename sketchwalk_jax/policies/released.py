@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import block_sums
 from sketchwalk_jax.validation import check_integer, check_number
@@ -155,7 +156,7 @@ class ReleasedConfig(Policy):
             one_key = jax.lax.dynamic_index_in_dim(keys, head // group, axis=2, keepdims=False)
             logits = jnp.einsum("bih,bjh->bij", one_query, one_key, precision=HIGHEST) * scale
             counts = exists[:, None] & jnp.isfinite(logits)
-            shares = jax.nn.softmax(jnp.where(counts, logits, -jnp.inf))
+            shares = jax.nn.softmax(jnp.where(counts, logits, -LARGEST))
             return total + jnp.where(counts, shares, 0.0), None
 
         shape = (query.shape[0], query.shape[1], key_sums.shape[1])
@@ -194,7 +195,10 @@ class ReleasedConfig(Policy):
         is_candidate = causal & (column >= blocks(self.skip_fraction, up=False))
         # NaN marks what the quantile leaves out.
         threshold = jnp.nanquantile(
-            jnp.where(is_candidate, scores, jnp.nan), self.quantile, axis=-1, keepdims=True
+            jnp.where(is_candidate, scores, jnp.nan),
+            jnp.asarray(self.quantile, jnp.float32),
+            axis=-1,
+            keepdims=True,
         )
         is_kept = is_sink | is_recent | (is_candidate & (scores > threshold)) | is_dense[..., None]
         is_kept &= causal

@@ -9,7 +9,6 @@ Each step is a function of its own (`sketch`, `walk`, `selection`), chosen by a 
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int

@@ -1,0 +1,28 @@
+"""`jax_enable_x64` changes neither types nor numbers of results."""
+
+import pytest
+import x64_checks
+
+
+@pytest.mark.slow
+def test_attention_with_64_bits():
+    x64_checks.check_attention()
+
+
+def test_layers_of_the_recommended_policy_with_64_bits():
+    x64_checks.check_layers("recommended", x64_checks.RECOMMENDED)
+
+
+@pytest.mark.interpreted
+def test_the_kernel_of_a_token_with_64_bits():
+    x64_checks.check("kernel", x64_checks.decode_kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+def test_every_policy_in_a_process_with_the_flag(repository, run_python):
+    checks = repository / "tests" / "x64_checks.py"
+    run_python(
+        f"import runpy, sys; sys.path.insert(0, {str(checks.parent)!r}); "
+        f"runpy.run_path({str(checks)!r}, run_name='__main__')"
+    )
