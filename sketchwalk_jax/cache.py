@@ -13,11 +13,12 @@ from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.precision import start_indices
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.sharding import Placement
 from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Density:
     """Measured density: attended (query, key) pairs over all causal pairs, dense layers included.
@@ -67,7 +68,7 @@ class Density:
         return pairs / (causal * float(self.prefill_pairs.shape[0]))
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """What decoding needs of the tokens so far. Layers are stacked on the leading axis.

@@ -42,6 +42,7 @@ from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.padding import left_to_right_padding, new_token_room, pad_to_bucket
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.sampling import (
     Sampling,
@@ -68,7 +69,7 @@ PyTree = Any
 _STEPS = 4
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What `generate` returns.
@@ -110,7 +111,7 @@ class Generation:
         return f"Generation(tokens={tokens}, {more}, cache={self.cache!r})"
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """The state between two decode steps.

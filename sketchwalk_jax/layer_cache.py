@@ -19,6 +19,7 @@ from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import (
@@ -36,7 +37,7 @@ from sketchwalk_jax.validation import (
 PyTree = Any
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """What one layer keeps of the tokens so far. Stack those of all layers for a `scan`.

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from sketchwalk_jax.pytree import make_exportable
 from sketchwalk_jax.validation import describe, is_known
 
 # Smaller temperatures are greedy as 0 is: hardware may flush them to zero.
@@ -129,6 +130,7 @@ def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
 
 
 jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
+make_exportable(Sampling)
 
 
 def _check_type(name: str, value: Any) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.precision import LARGEST
+from sketchwalk_jax.pytree import register
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class BlockSelection:
     """The key blocks that each query block attends to, as lists.

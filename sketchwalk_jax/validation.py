@@ -122,6 +122,11 @@ def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:
         raise ValueError(f"{name} must be an integer array {shape}, got {describe(x)}")
     if x.ndim != num_axes or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array {shape}, got {x.dtype}{list(x.shape)}")
+    if not all(isinstance(size, int) for size in x.shape):
+        raise ValueError(
+            f"{name} must have sizes that are known when the program is compiled, got "
+            f"{shape} = {list(x.shape)}; export a program for each size"
+        )
 
 
 def check_per_sequence(name: str, x: Any, batch: int) -> None:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.precision import LARGEST
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.scaled import (
     NO_EXPONENT,
     STATE_EXPONENT,
@@ -39,7 +40,7 @@ _LEAST_PANELLED = 1024
 _PARTS = 4  # of a smaller product's sum
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class WalkState:
     """The state that the walk carries from layer to layer: the block scores combined so far.

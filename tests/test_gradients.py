@@ -405,7 +405,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "case",
     slow_unless(
-        lambda case: case in (("dense", "jvp"), ("lists", "jacfwd"), ("dense", "grad of grad")),
+        lambda case: case in (("dense", "jvp"), ("dense", "grad of grad")),
         itertools.product(ATTENTIONS, REFUSED),
     ),
     ids=" ".join,

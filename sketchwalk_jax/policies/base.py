@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.ranks import Blocks, Heads
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.renamed import takes_new_name
 from sketchwalk_jax.selection import (
     BlockSelection,
@@ -37,7 +38,7 @@ from sketchwalk_jax.validation import check_flag, check_integer, check_number, d
 PyTree = Any
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Span:
     """The tokens that one call adds to the sequences: those of a prompt, or one of each in decode.

@@ -26,6 +26,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_co
 from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
+from sketchwalk_jax.pytree import register
 
 LARGEST_CODE = 7
 # So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
@@ -59,7 +60,7 @@ class BlockKeys(Protocol):
         """What the keys of `count` blocks, from one on, are beside their centre."""
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class BlockCodes:
     """Codes of the keys of one layer.

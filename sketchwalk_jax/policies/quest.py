@@ -9,12 +9,13 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
 from sketchwalk_jax.precision import matmul_precision
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.validation import check_integer
 
 PyTree = Any
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class PageBounds:
     """Smallest and largest key of each page, channel by channel, in the type of the keys.

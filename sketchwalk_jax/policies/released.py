@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.precision import LARGEST
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import block_sums
 from sketchwalk_jax.validation import check_integer, check_number
 from sketchwalk_jax.walk import HIGHEST, WalkState
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class HeadSums:
     """Statistics of `ReleasedConfig`: per-head block sums, and the latest queries.

@@ -18,6 +18,7 @@ from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
 from sketchwalk_jax.sketch import (
     block_means,
@@ -36,7 +37,7 @@ Transition = Literal["power", "relu_power", "softmax"]
 _TRANSITIONS = ("power", "relu_power", "softmax")
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class SketchSums:
     """Running sums of head means of queries and keys in sketch space.
