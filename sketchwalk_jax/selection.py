@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.pytree import register
 
+_HIGHEST = float(np.nextafter(np.float32(LARGEST), np.float32(0)))
+"""Scores rank below `LARGEST`, which blocks that are always kept have."""
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +186,7 @@ def select_blocks(
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     scores = jnp.where(scores == 0.0, 0.0, scores)  # top_k would rank 0.0 above -0.0
     # As what lies above the diagonal, which a tie loses to: it has the higher index.
-    scores = jnp.where(jnp.isfinite(scores), scores, -LARGEST)
+    scores = jnp.where(jnp.isfinite(scores), jnp.minimum(scores, _HIGHEST), -LARGEST)
     ranked = jnp.where(forced, LARGEST, scores)
     ranked = jnp.where(columns > row, -LARGEST, ranked)
     _, ids = jax.lax.top_k(ranked, max_count)

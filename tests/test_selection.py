@@ -116,6 +116,20 @@ def test_zeros_of_either_sign_are_ties():
     assert selection.ids[0, 0, 0, :2].tolist() == [2, 5]
 
 
+def test_blocks_that_are_always_kept_win_over_the_largest_score():
+    largest = np.finfo(np.float32).max
+    selection = SELECT(
+        np.array([[[largest, largest, 1.0, -largest, largest, 0.0]]], np.float32),
+        np.array([[4]], np.int32),
+        np.array([[3]], np.int32),
+        sink_blocks=0,
+        local_blocks=2,
+        max_count=3,
+        block_size=64,
+    )
+    assert selection.ids[0, 0, 0].tolist() == [0, 3, 4]
+
+
 def test_full_selection_lists_every_causal_block():
     selection = full_selection(jnp.arange(4, dtype=jnp.int32)[None], 5)
     assert policy_runs.as_rows(selection.ids[None], selection.counts[None])[0][0] == [
