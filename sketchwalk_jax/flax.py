@@ -123,8 +123,11 @@ class Asked:
                 f"attention_fn must be called with the options of flax.nnx and flax.linen's "
                 f"dot_product_attention, got {unknown}; apply rotary embedding before attention"
             )
-        known["is_causal"] = is_causal or is_always_causal
-        return cls(*arguments, **known)
+        asked = cls(*arguments, **known)
+        # A token after a cache sees all of it; a causal mask from key 0 on would leave it that key.
+        is_decoded = asked.query.shape[-3] == 1 < asked.key.shape[-3]
+        is_causal = is_causal or (is_always_causal and not is_decoded)
+        return dataclasses.replace(asked, is_causal=is_causal)
 
     def dense(self) -> Float[Array, "*batch T N H"]:
         """Flax's own attention. nnx and Linen round differently, so each uses its own."""
@@ -294,7 +297,8 @@ def make_attention_fn(
       policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
         `SketchWalkConfig.recommended(density=0.2)`, or `None` for dense attention.
       is_causal: Whether attention is causal even if the layer does not say so. Linen's layers can
-        say so only by a mask.
+        say so only by a mask. In a layer's own decode (`decode=True`, dense only), the token sees
+        the whole cache, as the layer's mask says.
       implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.

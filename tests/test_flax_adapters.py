@@ -114,6 +114,36 @@ def test_adapter_can_say_causal_for_the_layer(layer, mask):
     np.testing.assert_array_equal(actual, expected)
 
 
+def _nnx_steps(x, attention_fn):
+    """The whole read, and tokens one by one behind the cache."""
+    options = {"attention_fn": attention_fn, "decode": False, "rngs": nnx.Rngs(1)}
+    layer = nnx.MultiHeadAttention(HEADS, WIDTH, **options)
+    layer.init_cache(x.shape)
+    step = nnx.jit(lambda layer, token: layer(token, decode=True))
+    found = [step(layer, x[:, i : i + 1]) for i in range(x.shape[1])]
+    return layer(x), jnp.concatenate(found, axis=1)
+
+
+def _linen_steps(x, attention_fn):
+    layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, decode=True)
+    variables = layer.init(jax.random.key(1), x)
+    step = jax.jit(lambda variables, token: layer.apply(variables, token, mutable=["cache"]))
+    found, whole = [], layer.clone(decode=False).apply(variables, x)
+    for i in range(x.shape[1]):
+        out, cache = step(variables, x[:, i : i + 1])
+        variables = variables | cache
+        found.append(out)
+    return whole, jnp.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("config", [None, Dense()], ids=["none", "dense"])
+@pytest.mark.parametrize("steps", [_nnx_steps, _linen_steps])
+def test_a_token_of_flax_own_decode_sees_the_cache(steps, config):
+    with jax.numpy_dtype_promotion("standard"):
+        whole, found = steps(_inputs()[:, :5], make_attention_fn(config, is_causal=True))
+    np.testing.assert_allclose(found, whole, **tolerance("paths"))
+
+
 @pytest.mark.parametrize(
     ("lengths", "layer", "dtype"),
     pairwise(
