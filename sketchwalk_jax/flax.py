@@ -313,7 +313,7 @@ def make_attention_fn(
       >>> from sketchwalk_jax import SketchWalkConfig
       >>> layer = nnx.MultiHeadAttention(
       ...     4, 32, decode=False, rngs=nnx.Rngs(0),
-      ...     attention_fn=make_attention_fn(SketchWalkConfig.recommended(block_size=16)))
+      ...     attention_fn=make_attention_fn(SketchWalkConfig.recommended()))
       >>> layer(jnp.ones((2, 100, 32)), is_causal=True).shape
       (2, 100, 32)
     """
@@ -356,8 +356,7 @@ def _walk_layer(
     """One layer of the model, dense if `policy.dense_layers` says so."""
     policy, kernel_config = module.policy, module.kernel_config
     batch, num_tokens = call.query.shape[:2]
-    num_blocks = -(-num_tokens // policy.block_size)
-    if scores.shape != (batch, num_blocks, num_blocks):
+    if scores.shape != init_walk(batch, num_tokens, policy=policy).scores.shape:
         raise ValueError(
             f"the walk must be that of {batch} sequences of {num_tokens} tokens, got scores of "
             f"shape {scores.shape}; {remedy}"
@@ -435,14 +434,14 @@ class WalkAttention(nnx.Module, pytree=False):
       implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
-      scores: Rows of `R_k`, float32 `[B, I, I]`.
+      scores: Rows of `R_k`, float32 `[B, I, J]`: for each block of queries, what each block or page
+        of keys has.
       layer: Number of calls since `reset`, int32 scalar.
 
     Example:
-      >>> from sketchwalk_jax import SketchWalkConfig
       >>> class Model(nnx.Module):
       ...     def __init__(self, rngs):
-      ...         self.walk = WalkAttention(SketchWalkConfig.recommended(block_size=16))
+      ...         self.walk = WalkAttention()
       ...         self.layers = nnx.List(
       ...             nnx.MultiHeadAttention(4, 32, attention_fn=self.walk, decode=False, rngs=rngs)
       ...             for _ in range(4))
@@ -521,12 +520,10 @@ class LinenWalkAttention(nn.Module):
       kernel_config: Tile sizes of the implementation.
 
     Example:
-      >>> from sketchwalk_jax import SketchWalkConfig
       >>> class Model(nn.Module):
       ...     @nn.compact
       ...     def __call__(self, x):
-      ...         policy = SketchWalkConfig.recommended(block_size=16)
-      ...         walk = LinenWalkAttention(policy, is_causal=True)
+      ...         walk = LinenWalkAttention(is_causal=True)
       ...         for _ in range(4):
       ...             x = x + nn.MultiHeadDotProductAttention(4, attention_fn=walk)(x)
       ...         return x
@@ -607,8 +604,7 @@ class WalkSelfAttention(nnx.Module):
       out: Projection back.
 
     Example:
-      >>> layer = WalkSelfAttention(4, 32, policy=SketchWalkConfig.recommended(block_size=16),
-      ...                           rngs=nnx.Rngs(0))
+      >>> layer = WalkSelfAttention(4, 32, rngs=nnx.Rngs(0))
       >>> x = jnp.ones((2, 100, 32))
       >>> y, walk = layer(x)  # training: a walk starts here, the next layer takes it
       >>> y, cache, walk = layer(x, cache=layer.init_cache(2, 128))  # a prompt, then tokens
@@ -729,7 +725,7 @@ class LinenWalkSelfAttention(nn.Module):
       kernel_config: Tile sizes of the implementation.
 
     Example:
-      >>> layer = LinenWalkSelfAttention(4, policy=SketchWalkConfig.recommended(block_size=16))
+      >>> layer = LinenWalkSelfAttention(4)
       >>> x = jnp.ones((2, 100, 32))
       >>> variables = layer.init(jax.random.key(0), x)
       >>> y, walk = layer.apply(variables, x)

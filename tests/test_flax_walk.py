@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from tolerances import tolerance
+from variants import slow_unless
 
 from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
-from sketchwalk_jax.flax import LinenWalkAttention, Walk, WalkAttention, make_attention_fn
+from sketchwalk_jax.flax import (
+    LinenWalkAttention,
+    LinenWalkSelfAttention,
+    Walk,
+    WalkAttention,
+    WalkSelfAttention,
+    make_attention_fn,
+)
 
 WIDTH, HEADS, HEAD_DIM, LAYERS, TOKENS = 32, 2, 16, 3, 150
 OPTIONS = {"block_size": 16, "sketch_dim": 8, "density": 0.4}
@@ -189,6 +197,51 @@ def test_masks_of_right_padding_become_lengths(lengths):
         alone, _ = _scan(x[row : row + 1, :length], config=PAPER)
         for actual in (with_nnx, with_linen):
             np.testing.assert_allclose(actual[row, :length], alone[0], **tolerance("paths"))
+
+
+@pytest.mark.parametrize("tokens", slow_unless((100).__eq__, [10, 64, 100]))
+def test_defaults_attend_to_all_of_short_sequences(tokens):
+    """The default policy keeps 256 tokens, so that everything here equals dense attention."""
+    x = _inputs()[:, :tokens]
+    walk = WalkAttention()
+    walk.reset(2, tokens)
+    make = functools.partial(nnx.MultiHeadAttention, HEADS, WIDTH, decode=False)
+    recommended = SketchWalkConfig.recommended()
+    for attention_fn in (make_attention_fn(), make_attention_fn(recommended), walk):
+        found = make(attention_fn=attention_fn, rngs=nnx.Rngs(0))(x, is_causal=True)
+        expected = make(rngs=nnx.Rngs(0))(x, is_causal=True)
+        np.testing.assert_allclose(found, expected, **tolerance("paths"))
+
+    variables = {"params": _layer_weights(0)}
+    mask = nn.make_causal_mask(x[..., 0], dtype=bool)
+    expected = nn.MultiHeadDotProductAttention(HEADS).apply(variables, x, mask=mask)
+    for attention_fn in (make_attention_fn(recommended, is_causal=True), LinenWalkAttention()):
+        layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
+        found, _ = layer.apply(variables, x, mask=mask, mutable=["walk"])
+        np.testing.assert_allclose(found, expected, **tolerance("paths"))
+
+    layer = WalkSelfAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    expected, params = _dense_layer(layer, x), nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    of_linen, _ = LinenWalkSelfAttention(HEADS).apply({"params": params}, x)
+    for found in (layer(x)[0], of_linen):
+        np.testing.assert_allclose(found, expected, **tolerance("paths"))
+
+
+def _dense_layer(layer, x):
+    """The output of a `WalkSelfAttention` if it attended to everything."""
+    out = nnx.dot_product_attention(layer.query(x), layer.key(x), layer.value(x), is_causal=True)
+    return layer.out(out)
+
+
+@slow
+@pytest.mark.parametrize("tokens", [10, 64, 100])
+def test_defaults_with_a_cache_attend_to_all_of_short_sequences(tokens):
+    x, layer = _inputs()[:, :tokens], WalkSelfAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    before, cache, _ = layer(x[:, :-1], cache=layer.init_cache(2, tokens))
+    last, cache, _ = layer(x[:, -1:], cache=cache)
+    found = jnp.concatenate([before, last], axis=1)
+    np.testing.assert_allclose(found, _dense_layer(layer, x), **tolerance("paths"))
+    assert cache.lengths.tolist() == [tokens] * 2
 
 
 def test_several_batch_axes_are_one():
