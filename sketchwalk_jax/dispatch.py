@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from sketchwalk_jax.pallas_kernels.config import (
     LEAST_DECODE_HEAD,
@@ -16,6 +17,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     why_not_ampere_token,
     why_not_shape,
 )
+from sketchwalk_jax.validation import varying_axes
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
@@ -133,6 +135,8 @@ def why_not_mosaic_gpu(
         return reason
     if phase == "decode" and kernels_here() == "ampere":
         return why_not_ampere_token(query, block_size=block_size)
+    if kernels_here() != "ampere" and row_size not in (None, block_size) and _checks_varying_axes():
+        return "it takes lists of pages in a jax.shard_map with check_vma=False alone"
     return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 
@@ -180,6 +184,7 @@ def selection_kernels(
     """How policies may run their selection kernels, or `None` where they select on XLA.
 
     A policy that finds a kernel for what it selects takes it; the lists are the same either way.
+    In a `shard_map` of the caller's they run with `check_vma=False` alone.
 
     Args:
       implementation: As asked for attention.
@@ -191,6 +196,8 @@ def selection_kernels(
       The configuration for the kernels, or `None`.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    if _checks_varying_axes():
+        return None
     if kernel_config.interpret:
         return kernel_config if implementation == "mosaic_gpu" else None
     is_wanted = implementation in (None, "mosaic_gpu")
@@ -324,6 +331,15 @@ def _choose(asked: str | None, names: Sequence[str], reasons: Sequence[str | Non
             f"None"
         )
     return asked
+
+
+def _checks_varying_axes() -> bool:
+    """Whether this is traced in a `shard_map` that checks over which mesh axes arrays vary.
+
+    There Pallas traces no kernel that changes an array in place, or that branches on its values.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes and varying_axes(jax.lax.pcast(jnp.zeros(()), axes, to="varying")))
 
 
 def _is_ampere_or_later() -> bool:

@@ -20,7 +20,7 @@ walk and return it. If you pass a cache, they also decode. If layers share nothi
         out, walk = sketchwalk_attention(query, key, value, walk, policy=policy)
         return (x + merge(weights, out), walk), None
 
-    walk = init_walk(batch, num_tokens, policy=policy)
+    walk = init_walk(batch, num_tokens, policy=policy, like=(x, weights_of_sparse_layers))
     (x, _), _ = jax.lax.scan(layer_step, (x, walk), weights_of_sparse_layers)
 
 An `attention_fn` selects blocks in causal self-attention over whole sequences, which may be padded
@@ -44,6 +44,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import dense_attention
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.layer import init_walk, sketchwalk_attention
 from sketchwalk_jax.layer_cache import (
     LayerCache,
@@ -331,7 +332,6 @@ def make_attention_fn(
             call.query,
             call.key,
             call.value,
-            init_walk(*call.query.shape[:2], policy=policy),
             policy=policy,
             lengths=call.lengths,
             implementation=implementation,
@@ -356,31 +356,30 @@ def _walk_layer(
     """One layer of the model, dense if `policy.dense_layers` says so."""
     policy, kernel_config = module.policy, module.kernel_config
     batch, num_tokens = call.query.shape[:2]
-    if scores.shape != init_walk(batch, num_tokens, policy=policy).scores.shape:
+    if scores.shape != init_walk(batch, num_tokens, policy=policy, like=()).scores.shape:
         raise ValueError(
             f"the walk must be that of {batch} sequences of {num_tokens} tokens, got scores of "
             f"shape {scores.shape}; {remedy}"
         )
 
+    query, key, value, lengths, scores = vary_alike(
+        call.query, call.key, call.value, call.lengths, scores
+    )
     dense_layers = _dense_layers(policy)
     is_dense, walked = _place(layer, dense_layers)
 
     def dense() -> tuple[Array, Array]:
-        out = dense_attention(
-            *(call.query, call.key, call.value),
-            kv_lengths=call.lengths,
-            kernel_config=kernel_config,
-        )
+        out = dense_attention(query, key, value, kv_lengths=lengths, kernel_config=kernel_config)
         return out, scores
 
     def sparse() -> tuple[Array, Array]:
         out, walk = sketchwalk_attention(
-            call.query,
-            call.key,
-            call.value,
+            query,
+            key,
+            value,
             WalkState(scores, walked),
             policy=policy,
-            lengths=call.lengths,
+            lengths=lengths,
             implementation=module.implementation,
             kernel_config=kernel_config,
         )
@@ -477,7 +476,7 @@ class WalkAttention(nnx.Module, pytree=False):
           batch: Number of sequences `B`; the product of the batch axes if there are several.
           num_tokens: Number of tokens `T` of each.
         """
-        self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy).scores)
+        self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy, like=()).scores)
         self.layer.set_value(jnp.zeros((), jnp.int32))
 
     @_named_as_asked
@@ -547,7 +546,7 @@ class LinenWalkAttention(nn.Module):
         asked = Asked.of(*arguments, is_always_causal=self.is_causal, **options)
         call = SelfAttention.of_call(asked)
         remedy = "leave the collection 'walk' of another batch out of the variables"
-        fresh = init_walk(*call.query.shape[:2], policy=self.policy)
+        fresh = init_walk(*call.query.shape[:2], policy=self.policy, like=())
         if self.is_initializing():  # a walk that `init` returned would be taken for this one's
             return _walk_layer(self, call, fresh.scores, fresh.layers, remedy=remedy)[0]
         if not self.is_mutable_collection("walk"):

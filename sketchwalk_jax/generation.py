@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sketchwalk_jax import dispatch
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
 from sketchwalk_jax.cached_layer import Settings
@@ -259,6 +260,7 @@ def decode_tokens(
         return jax.lax.fori_loop(0, steps, lambda _, carry: one_token(carry), carry)
 
     tokens = jnp.full((batch, num_tokens + steps - 1), pad_token_id, jnp.int32)
+    tokens, state = vary_alike(tokens, state, like=(params, sampling))
     carry = (jnp.zeros((), jnp.int32), tokens, state)
     body = some_tokens if is_greedy else one_token
     _, tokens, state = jax.lax.while_loop(is_unfinished, body, carry)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.auto import recommended_policy
 from sketchwalk_jax.cache import Cache, chunk_layout, empty_cache, spread_cache
 from sketchwalk_jax.cached_layer import (
@@ -83,6 +84,7 @@ def read_prompt(
       The last layer's output at the wanted columns, the cache, and the selected blocks if the
       settings ask for them.
     """
+    tokens, lengths, columns, cache = vary_alike(tokens, lengths, columns, cache, like=params)
     size, placement = settings.policy.block_size, settings.placement
     blocks = None if placement is None else placement.blocks
     layout = chunk_layout(
@@ -116,6 +118,7 @@ def read_prompt(
         walk = settings.policy.init_walk(
             batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
         )
+        (walk,) = vary_alike(walk, like=tokens)
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
         if blocks is not None:  # between embedding and output, columns stand rank by rank
             tokens = constrain(blocks.deal(tokens, axis=1), placement, "data")
@@ -156,7 +159,7 @@ def read_prompt(
         return (cache, taken), selection
 
     embedding = params["embed"]["embedding"]
-    start = jnp.zeros((*wanted.shape, embedding.shape[1]), embedding.dtype)
+    start = jnp.zeros_like(wanted, embedding.dtype, shape=(*wanted.shape, embedding.shape[1]))
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
     selection = jax.tree.map(_join_chunks, selection)
@@ -233,6 +236,7 @@ def decode_token(
     Inactive sequences do not change. Returns the logits after the token, the cache, and the
     selected blocks if the settings ask for them.
     """
+    tokens, cache, active = vary_alike(tokens, cache, active, like=params)
     policy = settings.policy
     # A full sequence is inactive. Kernels that read for it all the same must not read beyond it.
     positions = jnp.minimum(cache.lengths, cache.capacity - 1)
@@ -240,6 +244,7 @@ def decode_token(
     walk = policy.init_walk(
         batch=tokens.shape[0], num_rows=1, num_blocks=cache.capacity // policy.block_size
     )
+    (walk,) = vary_alike(walk, like=tokens)
     make = partial(layer_attention, span, is_fresh=False, settings=settings)
     hidden, (written, _), found = run_layers(
         params,

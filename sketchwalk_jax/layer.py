@@ -27,7 +27,9 @@ PyTree = Any
 
 
 @renamed_argument("config", "policy")
-def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> WalkState:
+def init_walk(
+    batch: int, num_tokens: int, *, policy: Policy | None = None, like: PyTree = None
+) -> WalkState:
     """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
@@ -35,6 +37,9 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
       num_tokens: Number of tokens `T`.
       policy: The policy that `sketchwalk_attention` will be called with, such as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
+      like: Arrays that the layers compute from, such as their input and weights. They matter only
+        inside your own `jax.shard_map`: the walk varies over the same mesh axes, as the carry of a
+        scan must. Default: all axes of that `shard_map`.
 
     Returns:
       A `WalkState` with a layer count of zero.
@@ -47,8 +52,16 @@ def init_walk(batch: int, num_tokens: int, *, policy: Policy | None = None) -> W
     check_integer("batch", batch)
     check_integer("num_tokens", num_tokens)
     num_blocks = -(-num_tokens // policy.block_size)
-    found = policy.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
-    return found if isinstance(found, WalkState) else WalkState.zeros(batch, num_blocks, num_blocks)
+    walk = policy.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
+    if not isinstance(walk, WalkState):
+        walk = WalkState.zeros(batch, num_blocks, num_blocks)
+    if like is not None:
+        (walk,) = vary_alike(walk, like=like)
+    elif axes := jax.sharding.get_abstract_mesh().manual_axes:
+        walk = jax.lax.pcast(walk, axes, to="varying")
+        # A layer that gets this very object starts a walk that varies as its queries do.
+        object.__setattr__(walk, "is_new", True)
+    return walk
 
 
 @renamed_argument("config", "policy")
@@ -119,7 +132,7 @@ def sketchwalk_attention(
     batch, num_tokens, num_heads, head_dim = query.shape
     size = policy.block_size
     num_blocks = -(-num_tokens // size)
-    fresh = init_walk(batch, num_tokens, policy=policy)
+    fresh = init_walk(batch, num_tokens, policy=policy, like=())
     walk = fresh if walk is None else walk
     if not isinstance(walk, WalkState):
         raise ValueError(f"walk must be a WalkState from init_walk, got {describe(walk)}")
@@ -128,6 +141,7 @@ def sketchwalk_attention(
             f"walk must have scores of shape {fresh.scores.shape} (init_walk makes them), got "
             f"{walk.scores.shape}"
         )
+    walk = fresh if walk.is_new else walk
     lengths = check_lengths(lengths, batch, num_tokens, "query")
     if "prefill" not in policy.phases:
         out = dense_attention(
@@ -188,8 +202,7 @@ def _one_layer(
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
     # What is selected, and the walk, are constants: selection kernels have no derivative.
-    leaves, tree = jax.tree.flatten(jax.lax.stop_gradient((query, key, walk, span)))
-    own_query, own_key, walk, span = jax.tree.unflatten(tree, vary_alike(*leaves))
+    own_query, own_key, walk, span = vary_alike(*jax.lax.stop_gradient((query, key, walk, span)))
     ((selection, walk),) = select_whole(
         [policy], own_query, own_key, [walk], span=span, kernel_config=selects_with
     )
@@ -234,8 +247,7 @@ def select_whole(
     statistics = first.init_statistics(
         shape, batch=query.shape[0], num_blocks=query.shape[1] // first.block_size
     )
-    leaves, tree = jax.tree.flatten((statistics, query))
-    statistics, _ = jax.tree.unflatten(tree, vary_alike(*leaves))
+    (statistics,) = vary_alike(statistics, like=query)
     statistics = first.observe(query, key, statistics, span=span, kernel_config=kernel_config)
     where: dict[str, Any] = {
         "layer": jnp.zeros((), jnp.int32),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.cache import Cache, Density, chunk_layout
 from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -234,6 +235,7 @@ def _one_layer(
     settings: LayerSettings,
 ) -> tuple[Array, LayerCache, PyTree, BlockSelection | None]:
     """What `sketchwalk_cached_attention` does after its checks; compiled once for each shape."""
+    query, key, value, cache, walk, lengths = vary_alike(query, key, value, cache, walk, lengths)
     policy, used = settings.policy, cache.lengths
     batch, num_tokens = query.shape[:2]
     size, num_blocks = policy.block_size, cache.key.shape[1] // policy.block_size
@@ -245,7 +247,8 @@ def _one_layer(
         query, key, value = (take_columns(x, layout.source) for x in (query, key, value))
         span = Span(used // size, layout.valid, used + lengths, used + lengths)
     if walk is None:
-        walk = policy.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
+        fresh = policy.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
+        (walk,) = vary_alike(fresh, like=query)
     attend = layer_attention(
         span, is_fresh=False, is_sparse=True, first_sparse=0, policy=policy, settings=settings
     )

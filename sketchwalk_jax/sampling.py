@@ -226,7 +226,7 @@ def process_logits(
     kept = jax.lax.cond(
         jnp.any(truncates),
         _truncation,
-        lambda scaled, *_: jnp.ones(scaled.shape, bool),
+        lambda scaled, *_: jnp.ones_like(scaled, bool),
         *(scaled, top_k, top_p, min_p),
     )
     best = jnp.argmax(scores, axis=-1, keepdims=True)

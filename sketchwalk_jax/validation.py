@@ -116,6 +116,12 @@ def is_known(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | list | tuple | int)
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes over which an array varies inside a `shard_map` that checks it."""
+    kind = jax.typeof(x)
+    return frozenset(getattr(getattr(kind, "manual_axis_type", kind), "varying", ()))
+
+
 def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:
     """Raises unless `x` is an array of integers with so many axes; `shape` names them."""
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):

@@ -55,6 +55,8 @@ class WalkState:
     scores: Float[Array, "B I J"]
     layers: Int[Array, ""]
 
+    is_new = False  # no field: what goes through a transformation is what its arrays say
+
     @classmethod
     def zeros(cls, batch: int, num_rows: int, num_blocks: int) -> "WalkState":
         """The walk before the first sparse layer.

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from evaluation_samples import sample
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny import MODEL, params, prompts
 from tolerances import tolerance
@@ -37,6 +39,7 @@ from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
+from sketchwalk_jax.flax import WalkAttention, WalkSelfAttention
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
@@ -621,6 +624,167 @@ def check_refused_evaluation() -> None:
     with pytest.raises(NotImplementedError, match="sequence axis must be 1 for OracleConfig"):
         evaluate_model(weights, MESH_MODEL, None, **call)
     assert not out.exists()
+
+
+# The caller's own `shard_map`.
+
+# A function of arrays, how many of the first ones every device has whole, and the arrays.
+Case = tuple[Callable[..., jax.Array], int, tuple[Any, ...]]
+
+
+def _cached(policy: Policy, query: Any, key: Any, value: Any) -> jax.Array:
+    """A prompt and two tokens behind it."""
+    sizes = {"num_heads": query.shape[2], "num_kv_heads": key.shape[2], "head_dim": query.shape[3]}
+    cache = sw.init_layer_cache(len(query), 64, policy=policy, **sizes)
+    found, walk = [], None
+    for some in (slice(None), slice(1), slice(1)):
+        own = (x[:, some] for x in (query, key, value))
+        out, cache, walk = sw.sketchwalk_cached_attention(
+            *own, cache, walk if len(found) == 2 else None, policy=policy
+        )
+        found.append(out)
+    return jnp.concatenate(found, axis=1)
+
+
+def _scanned(policy: Policy, query: Any, key: Any, value: Any) -> jax.Array:
+    """Layers in a scan with the walk in its carry."""
+
+    def layer(carry: Any, scale: Any) -> Any:
+        query, walk = carry
+        out, walk = sw.sketchwalk_attention(query * scale, key, value, walk, policy=policy)
+        return (query + out, walk), None
+
+    walk = sw.init_walk(*query.shape[:2], policy=policy, like=(query, key, value))
+    (out, _), _ = jax.lax.scan(layer, (query, walk), jnp.array([0.5, 2.0]))
+    return out
+
+
+def _attention_cases(policy: Policy) -> list[Case]:
+    rng = np.random.default_rng(0)
+    arrays = tuple(
+        jnp.asarray(rng.standard_normal((2, 40, heads, 16)), jnp.float32) for heads in (4, 2, 2)
+    )
+    return [(functools.partial(one, policy), 0, arrays) for one in (_cached, _scanned)]
+
+
+def _own_layer_case(policy: Policy) -> Case:
+    """A layer of `flax` with a cache, which it decodes with."""
+    own = WalkSelfAttention(4, 64, num_kv_heads=2, policy=policy, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(own)
+
+    def run(state: Any, x: Any) -> jax.Array:
+        layer = nnx.merge(graph, state)
+        out, cache, _ = layer(x, cache=layer.init_cache(len(x), 64))
+        return jnp.concatenate([out, layer(out[:, :1], cache=cache)[0]], axis=1)
+
+    return run, 1, (state, jnp.asarray(np.random.default_rng(1).standard_normal((2, 40, 64)), "f"))
+
+
+def _shared_walk_case() -> Case:
+    """Layers of Flax that share a walk, the first of them dense."""
+    walk = WalkAttention(sw.SketchWalkConfig.paper(**_SKETCH))
+    layers = [
+        nnx.MultiHeadAttention(2, 32, attention_fn=walk, decode=False, rngs=nnx.Rngs(seed))
+        for seed in range(2)
+    ]
+    graph, state = nnx.split(nnx.List([walk, *layers]))
+
+    def run(state: Any, x: Any) -> jax.Array:
+        walk, *layers = nnx.merge(graph, state)
+        walk.reset(*x.shape[:2])
+        for layer in layers:
+            x = x + layer(x, is_causal=True)
+        return x
+
+    return run, 1, (state, jnp.asarray(np.random.default_rng(2).standard_normal((2, 40, 32)), "f"))
+
+
+def _model_cases(policy: Policy) -> list[Case]:
+    common: dict[str, Any] = {"model_config": MODEL, "policy": policy}
+
+    def forward(weights: Any, tokens: Any) -> jax.Array:
+        return sw.forward(weights, tokens, chunk_size=32, **common)
+
+    def steps(weights: Any, tokens: Any) -> jax.Array:
+        cache = sw.init_cache(MODEL, policy, batch=len(tokens), max_tokens=64)
+        _, cache = sw.prefill(weights, tokens, cache, **common)
+        return sw.decode_step(weights, tokens[:, 0], cache, **common)[0]
+
+    def generate(weights: Any, tokens: Any, temperature: Any) -> jax.Array:
+        draws = sw.Sampling(temperature=temperature, top_k=5)
+        call = common | {"max_new_tokens": 3, "sampling": draws}
+        return sw.generate(weights, tokens, **call).tokens
+
+    weights, tokens = params(), jnp.asarray(prompts(40, 40)[0])
+    cold = jnp.full((2,), 0.01)
+    return [
+        (forward, 1, (weights, tokens)),
+        (steps, 1, (weights, tokens)),
+        (generate, 1, (weights, tokens, cold)),
+    ]
+
+
+def _with_gradient(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The function, with the gradients of its floating-point arguments where it has some."""
+
+    def loss(*arrays: Any) -> Any:
+        out = function(*arrays)
+        return jnp.sum(jnp.sin(out)), out
+
+    def run(*arrays: Any) -> Any:
+        is_float = [jnp.issubdtype(jax.tree.leaves(one)[0].dtype, jnp.floating) for one in arrays]
+        if not jnp.issubdtype(jax.eval_shape(function, *arrays).dtype, jnp.floating):
+            return function(*arrays)
+        where = tuple(index for index, one in enumerate(is_float) if one)
+        return jax.grad(loss, where, has_aux=True)(*arrays)
+
+    return run
+
+
+def _assert_same(case: Case, other: Callable[..., Any], placed: tuple[Any, ...]) -> None:
+    """A function and its gradients are the same where devices share its work."""
+    function, _, given = case
+    pair = (jax.jit(_with_gradient(one)) for one in (function, other))
+    results = (jax.tree.leaves(one(*own)) for one, own in zip(pair, (given, placed), strict=True))
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_allclose(expected, found, rtol=1e-4, atol=1e-4)
+
+
+def _inside(case: Case, **options: bool) -> Callable[..., Any]:
+    """A function in a `shard_map`, of a mesh with an axis that spreads nothing too."""
+    function, copies, given = case
+    kinds, devices = (AxisType.Auto,) * 2, jax.devices()[:4]
+    mesh = jax.make_mesh((2, 2), ("data", "other"), axis_types=kinds, devices=devices)
+    spread, whole = PartitionSpec("data"), PartitionSpec()
+    specs = tuple(whole if index < copies else spread for index in range(len(given)))
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spread, **options)
+
+
+def check_inside_shard_map(name: str, *, has_models: bool) -> None:
+    """Functions give in a `shard_map` of the caller's what they give outside, gradients too."""
+    policy = POLICIES[name]
+    cases = [*_attention_cases(policy), _own_layer_case(policy)]
+    for case in cases + (_model_cases(policy) if has_models else []):
+        for check_vma in (True, False):
+            _assert_same(case, _inside(case, check_vma=check_vma), case[2])
+
+
+def check_types_inside_shard_map() -> None:
+    """By types alone, functions can be called in a `shard_map` of the caller's."""
+    policy = POLICIES["paper"]
+    (cached, scanned), (*_, generate) = _attention_cases(policy), _model_cases(policy)
+    for case in (cached, generate, _shared_walk_case()):
+        jax.eval_shape(_inside(case), *case[2])
+    jax.make_jaxpr(_with_gradient(_inside(scanned)))(*scanned[2])
+
+    def started(query: Any, key: Any, value: Any) -> jax.Array:
+        walk = sw.init_walk(*query.shape[:2], policy=policy)
+        every = frozenset({"data", "other"})
+        assert jax.typeof(walk.scores).manual_axis_type.varying == every
+        # The layer starts one that varies as its queries do.
+        return sw.sketchwalk_attention(query, key, value, walk, policy=policy)[0]
+
+    jax.eval_shape(_inside((started, 0, cached[2])), *cached[2])
 
 
 # Several processes.

@@ -249,6 +249,27 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
             assert found == {f"{kind}_{phase}"}, (capability, phase, function)
 
 
+def test_a_shard_map_that_checks_what_varies_gets_kernels_that_can_be_traced_there(on):
+    on("9.0")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    query = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    found = {}
+    for check_vma in (True, False):
+
+        def inside(x, found=found, check_vma=check_vma):
+            pages = choose_implementation(None, query, block_size=16, row_size=64)
+            blocks = choose_implementation(None, query, block_size=64)
+            selects = dispatch.selection_kernels(None) is not None
+            found[check_vma] = pages, blocks, selects
+            return x
+
+        where = {"mesh": mesh, "in_specs": spec, "out_specs": spec, "check_vma": check_vma}
+        jax.eval_shape(jax.shard_map(inside, **where), jnp.ones(1))
+    kernel = "mosaic_gpu"
+    assert found == {True: ("xla", kernel, False), False: (kernel, kernel, True)}
+
+
 @pytest.mark.slow
 @pytest.mark.interpreted
 def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monkeypatch):

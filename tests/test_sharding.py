@@ -256,6 +256,17 @@ def test_ranks_gate_their_own_rows(check, axes):
     check("check_gated_rows", axes)
 
 
+def test_functions_take_what_varies_inside_a_shard_map_of_the_callers(check):
+    check("check_types_inside_shard_map")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_functions_give_inside_a_shard_map_what_they_give_outside(check, name):
+    has_models = name in ("paper", "recommended")
+    check("check_inside_shard_map", name, has_models=has_models)
+
+
 _RECOMMENDED = Rule(
     "sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE))
 )

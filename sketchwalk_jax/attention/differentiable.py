@@ -60,8 +60,7 @@ def alike(
     """What `attend_lists` takes, for the devices of a `shard_map` as for one: see `vary_alike`."""
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     arrays = (*in_reverse_mode(query, key, value), selection, first_block, layer, kv_lengths)
-    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, arrays))
-    return jax.tree.unflatten(tree, xla.vary_alike(*leaves))
+    return xla.vary_alike(*jax.tree.map(jnp.asarray, arrays))
 
 
 _DERIVATIVES = (
@@ -157,19 +156,23 @@ def attend_lists(
         if first_block is None and is_ampere:
             from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
 
-            return ampere_decode(*arrays, **where)
-        if first_block is None:
+            found: Any = ampere_decode(*arrays, **where)
+        elif first_block is None:
             from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 
-            return block_sparse_decode_kernel(*arrays, **where)
-        where |= {"row_size": selection.queries_per_row, "first_block": first_block}
-        if is_ampere:
-            from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+            found = block_sparse_decode_kernel(*arrays, **where)
+        else:
+            where |= {"row_size": selection.queries_per_row, "first_block": first_block}
+            if is_ampere:
+                from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
 
-            return ampere_prefill(*arrays, **where)
-        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+                found = ampere_prefill(*arrays, **where)
+            else:
+                from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
-        return block_sparse_prefill(*arrays, **where)
+                found = block_sparse_prefill(*arrays, **where)
+        out, lse = xla.vary_alike(*found, like=query)  # a kernel's results vary over no axis
+        return out, lse
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
     out, lse = xla.attend_lists(
         by_row,

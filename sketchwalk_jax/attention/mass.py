@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import per_sequence
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import (
     MASK_VALUE,
@@ -224,6 +225,7 @@ def _mass(
     `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`;
     `aggregate` says what stands in place of the sum.
     """
+    query, key, positions, valid, kv_lengths = vary_alike(query, key, positions, valid, kv_lengths)
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     kv_heads = key.shape[3]
     key = jnp.pad(key, ((0, 0), (0, 0), (0, -key.shape[2] % block_size), (0, 0), (0, 0)))

@@ -28,6 +28,7 @@ from sketchwalk_jax.precision import (
     start_indices,
 )
 from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.validation import varying_axes
 
 _SUMMED_HEADS = 4  # heads that share values, at most, whose values are not multiplied as a matrix
 NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
@@ -37,21 +38,23 @@ Tile = tuple[Array, Array, Array]
 Running = tuple[Array, Array, Array]  # maximum, denominator [Z M], numerator [Z M H]
 
 
-def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, under `shard_map` all varying over the devices over which any of them does.
+def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
+    """Trees of arrays, under `shard_map` all varying over the devices over which any of them does.
 
     Loops and derivatives want types that agree. Elsewhere nothing happens.
+
+    Args:
+      *trees: The arrays.
+      like: Other arrays, over whose devices they vary too.
     """
-
-    def axes(x: Array) -> frozenset[Any]:
-        kind = jax.typeof(x)
-        return frozenset(getattr(getattr(kind, "manual_axis_type", kind), "varying", ()))
-
-    every = frozenset().union(*map(axes, arrays))
-    return tuple(
-        jax.lax.pcast(x, tuple(every - axes(x)), to="varying") if every - axes(x) else x
-        for x in arrays
-    )
+    arrays, structure = jax.tree.flatten(trees)
+    every = frozenset[Any]().union(*map(varying_axes, [*arrays, *jax.tree.leaves(like)]))
+    missing = [tuple(every - varying_axes(x)) for x in arrays]
+    found = [
+        jax.lax.pcast(x, axes, to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)
 
 
 def batched_dot(
