@@ -21,6 +21,7 @@ from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import Placement
 from sketchwalk_jax.validation import (
+    check_auto_axes,
     check_integers,
     check_lengths,
     check_vocabulary,
@@ -42,6 +43,8 @@ def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) 
       ValueError: If arrays are missing, unknown, of another shape or dtype.
     """
     check_runs(params, model_config)
+    check_auto_axes("params", params)
+    check_auto_axes("cache", cache)
     dtype = params["embed"]["embedding"].dtype
     if cache is not None and cache.key.dtype != dtype:
         raise ValueError(
@@ -192,6 +195,7 @@ def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Ar
       ValueError: If something does not fit.
     """
     check_integers("tokens", tokens, "[B, T]", 2)
+    check_auto_axes("tokens and lengths", (tokens, lengths))
     batch, num_tokens = tokens.shape
     if batch == 0 or num_tokens == 0:
         raise ValueError(f"tokens must hold at least one token, got shape {list(tokens.shape)}")
@@ -260,6 +264,7 @@ def check_token(
       ValueError: If something does not fit.
     """
     check_integers("tokens", tokens, "[B]", 1)
+    check_auto_axes("tokens", tokens)
     check_cache(cache, tokens.shape[0], model_config, policy, placement)
     check_vocabulary(tokens, None, model_config.vocab_size)
     if tokens_used(cache) >= cache.capacity:

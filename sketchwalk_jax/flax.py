@@ -41,6 +41,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import dense_attention
@@ -58,7 +59,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
-from sketchwalk_jax.validation import check_heads, check_integer
+from sketchwalk_jax.validation import check_heads, check_integer, explicit_axes
 from sketchwalk_jax.walk import WalkState
 
 __all__ = [
@@ -701,7 +702,11 @@ class WalkSelfAttention(nnx.Module):
         """
         projected = self.query(x), self.key(x), self.value(x)
         out, rest = _attend(self, *projected, walk, cache, lengths)
-        return self.out(out), *rest
+        options: dict[str, Any] = {}
+        if explicit_axes(out):  # the sum over heads that are spread has no place unless one is said
+            mesh, spec = jax.typeof(out).sharding.mesh, jax.typeof(out).sharding.spec
+            options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tuple(spec)[:2]))
+        return self.out(out, **options), *rest
 
 
 @renamed_field("config", "policy")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
-from sketchwalk_jax.attention.xla import vary_alike
+from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
 from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
@@ -179,6 +179,7 @@ def sketchwalk_attention(
 @partial(
     jax.jit, static_argnames=("policy", "scale", "implementation", "kernel_config", "selects_with")
 )
+@on_auto_axes(lambda query, key, value, walk, *_, **__: (query, walk))
 def _one_layer(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
-from sketchwalk_jax.attention.xla import vary_alike
+from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
 from sketchwalk_jax.cache import Cache, Density, chunk_layout
 from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -223,7 +224,16 @@ def _check(
     return lengths
 
 
+def _specs(
+    query: PartitionSpec, key: Any, value: Any, cache: Any, walk: Any, *_: Any, **__: Any
+) -> tuple[Any, ...]:
+    """Those of what `_one_layer` returns: its state stays where it is."""
+    whole = PartitionSpec()
+    return query, cache, whole if walk is None else walk, whole
+
+
 @partial(jax.jit, static_argnames="settings", donate_argnames="cache")
+@on_auto_axes(_specs)
 def _one_layer(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -120,6 +121,32 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes over which an array varies inside a `shard_map` that checks it."""
     kind = jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", kind), "varying", ()))
+
+
+def explicit_axes(x: Any) -> tuple[str, ...]:
+    """The mesh axes of type Explicit that an array's type names: those that it is spread over.
+
+    All of its mesh, if that is not the mesh of `jax.set_mesh`: constants then have other types.
+    """
+    is_traced = isinstance(x, jax.core.Tracer)
+    if not is_traced and not isinstance(getattr(x, "sharding", None), NamedSharding):
+        return ()
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh != jax.sharding.get_abstract_mesh():
+        return tuple(sharding.mesh.explicit_axes)
+    names = [one if isinstance(one, tuple) else (one,) for one in sharding.spec if one]
+    return tuple(axis for one in names for axis in one)
+
+
+def check_auto_axes(name: str, arrays: Any) -> None:
+    """Raises for arrays with mesh axes of type Explicit, in a tree of them."""
+    for x in jax.tree.leaves(arrays):
+        if axes := explicit_axes(x):
+            raise ValueError(
+                f"{name} must lie on a mesh with axes of type Auto, got Explicit axes {axes}: "
+                f"make the mesh with jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) "
+                f"* n), and place a model on it with sharding.place(mesh, model_config)"
+            )
 
 
 def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:

@@ -4,6 +4,7 @@ Each `check_...` raises what does not hold. As a program, it reads calls of them
 JSON, and answers each with a line: the traceback of what failed, or null.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -28,6 +29,7 @@ from tolerances import tolerance
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import KernelConfig, generation, inference, sharding
+from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
@@ -51,6 +53,7 @@ from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.selection import full_selection
 from sketchwalk_jax.sharding import Placement, lies_on_one_device, place, whole_batch
 
 
@@ -626,7 +629,7 @@ def check_refused_evaluation() -> None:
     assert not out.exists()
 
 
-# The caller's own `shard_map`.
+# The caller's own `shard_map`, and axes of type Explicit.
 
 # A function of arrays, how many of the first ones every device has whole, and the arrays.
 Case = tuple[Callable[..., jax.Array], int, tuple[Any, ...]]
@@ -785,6 +788,80 @@ def check_types_inside_shard_map() -> None:
         return sw.sketchwalk_attention(query, key, value, walk, policy=policy)[0]
 
     jax.eval_shape(_inside((started, 0, cached[2])), *cached[2])
+
+
+def _explicit_mesh() -> jax.sharding.Mesh:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    return mesh
+
+
+def _spread(case: Case) -> tuple[Any, ...]:
+    """The arrays of a case with sequences and heads spread over axes of type Explicit."""
+    mesh, (_, copies, given) = _explicit_mesh(), case
+
+    def place(x: Any, *axes: str | None) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def of_weights(path: Any, x: Any) -> Any:
+        return place(x, *(["tensor"] if "out" in jax.tree_util.keystr(path) else [None, "tensor"]))
+
+    if copies:
+        state, x = given
+        return jax.tree_util.tree_map_with_path(of_weights, state), place(x, "data")
+    return tuple(place(x, "data", None, "tensor") for x in given)
+
+
+def _list_cases() -> list[Case]:
+    """Attention to everything, to lists, and of a token to lists."""
+    rows = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
+    lists, token = (full_selection(x, 3, block_size=16) for x in (rows, rows[:, 2:]))
+    lengths = jnp.array([40, 33], jnp.int32)
+    ((_, _, arrays), *_) = _attention_cases(sw.Dense())
+    functions: list[Callable[..., Any]] = [
+        sw.dense_attention,
+        lambda *x: sw.block_sparse_attention(*x, lists),
+        lambda q, k, v: sw.block_sparse_decode(q[:, :1], k, v, token, kv_lengths=lengths),
+    ]
+    return [(function, 0, arrays) for function in functions]
+
+
+def check_explicit_axes(name: str | None) -> None:
+    """Attention gives on axes of type Explicit what it gives on one device, gradients too."""
+    cases = _list_cases()
+    if name is not None:
+        cases = [*_attention_cases(POLICIES[name]), _own_layer_case(POLICIES[name])]
+    for case in cases:
+        for is_set in (True, False):
+            if is_set or not case[1]:  # derivatives of Flax's layers need the mesh to be set
+                with jax.set_mesh(_explicit_mesh()) if is_set else contextlib.nullcontext():
+                    _assert_same(case, case[0], _spread(case))
+
+
+def check_types_on_explicit_axes() -> None:
+    """By types alone, attention takes axes of type Explicit; models say what they take."""
+    policy = POLICIES["paper"]
+    (dense, lists, token), (cached, scanned) = _list_cases(), _attention_cases(policy)
+    for case in (dense, lists):
+        jax.make_jaxpr(_with_gradient(case[0]))(*_spread(case))
+    for case in (token, cached, scanned):
+        jax.eval_shape(case[0], *_spread(case))
+    with jax.set_mesh(_explicit_mesh()):
+        own = _own_layer_case(policy)
+        jax.eval_shape(own[0], *_spread(own))
+        function, _, (state, x) = _shared_walk_case()
+        spread = NamedSharding(_explicit_mesh(), PartitionSpec("data"))
+        jax.eval_shape(function, state, jax.device_put(x, spread))
+    forward, steps, _ = _model_cases(policy)
+    weights, tokens = forward[2]
+    for run in (forward[0], steps[0]):
+        with pytest.raises(ValueError, match=r"params .* got Explicit axes .*place a model on it"):
+            run(jax.device_put(weights, spread.update(spec=PartitionSpec())), tokens)
+        with pytest.raises(ValueError, match=r"tokens .* got Explicit axes \('data',\): make"):
+            with jax.set_mesh(_explicit_mesh()):
+                run(weights, jax.device_put(tokens, spread))
+    with pytest.raises(ValueError, match="query and key must lie on a mesh with axes of type Auto"):
+        block_mass(*_spread(dense)[:2], block_size=16)
 
 
 # Several processes.

@@ -267,6 +267,16 @@ def test_functions_give_inside_a_shard_map_what_they_give_outside(check, name):
     check("check_inside_shard_map", name, has_models=has_models)
 
 
+def test_attention_takes_what_explicit_axes_spread(check):
+    check("check_types_on_explicit_axes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *POLICIES])
+def test_attention_gives_on_explicit_axes_what_it_gives_on_one_device(check, name):
+    check("check_explicit_axes", name)
+
+
 _RECOMMENDED = Rule(
     "sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE))
 )

@@ -17,9 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import cudnn, differentiable
+from sketchwalk_jax.attention.xla import on_auto_axes
 from sketchwalk_jax.dispatch import (
     FULL_BLOCK,
     choose_dense_implementation,
@@ -28,7 +30,7 @@ from sketchwalk_jax.dispatch import (
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, full_selection
-from sketchwalk_jax.validation import check_per_sequence, check_qkv, check_scale
+from sketchwalk_jax.validation import check_per_sequence, check_qkv, check_scale, explicit_axes
 
 _STATIC = ("scale", "return_lse", "implementation", "kernel_config")
 
@@ -176,7 +178,13 @@ def block_sparse_attention(
     )
 
 
+def _specs(query: PartitionSpec, *_: Any, return_lse: bool = True, **__: Any) -> Any:
+    """Those of the output and its log-sum-exp, from that of the queries."""
+    return (query, PartitionSpec(*tuple(query)[:3])) if return_lse else query
+
+
 @partial(jax.jit, static_argnames=_STATIC)
+@on_auto_axes(_specs)
 def _attend_blocks(
     query: Float[Array, "B T N H"],
     key: Float[Array, "*L B S K H"],
@@ -309,7 +317,10 @@ def block_sparse_decode(
     options = differentiable.Options(scale, return_lse, chosen, kernel_config)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
-    out, lse = _attend_token(options, *arrays)
+    attend: Any = partial(_attend_token, options)
+    if any(map(explicit_axes, jax.tree.leaves(arrays))):
+        attend = on_auto_axes(_specs)(attend)
+    out, lse = attend(*arrays)
     return _finish(out, lse, return_lse)
 
 
@@ -392,6 +403,7 @@ def dense_attention(
 
 
 @partial(jax.jit, static_argnames=_STATIC)
+@on_auto_axes(_specs)
 def _attend_all(
     query: Float[Array, "B T N H"],
     key: Float[Array, "*L B S K H"],

@@ -29,7 +29,13 @@ from sketchwalk_jax.precision import (
     start_indices,
 )
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.validation import check_choice, check_integer, check_per_sequence, check_qkv
+from sketchwalk_jax.validation import (
+    check_auto_axes,
+    check_choice,
+    check_integer,
+    check_per_sequence,
+    check_qkv,
+)
 
 AGGREGATES = ("sum", "max")
 
@@ -78,6 +84,7 @@ def block_mass(
     batch, num_tokens = check_qkv(query, key, key, layer)
     check_integer("block_size", block_size)
     check_choice("aggregate", aggregate, AGGREGATES)
+    check_auto_axes("query and key", (query, key))
     check_per_sequence("first_block", first_block, batch)
     check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
@@ -145,6 +152,7 @@ def token_mass(
     batch, num_tokens = check_qkv(query, key, key, layer)
     check_integer("block_size", block_size)
     check_choice("aggregate", aggregate, AGGREGATES)
+    check_auto_axes("query and key", (query, key))
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     check_per_sequence("kv_lengths", kv_lengths, batch)

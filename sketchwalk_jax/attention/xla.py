@@ -13,11 +13,13 @@ all of batch, rows and key/value heads merged: the shapes in which XLA neither t
 splits products.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.dispatch import is_gpu
@@ -28,7 +30,7 @@ from sketchwalk_jax.precision import (
     start_indices,
 )
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.validation import varying_axes
+from sketchwalk_jax.validation import explicit_axes, varying_axes
 
 _SUMMED_HEADS = 4  # heads that share values, at most, whose values are not multiplied as a matrix
 NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
@@ -55,6 +57,40 @@ def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
         for x, axes in zip(arrays, missing, strict=True)
     ]
     return jax.tree.unflatten(structure, found)
+
+
+def on_auto_axes(specs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: inside of the function, mesh axes of type Explicit are Auto ones.
+
+    So XLA divides its operations among the devices. Without such axes nothing happens.
+
+    Args:
+      specs: The partition specs of the results, of those of the arguments and of the options.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arrays: Any, **options: Any) -> Any:
+            spread = [x for x in jax.tree.leaves(arrays) if explicit_axes(x)]
+            if not spread:
+                return function(*arrays, **options)
+            mesh = jax.typeof(spread[0]).sharding.mesh
+            given = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arrays)
+            shardings = jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec),
+                specs(*given, **options),
+                is_leaf=lambda x: isinstance(x, PartitionSpec),
+            )
+            on_mesh = jax.sharding.auto_axes(
+                functools.partial(function, **options),
+                axes=mesh.explicit_axes,
+                out_sharding=shardings,
+            )
+            return on_mesh(*arrays)
+
+        return call
+
+    return decorate
 
 
 def batched_dot(
