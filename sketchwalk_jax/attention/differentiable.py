@@ -106,9 +106,9 @@ ad.primitive_jvps[_in_reverse_mode] = _mark_tangents
 ad.primitive_jvps[_tangents] = _refuse
 
 
-def in_reverse_mode(*arrays: Array) -> list[Array]:
+def in_reverse_mode(*arrays: Array) -> tuple[Array, ...]:
     """The arrays, of which derivatives in forward mode raise a NotImplementedError."""
-    return _in_reverse_mode.bind(*arrays)
+    return tuple(_in_reverse_mode.bind(*arrays))
 
 
 @jax.custom_jvp
