@@ -864,6 +864,14 @@ def check_types_on_explicit_axes() -> None:
         block_mass(*_spread(dense)[:2], block_size=16)
 
 
+def check_types_of_policies() -> None:
+    """By types alone, all policies can be called in a `shard_map`, and on axes of type Explicit."""
+    for policy in POLICIES.values():
+        for case in _attention_cases(policy):
+            jax.eval_shape(_inside(case), *case[2])
+            jax.eval_shape(case[0], *_spread(case))
+
+
 # Several processes.
 
 

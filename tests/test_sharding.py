@@ -261,10 +261,9 @@ def test_functions_take_what_varies_inside_a_shard_map_of_the_callers(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*_MAIN, "flexprefill"])
 def test_functions_give_inside_a_shard_map_what_they_give_outside(check, name):
-    has_models = name in ("paper", "recommended")
-    check("check_inside_shard_map", name, has_models=has_models)
+    check("check_inside_shard_map", name, has_models=name == "recommended")
 
 
 def test_attention_takes_what_explicit_axes_spread(check):
@@ -272,7 +271,12 @@ def test_attention_takes_what_explicit_axes_spread(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, *POLICIES])
+def test_all_policies_take_what_varies_and_what_explicit_axes_spread(check):
+    check("check_types_of_policies")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *_MAIN, "flexprefill"])
 def test_attention_gives_on_explicit_axes_what_it_gives_on_one_device(check, name):
     check("check_explicit_axes", name)
 
