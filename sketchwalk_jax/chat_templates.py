@@ -23,12 +23,15 @@ MAX_CHARACTERS = 1_000_000
 """Length of the longest template, a hundred times that of those in use."""
 
 _PAUSE = 0.02  # seconds between two steps after which memory is looked at: filling it takes time
-# A width or precision of more than six digits in a format: "%9999999d", "{:>9999999}". Repetitions
-# are bounded, or end where the next one begins: a template may be a million characters of these.
-_HUGE_WIDTH = re.compile(
+# In a string, a format with a width or precision of more than six digits ("%9999999d",
+# "{:>9999999}"), or such a number alone. Repetitions are bounded, or end where the next one begins:
+# a template may be a million characters of these.
+_HUGE_IN_TEXT = re.compile(
     r"%(?:\([^()%]*\))?[-+ #0]{0,5}(?:\d*\.)?\d{7,}(?:\.\d+)?[a-zA-Z]"
     r"|\{[\w.\[\]]*(?:![rsa])?:(?:[^{}]?[<>=^])?[-+ ]?[z#0]{0,3}(?:\d*[.,_])?\d{7}"
+    r"|^.\s*[+-]?[\d_]{7,}\w*\s*.$"
 )
+_CONVERSIONS = frozenset({"%", "format", "int", "float"})
 _LARGEST = 999_999
 _VALUES = frozenset({"name", "string", "integer", "float"})
 
@@ -42,7 +45,8 @@ def bounded_template(template: Any) -> Iterator[None]:
     """Runs a chat template inside its bounds.
 
     Numbers of more than six digits and powers are refused beforehand: no template needs them, and
-    one operation with them fills any memory. Text in strings is not looked at, but for widths.
+    one operation with them fills any memory. So are such numbers in strings, if the template
+    formats or converts strings.
 
     Args:
       template: The source that is going to be run, or several by name.
@@ -84,25 +88,35 @@ def _check_source(source: Any) -> None:
         )
     from jinja2 import Environment, TemplateSyntaxError
 
-    kind = value = ""
+    kind = value = in_text = ""
+    converts = False
     try:
         for _, next_kind, next_value in Environment().lex(source):
             if next_kind == "whitespace":
                 continue
             # After a value, two stars are a power; elsewhere they unpack arguments.
-            is_power = next_value == "**" and (kind in _VALUES or value in (")", "]", "}"))
-            is_huge = (next_kind == "float" and float(next_value) > _LARGEST) or (
-                next_kind == "integer" and (len(next_value) > 99 or int(next_value, 0) > _LARGEST)
-            )
-            width = _HUGE_WIDTH.search(next_value) if next_kind == "string" else None
-            if is_power or is_huge or width:
-                raise ValueError(
-                    f"chat_template must have no powers and no numbers of more than six digits, "
-                    f"got {(width[0] if width else next_value)[:20]!r}; correct it"
-                )
+            if next_value == "**" and (kind in _VALUES or value in (")", "]", "}")):
+                raise _huge(next_value)
+            if next_kind == "float" and float(next_value) > _LARGEST:
+                raise _huge(next_value)
+            if next_kind == "integer" and (len(next_value) > 99 or int(next_value, 0) > _LARGEST):
+                raise _huge(next_value)
+            if next_kind == "string" and not in_text:
+                found = _HUGE_IN_TEXT.search(next_value)
+                in_text = found[0] if found else ""
+            converts = converts or next_value in _CONVERSIONS
             kind, value = next_kind, next_value
     except TemplateSyntaxError:
         return  # it does not run either, and transformers says why
+    if in_text and converts:
+        raise _huge(in_text)
+
+
+def _huge(found: str) -> ValueError:
+    return ValueError(
+        f"chat_template must have no powers and no numbers of more than six digits, got "
+        f"{found[:20]!r}; correct it"
+    )
 
 
 @contextlib.contextmanager

@@ -357,7 +357,8 @@ def _walk_layer(
     """One layer of the model, dense if `policy.dense_layers` says so."""
     policy, kernel_config = module.policy, module.kernel_config
     batch, num_tokens = call.query.shape[:2]
-    if scores.shape != init_walk(batch, num_tokens, policy=policy, like=()).scores.shape:
+    fresh = jax.eval_shape(lambda: init_walk(batch, num_tokens, policy=policy, like=()))
+    if scores.shape != fresh.scores.shape:
         raise ValueError(
             f"the walk must be that of {batch} sequences of {num_tokens} tokens, got scores of "
             f"shape {scores.shape}; {remedy}"

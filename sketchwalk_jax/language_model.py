@@ -323,7 +323,7 @@ class LanguageModel:
         key: KeyLike | None = None,
         batch_size: int | None = None,
         key_ids: Sequence[int] | None = None,
-        is_answer: bool = False,
+        is_answer: bool | Sequence[bool] = False,
     ) -> Iterator[tuple[int, Completion]]:
         """Continues tokenized prompts, and yields each completion when its batch is done.
 
@@ -337,7 +337,8 @@ class LanguageModel:
           key_ids: Numbers to use for `i` instead, for prompts that are a part of a larger list.
           is_answer: Whether the new text is an answer in a conversation, hence a text of its own.
             By default it continues the prompt: the texts of prompt and new tokens join to the text
-            of all tokens. Both differ in the first space of sentencepiece tokenizers.
+            of all tokens. Both differ in the first space of sentencepiece tokenizers. One for all
+            prompts, or one for each.
 
         Yields:
           The index of a prompt and its completion, longest prompts first.
@@ -353,6 +354,7 @@ class LanguageModel:
         made = model._made(max_new_tokens)
         batch_size = model._batch_size(prompts, max_new_tokens, batch_size)
         ids = range(len(prompts)) if key_ids is None else key_ids
+        answers = [is_answer] * len(prompts) if isinstance(is_answer, bool) else is_answer
         for rows in batches_by_length([len(one) for one in prompts], batch_size):
             # In few sizes: what is missing to a power of two is the last prompt once more.
             padded = [*rows, *[rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
@@ -369,7 +371,7 @@ class LanguageModel:
                 yield (
                     row,
                     _completion(
-                        decode(self.tokenizer, own, context=() if is_answer else prompts[row]),
+                        decode(self.tokenizer, own, context=() if answers[row] else prompts[row]),
                         len(prompts[row]),
                         own,
                         jax.tree.map(lambda x, row=place: x[..., row : row + 1], density),

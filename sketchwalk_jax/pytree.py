@@ -1,5 +1,6 @@
 """Dataclasses of arrays as JAX's trees, which `jax.export` can write and read."""
 
+import contextlib
 import json
 from typing import Any, NoReturn
 
@@ -25,17 +26,19 @@ def make_exportable(cls: type[Any]) -> None:
         def refuse(value: Any) -> NoReturn:
             raise ValueError(
                 f"static fields of a {cls.__name__} must be numbers, strings, None or tuples of "
-                f"them to be exported, got a {type(value).__name__}"
+                f"them to be exported, got a {type(value).__name__}; of what an Auto chooses, pass "
+                f"the policy instead"
             )
 
         return json.dumps(static, default=refuse).encode()
 
-    jax.export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"sketchwalk_jax.{cls.__name__}",
-        serialize_auxdata=write,
-        deserialize_auxdata=lambda static: _as_tuples(json.loads(static)),
-    )
+    with contextlib.suppress(ValueError):  # a notebook has loaded the module again
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"sketchwalk_jax.{cls.__name__}",
+            serialize_auxdata=write,
+            deserialize_auxdata=lambda static: _as_tuples(json.loads(static)),
+        )
 
 
 def _as_tuples(value: Any) -> Any:

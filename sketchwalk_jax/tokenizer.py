@@ -38,6 +38,9 @@ _TOKENS_PER_CHARACTER = 4
 # Tokens before a continuation that decide how it is written: its leading space, a split character.
 _NUM_CONTEXT = 8
 
+# How an added token is found in a text.
+_MATCHING = ("lstrip", "rstrip", "single_word", "normalized")
+
 # Copies of tokenizers whose truncation or padding another thread may set at any time.
 _private_copies: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
@@ -83,10 +86,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
             f"from the original checkpoint), got {str(directory)!r} with {found[:20]}"
         )
     settings = _read_json(directory / "tokenizer_config.json")
-    _refuse_code(settings.get("auto_map"), _read_json(directory / "config.json"))
+    config = _read_json(directory / "config.json")
+    _refuse_code(settings.get("auto_map"), config)
     with _damage_explained(directory):
         if "tokenizer.json" in found:
-            tokenizer = _read_tokenizer(directory, settings)
+            tokenizer = _read_tokenizer(directory, settings, config)
         else:
             tokenizer = _convert_tokenizer(directory, found)
     if not isinstance(tokenizer.model_max_length, int | float):
@@ -112,22 +116,23 @@ def _refuse_code(tokenizer_map: Any, config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_tokenizer(directory: Path, settings: Mapping[str, Any]) -> Any:
+def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """The tokenizer of `tokenizer.json`, with the special tokens of its configuration.
 
     Many classes of transformers keep the vocabulary and the merges of this file alone: how they
     normalise and split a text is the class's own. The class of the configuration is therefore not
     used. What the configuration calls special is special; a token that the file lacks is added if
-    the configuration gives its id, and if this is the next free one.
+    the configuration gives its id, and if this is the next free one. Where it names no token for
+    the beginning or the end of a text, these are the model's.
     """
     with _without_advice():
-        from tokenizers import Tokenizer, models
+        from tokenizers import AddedToken, Tokenizer, models
         from transformers import PreTrainedTokenizerFast
 
     model = Tokenizer.from_file(str(directory / "tokenizer.json"))
     model.no_truncation()
     model.no_padding()
-    # Transformers reads the configuration; a model without tokens spares it the file.
+    # Transformers reads the configuration; with this model, later versions do not read the file.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         directory, local_files_only=True, tokenizer_object=Tokenizer(models.BPE())
     )
@@ -138,11 +143,21 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any]) -> Any:
     added = model.get_added_tokens_decoder()
     for token in tokenizer.added_tokens_decoder.values():
         index = model.token_to_id(token.content)
-        is_next = index is None and ids.get(token.content) == model.get_vocab_size()
-        if is_next or (index is not None and token.special and index not in added):
+        own = added.get(index)
+        if index is None and ids.get(token.content) == model.get_vocab_size():
             model.add_tokens([token])
+        elif index is not None and token.special and not (own and own.special):
+            # How it is found in a text is the file's affair, where the file says so.
+            how = {name: getattr(own or token, name) for name in _MATCHING}
+            model.add_tokens([AddedToken(token.content, special=True, **how)])
     model.encode_special_tokens = tokenizer.split_special_tokens
     tokenizer._tokenizer = model
+    for name in ("bos", "eos"):
+        index = config.get(f"{name}_token_id")
+        is_named = f"{name}_token" in settings or getattr(tokenizer, f"{name}_token") is not None
+        is_known = isinstance(index, int) and 0 <= index < model.get_vocab_size()
+        if is_known and not is_named:
+            setattr(tokenizer, f"{name}_token", model.id_to_token(index))
     return tokenizer
 
 
@@ -272,13 +287,15 @@ def token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> 
         is_whole = not any(one.overflowing or 0 in one.attention_mask for one in found)
         if is_whole and is_plain():
             return [one.ids for one in found]
-    size, copy = _private_copies.get(tokenizer, (None, None))
-    if size != shared.get_vocab_size():
+    processor = shared.post_processor
+    state = shared.get_vocab_size(), splits, processor and processor.__getstate__()
+    copied, copy = _private_copies.get(tokenizer, (None, None))
+    if copied != state:
         copy = type(shared).from_str(shared.to_str())
         copy.no_truncation()
         copy.no_padding()
         copy.encode_special_tokens = splits
-        _private_copies[tokenizer] = shared.get_vocab_size(), copy
+        _private_copies[tokenizer] = state, copy
     found = copy.encode_batch(texts, add_special_tokens=add_special_tokens)
     return [one.ids for one in found]
 

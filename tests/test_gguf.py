@@ -309,7 +309,6 @@ SHARDED_LOAD = """
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from sketchwalk_jax.models import load
-from sketchwalk_jax.models.gguf_header import end_token_ids
 from sketchwalk_jax.models.params import flatten_params
 
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

@@ -112,7 +112,7 @@ def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
     [
         "{{ 'Answer **briefly**.' }}",
         "{{ 'as of 20250131' }}",
-        "{{ '****' }}{{ \"100% 20250131\" }}",
+        "{{ '****' }}{{ \"100% 20250131\" }}{{ 'a%2020250131a' }}{{ '20250131' }}",
         "{% macro f() %}{{ kwargs.a }}{% endmacro %}{{ f(**{'a': '{\"date\": 20250131}'}) }}",
         "{# 2 ** 20250131 #}{% if 999_999 > 1.23456789 %}2 ** 20250131{% endif %}",
     ],
@@ -129,7 +129,7 @@ def test_text_in_a_template_is_no_operation(source, model):
         "{{ 2 ** 9 }}", "{{ (2)\n** 9 }}", "{{ a[0]**9 }}", "{{ 'a'**9 }}", "{{ 'a' * 1_000_000 }}",
         "{{ 0xFFFFFF }}", "{{ 1e9 | int }}", "{{ '%9999999d' % 1 }}", "{{ '%(a)-9999999f' % m }}",
         "{{ '{:>9999999}'.format(1) }}", "{{ '{a.b!r:.9999999f}'.format(a=1) }}",
-        "{{ " + 200 * "9" + " }}",
+        "{{ " + 200 * "9" + " }}", "{{ 'a' * ('9999999' | int) }}", "{{ ('%' ~ '9999999d') % 1 }}",
     ],
 )  # fmt: skip
 def test_operations_that_fill_any_memory_are_refused(source, model):

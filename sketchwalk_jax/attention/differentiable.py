@@ -68,7 +68,9 @@ _DERIVATIVES = (
     "{}; take finite differences of {}"
 )
 _FORWARD_MODE = _DERIVATIVES.format("forward mode (jax.jvp, jax.jacfwd, jax.hessian)", "the output")
-_TWICE = _DERIVATIVES.format("a second derivative", "the gradient")
+_TWICE = _DERIVATIVES.format(
+    "a second derivative", "the gradient, or stop_gradient of the inputs of the inner one"
+)
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

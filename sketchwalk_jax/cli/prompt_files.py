@@ -7,7 +7,6 @@ file stands another with what its texts depend on, without which it is not conti
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -303,21 +302,16 @@ def complete_all(
     """
     missing, total = texts.missing, len(texts.entries)
     before = total - len(missing)
-
-    def complete(*, is_answer: bool) -> Iterator[tuple[int, Completion]]:
-        part = [index for index in missing if texts.entries[index].is_chat == is_answer]
-        found = lm.complete(
-            [texts.entries[index].tokens for index in part],
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            key=key,
-            key_ids=part,
-            batch_size=batch_size,
-            is_answer=is_answer,
-        )
-        return ((part[place], one) for place, one in found)
-
-    finished = itertools.chain(complete(is_answer=False), complete(is_answer=True))
+    entries = [texts.entries[index] for index in missing]
+    finished = lm.complete(
+        [one.tokens for one in entries],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        key_ids=missing,
+        batch_size=batch_size,
+        is_answer=[one.is_chat for one in entries],
+    )
     num_kept, num_broken = before, 0
 
     def say_kept() -> None:
@@ -330,8 +324,8 @@ def complete_all(
 
     with _says_if_stopped(say_kept):
         with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
-            for index, found in finished:
-                texts.add(index, found)
+            for place, found in finished:
+                texts.add(missing[place], found)
                 num_kept += 1
                 num_broken += not found.is_finite
                 bar.update()
