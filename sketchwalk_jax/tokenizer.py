@@ -345,7 +345,7 @@ def _context_of(
 ) -> list[int]:
     """The last tokens of a context that the text after them depends on."""
     before = np.atleast_1d(np.asarray(tokens, np.int64))
-    if skip_special_tokens:
+    if skip_special_tokens and len(before):
         before = before[~np.isin(before, list(_special_ids(tokenizer)))]
     size = _NUM_CONTEXT
     # Not from the middle of a run of bytes: sentencepiece decodes such a run as a whole.

@@ -256,7 +256,7 @@ BEFORE_WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokenizer cut off": (
         lambda model: truncate(model / "tokenizer.json", 100),
-        "cannot be opened: EOF while parsing .* download it again",
+        "cannot be opened: EOF while parsing",
     ),
     "tokenizer of no kind": (
         lambda model: (model / "tokenizer.json").write_text('{"version": "1.0"}'),
