@@ -143,7 +143,7 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
     added = model.get_added_tokens_decoder()
     for token in tokenizer.added_tokens_decoder.values():
         index = model.token_to_id(token.content)
-        own = added.get(index)
+        own = None if index is None else added.get(index)
         if index is None and ids.get(token.content) == model.get_vocab_size():
             model.add_tokens([token])
         elif index is not None and token.special and not (own and own.special):
@@ -155,8 +155,7 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
     for name in ("bos", "eos"):
         index = config.get(f"{name}_token_id")
         is_named = f"{name}_token" in settings or getattr(tokenizer, f"{name}_token") is not None
-        is_known = isinstance(index, int) and 0 <= index < model.get_vocab_size()
-        if is_known and not is_named:
+        if isinstance(index, int) and 0 <= index < model.get_vocab_size() and not is_named:
             setattr(tokenizer, f"{name}_token", model.id_to_token(index))
     return tokenizer
 
