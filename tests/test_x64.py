@@ -9,6 +9,7 @@ def test_attention_with_64_bits():
     x64_checks.check_attention()
 
 
+@pytest.mark.slow
 def test_layers_of_the_recommended_policy_with_64_bits():
     x64_checks.check_layers("recommended", x64_checks.RECOMMENDED)
 
