@@ -72,24 +72,25 @@ class Family:
 
 
 _OTHER_FILES = {
-    b"version https://git-lfs": "a pointer of Git LFS; run `git lfs pull` in its folder",
-    b"<": "a web page; download the file that it links to",
-    b"PK\x03\x04": "a file of PyTorch; convert it with transformers' save_pretrained",
-    b"\x80\x02": "a file of PyTorch; convert it with transformers' save_pretrained",
-    b"GGUF": "a GGUF file; give it a name that ends in .gguf, and pass it itself",
-    b"tjgg": "of a format before GGUF; convert the model with a current llama.cpp",
-    b"fmgg": "of a format before GGUF; convert the model with a current llama.cpp",
-    b"lmgg": "of a format before GGUF; convert the model with a current llama.cpp",
+    (b"version https://git-lfs",): "a pointer of Git LFS; run `git lfs pull` in its folder",
+    (b"<",): "a web page; download the file that it links to",
+    (b"PK\x03\x04", b"\x80\x02"): (
+        "a file of PyTorch; convert it with transformers' save_pretrained"
+    ),
+    (b"GGUF",): "a GGUF file; give it a name that ends in .gguf, and pass it itself",
+    (b"tjgg", b"fmgg", b"lmgg"): (
+        "of a format before GGUF; convert the model with a current llama.cpp"
+    ),
 }
 """What else stands under the names of weights, by how such files begin."""
 
 
-def describe_damage(path: Path) -> str:
+def describe_damage(path: Path, remedy: str = "download it again") -> str:
     """What a file is that cannot be read, and what to do about it, for errors."""
     with path.open("rb") as file:
         begin = file.read(32)
-    others = (what for start, what in _OTHER_FILES.items() if begin.startswith(start))
-    return f"it is {next(others, 'truncated or corrupt, download it again')}"
+    others = (what for starts, what in _OTHER_FILES.items() if begin.startswith(starts))
+    return f"it is {next(others, f'truncated or corrupt, {remedy}')}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.name} and its safetensors files"
         ) from error
     except (ValueError, RecursionError) as error:
-        advice = describe_damage(path).replace("download it again", "correct it or copy it again")
+        advice = describe_damage(path, "correct it or copy it again")
         raise ValueError(f"{path} must be a JSON file, got {error}; {advice}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")

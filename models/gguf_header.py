@@ -425,8 +425,7 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
         left_out.append(ids.get("<|end|>"))
     if "<|tool_response>" in ids:
         left_out.append(ids.get("</s>"))
-    every = given + sorted(named)
-    return [x for i, x in enumerate(every) if x not in every[:i] and x not in left_out]
+    return [x for x in dict.fromkeys(given + sorted(named)) if x not in left_out]
 
 
 def _rope_scaling(

@@ -59,7 +59,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.renamed import renamed_argument, renamed_field
-from sketchwalk_jax.validation import check_heads, check_integer, explicit_axes
+from sketchwalk_jax.validation import check_heads, check_integer, check_not_empty, explicit_axes
 from sketchwalk_jax.walk import WalkState
 
 __all__ = [
@@ -250,8 +250,7 @@ class SelfAttention:
         arrays = promote_dtype((asked.query, asked.key, asked.value), dtype=asked.dtype)
         batch_shape = arrays[0].shape[:-3]
         for name, x in zip(("query", "key", "value"), arrays, strict=True):
-            if 0 in x.shape:
-                raise ValueError(f"{name} must have no axis of size 0, got shape {x.shape}")
+            check_not_empty(name, x)
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in arrays)
         batch, num_tokens = query.shape[:2]
         lengths, fits = jnp.full((batch,), num_tokens, jnp.int32), None

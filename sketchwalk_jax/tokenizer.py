@@ -324,10 +324,15 @@ def decode(
     """
     new = np.atleast_1d(np.asarray(tokens)).tolist()
     before = _context_of(tokenizer, context, skip_special_tokens=skip_special_tokens)
-    if not before:
-        return _text_of(tokenizer, new, skip_special_tokens=skip_special_tokens)
     whole = _text_of(tokenizer, before + new, skip_special_tokens=skip_special_tokens)
-    start = _text_of(tokenizer, before, skip_special_tokens=skip_special_tokens)
+    return _after(tokenizer, before, new, whole, skip_special_tokens=skip_special_tokens)
+
+
+def _after(
+    tokenizer: Any, context: list[int], new: list[int], whole: str, *, skip_special_tokens: bool
+) -> str:
+    """The part of `whole`, the text of context and new tokens, that the new tokens add."""
+    start = _text_of(tokenizer, context, skip_special_tokens=skip_special_tokens)
     if whole.startswith(start):
         return whole[len(start) :]
     return _text_of(tokenizer, new, skip_special_tokens=skip_special_tokens)
@@ -509,10 +514,8 @@ class StreamDecoder:
 
     def _after_context(self, text: str, end: int) -> str:
         """The part of `text`, which is that of `window[:end]`, that was not returned yet."""
-        context = self._decode(self._window[: self._num_context])
-        if text.startswith(context):
-            return text[len(context) :]
-        return self._decode(self._window[self._num_context : end])
+        context, new = self._window[: self._num_context], self._window[self._num_context : end]
+        return _after(self._tokenizer, context, new, text, skip_special_tokens=False)
 
     def _settle(self) -> str:
         """Returns text before the last character once that text cannot change any more.

@@ -251,17 +251,20 @@ def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
         raise ValueError(f"key must have query's batch size {batch}, got {key.shape[-4]}")
     if key.shape[-1] != head_dim:
         raise ValueError(f"key must have query's head_dim {head_dim}, got {key.shape[-1]}")
-    if 0 in query.shape or 0 in key.shape:
-        raise ValueError(
-            f"query, key and value must have no axis of size 0, got shapes {query.shape} and "
-            f"{key.shape}"
-        )
+    for name, x in (("query", query), ("key", key)):  # values have the shape of keys
+        check_not_empty(name, x)
     if num_heads % key.shape[-2]:
         raise ValueError(
             f"the number of query heads must be a multiple of the key/value heads {key.shape[-2]}, "
             f"got {num_heads}"
         )
     return batch, num_tokens
+
+
+def check_not_empty(name: str, x: Any) -> None:
+    """Raises for an array without entries."""
+    if 0 in x.shape:
+        raise ValueError(f"{name} must have no axis of size 0, got shape {x.shape}")
 
 
 def check_heads(num_heads: Any, num_kv_heads: Any) -> None:

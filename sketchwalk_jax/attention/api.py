@@ -318,6 +318,7 @@ def block_sparse_decode(
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
     attend: Any = partial(_attend_token, options)
+    # `on_auto_axes` looks as well; always wrapped, it would be one more call on each token's way.
     if any(map(explicit_axes, jax.tree.leaves(arrays))):
         attend = on_auto_axes(_specs)(attend)
     out, lse = attend(*arrays)
