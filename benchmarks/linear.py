@@ -3,12 +3,11 @@
     python benchmarks/linear.py [--out benchmarks/results/linear.json] [--quick]
 
 Each product of a layer of Llama 3.1 8B is timed inside a jitted loop over the layers of a stack. On
-Hopper the kernel for few rows (`pallas_kernels/linear.py`) reads each type of weights. In bfloat16
-there are also the kernel for other GPUs (`ampere_linear.py`), which Hopper runs too, and XLA's
-code: sums of products, and products of a layer that is copied out of its stack. Forms take turns.
-Stacks are larger than the L2 cache. Each form is checked: against float32 with the same weights,
-and a second run bit for bit. `tests/linear_table.py` counts the same products without a GPU.
-`--quick` runs tiny shapes anywhere; the interpreter's times mean nothing.
+Hopper one kernel (`pallas_kernels/linear.py`) reads weights of eight bits. Weights in bfloat16 are
+read by the kernel for GPUs from Ampere on (`ampere_linear.py`), and by XLA's code: sums of
+products, and products of a layer that is copied out of its stack. Forms take turns. Stacks are
+larger than the L2 cache. Each form is checked: against float32 with the same weights, and a second
+run bit for bit. `--quick` runs tiny shapes anywhere; the interpreter's times mean nothing.
 """
 
 import argparse
@@ -22,16 +21,12 @@ import jax.numpy as jnp
 from kernels import ROUNDS_OF_LAYERS, compare, copy_bandwidth, in_loop, rounds
 
 from sketchwalk_jax import dispatch
-from sketchwalk_jax.models.four_bits import in_order, widen
 from sketchwalk_jax.models.transformer import MOST_SUMMED_ROWS, rms_norm, sums_of_rows
 from sketchwalk_jax.pallas_kernels.ampere_linear import MOST_ROWS as MOST_AMPERE_ROWS
 from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear
-from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.pallas_kernels.linear import linear_kernel
 
-# Names of types of weights, and of the arrays that hold them.
-DTYPES = {name: name for name in ("bfloat16", "float8_e4m3fn", "int8")} | {"int4": "uint8"}
-TYPES = tuple(DTYPES)
+NARROW = ("float8_e4m3fn", "int8")
 # Columns of the arrays that share an input, its width, and whether it goes through a norm.
 Product = tuple[tuple[int, ...], int, bool]
 PRODUCTS: dict[str, Product] = {
@@ -52,11 +47,6 @@ def draw(product: Product, rows: int, dtype: str, layers: int) -> dict[str, Any]
     x = jax.random.normal(keys[-1], (rows, inputs), jnp.bfloat16)
     arrays, scales = [], []
     for key, width in zip(keys[:-1], columns, strict=True):
-        if dtype == "int4":
-            codes = jax.random.bits(key, (layers, width, inputs // 2), jnp.uint8)
-            arrays.append(codes)
-            scales.append(jnp.full((layers, inputs // WEIGHT_GROUP, width), 0.5, jnp.bfloat16))
-            continue
         shape = (layers, inputs, width) if dtype == "bfloat16" else (layers, width, inputs)
         weights = jax.random.normal(key, shape, jnp.bfloat16)
         if dtype == "int8":
@@ -72,21 +62,20 @@ def draw(product: Product, rows: int, dtype: str, layers: int) -> dict[str, Any]
 
 
 def multiply(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
-    """The products of one layer, by Hopper's kernel."""
+    """The products of one layer with weights of eight bits, by Hopper's kernel."""
     return linear_kernel(
         x,
         given["kernels"],
         jnp.asarray(layer, jnp.int32),
         scale=given["scale"],
         eps=EPS,
-        is_transposed=given["weight_scales"] is not None,
         weight_scales=given["weight_scales"],
         interpret=interpret,
     )
 
 
 def multiply_on_ampere(x: Any, given: dict[str, Any], layer: Any, *, interpret: bool) -> list[Any]:
-    """The products of one layer, by the kernel for other GPUs."""
+    """The products of one layer, by the kernel for GPUs from Ampere on."""
     options = {"scale": given["scale"], "eps": EPS, "interpret": interpret}
     return ampere_linear(x, given["kernels"], jnp.asarray(layer, jnp.int32), **options)
 
@@ -110,7 +99,7 @@ def multiply_on_xla(x: Any, given: dict[str, Any], layer: Any, *, interpret: boo
 
 def forms(rows: int, *, is_quick: bool) -> dict[str, tuple[str, Callable[..., list[Any]]]]:
     """Types of weights and what multiplies with them, by the name of the form."""
-    on_hopper = {name: (name, multiply) for name in TYPES}
+    on_hopper = {name: (name, multiply) for name in NARROW}
     elsewhere = {"from Ampere on": ("bfloat16", multiply_on_ampere)}
     if rows > MOST_AMPERE_ROWS:
         elsewhere = {}
@@ -128,10 +117,7 @@ def wanted(given: dict[str, Any], layer: int) -> list[Any]:
     found = []
     for index, weights in enumerate(given["kernels"]):
         own = weights[layer].astype(jnp.float32)
-        if weights.dtype == jnp.uint8:
-            scales = given["weight_scales"][index][layer]
-            own = in_order(widen(weights[layer], scales, jnp.float32)).T
-        elif given["weight_scales"] is not None:
+        if given["weight_scales"] is not None:
             own = (own * given["weight_scales"][index][layer][:, None]).T
         found.append(jnp.dot(x, own, precision=jax.lax.Precision.HIGHEST))
     return found
@@ -141,7 +127,7 @@ def measure(
     name: str, product: Product, rows: int, *, layers: int, repeats: int, is_quick: bool
 ) -> list[dict[str, Any]]:
     """A row of each form."""
-    inputs = {dtype: draw(product, rows, dtype, layers) for dtype in TYPES}
+    inputs = {dtype: draw(product, rows, dtype, layers) for dtype in ("bfloat16", *NARROW)}
     loops, calls = {}, {}
     with common.Compiling() as pool:
         for form, (dtype, function) in forms(rows, is_quick=is_quick).items():

@@ -94,9 +94,7 @@ def main(
     )
     parser.add_argument("--batch", type=int, help="prompts at a time; default: by the memory")
     parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
-    parser.add_argument(
-        "--weights", help="float8, int8 or int4; rows then name them beside the model"
-    )
+    parser.add_argument("--weights", help="float8 or int8; rows then name them beside the model")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     parser.add_argument("--text-tail", type=float, default=1.0)
     parser.add_argument(

@@ -427,23 +427,6 @@ def code_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
         yield row | {"shape": shape, "lists": lists}
 
 
-def linear_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What the assembler makes of the kernel for few rows, a line for each product."""
-    return (row for row in rows if "registers" in row)
-
-
-def linear_facts(data: Results) -> Row:
-    """Milliseconds of a token's linear layers, estimated for each type of weights."""
-    tokens = [row for row in data["rows"] if "estimated_ms" in row]
-    estimated = {row["dtype"]: row["estimated_ms"] for row in tokens}
-    whole = {f"{row['dtype']}_token": row["tokens"][0]["estimated_ms"] for row in tokens}
-    measured = {
-        "measured": tokens[0]["measured_bfloat16_ms"],
-        "measured_token": tokens[0]["tokens"][0]["bfloat16_ms"],
-    }
-    return estimated | whole | measured
-
-
 def rate_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What a multiprocessor does in a cycle, with one kind of work alone."""
     wgmma = "64 × {columns} products in eight bits, left operand in {left}, sums in {sums:sums}"
@@ -847,7 +830,6 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         warp_rows,
         xla_rows,
         code_rows,
-        linear_rows,
         rate_rows,
         selection_rows,
         share_rows,
@@ -866,7 +848,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         paper_rows,
     )
 }
-FACTS = {make.__name__: make for make in (rate_facts, gain_facts, warp_facts, linear_facts)}
+FACTS = {make.__name__: make for make in (rate_facts, gain_facts, warp_facts)}
 
 
 # Tables of evaluations. A cell is made of the rows of its line and column, and of the rows that
@@ -1029,7 +1011,7 @@ def devices(results: Path) -> str:
 # Models that follow instructions.
 
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", re.IGNORECASE)
-QUANTIZED_NAMES = ("-float8", "-int8", "-int4")  # ends of the names of models with such weights
+QUANTIZED_NAMES = ("-float8", "-int8")  # ends of the names of models with such weights
 _UNITS = {"m": ("million", 1e6), "b": ("billion", 1e9)}
 
 

@@ -21,12 +21,6 @@ first, as matrix units of eight bits want them; `W = quantized · scales`::
 
     layers/<name>/quantized         [L, outputs..., inputs...]       float8_e4m3fn or int8
     layers/<name>/scales            [L, outputs...]                  float32
-
-With weights of four bits, all inputs are one axis, two of them a byte, and each group of 32 inputs
-has a scale; `four_bits` says which input is where::
-
-    layers/<name>/quantized         [L, outputs..., inputs / 2]      uint8
-    layers/<name>/scales            [L, inputs / 32, outputs...]     bfloat16
 """
 
 import functools
@@ -41,7 +35,6 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.pallas_kernels.config import WEIGHT_GROUP
 from sketchwalk_jax.validation import DTYPES, describe
 
 Params = dict[str, Any]
@@ -55,8 +48,8 @@ ParamsSharding = (
 )
 """What `load` accepts as `sharding`."""
 
-QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
-"""What `load` accepts as `weights`, and the dtype of `quantized` in most arrays."""
+QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
+"""What `load` accepts as `weights`, and the dtype of `quantized`."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that stand in place of a `kernel`."""
 
@@ -67,38 +60,19 @@ def check_weights(weights: str) -> None:
         raise ValueError(f"weights must be one of {tuple(QUANTIZED_DTYPES)}, got {weights!r}")
 
 
-def quantized_dtype(weights: str, name: str) -> str:
-    """The dtype of `quantized` of an array: some keep eight bits beside weights of four.
-
-    Of these, `down` has the inputs with the largest outliers, and `key` and `value` are shared by
-    several heads; `query` is multiplied together with them. They are 38 % of the weights of an 8B
-    model. SmolLM2 loses a third of what it would lose on a text with four bits everywhere.
-
-    Args:
-      weights: A key of `QUANTIZED_DTYPES`.
-      name: Of the array in `layers`.
-
-    Example:
-      >>> quantized_dtype("int4", "gate"), quantized_dtype("int4", "down")
-      ('uint8', 'int8')
-    """
-    is_wide = weights == "int4" and name in ("query", "key", "value", "down")
-    return QUANTIZED_DTYPES["int8" if is_wide else weights]
-
-
 def weights_of_dtypes(dtypes: Iterable[str]) -> str | None:
     """How layers are quantised whose arrays `quantized` have these dtypes; None without any.
 
     Of other dtypes `check_params` says so.
 
     Example:
-      >>> weights_of_dtypes(["uint8", "int8"]), weights_of_dtypes([])
-      ('int4', None)
+      >>> weights_of_dtypes(["int8", "int8"]), weights_of_dtypes([])
+      ('int8', None)
     """
     found = set(dtypes)
     if not found:
         return None
-    return next((name for name in ("int4", "int8") if QUANTIZED_DTYPES[name] in found), "float8")
+    return "int8" if QUANTIZED_DTYPES["int8"] in found else "float8"
 
 
 def weights_of(params: Any) -> str | None:
@@ -124,14 +98,13 @@ def param_shapes(
     Args:
       model_config: Sizes and switches of the model.
       dtype: Dtype of the parameters; None takes the checkpoint's own.
-      weights: `"float8"`, `"int8"` or `"int4"` for quantised layers, as in `load`.
+      weights: `"float8"` or `"int8"` for quantised layers, as in `load`.
 
     Returns:
       The parameter tree with a `jax.ShapeDtypeStruct` for each array.
 
     Raises:
-      ValueError: If `weights` is unknown, or `"int4"` where the inputs of a layer are no multiple
-        of 32.
+      ValueError: If `weights` is unknown.
 
     Example:
       >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
@@ -151,8 +124,7 @@ def param_shapes(
     ) -> Params:
         leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
         if weights is not None:
-            dtype = quantized_dtype(weights, name)
-            found = quantized_shapes(dtype, num_layers, inputs, outputs)
+            found = quantized_shapes(weights, num_layers, inputs, outputs)
             leaf = dict(zip(QUANTIZED, found, strict=True))
         return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
 
@@ -186,35 +158,23 @@ def param_shapes(
 
 
 def quantized_shapes(
-    dtype: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    weights: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The arrays `QUANTIZED` of one stack of kernels.
 
     Args:
-      dtype: Of `quantized`, one of `QUANTIZED_DTYPES`.
+      weights: A key of `QUANTIZED_DTYPES`.
       num_layers: Layers of the stack.
       inputs: Sizes of the input axes.
       outputs: Sizes of the output axes.
 
-    Raises:
-      ValueError: If weights of four bits have inputs that are no multiple of `WEIGHT_GROUP`.
-
     Example:
-      >>> [one.shape for one in quantized_shapes("uint8", 2, (4, 16), (24,))]
-      [(2, 24, 32), (2, 2, 24)]
+      >>> [one.shape for one in quantized_shapes("int8", 2, (4, 16), (24,))]
+      [(2, 24, 4, 16), (2, 24)]
     """
-    kind, one = jnp.dtype(dtype), jax.ShapeDtypeStruct
-    if dtype != QUANTIZED_DTYPES["int4"]:
-        of_outputs = (num_layers, *outputs)
-        return one((*of_outputs, *inputs), kind), one(of_outputs, jnp.float32)
-    width = math.prod(inputs)
-    if width % WEIGHT_GROUP:
-        raise ValueError(
-            f"weights='int4' needs layers whose inputs are a multiple of {WEIGHT_GROUP}, got "
-            f"{width} inputs; 'int8' takes any"
-        )
-    scales = one((num_layers, width // WEIGHT_GROUP, *outputs), jnp.bfloat16)
-    return one((num_layers, *outputs, width // 2), kind), scales
+    of_outputs = (num_layers, *outputs)
+    quantized = jax.ShapeDtypeStruct((*of_outputs, *inputs), jnp.dtype(QUANTIZED_DTYPES[weights]))
+    return quantized, jax.ShapeDtypeStruct(of_outputs, jnp.float32)
 
 
 def init_params(

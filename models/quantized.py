@@ -1,6 +1,6 @@
-"""Weights of eight or four bits: how they are made, and how rows are multiplied by them.
+"""Weights of eight bits: how they are made, and how rows are multiplied by them.
 
-With eight bits each output channel has one scale. With weights `w` and inputs `x`::
+Each output channel has one scale. With weights `w` and inputs `x`::
 
     scale[f] = max_d |w[f, d]| / largest        largest: 448 for float8_e4m3fn, 127 for int8
     q[f, d]  = round(w[f, d] · (1 / scale[f]))
@@ -8,11 +8,9 @@ With eight bits each output channel has one scale. With weights `w` and inputs `
 
 A channel of zeros has the scale 1. For prompts with float8 weights, rows are quantised in the same
 way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
-et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype.
-
-Of weights of four bits, `four_bits` has the equations; `params.quantized_dtype` says which arrays
-keep eight bits beside them. XLA widens one matrix of one layer at a time to the dtype of the
-inputs; bfloat16 and float32 have the widened weights exactly.
+et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype,
+and XLA widens one matrix of one layer at a time to it; bfloat16 and float32 have the weights `q`
+exactly.
 
 The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
 here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
@@ -20,8 +18,7 @@ kernel of the project reads where they lie.
 """
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,14 +28,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
-from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.params import (
     QUANTIZED,
+    QUANTIZED_DTYPES,
     Params,
     check_weights,
     input_axes,
-    quantized_dtype,
-    quantized_shapes,
     weights_of,
 )
 from sketchwalk_jax.precision import matmul_precision
@@ -56,29 +51,21 @@ def quantize_rows(
 
     Args:
       rows: Weights `[outputs..., inputs...]`.
-      dtype: float8_e4m3fn, int8, or uint8 for four bits.
+      dtype: float8_e4m3fn or int8.
       num_inputs: How many axes are inputs.
       name: Of the tensor, for the error.
 
     Returns:
-      `q` in the same shape, and the scales `[outputs...]` in float32; of four bits the bytes
-      `[outputs..., inputs / 2]` and the scales `[inputs / 32, outputs...]` in bfloat16.
+      `q` in the same shape, and the scales `[outputs...]` in float32.
 
     Raises:
       ValueError: If a weight is NaN or infinite.
     """
     wide = rows.astype(np.float32)
-    what = f"{name} must be finite to be quantised, got NaN or infinite weights"
-    if dtype == np.uint8:
-        wide = wide.reshape(*wide.shape[: wide.ndim - num_inputs], -1)
-        if not np.isfinite(wide).all():
-            raise ValueError(what)
-        found, scales = four_bits.quantize_groups(wide, np)
-        return found, np.moveaxis(scales, -1, 0)
     axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
     most = np.abs(wide).max(axis=axes, keepdims=True)
     if not np.isfinite(most).all():
-        raise ValueError(what)
+        raise ValueError(f"{name} must be finite to be quantised, got NaN or infinite weights")
     scales = np.where(most > 0, np.maximum(most * _PER_LARGEST[dtype.name], _LEAST_SCALE), 1)
     scales = scales.astype(np.float32)
     scaled = wide * (np.float32(1) / scales)
@@ -95,15 +82,14 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
 
     Args:
       params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
-      weights: `"float8"`, `"int8"` or `"int4"`.
+      weights: `"float8"` or `"int8"`.
 
     Returns:
       A new tree. Arrays that stay are shared with `params`.
 
     Raises:
-      ValueError: If `weights` is unknown, or `"int4"` where inputs are no multiple of 32; or if the
-        parameters are quantised already, or a weight is NaN or infinite (which is not checked under
-        `jit`).
+      ValueError: If `weights` is unknown, the parameters are quantised already, or a weight is NaN
+        or infinite (which is not checked under `jit`).
 
     Example:
       >>> layer = {"gate": {"kernel": jnp.ones((2, 32, 64))}}
@@ -117,27 +103,15 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
             f"params must not be quantised yet, got weights in {weights_of(params)}; load the "
             f"checkpoint again"
         )
-    # All shapes come first: they refuse what cannot be quantised before any work is done.
-    shapes, num_inputs = {}, {}
-    for name, leaf in params["layers"].items():
-        if "kernel" in leaf:
-            kernel = leaf["kernel"]
-            inputs = input_axes(("layers", name, "kernel"), kernel.shape)
-            num_inputs[name] = len(inputs)
-            shapes[name] = quantized_shapes(
-                quantized_dtype(weights, name), len(kernel), inputs, kernel.shape[1 + len(inputs) :]
-            )
     layers = {}
     for name, leaf in params["layers"].items():
-        if name not in shapes:
+        if "kernel" not in leaf:
             layers[name] = leaf
             continue
         kernel = leaf["kernel"]
+        inputs = len(input_axes(("layers", name, "kernel"), kernel.shape))
         quantized, scales = _quantize(
-            kernel,
-            dtype=shapes[name][0].dtype.name,
-            num_inputs=num_inputs[name],
-            **_shardings(kernel, num_inputs[name], shapes[name]),
+            kernel, dtype=QUANTIZED_DTYPES[weights], num_inputs=inputs, **_shardings(kernel, inputs)
         )
         if not isinstance(scales, jax.core.Tracer) and not bool(jnp.isfinite(scales).all()):
             raise ValueError(
@@ -148,29 +122,15 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     return {**params, "layers": layers}
 
 
-def _shardings(kernel: Array, num_inputs: int, shapes: Sequence[Any]) -> dict[str, Any]:
-    """How the results, of these shapes, lie where a kernel lies on a mesh."""
+def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
+    """How the results lie where a kernel lies on a mesh."""
     sharding = None if isinstance(kernel, jax.core.Tracer) else getattr(kernel, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return {}
     spec = (*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec)))
     inputs, outputs = spec[1 : 1 + num_inputs], spec[1 + num_inputs :]
-    if shapes[0].dtype == jnp.uint8:
-        # All inputs are one axis, and of the scales the first; there may be too few to be spread.
-        ranks = math.prod(sharding.mesh.shape[one] for one in _names(inputs[0]))
-        bytes_axis, groups_axis = (
-            inputs[0] if size % ranks == 0 else None
-            for size in (shapes[0].shape[-1], shapes[1].shape[1])
-        )
-        axes = (spec[0], *outputs, bytes_axis), (spec[0], groups_axis, *outputs)
-    else:
-        axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
+    axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
     return {"shardings": tuple(NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in axes)}
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    """Axes of a mesh over which an axis of an array is spread."""
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _quantize(
@@ -180,10 +140,6 @@ def _quantize(
 
     def quantize(one: Array) -> tuple[Array, Array]:
         wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
-        if dtype == "uint8":
-            wide = wide.reshape(*wide.shape[: wide.ndim - num_inputs], -1)
-            found, scales = four_bits.quantize_groups(wide, jnp)
-            return found, jnp.moveaxis(scales, -1, 0)
         scaled, scales = _scale(wide, _PER_LARGEST[dtype], num_inputs)
         if dtype == "int8":
             return jnp.rint(scaled).astype(dtype), scales
@@ -209,7 +165,7 @@ def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "
     """The weights behind the attention of one layer, dequantised if they are quantised.
 
     Args:
-      params: The parameter tree, with `query` beside `out`.
+      params: The parameter tree.
       layer: The layer.
       dtype: Of dequantised weights.
     """
@@ -219,24 +175,20 @@ def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "
     quantized, scales = (
         jax.lax.dynamic_index_in_dim(leaf[name], layer, keepdims=False) for name in QUANTIZED
     )
-    if quantized.dtype == jnp.uint8:
-        own = four_bits.in_order(four_bits.widen(quantized, scales, dtype))
-        heads = params["layers"]["query"]["quantized"].shape[1]
-        return own.T.reshape(heads, -1, own.shape[0])
     wide = quantized.astype(jnp.float32) * scales[:, None, None]
     return jnp.moveaxis(wide, 0, -1).astype(dtype)
 
 
 @jax.custom_vjp
 def multiply_quantized(
-    x: Float[Array, "B T D"], quantized: Num[Array, "F _"], scales: Float[Array, "*groups F"]
+    x: Float[Array, "B T D"], quantized: Num[Array, "F D"], scales: Float[Array, "F"]
 ) -> Float[Array, "B T F"]:
     """`y` of the module on XLA, for one layer.
 
     Args:
       x: The input. With float8 weights and several tokens in each sequence, it is quantised.
-      quantized: `q`, or the bytes of `four_bits`.
-      scales: Of the output channels, in float32, or of the groups of `four_bits`.
+      quantized: `q`.
+      scales: Scales of the output channels, in float32.
 
     Returns:
       The product in the dtype of `x`.
@@ -244,13 +196,6 @@ def multiply_quantized(
     Raises:
       NotImplementedError: If a gradient is taken: the weights have none.
     """
-    if quantized.dtype == jnp.uint8:
-        wide = four_bits.widen(quantized, scales, x.dtype)
-        options: dict[str, Any] = {"precision": matmul_precision(x)}
-        # Weights are written once in any order; rows are brought into theirs where they are fewer.
-        if x.shape[1] == 1:
-            return jnp.einsum("btnd,fnd->btf", four_bits.as_they_lie(x), wide, **options)
-        return jnp.einsum("btd,fd->btf", x, four_bits.in_order(wide), **options)
     if quantized.dtype == jnp.float8_e4m3fn and x.shape[1] > 1:
         rows, row_scales = _round_rows(x)
         return _scaled(_multiply_rows(rows, quantized), row_scales, scales, x.dtype)
@@ -301,8 +246,8 @@ def _multiply_wide(x: Array, weights: Array) -> Array:
 
 def _forward(x: Array, quantized: Array, scales: Array) -> Any:
     raise NotImplementedError(
-        "weights of eight or four bits must not be differentiated: load the checkpoint without "
-        "weights= to take gradients"
+        "weights of eight bits must not be differentiated: load the checkpoint without weights= "
+        "to take gradients"
     )
 
 

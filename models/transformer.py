@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax import dispatch
-from sketchwalk_jax.models import four_bits
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import GateRows, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -79,9 +78,7 @@ class LayerWeights:
         inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
         is_quantized = "quantized" in stacks[0]
         if is_quantized:
-            # Of four bits, scales have an axis of groups before the outputs.
-            axes = 2 if stacks[0]["quantized"].dtype == jnp.uint8 else 1
-            outputs = [one["scales"].shape[axes:] for one in stacks]
+            outputs = [one["scales"].shape[1:] for one in stacks]
         else:
             outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
         found = None
@@ -92,7 +89,7 @@ class LayerWeights:
                     name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
                     for name, one, out in zip(names, stacks, outputs, strict=True)
                 }
-                scales = [one["scales"].reshape(*one["scales"].shape[:axes], -1) for one in stacks]
+                scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
                 options = {"is_transposed": True, "weight_scales": scales}
             else:
                 weights = {
@@ -114,8 +111,7 @@ class LayerWeights:
                 found = []
                 for name, one, out in zip(names, stacks, outputs, strict=True):
                     quantized = self._own(one["quantized"]).reshape(math.prod(out), -1)
-                    own_scales = self._own(one["scales"])
-                    own_scales = own_scales.reshape(*own_scales.shape[: axes - 1], -1)
+                    own_scales = self._own(one["scales"]).reshape(-1)
                     # A compiled program says by this name which product has which types.
                     with jax.named_scope(name):
                         found.append(multiply_quantized(rows, quantized, own_scales))
@@ -163,19 +159,20 @@ class KernelOfRows(NamedTuple):
     why_not: Callable[..., str | None]
 
 
-def kernel_of_rows() -> KernelOfRows:
-    """That of the default device; Hopper's where there is none, for the interpreter."""
+def kernel_of_rows(*, are_quantized: bool) -> KernelOfRows:
+    """The kernel of the default device; without a GPU, the one for the interpreter.
+
+    Args:
+      are_quantized: Whether weights have eight bits, which only Hopper's kernel takes.
+    """
     # Pallas takes long to import, and few callers need it.
-    if dispatch.kernels_here() == "ampere":
-        from sketchwalk_jax.pallas_kernels.ampere_linear import (
-            ampere_linear,
-            why_not_ampere_linear,
-        )
+    if are_quantized and dispatch.kernels_here() != "ampere":
+        from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
 
-        return KernelOfRows(ampere_linear, why_not_ampere_linear)
-    from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
+        return KernelOfRows(linear_kernel, why_not_linear)
+    from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear, why_not_ampere_linear
 
-    return KernelOfRows(linear_kernel, why_not_linear)
+    return KernelOfRows(ampere_linear, why_not_ampere_linear)
 
 
 def linear_of_rows(
@@ -187,7 +184,7 @@ def linear_of_rows(
     eps: float,
     kernel_config: KernelConfig,
     is_transposed: bool = False,
-    weight_scales: list[Float[Array, "L *groups _"]] | None = None,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products by the device's kernel for few rows, or `None` where it cannot make them.
 
@@ -199,9 +196,10 @@ def linear_of_rows(
       eps: Of the norm.
       kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Of the output channels or their groups, where weights are quantised.
+      weight_scales: Scales of the output channels, where weights are quantised.
     """
-    rows, stacks, kernel = x.reshape(-1, x.shape[-1]), list(weights.values()), kernel_of_rows()
+    rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
+    kernel = kernel_of_rows(are_quantized=weight_scales is not None)
     options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
     if kernel.why_not(rows, stacks, scale, **options):
         if dispatch.kernels_here() != "ampere":
@@ -220,7 +218,7 @@ def sums_of_rows(
     scale: Float[Array, "L D"] | None,
     eps: float,
     is_transposed: bool = False,
-    weight_scales: list[Float[Array, "L *groups _"]] | None = None,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """The products of very few rows as sums, or `None` where XLA should multiply matrices.
 
@@ -235,7 +233,7 @@ def sums_of_rows(
       scale: Of the norm that the input goes through first, of all layers, if there is one.
       eps: Of the norm.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Of the output channels or their groups, where weights are quantised.
+      weight_scales: Scales of the output channels, where weights are quantised.
     """
     stacks = list(weights.values())
     if x.shape[0] * x.shape[1] > MOST_SUMMED_ROWS or len(stacks[0]) == 1:
@@ -243,23 +241,15 @@ def sums_of_rows(
     if scale is not None:
         x = rms_norm(x, scale[layer], eps=eps)
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    has_four_bits = stacks[0].dtype == jnp.uint8
-    if has_four_bits:
-        rows = four_bits.as_they_lie(rows)
     rows = rows[:, None] if is_transposed else rows[..., None]  # the axis of outputs
     found = []
     for index, stack in enumerate(stacks):
         own = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-        factors = None if weight_scales is None else weight_scales[index][layer]
-        if has_four_bits:
-            assert factors is not None
-            wide, factors = four_bits.widen(own, factors, jnp.float32), None
-        else:
-            wide = own.astype(jnp.float32)
-        axes = tuple(range(1, wide.ndim)) if is_transposed else (0,)
-        total = jnp.stack([jnp.sum(row * wide, axis=axes) for row in rows])
-        if factors is not None:
-            total = total * factors[None]
+        wide = own.astype(jnp.float32)
+        axis = 1 if is_transposed else 0
+        total = jnp.stack([jnp.sum(row * wide, axis=axis) for row in rows])
+        if weight_scales is not None:
+            total = total * weight_scales[index][layer][None]
         found.append(total.reshape(*x.shape[:2], -1).astype(x.dtype))
     return found
 

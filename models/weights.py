@@ -111,10 +111,9 @@ def load(
         checkpoint: the one that its config declares, or else that of its embedding. For a quantised
         GGUF file, None means bfloat16; float32 holds the values of such a file exactly.
       weights: `"float8"` or `"int8"` quantises the weights of the linear layers to eight bits while
-        they are read, with a scale for each output channel; `"int4"` to four bits, with a scale for
-        each 32 inputs (`sketchwalk_jax.models.quantized` has the equations). Embedding and output
-        head keep `dtype`. None leaves weights as they are; of a directory that `save` wrote with
-        quantised weights, it keeps these.
+        they are read, with a scale for each output channel (`sketchwalk_jax.models.quantized` has
+        the equations). Embedding and output head keep `dtype`. None leaves weights as they are; of
+        a directory that `save` wrote with quantised weights, it keeps these.
       sharding: Where the parameters are placed. None uses the default device. A
         `jax.sharding.Sharding` is used for all parameters. It can also be a tree of shardings with
         the layout of the parameters, or a function that returns a sharding, such as
@@ -136,9 +135,8 @@ def load(
       ConnectionError: If the hub cannot be reached.
       PermissionError: If the model is gated and you have no access.
       ImportError: If the file is GGUF and the package `gguf` is missing.
-      ValueError: If `weights` is unknown, or other than a saved directory's, or `"int4"` where the
-        inputs of a layer are no multiple of 32; or if a weight that is quantised is NaN or
-        infinite; or if the weights are not safetensors or GGUF, a file is
+      ValueError: If `weights` is unknown, or other than a saved directory's; or if a weight that is
+        quantised is NaN or infinite; or if the weights are not safetensors or GGUF, a file is
         truncated or corrupt, or tensors are missing, unknown, of another shape or of a type that
         cannot be read (all listed at once); or if the plan is damaged or of another checkpoint.
       NotImplementedError: If the config asks for something that is not implemented.
@@ -281,7 +279,7 @@ def _load_quantized(
     shape = shapes[0].shape
     num_outputs = 1 + len(source.outputs)
     parts: dict[tuple[slice, ...], np.ndarray] = {}
-    scales: dict[tuple[slice, ...], np.ndarray] = {}  # of all groups, by layers and outputs
+    scales: dict[tuple[slice, ...], np.ndarray] = {}  # by layers and outputs
 
     def read(index: tuple[slice, ...]) -> None:
         parts[index], scales[index[:num_outputs]] = read_quantized(
@@ -297,13 +295,10 @@ def _load_quantized(
         return parts[index]
 
     def read_scales(index: tuple[slice, ...] | None) -> np.ndarray:
-        every = tuple(slice(None) for _ in shapes[1].shape)
-        index = every if index is None else index
-        groups = index[1 : 1 + len(every) - num_outputs]  # an axis of groups, if there is one
-        own = index[:1] + index[1 + len(groups) :]
-        if own not in scales:
-            read((*own, *[slice(0, 1)] * (len(shape) - num_outputs)))
-        return scales[own][:, *groups]
+        index = whole[:num_outputs] if index is None else index
+        if index not in scales:
+            read((*index, *[slice(0, 1)] * (len(shape) - num_outputs)))
+        return scales[index]
 
     found = []
     for one, where, make in zip(shapes, shardings, (read_part, read_scales), strict=True):
@@ -534,13 +529,13 @@ def read_quantized(
     Args:
       files: The open files.
       source: Where the kernel comes from.
-      shape: The whole stacked shape of `quantized`.
+      shape: The whole stacked shape `[L, outputs..., inputs...]`.
       index: The part, a slice for each axis.
-      dtype: float8_e4m3fn, int8, or uint8 for four bits.
+      dtype: float8_e4m3fn or int8.
       advance: Called with the number of bytes each time a tensor is done.
 
     Returns:
-      The part of `quantized`, and the scales of its layers and outputs, of all inputs.
+      The part of `quantized`, and the scales of its layers and outputs.
 
     Raises:
       ValueError: If a weight is NaN or infinite.
@@ -548,14 +543,14 @@ def read_quantized(
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     sizes = [bound.stop - bound.start for bound in bounds]
     num_outputs, num_inputs = len(source.outputs), len(source.inputs)
-    part, kept = np.empty(sizes, dtype), [np.empty(0)] * sizes[0]
+    part = np.empty(sizes, dtype)
+    scales = np.empty(sizes[: 1 + num_outputs], np.float32)
     outputs, inputs = bounds[1 : 1 + num_outputs], bounds[1 + num_outputs :]
     rows = math.prod(source.outputs[1:])  # stored rows of one index of the leading output axis
     columns = slice(0, math.prod(source.inputs))
     first, last = outputs[0].start, outputs[0].stop
     step = max(1, ROWS_PER_READ // rows)
     for layer, name in enumerate(source.names[bounds[0]]):
-        own_scales = []
         for start in range(first, last, step):
             stop = min(start + step, last)
             block = files.read(name, slice(start * rows, stop * rows), columns)
@@ -564,11 +559,9 @@ def read_quantized(
             found, own = quantize_rows(block, dtype, num_inputs=num_inputs, name=name)
             cut = (*[slice(None)] * num_outputs, *inputs)
             part[layer, start - first : stop - first] = found[cut]
-            own_scales.append(own)
-        # Outputs come behind the groups of four bits.
-        kept[layer] = np.concatenate(own_scales, axis=own.ndim - num_outputs)
-        advance(part[layer].nbytes + kept[layer].nbytes)
-    return part, np.stack(kept)
+            scales[layer, start - first : stop - first] = own
+        advance(part[layer].nbytes + scales[layer].nbytes)
+    return part, scales
 
 
 def resolve_tying(

@@ -1,10 +1,9 @@
-"""A few rows times one layer of stacked weights, on GPUs from Ampere on other than Hopper.
+"""A few rows times one layer of stacked weights of 16 bits, on GPUs from Ampere on.
 
     out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
 
-is what `linear` computes on Hopper, with weights of 16 bits. XLA would copy a layer out of the
-stack before it multiplies, which takes three passes over the weights instead of one. A norm before
-the product,
+XLA would copy a layer out of the stack before it multiplies, which takes three passes over the
+weights instead of one. A norm before the product,
 
     out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
 
@@ -327,7 +326,7 @@ def ampere_linear(
 ) -> list[Float[Array, "B _"]]:
     """`out_i` of the module.
 
-    It takes what `linear.linear_kernel` does, and refuses some of it.
+    Its arguments are those of `linear.linear_kernel`, which takes weights of eight bits.
 
     Args:
       x: Rows in bfloat16 or float16, at most `MOST_ROWS`.

@@ -10,9 +10,6 @@ from typing import Any, NoReturn
 
 import jax
 
-WEIGHT_GROUP = 32
-"""Inputs that share a scale, of weights of four bits."""
-
 # Limits of the attention kernels.
 PREFILL_BLOCK_SIZES = (64, 128)  # of lists and of their rows
 PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys of a page, and queries of a row of lists of pages

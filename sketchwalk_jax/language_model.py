@@ -135,8 +135,7 @@ class LanguageModel:
           density: Density of the policy, as in `with_policy`.
           dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in narrower
             types, and elsewhere the dtype of the checkpoint.
-          weights: `"float8"`, `"int8"` or `"int4"` for quantised linear layers, as in
-            `sketchwalk_jax.load`.
+          weights: `"float8"` or `"int8"` for quantised linear layers, as in `sketchwalk_jax.load`.
           sharding: Where the parameters are placed, as in `sketchwalk_jax.load`.
           progress: Whether to show progress on standard error.
 

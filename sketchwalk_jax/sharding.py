@@ -188,9 +188,7 @@ class Placement:
           shape: The parameter.
         """
         axis = _SPREAD.get(path[-2:])
-        if path[-1] == "scales" and shape.dtype == jnp.bfloat16:  # of four bits: groups first
-            axis = 1 if path[-2] in _INPUTS_SPREAD else 2
-        # Heads and columns of the mlp divide; key/value heads, the vocabulary and groups may not.
+        # Heads and columns of the mlp divide; key/value heads and the vocabulary may not.
         if axis is None or shape.shape[axis] % self.size("tensor"):
             return self.sharding()
         return self.sharding(*[None] * axis, "tensor")
@@ -543,7 +541,7 @@ def linear_on_ranks(
     placement: Placement,
     kernel_config: KernelConfig,
     is_transposed: bool = False,
-    weight_scales: list[Float[Array, "L *groups _"]] | None = None,
+    weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
     """`linear_of_rows`, where each rank uses its own part of the weights.
 
@@ -560,7 +558,7 @@ def linear_on_ranks(
       placement: Where the weights are placed.
       kernel_config: What the kernel may run with.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Of the output channels or their groups, where weights are quantised.
+      weight_scales: Scales of the output channels, where weights are quantised.
     """
     ranks, c = placement.size("tensor"), placement.model_config
     of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
@@ -576,12 +574,7 @@ def linear_on_ranks(
         spread = None if is_whole(name) else "tensor"
         of_weights.append(placement.sharding(*[None] * axis, spread))
         of_results.append(placement.sharding("data", None, None if of_inputs else spread))
-        by_groups: list[str | None] = []
-        if weight_scales is not None and weight_scales[0].ndim == 3:
-            # Where groups do not divide, the kernel takes no rank's inputs either.
-            divides = of_inputs and weight_scales[0].shape[1] % ranks == 0
-            by_groups = ["tensor" if divides else None]
-        of_scales.append(placement.sharding(None, *by_groups, None if of_inputs else spread))
+        of_scales.append(placement.sharding(None, None if of_inputs else spread))
     of_x = placement.sharding("data", None, "tensor" if of_inputs else None)
     own = [
         jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
@@ -595,7 +588,8 @@ def linear_on_ranks(
             jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
             for sharding, one in zip(of_scales, weight_scales, strict=True)
         ]
-    why_not = kernel_of_rows().why_not(
+    kernel = kernel_of_rows(are_quantized=weight_scales is not None)
+    why_not = kernel.why_not(
         rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
     )
     if why_not:

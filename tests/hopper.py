@@ -175,12 +175,11 @@ def split_kernels(printed: str) -> list[tuple[str, str]]:
 
 
 def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
-    """Reads the assembler's words about each kernel, by name, its products and its hazards."""
+    """Reads the assembler's words about each kernel, by name, and its hazards."""
     kernels = {}
     for said, code in split_kernels(printed):
         name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
-        facts = {"hazards": sass.hazards(code), "products": sass.num_products(code)}
-        kernels[name] = read_assembler(said) | facts
+        kernels[name] = read_assembler(said) | {"hazards": sass.hazards(code)}
     if len(kernels) != len(_NAME.findall(printed)):
         raise ValueError(f"no code of some kernel in what was printed:\n{printed[-4000:]}")
     return kernels

@@ -288,7 +288,8 @@ def check_products(axes: dict[str, int]) -> None:
         ]
 
     sharding.linear_of_rows = multiply
-    sharding.kernel_of_rows = lambda: KernelOfRows(multiply, lambda *_, **__: None)
+    kernel = KernelOfRows(multiply, lambda *_, **__: None)
+    sharding.kernel_of_rows = lambda *, are_quantized: kernel
     width = c.num_heads * c.head_dim
     norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
     groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}

@@ -221,8 +221,7 @@ read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768
 read_llama_8b_float8 = dataclasses.replace(read_llama_8b, weights="float8")
 # Rows keep their dtype beside int8, so weights are converted: what float8 is not to do.
 read_llama_8b_int8 = dataclasses.replace(read_llama_8b, weights="int8")
-read_llama_8b_int4 = dataclasses.replace(read_llama_8b, weights="int4")
-decode_llama_8b_int4 = dataclasses.replace(decode_llama_8b, weights="int4")
+decode_llama_8b_float8 = dataclasses.replace(decode_llama_8b, weights="float8")
 read_llama_8b_widened = WidenedCase(**vars(read_llama_8b_float8))
 decode_llama_8b_on_2 = dataclasses.replace(decode_llama_8b, ranks=2)
 read_llama_8b_on_2 = dataclasses.replace(read_llama_8b, ranks=2)

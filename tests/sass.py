@@ -13,7 +13,6 @@ from collections.abc import Iterator
 _LINE = re.compile(r"\s/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[HIQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
-_GMMA = re.compile(r"(?:@!?U?P\w+\s+)?[HIQ]GMMA\.")
 _END_OF_GROUP = re.compile(r"[HIQ]GMMA\..*, gsb0\b")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
@@ -55,11 +54,6 @@ def hazards(text: str) -> list[str]:
 def num_register_products(text: str) -> int:
     """Products whose left operand lies in registers."""
     return sum(_PRODUCT.search(instruction) is not None for instruction in _parse(text)[0])
-
-
-def num_products(text: str) -> int:
-    """Products of warpgroups."""
-    return sum(_GMMA.match(instruction) is not None for instruction in _parse(text)[0])
 
 
 def _parse(text: str) -> tuple[list[str], dict[str, int]]:

@@ -94,8 +94,8 @@ MISTAKES = {
     "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
     "unknown dtype": (["--dtype", "int8"], "--dtype must be one of ('float32', 'float16'"),
     "unknown weights": (
-        ["--weights", "int5"],
-        "--weights must be one of ('float8', 'int8', 'int4')",
+        ["--weights", "int4"],
+        "--weights must be one of ('float8', 'int8')",
     ),
     "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),
     "pieces of no token": (["--stream-every", 0], "'--stream-every'"),

@@ -108,7 +108,7 @@ def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, 
     assert_equals_directory(file, config, tensors)
 
 
-@pytest.mark.parametrize("weights", ["float8", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["float8", "int8"])
 @pytest.mark.parametrize(
     "case", slow_unless("llama".__eq__, ["llama", "qwen2", "more rows than are read at once"])
 )

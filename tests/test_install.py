@@ -210,7 +210,7 @@ LOADED = {
     "layer layer_cache memory padding plan precision progress pytree renamed sampling scaled "
     "selection sharding sketch validation walk",
     "attention": "api cudnn differentiable mass xla",
-    "models": "checkpoint config family four_bits gguf_files gguf_header hf_config hub llama "
+    "models": "checkpoint config family gguf_files gguf_header hf_config hub llama "
     "params plans quantized qwen rope tensor_files transformer weights",
     "pallas_kernels": "config kernel_selection",
     "policies": "adamas base block_codes dense flexprefill lines minference oracle quest "

@@ -233,7 +233,7 @@ def test_the_gating_kernel_runs_where_rows_are_whole(monkeypatch):
     assert Settings(**options, on_one_device=True, implementation="xla").gate_rows is None
 
 
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("weights", [None, "int8"])
 def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
     """A T4 has no kernel; an A100's does not take quantised weights."""
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)

@@ -17,7 +17,7 @@ FILE = Path(__file__).parent / "model_cases.py"
 # adds up heads for the lists.
 DECODING = {
     "decode_llama_8b": 17,
-    "decode_llama_8b_int4": 17,
+    "decode_llama_8b_float8": 17,
     "decode_llama_8b_dense": 17,
     "decode_llama_8b_of_8": 18,
     "decode_llama_8b_paper": 32,
@@ -27,7 +27,7 @@ DECODING = {
     "decode_llama_1b_on_ampere": 20,
     "decode_llama_1b_on_ampere_dense": 20,
 }
-READING = ("read_llama_8b", "read_llama_8b_int4", "read_llama_8b_dense")
+READING = ("read_llama_8b", "read_llama_8b_dense")
 # Activations of 32,768 tokens, the widest those of the mlp: 0.94e9. The head has 1.05e9, the cache
 # eight times as many.
 ACTIVATIONS = 10**9

@@ -73,11 +73,11 @@ def test_every_type_of_weights_is_measured_and_shown(tmp_path, monkeypatch):
     }
     assert whole.keys() == {
         (weights, policy)
-        for weights in ("float32", "float8", "int8", "int4")
+        for weights in ("float32", "float8", "int8")
         for policy in ("dense", "recommended")
     }
     kl = {weights: np.mean(whole[weights, "dense"]["kl"]) for weights, _ in whole}
-    assert abs(kl["float32"]) < 1e-6 < kl["int8"] < kl["float8"] < kl["int4"]
+    assert abs(kl["float32"]) < 1e-6 < kl["int8"] < kl["float8"]
     assert np.mean(whole["float32", "dense"]["agreement"]) == 1
     parts = {row["part"]: np.mean(row["kl"]) for row in rows if row["weights"] == "float8"}
     assert parts.keys() > narrow_weights.PARTS.keys()

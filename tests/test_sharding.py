@@ -332,7 +332,7 @@ def test_ranks_read_their_share(check, tmp_path: Path):
     check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8", "int4"]))
+@pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8"]))
 def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT)
     check("check_eight_bits", str(tmp_path / "model"), weights)

@@ -158,7 +158,7 @@ WeightsOption = Annotated[
     str | None,
     option(
         f"--weights {'|'.join(QUANTIZED_DTYPES)}",
-        "Eight or four bits for the weights of linear layers.",
+        "Eight bits for the weights of linear layers.",
         METHOD,
         "as stored, in --dtype",
         callback=_known_weights,
