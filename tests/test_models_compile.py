@@ -16,14 +16,14 @@ FILE = Path(__file__).parent / "model_cases.py"
 # Each with the most that one of its layers may launch; in long caches, as these are, one of them
 # adds up heads for the lists.
 DECODING = {
-    "decode_llama_8b": 17,
+    "decode_llama_8b": 21,
     "decode_llama_8b_float8": 17,
-    "decode_llama_8b_dense": 17,
-    "decode_llama_8b_of_8": 18,
-    "decode_llama_8b_paper": 32,
-    "decode_llama_1b": 17,
-    "decode_qwen_7b": 17,
-    "decode_qwen_7b_dense": 17,
+    "decode_llama_8b_dense": 20,
+    "decode_llama_8b_of_8": 23,
+    "decode_llama_8b_paper": 36,
+    "decode_llama_1b": 20,
+    "decode_qwen_7b": 20,
+    "decode_qwen_7b_dense": 19,
     "decode_llama_1b_on_ampere": 20,
     "decode_llama_1b_on_ampere_dense": 20,
 }
@@ -137,12 +137,12 @@ def test_a_prompt_travels_while_its_rows_are_computed():
 @pytest.mark.hopper
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "launches"), [("decode_llama_8b_on_2", 24), ("decode_llama_8b_by_blocks", 35)]
+    ("name", "launches"), [("decode_llama_8b_on_2", 27), ("decode_llama_8b_by_blocks", 38)]
 )
 def test_two_gpus_decode_a_token(name, launches):
     found = compile_program(name)
     assert written(found, limit=A_FEW_ROWS) == []
-    assert found["temporary_bytes"] < 2**20
+    assert found["temporary_bytes"] < 2**21
     assert found["launches"][0] <= launches
     assert max(size for _, size in found["sends"]) < 2**20  # logits, and shares
 
