@@ -1,27 +1,27 @@
-"""A few rows as digits of eight bits, for products with narrow weights on Hopper's tensor cores.
+"""Splits a few rows into digits of eight bits, for Hopper's tensor cores and quantised weights.
 
 Tensor cores multiply numbers of eight bits only with numbers of the same kind. A row in bfloat16 is
-a sum of such numbers: of each line of 128 inputs it is
+a sum of such numbers. Each line of 128 inputs is
 
     x[d] = Σ_t 2^(e + w_t) · digit_t[d]
     Σ_d x[d] · q[f, d] = Σ_lines Σ_t 2^(e + w_t) · Σ_d digit_t[d] · q[f, d]
 
-with a power of two `2^e` that brings the line's largest number to a fixed size. The weights `q` are
-then read where they lie, and no thread touches them.
+with a power of two `2^e` that brings the line's largest number to a fixed size. Tensor cores
+then read the weights `q` from shared memory, and no thread converts them.
 
 * float8_e4m3fn: two digits, `w = 0, -4`. Each has four significant bits, so that both have the
-  eight of bfloat16. What is smaller than 2^-14 of the line's largest number loses some of them:
-  nothing loses more than 2^-22 of that number.
-* int8: three digits, whole numbers, `w = 0, 8, 16`. Nothing loses more than 2^-22 of
-  the line's largest number.
+  eight of bfloat16. Numbers below 2^-14 of the line's largest number lose some of them, but none
+  loses more than 2^-22 of the largest.
+* int8: three digits, whole numbers, `w = 0, 8, 16`. No number loses more than 2^-22 of the line's
+  largest.
 
-Tensor cores take eight columns at least, which is room for the digits of a few rows: each digit of
-a row is a column, with sums of its own, which are added up last.
+Tensor cores take at least eight columns, which is room for the digits of a few rows. Each digit of
+a row is a column with its own sums, which are added up at the end.
 
-*Sums.* Sums of whole numbers are exact. Of float8, Hopper adds up 32 products and what was there
-before after it has cut all of them off 13 bits below the largest. Sums of a line so lose about
-2^-11 of its largest product, less than what is lost where results are rounded to bfloat16. The sums
-of lines are added up in float32, which is also where powers of two come in.
+*Sums.* Sums of whole numbers are exact. For float8, Hopper cuts 32 products and the previous sum
+off 13 bits below the largest of them, and then adds them up. So the sums of a line lose about 2^-11
+of its largest product, which is less than rounding results to bfloat16 loses. The sums of lines are
+multiplied by the powers of two and added up in float32.
 
 A number that is not finite makes `2^e`, and so its whole row, NaN.
 """
@@ -51,12 +51,12 @@ LINE = 128
 MOST_ROWS = 8
 """Rows whose digits are made in less time than it takes to read the weights."""
 
-_COLUMNS = 8  # a multiple of these is what tensor cores take
-# `w_t`, by the type of the weights, which is also that of the digits.
+_COLUMNS = 8  # tensor cores take a multiple of these
+# `w_t`, by the type of the weights and of the digits.
 _SHIFTS = {"float8_e4m3fn": (0, -4), "int8": (0, 8, 16)}
 # The largest number of a line is brought to between 2^top and twice that.
 _TOP = {"float8_e4m3fn": 7, "int8": 21}
-_LEAST = 7  # beyond `_TOP`: lines whose exponent is smaller are not brought so far
+_LEAST = 7  # beyond `_TOP`: lines with a smaller exponent are not scaled so far
 _MANTISSA, _BIAS, _NOT_FINITE = 23, 127, 255  # of float32
 _NAN = 0x7FFFFFFF
 _LINE_BYTES = LINE * _COLUMNS  # of a line of eight columns
@@ -109,28 +109,28 @@ _WHOLE_DIGITS = """
 
 
 def num_columns(num_rows: int, dtype: Any) -> int:
-    """Columns that tensor cores multiply: each digit of a row, and what fills them up."""
+    """Columns that tensor cores multiply: the digits of all rows, rounded up to `_COLUMNS`."""
     count = num_rows * len(_SHIFTS[jnp.dtype(dtype).name])
     return -(-count // _COLUMNS) * _COLUMNS
 
 
 def num_squares(num_rows: int, depth: int) -> int:
-    """Entries that `write` adds squares to: a warp has a line of a row at a time."""
+    """Entries of the squares of `write`: a warp adds up a line of a row at a time."""
     return -(-num_rows * (depth // LINE) // warp_ops.WARPS) * warp_ops.THREADS
 
 
 def squares_layout(count: int) -> Any:
-    """How a warpgroup holds so many entries."""
+    """The layout in which a warpgroup holds so many entries."""
     return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
 def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> None:
-    """Adds up what `write` has added of each line of a row.
+    """Adds up the squares of each line of a row.
 
     Args:
-      squares: What it returned, in `squares_layout`.
-      target: `[N / 32]` in shared memory: lines of a row side by side, rows in order. What follows
-        repeats the last.
+      squares: The result of `write`, in `squares_layout`.
+      target: `[N / 32]` in shared memory: lines of a row side by side, rows in order. Further
+        entries repeat the last.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -160,18 +160,18 @@ def write(
     *,
     interpret: bool,
 ) -> Any:
-    """Writes the digits of some inputs of rows to where tensor cores read them.
+    """Writes the digits of some inputs of rows to the shared memory that tensor cores read.
 
     Args:
       target: `[columns, D]` of `ops.tiled`, the digits of each row below each other.
       factors: `2^(e + w_t)`, float32 `[D / 128, columns]`.
       rows: `[B, D]` in bfloat16.
-      scale: What rows are multiplied by first, `[D]` in bfloat16; the product is rounded to it.
+      scale: Multiplied with the rows first, `[D]` in bfloat16; the product is rounded to bfloat16.
       squares: With a scale, float32 `[num_squares()]` in `squares_layout`.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      `squares` and the squares of these rows; None without a scale.
+      `squares` plus the squares of these rows; None without a scale.
     """
     (num_rows, depth), (num_columns, _) = rows.shape, target.shape
     dtype, lines = target.dtype, depth // LINE
@@ -284,7 +284,7 @@ def add_line(
     Args:
       total: In `ops.ACCUMULATOR`.
       weights: `[64, 128]` of `ops.tiled`.
-      digits: `[N, 128]`, what `write` wrote.
+      digits: `[N, 128]`, written by `write`.
       factors: `[N]`, likewise.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -306,9 +306,9 @@ def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
     """Adds up the sums of each row's digits.
 
     Args:
-      sums: Of columns, float32 `[N, 64]` in shared memory.
-      target: Of rows, float32 `[B, 64]`, likewise.
-      dtype: Of the digits.
+      sums: Sums of columns, float32 `[N, 64]` in shared memory.
+      target: Sums of rows, float32 `[B, 64]`, likewise.
+      dtype: Type of the digits.
       interpret: Whether the interpreter runs the kernel.
     """
     num_rows, width = target.shape
@@ -323,7 +323,7 @@ def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
     def add(_: Any, sums: Any, target: Any) -> None:
         constant = words.constant
         sums, target = words.shared_pointer(sums), words.shared_pointer(target)
-        # Two rows at a time; what is left over repeats the last.
+        # Two rows at a time; a thread without a row repeats the last.
         second = arith.shrui(words.thread(), constant(width.bit_length() - 1))
         place = arith.shli(arith.andi(words.thread(), constant(width - 1)), constant(2))
         stride = count * width * 4

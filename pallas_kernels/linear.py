@@ -1,34 +1,35 @@
-"""A few rows times one layer of stacked weights of eight bits, on Hopper GPUs, as decoding needs.
+"""Decode matmul with weights of eight bits on Hopper: a few rows times one layer of a stack.
 
     out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
     W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
 
 for one or several arrays of weights that share their input, such as those of queries, keys and
 values. The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
-each output. They are read once, where they lie: XLA would copy a layer out of the stack before it
-multiplies, which takes three passes over it instead of one. Where the input goes through a norm,
+each output. The kernel reads them once and in place: XLA would copy a layer out of the stack before
+it multiplies, which takes three passes over it instead of one. If the input goes through a norm,
 
     out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
 
-the programs multiply by `g` on the way, and some add up the squares. Weights of 16 bits are
-multiplied by `ampere_linear`.
+the programs multiply by `g` after they have copied the rows, and some add up the squares.
+`ampere_linear` multiplies weights of 16 bits.
 
-Rows are never rounded to eight bits: up to eight of them are multiplied as sums of digits of eight
-bits (`digits`), so that the tensor cores read the weights as they lie. With more, digits would take
-longer than the weights, which are then widened to bfloat16 in registers (`widen`); that rounds
-nothing. A scale multiplies the sum of a column in float32. A weight or a scale that is not finite
-spoils its column, and an input its row; an int8 weight is always finite.
+The kernel never rounds rows to eight bits. It multiplies up to eight rows as sums of digits of
+eight bits (`digits`), so that the tensor cores read the weights without a conversion. With more
+rows, digits would take longer than the weights. The kernel then widens the weights to bfloat16 in
+registers (`widen`), which rounds nothing. A scale multiplies the sum of a column in float32. A
+weight or a scale that is not finite spoils its column, and an input its row; an int8 weight is
+always finite.
 
-With so few rows the time is that of reading the weights. A program has 64 columns of one array and
-a part of the inputs; it reads them 64 x 128 to 64 x 512 at a time, several such tiles on their way,
-and multiplies with the tensor cores, the weights for the left operand, so that as few as eight
-columns of the right one are enough for the rows. The parts are added up, divided by the root and
-multiplied by the scales by whoever reads the result, in their order: the same sum every time.
+With so few rows, reading the weights takes all of the time. A program has 64 columns of one array
+and a part of the inputs. It copies tiles of 64 x 128 or 64 x 256 weights, several of them ahead,
+and multiplies with the tensor cores. The weights are the left operand, so that eight columns of the
+right operand are enough for the rows. XLA adds up the parts, always in the same order, and then
+multiplies by the scales and divides by the root.
 
-Where rows are digits, weights take so little time that starting programs one after another would
-be a large part of it. There are then as many programs as the chip holds at once. All tiles of all
-columns stand in one row, each program has an equal share of that row, and its copies run on where
-its columns end and others begin. How many programs share some columns depends on where they stand.
+Rows of digits take so little time that starting programs one after another would be a large part
+of it. There are then as many programs as the GPU holds at once. The tiles of all columns form one
+sequence, each program has an equal share of it, and its copies continue where its columns end and
+the next begin. So the number of programs that share some columns differs from column to column.
 """
 
 import dataclasses
@@ -49,24 +50,24 @@ from sketchwalk_jax.pallas_kernels import digits, ops, warp_ops, widen
 from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, shared_memory
 
 _TILE = 64  # columns of a tile of weights
-# Inputs of a tile. With few rows it has several such lines, as long as shared memory has room for
-# two tiles: what stands around a product then serves several times the weights.
+# Inputs of a line. With one row a tile has two lines if shared memory has room for two such tiles:
+# waiting, copying and splitting rows then cost less per weight.
 _LINE = digits.LINE
 _LEAST_ROWS = 8  # that tensor cores take
-_SHARED_BYTES = 74 * 1024  # of a program, so that a processor has three of them
-# The same where many rows leave registers for two programs.
+_SHARED_BYTES = 74 * 1024  # of a program, so that a multiprocessor runs three
+# The same if the registers of many rows allow only two programs.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
-_REDUCTION_BYTES = 2048  # of these, where squares are added up
+_REDUCTION_BYTES = 2048  # of these, for adding up squares
 _MOST_STAGES = 8
 _MOST_COPIED = 256  # entries along an axis of one copy
-_LEAST_INPUTS = 1024  # of a part of widened weights, where there are as many
-_PROGRAMS = 1024  # in all, about: several for each place on the chip, and few sums to add up
-# Where rows are digits, by whether there is one row: programs that a processor has at once, and
-# lines of a tile at most. These are the fastest of those measured.
+_LEAST_INPUTS = 1024  # of a part of widened weights
+_PROGRAMS = 1024  # about, in all: several for each multiprocessor, and few parts to add up
+# For rows of digits, by whether there is one row: programs that a multiprocessor runs at once, and
+# the most lines of a tile. These were the fastest of those measured.
 _SHARES = {True: (3, 2), False: (5, 1)}
 _LEAST_SHARE = 2  # tiles of a program
 _RESERVED_BYTES = 2 * 1024  # of shared memory, for each program
-# How a warpgroup holds 64 inputs or columns of all rows, to read and write them row by row.
+# The layout in which a warpgroup reads and writes 64 inputs or columns row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
 MOST_ROWS = 64
@@ -75,17 +76,17 @@ MOST_ROWS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What is static about a call.
+    """The static sizes of a call.
 
     Attributes:
-      dtype: Of the weights.
+      dtype: Type of the weights.
       depth: Inputs of a tile.
-      rows: Rows, a multiple of eight.
-      num_rows: Rows that there are: as many, or fewer than eight.
-      starts: The first tile of each array of weights, and of none behind the last.
-      steps: Tiles of inputs that there are.
-      own_steps: Tiles of inputs of a program; the last part may have fewer. Not of digits.
-      programs: Programs that share all tiles. Of digits alone.
+      rows: Rows, rounded up to a multiple of eight.
+      num_rows: `rows`, or the number of rows if that is less than eight.
+      starts: The first 64 columns of each array of weights among those of all, and their number.
+      steps: Tiles along the inputs.
+      own_steps: Tiles along the inputs of a program with widened weights; the last may have fewer.
+      programs: Programs that share all tiles if rows are digits.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
       interpret: Whether the interpreter runs the kernel.
@@ -115,38 +116,38 @@ class Tiling:
 
     @property
     def piece(self) -> int:
-        """Inputs of rows that are copied at a time."""
+        """Inputs that one copy of rows takes."""
         return min(self.depth, _MOST_COPIED)
 
     @property
     def parts(self) -> int:
-        """Programs that share the inputs of some columns, at most."""
+        """The most programs that share the inputs of some columns."""
         if self.has_digits:
             return max(self.counts)
         return -(-self.steps // self.own_steps)
 
     def begin_of(self, program: Any) -> Any:
-        """The first tile of a program's share, in the row of all."""
+        """The first tile of a program's share of the sequence of all tiles."""
         return _divide(program * (self.starts[-1] * self.steps), self.programs)
 
     def program_of(self, place: Any) -> Any:
-        """The program whose share has a tile of that row."""
+        """The program whose share has a tile of that sequence."""
         return _divide((place + 1) * self.programs - 1, self.starts[-1] * self.steps)
 
     @property
     def counts(self) -> list[int]:
-        """Programs that share the inputs of each 64 columns, where rows are digits."""
+        """How many programs share the inputs of each 64 columns if rows are digits."""
         ends = [(tile * self.steps, (tile + 1) * self.steps - 1) for tile in range(self.starts[-1])]
         return [self.program_of(last) - self.program_of(first) + 1 for first, last in ends]
 
     @property
     def slots(self) -> int:
-        """Pieces of shared memory for what tensor cores read: digits are written beside others."""
+        """Buffers of rows that tensor cores read. Digits need two: one is written meanwhile."""
         return 2 if self.has_digits else self.stages
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Shared memory, of which each stage has a piece, and a barrier for each stage."""
+        """Shared memory of all stages, and a barrier for each stage."""
         stages = self.stages
         copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
         own: dict[str, Any] = {
@@ -184,7 +185,7 @@ def _multiply(x: Any, layer: Any, *arrays: Any, tiling: Tiling, **scratch: Any) 
 
 
 class _Program:
-    """What one program copies and writes; how it multiplies is the subclass's."""
+    """The copies and writes of one program; subclasses multiply."""
 
     def __init__(
         self, tiling: Tiling, x: Any, layer: Any, arrays: Sequence[Any], scratch: dict[str, Any]
@@ -192,11 +193,11 @@ class _Program:
         """Finds the program's share.
 
         Args:
-          tiling: What is static.
+          tiling: The static sizes.
           x: Rows.
           layer: The layer.
           arrays: The norm's scale if there is one, weights, results, and with a norm the squares.
-          scratch: Shared memory, as `Tiling.scratch` has it.
+          scratch: Shared memory, described by `Tiling.scratch`.
         """
         self._tiling, self._x = tiling, x
         self._own = types.SimpleNamespace(**scratch)
@@ -204,7 +205,7 @@ class _Program:
         self._scale, *others, self._squares = every
         count = len(tiling.starts) - 1
         self._sources, self._targets = others[:count], others[count:]
-        # Where rows are copied to.
+        # The target of copies of rows.
         self._rows = self._own.arrived if tiling.has_digits else self._own.inputs
         self._begin, self._count = self._share()
         self._layer = layer[0]
@@ -212,11 +213,11 @@ class _Program:
             self._load(jnp.int32(step))
 
     def _share(self) -> tuple[Any, Any]:
-        """The first of the program's tiles, and how many it has."""
+        """The first tile of the program, and the number of its tiles."""
         raise NotImplementedError
 
     def _place_of(self, step: Any) -> tuple[Any, Any]:
-        """Which 64 columns and which of their tiles a step of the program has."""
+        """The 64 columns of a step of the program, and which of their tiles it multiplies."""
         raise NotImplementedError
 
     def _of_array(self, tile: Any, body: Any) -> None:
@@ -229,7 +230,7 @@ class _Program:
                 body(index, pl.ds((tile - start) * _TILE, _TILE))
 
     def _load(self, step: Any) -> None:
-        """Starts to copy what a step of the program multiplies, if there is such a step."""
+        """Starts the copies for a step of the program, if there is such a step."""
         tiling, own = self._tiling, self._own
 
         @pl.when(step < self._count)
@@ -266,7 +267,7 @@ class _Program:
 
 
 class _DigitsProgram(_Program):
-    """Rows are digits of eight bits: the tensor cores read the weights as they lie."""
+    """Multiplies rows as digits of eight bits; tensor cores read the weights unconverted."""
 
     def _share(self) -> tuple[Any, Any]:
         self._program = jax.lax.axis_index("program")
@@ -288,14 +289,14 @@ class _DigitsProgram(_Program):
         plgpu.wait_smem_to_gmem(0)
 
     def _step(self, index: Any, carry: Any) -> Any:
-        """One tile: the sums of its columns so far, and the squares of rows."""
+        """Adds one tile to the sums of its columns and the squares of rows."""
         (total, found), tiling, own = carry, self._tiling, self._own
         slot, written = jax.lax.rem(index, tiling.stages), jax.lax.rem(index, tiling.slots)
         plgpu.barrier_wait(own.filled.at[slot])
         norm = (own.scales.at[slot], found) if tiling.has_norm else ()
         operands = own.inputs.at[written], own.powers.at[written], own.arrived.at[slot], *norm
         found = digits.write(*operands, interpret=tiling.interpret)
-        plgpu.commit_smem()  # all warps have multiplied what lies in the slot filled next
+        plgpu.commit_smem()  # all warps have multiplied the slot that is filled next
         self._load(index + tiling.stages - 1)
         for line in range(tiling.depth // _LINE):
             part = pl.ds(line * _LINE, _LINE)
@@ -304,7 +305,7 @@ class _DigitsProgram(_Program):
             total = digits.add_line(total, left, *rows, interpret=tiling.interpret)
         tile, place = self._place_of(index)
         is_last = (place == tiling.steps - 1) | (index == self._count - 1)
-        # Squares are those of the first columns, with which a program that has some begins.
+        # A program with some of the first columns begins with them, so `found` is theirs.
         pl.when(is_last)(functools.partial(self._finish, total, found, tile))
         return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
 
@@ -331,7 +332,7 @@ class _DigitsProgram(_Program):
 
 
 class _WidenedProgram(_Program):
-    """Weights are widened to the type of the rows."""
+    """Widens weights to the type of the rows."""
 
     def _share(self) -> tuple[Any, Any]:
         self._tile, self._part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
@@ -346,7 +347,7 @@ class _WidenedProgram(_Program):
         tiling, own = self._tiling, self._own
         shape = (_TILE, tiling.columns)
         products, found = ops.with_accumulator(self._add_up, shape, interpret=tiling.interpret)
-        # By rows, so that whoever adds up the parts reads those that there are, one after another.
+        # Transposed: the sums of a row are adjacent, so that only existing rows are written.
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
         if tiling.has_norm:
@@ -367,7 +368,7 @@ class _WidenedProgram(_Program):
             plgpu.barrier_wait(own.filled.at[slot])
             if tiling.has_norm:
                 found = self._multiply_by_scale(slot, found)
-            # All warps have multiplied what lies in the slot that is filled next.
+            # All warps have multiplied the slot that is filled next.
             total.wait(in_flight=0)
             if tiling.has_norm:
                 plgpu.commit_smem()
@@ -398,7 +399,7 @@ class _WidenedProgram(_Program):
 
 
 def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = False) -> Tiling:
-    """What programs have of these rows and weights, arrays or their abstract shapes."""
+    """The tiling for rows and weights, which are arrays or abstract shapes."""
     num_rows, num_inputs = x.shape
     rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
     starts = [0]
@@ -437,9 +438,9 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = Fa
 
 
 def _stages(tiling: Tiling, shared_bytes: int) -> int:
-    """Tiles that so much shared memory has room for."""
+    """The number of tiles that fit into so much shared memory."""
     depth = tiling.depth
-    # The weights, what the norm multiplies by, and the rows.
+    # The weights, the scale of the norm, and the rows.
     stage_bytes = (_TILE + 2 + 2 * tiling.num_rows) * depth
     other_bytes = 4 * _TILE * tiling.columns + (_REDUCTION_BYTES if tiling.has_norm else 0)
     if tiling.has_digits:
@@ -461,8 +462,8 @@ def why_not_linear(
     Args:
       x: Rows `[B, D]`, an array or its abstract shape.
       kernels: Weights `[L, F, D]`, likewise.
-      scale: Of a norm `[L, D]`, likewise.
-      is_transposed: Whether weights are `[L, F, D]`, as it needs them.
+      scale: Scale of a norm `[L, D]`, likewise.
+      is_transposed: Whether weights are `[L, F, D]`; the kernel needs `True`.
       weight_scales: Scales of the weights, `[L, F]` for each array, likewise.
     """
     own = {str(one.dtype) for one in kernels}
@@ -507,7 +508,7 @@ def linear_kernel(
         and each `F` one of 64.
       layer: The layer.
       scale: `g` of all layers, in bfloat16; without it there is no norm.
-      eps: What the norm adds to the mean of squares.
+      eps: Added to the mean of squares by the norm.
       is_transposed: Must be `True`: the weights are `[L, F, D]`.
       weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights.
       interpret: Whether the interpreter runs the kernel.
@@ -537,7 +538,7 @@ def linear_kernel(
         scratch_types=tiling.scratch,
         grid=(tiling.programs,) if tiling.has_digits else (tiling.starts[-1], tiling.parts),
         grid_names=("program",) if tiling.has_digits else ("tile", "part"),
-        # Where warps meet is said above; they would also meet at every copy.
+        # The code above says where warps meet; automatic barriers would add one to every copy.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="linear",
@@ -562,7 +563,7 @@ def linear_kernel(
 
 
 def _add_parts(parts: Array, counts: Any) -> Array:
-    """The sums over the first axis, of which each entry of the last has `counts` or all."""
+    """Sums over the first axis: for each entry of the last, its first `counts` parts, or all."""
     if counts is not None:
         index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, 0)
         own = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), parts.shape)

@@ -1,8 +1,8 @@
-"""Narrow weights in bfloat16, in registers, on their way to the tensor cores of Hopper.
+"""Converts quantised weights to bfloat16 in registers, for the tensor cores of Hopper.
 
 bfloat16 has all bits of float8_e4m3fn and of int8, so that nothing is rounded. A thread reads the
-weights that it holds of the product's left operand: nothing is exchanged between threads. Weights
-lie in swizzled shared memory and are read in pairs. A pair then takes four instructions.
+weights that it holds of the product's left operand, so that threads exchange nothing. It reads
+pairs from swizzled shared memory and converts a pair in four instructions.
 
 * float8_e4m3fn: one to float16, two to float32 and one to bfloat16. NaN stays NaN; there is no
   infinity.
