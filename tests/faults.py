@@ -319,7 +319,7 @@ FAULTS = (
     Fault("kept-texts-not-counted",
           "Who stops a continued run of `generate --prompts` is told that fewer texts are kept.",
           "sketchwalk_jax/cli/prompt_files.py",
-          "num_kept, num_broken = before, 0", "num_kept, num_broken = 0, 0"),
+          "self.num_texts = len(done)", "self.num_texts = 0"),
     Fault("plan-overwritten",
           "`calibrate` writes over a plan without being told to.",
           "sketchwalk_jax/cli/calibrate.py",

@@ -1,5 +1,6 @@
 """The command line: `sketchwalk demo`, `sketchwalk generate` and its other commands."""
 
+import inspect
 import io
 import signal
 import sys
@@ -13,17 +14,31 @@ from typer.core import TyperCommand, TyperGroup
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
+from sketchwalk_jax.cli.options import Command
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "bench": bench.bench,
-    "calibrate": calibrate.calibrate,
-    "chat": chat.chat,
-    "demo": demo.demo,
+COMMANDS: dict[str, Callable[..., None] | type[Command]] = {
+    "bench": bench.Bench,
+    "calibrate": calibrate.Calibrate,
+    "chat": chat.Chat,
+    "demo": demo.Demo,
     "eval": evaluate.evaluate,
-    "generate": generate.generate,
-    "info": info.info,
+    "generate": generate.Generate,
+    "info": info.Info,
     "report": report.report,
 }
+
+
+def _function(command: Any) -> Callable[..., None]:
+    """A function with the parameters and the docstring of a command that is a class."""
+    if not isinstance(command, type):
+        return command
+
+    def run(**given: Any) -> None:
+        command(**given).run()
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    return run
 
 
 def _as_flags(parameters: list[Any]) -> list[Any]:
@@ -46,7 +61,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, cls=_Group)
 for _name, _command in COMMANDS.items():
-    app.command(_name, cls=_Command)(_command)
+    app.command(_name, cls=_Command)(_function(_command))
 
 
 def _print_version(is_wanted: bool) -> bool:

@@ -1,5 +1,6 @@
 """`sketchwalk bench`: what sparse attention gains and loses on this device, in a few minutes."""
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -7,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.info import describe_attention
-from sketchwalk_jax.cli.options import METHOD, OUTPUT, flag, option
+from sketchwalk_jax.cli.options import METHOD, OUTPUT, field
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
 from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
@@ -42,43 +43,11 @@ TASKS = ("single_needle", "multi_key", "mid_prompt")
 TIMED_SHARE = 0.6  # of the seconds, for times; the rest is for answers
 NEW_TOKENS = 32  # that a step's time is the mean of
 ROUNDS, MOST_SECONDS = 5, 15.0  # of a length, in each of which every policy has a turn
-PHASES = ("prefill", "decode")
 PARTS = {"attention": "prefill", "first_token": "prefill", "token": "decode"}
 
 
-def bench(
-    model: options.ModelOption = None,
-    preset: Annotated[
-        str, option("--preset NAME", "Variant of Sketch-and-Walk to measure.", METHOD)
-    ] = "recommended",
-    density: Annotated[
-        float, option("--density FRACTION", "Share of its causal keys that a query keeps.", METHOD)
-    ] = 0.2,
-    tokens: Annotated[
-        list[int] | None,
-        option(
-            "--tokens N",
-            "Length of the context, new tokens included; may be given several times.",
-            None,
-            "1,024, 2,048 and so on, within the model's context",
-            min=128,
-        ),
-    ] = None,
-    prompts: Annotated[
-        int, option("--prompts N", "Prompts of each task; 0 asks nothing.", None, min=0)
-    ] = 10,
-    seconds: Annotated[
-        float, option("--seconds N", "Begin nothing after so long.", None, min=1.0)
-    ] = 600.0,
-    dtype: options.DTypeOption = None,
-    weights: options.WeightsOption = None,
-    out: Annotated[
-        Path, option("--out FILE", "File of the results. Another call goes on from there.", OUTPUT)
-    ] = Path("bench.json"),
-    overwrite: Annotated[
-        bool, flag("--overwrite", "Start afresh where the file exists.", OUTPUT)
-    ] = False,
-) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Bench(options.Command):
     """Measure this device: dense attention beside Sketch-and-Walk, by context, and answers.
 
     Times are of one layer's attention, of a prompt's first token and of each token after it, for
@@ -87,83 +56,98 @@ def bench(
     interrupted keeps what it has. To share them, open an issue of the project ("Times on a
     device").
     """
-    directory = options.check_model(model)
-    model_config, policy, chosen, _ = options.prepare(
-        directory,
-        policy="sketchwalk",
-        preset=preset,
-        density=density,
-        fields=None,
-        phase="both",
-        dtype=dtype,
-        generation_config=False,
+
+    preset: str = field(
+        "--preset NAME", "Variant of Sketch-and-Walk to measure.", METHOD, value="recommended"
     )
-    context = model_config.context_length
-    lengths = sorted({*(tokens or (one for one in LENGTHS if one <= context))})
-    options.check_context("--tokens", max(lengths, default=0), model_config)
-    tokenizer = prompt.open_tokenizer(directory)
-    with usage_errors():
-        config = _questions(preset, density, prompts, context, tokenizer) if prompts else None
-    text = read_text(None)
-    heads = {"num_heads": model_config.num_heads, "head_dim": model_config.head_dim}
-    eight_bits: dict[str, Any] = {} if weights is None else {"weights": weights}
-    meta = describe_machine(
-        model={"name": checkpoint_name(directory), "sha256": hash_weights(directory)},
-        preset=preset,
-        density=density,
-        dtype=chosen,
-        attention={
-            phase: describe_attention(policy, phase, **heads, dtype=chosen)["implementation"]
-            for phase in PHASES
-        },
-        **eight_bits,
-        **({} if config is None else describe_texts(text, config) | config.describe()),
+    density: float = field(
+        "--density FRACTION", "Share of its causal keys that a query keeps.", METHOD, value=0.2
     )
-    file = ResultsFile(out, meta, overwrite=overwrite, other_code=True)
-    keep_compiled_programs()
-    start = time.monotonic()
-    params, model_config = options.load_model(directory, chosen, weights=weights)
-    rule = Rule("sketchwalk", preset, density).with_plan(model_config.plan)
-    with elapsed("measuring times"):
-        for length in lengths:
-            if time.monotonic() - start > TIMED_SHARE * seconds or not _measure(
-                file, params, model_config, policy, rule, length
-            ):
-                break
-    left = seconds - (time.monotonic() - start)
-    if config is not None and left > 0:
-        continue_evaluation(
-            file,
-            params,
-            model_config,
-            tokenizer,
-            text=text,
-            config=config,
-            lengths=check_lengths(config, model_config),
-            seconds=left,
-            progress=True,
+    tokens: list[int] | None = field(
+        "--tokens N",
+        "Length of the context, new tokens included; may be given several times.",
+        None,
+        "1,024, 2,048 and so on, within the model's context",
+        min=128,
+    )
+    prompts: int = field("--prompts N", "Prompts of each task; 0 asks nothing.", min=0, value=10)
+    seconds: float = field("--seconds N", "Begin nothing after so long.", min=1.0, value=600.0)
+    out: Path = field(
+        "--out FILE",
+        "File of the results. Another call goes on from there.",
+        OUTPUT,
+        value=Path("bench.json"),
+    )
+    overwrite: bool = field("--overwrite", "Start afresh where the file exists.", OUTPUT)
+
+    def run(self) -> None:
+        """Measures what the file lacks, and prints its tables."""
+        directory = options.check_model(self.model)
+        model_config, policy, dtype, _ = options.prepare(
+            directory, preset=self.preset, density=self.density, dtype=self.dtype
         )
-    print(tables(file.meta, file.rows), flush=True)
-    print(f"{out}: {len(file.rows)} rows", file=sys.stderr)
+        context = model_config.context_length
+        lengths = sorted({*(self.tokens or (one for one in LENGTHS if one <= context))})
+        options.check_context("--tokens", max(lengths, default=0), model_config)
+        tokenizer = prompt.open_tokenizer(directory)
+        with usage_errors():
+            config = self._questions(context, tokenizer) if self.prompts else None
+        text = read_text(None)
+        more: dict[str, Any] = {} if self.weights is None else {"weights": self.weights}
+        more |= {} if config is None else describe_texts(text, config) | config.describe()
+        meta = describe_machine(
+            model={"name": checkpoint_name(directory), "sha256": hash_weights(directory)},
+            preset=self.preset,
+            density=self.density,
+            dtype=dtype,
+            attention={
+                phase: describe_attention(policy, phase, model_config, dtype)["implementation"]
+                for phase in ("prefill", "decode")
+            },
+            **more,
+        )
+        file = ResultsFile(self.out, meta, overwrite=self.overwrite, other_code=True)
+        keep_compiled_programs()
+        start = time.monotonic()
+        params, model_config = options.load_model(directory, dtype, weights=self.weights)
+        rule = Rule("sketchwalk", self.preset, self.density).with_plan(model_config.plan)
+        with elapsed("measuring times"):
+            for length in lengths:
+                if time.monotonic() - start > TIMED_SHARE * self.seconds or not _measure(
+                    file, params, model_config, policy, rule, length
+                ):
+                    break
+        left = self.seconds - (time.monotonic() - start)
+        if config is not None and left > 0:
+            continue_evaluation(
+                file,
+                params,
+                model_config,
+                tokenizer,
+                text=text,
+                config=config,
+                lengths=check_lengths(config, model_config),
+                seconds=left,
+                progress=True,
+            )
+        print(tables(file.meta, file.rows), flush=True)
+        print(f"{self.out}: {len(file.rows)} rows", file=sys.stderr)
 
-
-def _questions(
-    preset: str, density: float, prompts: int, context: int, tokenizer: Any
-) -> EvaluationConfig:
-    return EvaluationConfig(
-        policies=("sketchwalk",),
-        presets=(preset,),
-        densities=(density,),
-        tokens=(min(ANSWERED_AT, context // 64 * 64),),
-        tasks=TASKS,
-        phases=("both",),
-        prompts=prompts,
-        probe_prompts=0,
-        wording="chat" if tokenizer.chat_template else "plain",
-        answerable=True,
-        tries=3,
-        density_over="all_layers",
-    )
+    def _questions(self, context: int, tokenizer: Any) -> EvaluationConfig:
+        return EvaluationConfig(
+            policies=("sketchwalk",),
+            presets=(self.preset,),
+            densities=(self.density,),
+            tokens=(min(ANSWERED_AT, context // 64 * 64),),
+            tasks=TASKS,
+            phases=("both",),
+            prompts=self.prompts,
+            probe_prompts=0,
+            wording="chat" if tokenizer.chat_template else "plain",
+            answerable=True,
+            tries=3,
+            density_over="all_layers",
+        )
 
 
 # Times
@@ -219,25 +203,19 @@ def _attention_seconds(
     dtype = params["embed"]["embedding"].dtype
     heads = (model_config.num_heads, model_config.num_kv_heads, model_config.num_kv_heads)
     keys = jax.random.split(jax.random.key(0), 3)
-    query, key, value = (
+    arrays = [
         jax.random.normal(one, (1, length, count, model_config.head_dim), jnp.float32).astype(dtype)
         for one, count in zip(keys, heads, strict=True)
-    )
-
-    @jax.jit
-    def dense(query: Any, key: Any, value: Any) -> Any:
-        return dense_attention(query, key, value)
-
-    @jax.jit
-    def sparse(query: Any, key: Any, value: Any) -> Any:
-        return sketchwalk_attention(query, key, value, policy=policy)[0]
+    ]
+    dense = jax.jit(lambda *qkv: dense_attention(*qkv))
+    sparse = jax.jit(lambda *qkv: sketchwalk_attention(*qkv, policy=policy)[0])
 
     def run(attend: Callable[..., Any]) -> dict[str, float]:
         start = time.perf_counter()
-        jax.block_until_ready(attend(query, key, value))
+        jax.block_until_ready(attend(*arrays))
         return {"attention": time.perf_counter() - start}
 
-    return _in_turns({True: lambda: run(dense), False: lambda: run(sparse)})
+    return _in_turns(lambda is_dense: run(dense if is_dense else sparse))
 
 
 def _model_seconds(
@@ -266,23 +244,22 @@ def _model_seconds(
         end = time.perf_counter()
         return {"first_token": first - start, "token": (end - first) / NEW_TOKENS}
 
-    return _in_turns({True: lambda: run(Dense()), False: lambda: run(policy)})
+    return _in_turns(lambda is_dense: run(Dense() if is_dense else policy))
 
 
-def _in_turns(
-    runs: dict[bool, Callable[[], dict[str, float]]],
-) -> dict[tuple[str, bool], list[float]]:
-    """What runs say, of several rounds after one that compiles; by name and which run it is."""
-    for run in runs.values():
-        run()
+def _in_turns(run: Callable[[bool], dict[str, float]]) -> dict[tuple[str, bool], list[float]]:
+    """Seconds by name and by whether attention is dense, of rounds after one that compiles."""
     found: dict[tuple[str, bool], list[float]] = {}
-    start = time.monotonic()
-    for number in range(ROUNDS):
-        if number and time.monotonic() - start > MOST_SECONDS:
+    start = 0.0
+    for number in range(1 + ROUNDS):
+        if number > 1 and time.monotonic() - start > MOST_SECONDS:
             break
-        for is_dense, run in runs.items():
-            for name, value in run().items():
+        for is_dense in (True, False):
+            for name, value in run(is_dense).items():
                 found.setdefault((name, is_dense), []).append(value)
+        if number == 0:
+            found.clear()
+            start = time.monotonic()
     return found
 
 

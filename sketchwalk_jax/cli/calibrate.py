@@ -1,14 +1,14 @@
 """`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
 
+import dataclasses
 import itertools
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.cli.options import flag, option
+from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.evaluation.provenance import describe_machine
@@ -27,31 +27,8 @@ PROMPTS = 2 * len(TASKS)
 _SHOWN = (0.1, 0.2)
 
 
-def calibrate(
-    model: options.ModelOption = None,
-    tokens: Annotated[
-        int | None,
-        option(
-            "--tokens N",
-            "Tokens of a prompt; short ones say little about low densities.",
-            default=f"{MOST_TOKENS}, or the model's context if that is shorter",
-        ),
-    ] = None,
-    prompts: Annotated[int, option("--prompts N", "Prompts.", min=1)] = PROMPTS,
-    text: options.TextOption = None,
-    dtype: options.DTypeOption = None,
-    weights: options.WeightsOption = None,
-    mesh: options.MeshOption = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out FILE",
-            "The plan's file.",
-            default="where `load` finds it, in the checkpoint's folder",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace the file if it exists.")] = False,
-) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Calibrate(options.Command):
     """Measure how the layers of a model should share a density.
 
     On generated prompts that no evaluation scores, it is measured what each layer loses where the
@@ -59,52 +36,83 @@ def calibrate(
     without one: `generate`, `sketchwalk generate`, `sketchwalk eval`. A table goes to standard
     output, the plan to a file.
     """
-    directory = options.check_model(model)
-    path = plan_path(directory) if out is None else out
-    _check_file(path, overwrite=overwrite)
-    model_config = ModelConfig.from_pretrained(directory)
-    num_tokens = min(MOST_TOKENS, model_config.context_length) if tokens is None else tokens
-    options.check_context("--tokens", num_tokens, model_config)
-    least = 10 * RecommendedConfig().block_size
-    if num_tokens < least:
-        whose = ", the model's context" if tokens is None else ""
-        raise UsageError(
-            f"--tokens must be at least {least}, for blocks to choose from, got {num_tokens}{whose}"
-        )
-    chosen = options.choose_dtype(dtype, model_config)
-    placement = options.make_placement(mesh, model_config)
-    with usage_errors(path="text"):
-        source = read_text(text)
-    tokenizer = prompt.open_tokenizer(directory)
-    with usage_errors(num_tokens="tokens"), elapsed("writing prompts"):
-        drawn = planning_prompts(tokenizer, num_tokens=num_tokens, count=prompts, text=source)
-    for one in drawn:
-        prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
-    own = fingerprint(directory)
-    keep_compiled_programs()
-    # A plan that is there already may be of another checkpoint: it is to be replaced.
-    params, model_config = options.load_model(
-        directory, chosen, weights=weights, use_plan=False, sharding=placement
-    )
 
-    with progress_bar(prompts, "measuring", unit=" prompts") as bar:
-        plan = make_plan(
-            params, drawn, model_config=model_config, fingerprint=own, after=lambda: bar.update()
-        )
-    measured = describe_machine(
-        model=checkpoint_name(directory),
-        prompts=prompts,
-        tokens=num_tokens,
-        tasks=list(TASKS[:prompts]),
-        text={"name": source.name, "sha256": source.sha256},
-        dtype=chosen,
-        weights=weights_of(params),
+    tokens: int | None = field(
+        "--tokens N",
+        "Tokens of a prompt; short ones say little about low densities.",
+        None,
+        f"{MOST_TOKENS}, or the model's context if that is shorter",
     )
-    plan.write(path, measured=measured)
-    print(_table(plan), flush=True)
-    print(f"{path}: plan {plan.short_hash} of {plan.num_layers} layers", file=sys.stderr)
-    if path.resolve() != plan_path(directory).resolve():
-        print(f"to use it, put it where it is looked for: {plan_path(directory)}", file=sys.stderr)
+    prompts: int = field("--prompts N", "Prompts.", min=1, value=PROMPTS)
+    text: options.TextOption = None
+    mesh: options.MeshOption = None
+    out: Path | None = field(
+        "--out FILE",
+        "The plan's file.",
+        None,
+        "where `load` finds it, in the checkpoint's folder",
+    )
+    overwrite: bool = field("--overwrite", "Replace the file if it exists.")
+
+    def run(self) -> None:
+        """Measures the plan, writes it and prints its table."""
+        directory = options.check_model(self.model)
+        path = plan_path(directory) if self.out is None else self.out
+        _check_file(path, overwrite=self.overwrite)
+        model_config = ModelConfig.from_pretrained(directory)
+        num_tokens = (
+            min(MOST_TOKENS, model_config.context_length) if self.tokens is None else self.tokens
+        )
+        options.check_context("--tokens", num_tokens, model_config)
+        least = 10 * RecommendedConfig().block_size
+        if num_tokens < least:
+            whose = ", the model's context" if self.tokens is None else ""
+            raise UsageError(
+                f"--tokens must be at least {least}, for blocks to choose from, got "
+                f"{num_tokens}{whose}"
+            )
+        dtype = options.choose_dtype(self.dtype, model_config)
+        placement = options.make_placement(self.mesh, model_config)
+        with usage_errors(path="text"):
+            source = read_text(self.text)
+        tokenizer = prompt.open_tokenizer(directory)
+        with usage_errors(num_tokens="tokens"), elapsed("writing prompts"):
+            drawn = planning_prompts(
+                tokenizer, num_tokens=num_tokens, count=self.prompts, text=source
+            )
+        for one in drawn:
+            prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
+        own = fingerprint(directory)
+        keep_compiled_programs()
+        # A plan that is there already may be of another checkpoint: it is to be replaced.
+        params, model_config = options.load_model(
+            directory, dtype, weights=self.weights, use_plan=False, sharding=placement
+        )
+
+        with progress_bar(self.prompts, "measuring", unit=" prompts") as bar:
+            plan = make_plan(
+                params,
+                drawn,
+                model_config=model_config,
+                fingerprint=own,
+                after=lambda: bar.update(),
+            )
+        measured = describe_machine(
+            model=checkpoint_name(directory),
+            prompts=self.prompts,
+            tokens=num_tokens,
+            tasks=list(TASKS[: self.prompts]),
+            text={"name": source.name, "sha256": source.sha256},
+            dtype=dtype,
+            weights=weights_of(params),
+        )
+        plan.write(path, measured=measured)
+        print(_table(plan), flush=True)
+        print(f"{path}: plan {plan.short_hash} of {plan.num_layers} layers", file=sys.stderr)
+        if path.resolve() != plan_path(directory).resolve():
+            print(
+                f"to use it, put it where it is looked for: {plan_path(directory)}", file=sys.stderr
+            )
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:

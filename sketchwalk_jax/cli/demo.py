@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from sketchwalk_jax.cache import Cache, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
-from sketchwalk_jax.cli.options import METHOD, TEXT, flag, option
+from sketchwalk_jax.cli.options import METHOD, TEXT, field
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.generation import Stream, StreamChunk, stream
@@ -64,158 +64,161 @@ WORDS = tuple(
 )
 
 
-def demo(
-    model: options.ModelOption = None,
-    preset: Annotated[
-        str, option("--preset NAME", f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.", METHOD)
-    ] = PRESETS[0],
-    policy: Annotated[
-        list[str] | None,
-        option(
-            "--policy NAME",
-            f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. May be "
-            "given several times.",
-            METHOD,
-            "none",
-        ),
-    ] = None,
-    density: options.DensityOption = None,
-    phase: options.PhaseOption = "both",
-    dtype: options.DTypeOption = None,
-    weights: options.WeightsOption = None,
-    mesh: options.MeshOption = None,
-    tokens: Annotated[
-        int | None,
-        option(
-            "--tokens N",
-            "Tokens of text, question and answer together.",
-            TEXT,
-            f"{TOKENS}, or the model's context if that is shorter",
-        ),
-    ] = None,
-    facts: Annotated[
-        int, option("--facts N", "Facts to hide.", TEXT, min=1, max=MAX_FACTS)
-    ] = FACTS,
-    seed: Annotated[
-        int,
-        option("--seed N", "Seed of the passage, of the facts and of their places.", TEXT, min=0),
-    ] = 0,
-    out: Annotated[Path, option("--out FILE", f"The picture; {', '.join(_PICTURES)}.")] = Path(
-        "sketchwalk-demo.png"
-    ),
-    no_plot: Annotated[bool, flag("--no-plot", "Draw no picture.")] = False,
-    as_json: Annotated[bool, flag("--json", "Print one JSON object instead.")] = False,
-) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Demo(options.Command):
     """Hide facts in a long text and ask for them, with dense attention and with Sketch-and-Walk.
 
     Each reads the text once, then answers every question from there. The text is English prose from
     Python's own help. A picture shows which blocks Sketch-and-Walk attended to.
     """
-    started = time.perf_counter()
-    directory = options.check_model(model)
-    model_config, config, chosen, _ = options.prepare(
-        directory,
-        policy="sketchwalk",
-        preset=preset,
-        density=density,
-        fields=None,
-        phase=phase,
-        dtype=dtype,
-        generation_config=False,
-    )
-    nominal = getattr(config, "density", None)
-    rivals = _make_rivals(policy or (), density or nominal)
-    with usage_errors():
-        for one in rivals.values():
-            Settings(model_config=model_config, policy=one, phase=phase)
-    placement = options.make_placement(mesh, model_config, config, *rivals.values())
-    num_tokens = min(TOKENS, model_config.context_length) if tokens is None else tokens
-    options.check_context("--tokens", num_tokens, model_config)
-    least = facts * TOKENS_PER_FACT + ROOM
-    if num_tokens < least:
-        raise UsageError(f"--tokens must be at least {least} for {facts} facts, got {num_tokens}")
-    is_drawn = not no_plot and _can_draw(out)
-    tokenizer = prompt.open_tokenizer(directory)
-    with elapsed("hiding facts"):
-        text = hide_facts(tokenizer, num_tokens=num_tokens - ROOM, num_facts=facts, seed=seed)
-    prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
-    keep_compiled_programs()
-    params, model_config = options.load_model(
-        directory, chosen, weights=weights, sharding=placement
-    )
 
-    policies = {"dense": Dense(block_size=config.block_size), "Sketch-and-Walk": config}
-    for name, one in rivals.items():
-        policies[name] = options.set_density(
-            one, density or nominal, params, model_config, tokenizer, num_tokens=num_tokens
+    preset: str = field(
+        "--preset NAME",
+        f"Variant of Sketch-and-Walk: {', '.join(PRESETS)}.",
+        METHOD,
+        value=PRESETS[0],
+    )
+    policy: list[str] | None = field(
+        "--policy NAME",
+        f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. May be "
+        "given several times.",
+        METHOD,
+        "none",
+    )
+    density: float | None = options.DENSITY
+    phase: str = options.PHASE
+    mesh: options.MeshOption = None
+    tokens: int | None = field(
+        "--tokens N",
+        "Tokens of text, question and answer together.",
+        TEXT,
+        f"{TOKENS}, or the model's context if that is shorter",
+    )
+    facts: int = field("--facts N", "Facts to hide.", TEXT, min=1, max=MAX_FACTS, value=FACTS)
+    seed: int = field(
+        "--seed N", "Seed of the passage, of the facts and of their places.", TEXT, min=0, value=0
+    )
+    out: Path = field(
+        "--out FILE",
+        f"The picture; {', '.join(_PICTURES)}.",
+        value=Path("sketchwalk-demo.png"),
+    )
+    no_plot: bool = field("--no-plot", "Draw no picture.")
+    as_json: bool = field("--json", "Print one JSON object instead.")
+
+    def run(self) -> None:
+        """Hides facts, asks for them, and shows the answers."""
+        started, phase = time.perf_counter(), self.phase
+        directory = options.check_model(self.model)
+        model_config, config, dtype, _ = options.prepare(
+            directory,
+            preset=self.preset,
+            density=self.density,
+            phase=phase,
+            dtype=self.dtype,
         )
-    lm = LanguageModel(
-        params=params, model_config=model_config, tokenizer=tokenizer, policy=config, phase=phase
-    )
-    about = preset if nominal is None else f"{preset}, density {nominal:g}"
-    about += "" if phase == "both" else f", {phase} only"
-
-    def show(line: str) -> None:
-        if not as_json:
-            print(line, flush=True)
-
-    device = jax.devices()[0].device_kind
-    who = f"read by {checkpoint_name(directory)} on {device}"
-    show(f"{len(text.tokens):,} tokens of English from {SOURCE}, {who}")
-    for fact in text.facts:
-        share = fact.position / len(text.tokens)
-        show(f"  hidden at {share:.0%}:{code_statement(fact.word, fact.number)}")
-    readings = {}
-    for name, one in policies.items():
-        with elapsed(f"{name} reads and answers"):
-            own = dataclasses.replace(lm, policy=one)
-            readings[name] = read_and_answer(own, text, max_tokens=num_tokens)
-    dense, sparse = readings["dense"], readings["Sketch-and-Walk"]
-    show(f"\n{_table(text, readings, about=about)}\n")
-    if not all(reading.results["is_finite"] for reading in readings.values()):
-        warnings.warn(NOT_FINITE, stacklevel=1)
-    for name in list(readings)[1:]:
-        show(_summary(dense, readings[name], who=name))
-    if phase == "prefill":
-        show("Its answers were written densely; --phase both makes them sparse as well.")
-    if is_drawn and sparse.selection is None:
-        print("no picture: nothing was selected while the text was read", file=sys.stderr)
-        is_drawn = False
-    if is_drawn:
-        title = (
-            f"Blocks attended to in {len(text.tokens):,} tokens with {len(text.facts)} facts "
-            f"({about}; {sparse.results['measured_density_prefill']:.0%} of all pairs)"
+        nominal = getattr(config, "density", None)
+        density = self.density or nominal
+        rivals = _make_rivals(self.policy or (), density)
+        with usage_errors():
+            for one in rivals.values():
+                Settings(model_config=model_config, policy=one, phase=phase)
+        placement = options.make_placement(self.mesh, model_config, config, *rivals.values())
+        num_tokens = self.tokens
+        if num_tokens is None:
+            num_tokens = min(TOKENS, model_config.context_length)
+        options.check_context("--tokens", num_tokens, model_config)
+        least = self.facts * TOKENS_PER_FACT + ROOM
+        if num_tokens < least:
+            raise UsageError(
+                f"--tokens must be at least {least} for {self.facts} facts, got {num_tokens}"
+            )
+        is_drawn = not self.no_plot and _can_draw(self.out)
+        tokenizer = prompt.open_tokenizer(directory)
+        with elapsed("hiding facts"):
+            text = hide_facts(
+                tokenizer, num_tokens=num_tokens - ROOM, num_facts=self.facts, seed=self.seed
+            )
+        prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
+        keep_compiled_programs()
+        params, model_config = options.load_model(
+            directory, dtype, weights=self.weights, sharding=placement
         )
-        layers = sparse_layers(model_config, config)
-        draw_picture(text, dense, sparse, layers=layers, title=title).savefig(out, dpi=110)
-        show(f"What was attended to is drawn in {out}.")
-    total_s = time.perf_counter() - started
-    compile_s = sum(reading.compile_s for reading in readings.values())
-    show(
-        f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; the times above "
-        "leave that out."
-    )
-    if as_json:
-        found = {
-            "model": checkpoint_name(directory),
-            "device": device,
-            "dtype": chosen,
-            "text": SOURCE,
-            "tokens": len(text.tokens),
-            "seed": seed,
-            "preset": preset,
-            "nominal_density": nominal,
-            "phase": phase,
-            "facts": [fact._asdict() for fact in text.facts],
-            "dense": dense.results,
-            "sketchwalk": sparse.results,
-            "rivals": {name: readings[name].results for name in rivals},
-            "compile_s": compile_s,
-            "total_s": total_s,
-            "picture": str(out) if is_drawn else None,
-        }
-        rounded = json.loads(json.dumps(found), parse_float=lambda number: round(float(number), 4))
-        print(json.dumps(rounded, allow_nan=False), flush=True)
+        policies = {"dense": Dense(block_size=config.block_size), "Sketch-and-Walk": config}
+        for name, one in rivals.items():
+            policies[name] = options.set_density(
+                one, density, params, model_config, tokenizer, num_tokens=num_tokens
+            )
+
+        def show(line: str) -> None:
+            if not self.as_json:
+                print(line, flush=True)
+
+        length, model = len(text.tokens), checkpoint_name(directory)
+        device = jax.devices()[0].device_kind
+        show(f"{length:,} tokens of English from {SOURCE}, read by {model} on {device}")
+        for fact in text.facts:
+            place = f"{fact.position / length:.0%}"
+            show(f"  hidden at {place}:{code_statement(fact.word, fact.number)}")
+        readings = {}
+        for name, one in policies.items():
+            with elapsed(f"{name} reads and answers"):
+                lm = LanguageModel(
+                    params=params,
+                    model_config=model_config,
+                    tokenizer=tokenizer,
+                    policy=one,
+                    phase=phase,
+                )
+                readings[name] = read_and_answer(lm, text, max_tokens=num_tokens)
+        dense, sparse = readings["dense"], readings["Sketch-and-Walk"]
+        about = self.preset if nominal is None else f"{self.preset}, density {nominal:g}"
+        about += "" if phase == "both" else f", {phase} only"
+        show(f"\n{_table(text, readings, about=about)}\n")
+        if not all(reading.results["is_finite"] for reading in readings.values()):
+            warnings.warn(NOT_FINITE, stacklevel=1)
+        for name in list(readings)[1:]:
+            show(_summary(dense, readings[name], who=name))
+        if phase == "prefill":
+            show("Its answers were written densely; --phase both makes them sparse as well.")
+        if is_drawn and sparse.selection is None:
+            print("no picture: nothing was selected while the text was read", file=sys.stderr)
+            is_drawn = False
+        if is_drawn:
+            title = (
+                f"Blocks attended to in {length:,} tokens with {len(text.facts)} facts "
+                f"({about}; {sparse.results['measured_density_prefill']:.0%} of all pairs)"
+            )
+            layers = sparse_layers(model_config, config)
+            draw_picture(text, dense, sparse, layers=layers, title=title).savefig(self.out, dpi=110)
+            show(f"What was attended to is drawn in {self.out}.")
+        total_s = time.perf_counter() - started
+        compile_s = sum(reading.compile_s for reading in readings.values())
+        show(
+            f"{total_s:.0f} s in all, {compile_s:.0f} s of which went into compiling; the times "
+            "above leave that out."
+        )
+        if self.as_json:
+            found = {
+                "model": model,
+                "device": device,
+                "dtype": dtype,
+                "text": SOURCE,
+                "tokens": length,
+                "seed": self.seed,
+                "preset": self.preset,
+                "nominal_density": nominal,
+                "phase": phase,
+                "facts": [fact._asdict() for fact in text.facts],
+                "dense": dense.results,
+                "sketchwalk": sparse.results,
+                "rivals": {name: readings[name].results for name in rivals},
+                "compile_s": compile_s,
+                "total_s": total_s,
+                "picture": str(self.out) if is_drawn else None,
+            }
+            short = json.loads(json.dumps(found), parse_float=lambda one: round(float(one), 4))
+            print(json.dumps(short, allow_nan=False), flush=True)
 
 
 def _make_rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:

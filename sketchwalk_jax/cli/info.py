@@ -1,11 +1,12 @@
 """`sketchwalk info`: what a checkpoint is, what would run here, and what the cache will cost."""
 
+import collections
 import dataclasses
 import functools
 import json
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
-from sketchwalk_jax.cli.options import flag, option
+from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.dispatch import (
     FULL_BLOCK,
     choose_dense_implementation,
@@ -23,7 +24,7 @@ from sketchwalk_jax.dispatch import (
     why_not_device,
     why_not_mosaic_gpu,
 )
-from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
@@ -37,79 +38,68 @@ from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 _SHOWN_DENSITIES = (0.1, 0.2)
 
 
-def info(
-    model: options.ModelOption = None,
-    context: Annotated[
-        int | None,
-        option(
-            "--context TOKENS", "Length to size the cache for.", None, "the model's context", min=1
-        ),
-    ] = None,
-    policy: options.PolicyOption = "sketchwalk",
-    preset: options.PresetOption = None,
-    density: options.DensityOption = None,
-    fields: options.SetOption = None,
-    dtype: options.DTypeOption = None,
-    weights: options.WeightsOption = None,
-    as_json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
-) -> None:
+@dataclasses.dataclass(kw_only=True)
+class Info(options.PolicyCommand):
     """Describe a checkpoint, its plan, and what would run here.
 
     Reads the headers of the weight files only, and where there is a plan some pieces of them.
     """
-    config = options.make_policy(policy, preset, density, fields)
-    directory = options.check_model(model)
-    model_config = ModelConfig.from_pretrained(directory)
-    plan, about_plan = _describe_plan(directory)
-    config = options.take_plan(config, fields, plan)
-    chosen = options.choose_dtype(dtype, model_config)
-    max_tokens = model_config.context_length if context is None else context
-    options.check_context("--context", max_tokens, model_config)
-    found: dict[str, Any] = {
-        "environment": _describe_environment(
-            num_heads=model_config.num_heads,
-            head_dim=model_config.head_dim,
-            policy=config,
-            dtype=chosen,
-        ),
-        "model": _describe_checkpoint(directory, model_config, dtype=chosen, weights=weights),
-        "plan": about_plan,
-        "cache": _describe_cache(model_config, config, max_tokens=max_tokens, dtype=chosen),
-        "break_even": {
-            phase: _describe_break_even(config, phase, model_config) for phase in config.phases
-        },
-    }
-    print(json.dumps(found) if as_json else _to_text(found), flush=True)
+
+    context: int | None = field(
+        "--context TOKENS", "Length to size the cache for.", None, "the model's context", min=1
+    )
+    as_json: bool = field("--json", "Print one JSON object.")
+
+    def run(self) -> None:
+        """Prints the description."""
+        config = options.make_policy(self.policy, self.preset, self.density, self.fields)
+        directory = options.check_model(self.model)
+        model_config = ModelConfig.from_pretrained(directory)
+        plan, about_plan = _describe_plan(directory)
+        config = options.take_plan(config, self.fields, plan)
+        dtype = options.choose_dtype(self.dtype, model_config)
+        max_tokens = model_config.context_length if self.context is None else self.context
+        options.check_context("--context", max_tokens, model_config)
+        found: dict[str, Any] = {
+            "environment": _describe_environment(model_config, config, dtype),
+            "model": _describe_checkpoint(
+                directory, model_config, dtype=dtype, weights=self.weights
+            ),
+            "plan": about_plan,
+            "cache": _describe_cache(model_config, config, max_tokens=max_tokens, dtype=dtype),
+            "break_even": {
+                phase: _describe_break_even(config, phase, model_config) for phase in config.phases
+            },
+        }
+        print(json.dumps(found) if self.as_json else _to_text(found), flush=True)
 
 
-def _describe_environment(
-    *, num_heads: int, head_dim: int, policy: Policy, dtype: str
-) -> dict[str, Any]:
+def _describe_environment(model_config: ModelConfig, policy: Policy, dtype: str) -> dict[str, Any]:
     """This machine, and what runs here for a policy: prompts, tokens and selection."""
-    shape: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-    prompts = describe_attention(policy, "prefill", **shape)
+    prompts, tokens = (
+        describe_attention(policy, phase, model_config, dtype) for phase in ("prefill", "decode")
+    )
     return {
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
-        **prompts,  # as before tokens and selection were told apart
+        **prompts,
         "prompts": prompts,
-        "tokens": describe_attention(policy, "decode", **shape),
+        "tokens": tokens,
         "selection": _describe_selection(policy, policy.prompt_kernels),
         "token_selection": _describe_selection(policy, policy.token_kernels),
     }
 
 
 def describe_attention(
-    policy: Policy, phase: str, *, num_heads: int, head_dim: int, dtype: str
+    policy: Policy, phase: str, model_config: ModelConfig, dtype: str
 ) -> dict[str, Any]:
     """What attends in a phase, over lists or densely as the policy does, and why no kernel."""
     row, is_prompt = policy.block_size, phase == "prefill"
-    query = jax.ShapeDtypeStruct(
-        (1, row if is_prompt else 1, num_heads, head_dim), jnp.dtype(dtype)
-    )
+    heads = (model_config.num_heads, model_config.head_dim)
+    query = jax.ShapeDtypeStruct((1, row if is_prompt else 1, *heads), jnp.dtype(dtype))
     # Lists of prompts name whole blocks but in the recommended policy.
     has_units = isinstance(policy, RecommendedConfig) or not is_prompt
     sizes: dict[str, Any] = {"block_size": getattr(policy, "unit_size", row) if has_units else row}
@@ -165,9 +155,8 @@ def _describe_checkpoint(
 
 def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     """The plan if it fits, and what is to be said of it: its densities, or what to run."""
-    path = plan_path(directory)
-    about: dict[str, Any] = {"file": str(path), "short_hash": None, "problem": None}
-    about |= {"densities": None, "representatives": None, "losses": None, "advice": None}
+    names = "short_hash", "problem", "densities", "representatives", "losses", "advice"
+    about: dict[str, Any] = {"file": str(plan_path(directory))} | dict.fromkeys(names)
     try:
         plan = find_plan(directory)
     except ValueError as error:  # which says what to run
@@ -177,16 +166,18 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
         return None, about | {"file": None, "advice": advice}
     layers = {f"{one:g}": planned_layers(plan, one) for one in _SHOWN_DENSITIES}
     densities = {name: [density for density, _ in some] for name, some in layers.items()}
-    queries = {name: [count for _, count in some] for name, some in layers.items()}
-    losses = {
-        name: {
-            "planned": plan.loss(some),
-            "equal": plan.loss([float(name)] * plan.num_layers),
-        }
-        for name, some in densities.items()
+    return plan, about | {
+        "short_hash": plan.short_hash,
+        "densities": densities,
+        "representatives": {name: [count for _, count in some] for name, some in layers.items()},
+        "losses": {
+            name: {
+                "planned": plan.loss(some),
+                "equal": plan.loss([float(name)] * plan.num_layers),
+            }
+            for name, some in densities.items()
+        },
     }
-    about |= {"densities": densities, "representatives": queries, "losses": losses}
-    return plan, about | {"short_hash": plan.short_hash}
 
 
 def _describe_cache(
@@ -216,21 +207,24 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
     Of one sequence; `tokens` is None where it was not, or was slower up to `longest`.
     """
     found = Auto(config).find(phase, model_config)
+    about = {"tokens": None, "longest": None, "is_expected": False, "problem": None}
     if isinstance(found, str):
-        return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
-    return {
-        "tokens": found.tokens,
-        "longest": found.longest,
-        "is_expected": found.is_expected,
-        "problem": None,
-    }
+        return about | {"problem": found}
+    return about | {name: getattr(found, name) for name in ("tokens", "longest", "is_expected")}
 
 
 def _to_text(found: dict[str, Any]) -> str:
     """The same facts for reading."""
-    here = found["environment"]
-    kinds = sorted(set(here["devices"]))
-    devices = ", ".join(f"{here['devices'].count(kind)} x {kind}" for kind in kinds)
+    here, model, cache = found["environment"], found["model"], found["cache"]
+    kinds = sorted(collections.Counter(here["devices"]).items())
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+    rope = model["rope"]
+    scaling = "".join(
+        f", {name} {value}"
+        for name, value in rope.items()
+        if name not in ("rope_type", "theta") and rope["rope_type"] != "default"
+    )
+    tied = ", output tied to the embedding" if model["tie_word_embeddings"] else ""
     rows: list[tuple[str, str]] = [
         ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
         ("devices", f"{devices} (backend {here['backend']})"),
@@ -239,30 +233,6 @@ def _to_text(found: dict[str, Any]) -> str:
         ("tokens", _what_runs(**here["tokens"])),
         ("  selection", _what_runs(**here["token_selection"])),
         ("", ""),
-        *_model_rows(found["model"]),
-        ("", ""),
-        *_plan_rows(found["plan"]),
-        ("", ""),
-        *_cache_rows(found["cache"]),
-        *([("", "")] if found["break_even"] else []),
-        *((f"{phase} pays", _from_where(**one)) for phase, one in found["break_even"].items()),
-    ]
-    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
-
-
-def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
-    """An implementation, and why it is not the kernels."""
-    return f"{implementation}: {why_not_mosaic_gpu}" if why_not_mosaic_gpu else implementation
-
-
-def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
-    others = {k: v for k, v in model["rope"].items() if k not in ("rope_type", "theta")}
-    scaling = "".join(f", {name} {value}" for name, value in others.items())
-    if model["rope"]["rope_type"] == "default":
-        scaling = ""
-    ends = ", ".join(map(str, model["eos_token_ids"])) or "none"
-    tied = ", output tied to the embedding" if model["tie_word_embeddings"] else ""
-    return [
         ("checkpoint", model["directory"]),
         ("type", f"{model['model_type']}, vocabulary {model['vocab_size']}{tied}"),
         (
@@ -276,16 +246,33 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
             f"of {model['head_dim']} dimensions",
         ),
         ("context", f"{model['context_length']} tokens"),
-        ("rope", f"{model['rope']['rope_type']}, theta {model['rope']['theta']:g}{scaling}"),
-        ("end tokens", ends),
-        ("parameters", f"{model['parameters']:,}, {_bytes(model['loaded_bytes'])} when loaded"),
+        ("rope", f"{rope['rope_type']}, theta {rope['theta']:g}{scaling}"),
+        ("end tokens", ", ".join(map(str, model["eos_token_ids"])) or "none"),
+        ("parameters", f"{model['parameters']:,}, {show_bytes(model['loaded_bytes'])} when loaded"),
         ("weights", f"linear layers in {model['weights']}"),
         (
             "stored",
-            f"{_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "
+            f"{show_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "
             f"{model['stored_files']} file{'s' if model['stored_files'] != 1 else ''}",
         ),
+        ("", ""),
+        *_plan_rows(found["plan"]),
+        ("", ""),
+        (
+            "cache",
+            f"{show_bytes(cache['total_bytes'])} for one sequence of {cache['tokens']} tokens",
+        ),
+        ("  keys, values", f"{show_bytes(cache['key_value_bytes'])} in {cache['dtype']}"),
+        ("  statistics", f"{show_bytes(cache['statistics_bytes'])} of the policy"),
+        *([("", "")] if found["break_even"] else []),
+        *((f"{phase} pays", _from_where(**one)) for phase, one in found["break_even"].items()),
     ]
+    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
+
+
+def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
+    """An implementation, and why it is not the kernels."""
+    return f"{implementation}: {why_not_mosaic_gpu}" if why_not_mosaic_gpu else implementation
 
 
 def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -293,25 +280,18 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         return [("plan", f"none, layers share a density equally; {plan['advice']} measures one")]
     if plan["problem"] is not None:
         return [("plan", f"refused: {plan['problem']}")]
-    return [
-        ("plan", f"{plan['short_hash']}, of this checkpoint, for the recommended policy"),
-        *(
-            (f"  density {density}", " ".join(f"{one:.2f}" for one in layers))
-            for density, layers in plan["densities"].items()
-        ),
-        *(
-            (f"  queries {density}", " ".join(str(one or "all") for one in layers))
-            for density, layers in plan["representatives"].items()
-        ),
-        *(
-            (
-                f"  loss {density}",
-                f"{one['planned']:.3f} nats a token, added up over layers that are sparse one at a "
-                f"time; {one['equal']:.3f} if all had the same density",
-            )
-            for density, one in plan["losses"].items()
-        ),
-    ]
+    rows = [("plan", f"{plan['short_hash']}, of this checkpoint, for the recommended policy")]
+    for name, layers in plan["densities"].items():
+        rows.append((f"  density {name}", " ".join(f"{one:.2f}" for one in layers)))
+    for name, layers in plan["representatives"].items():
+        rows.append((f"  queries {name}", " ".join(str(one or "all") for one in layers)))
+    for name, one in plan["losses"].items():
+        loss = (
+            f"{one['planned']:.3f} nats a token, added up over layers that are sparse one at a "
+            f"time; {one['equal']:.3f} if all had the same density"
+        )
+        rows.append((f"  loss {name}", loss))
+    return rows
 
 
 def _from_where(
@@ -324,21 +304,3 @@ def _from_where(
     if tokens is None:
         return f"nowhere up to {longest:,} tokens, where dense attention is faster{how}"
     return f"from {tokens:,} tokens on, below which dense attention is faster{how}"
-
-
-def _cache_rows(cache: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("cache", f"{_bytes(cache['total_bytes'])} for one sequence of {cache['tokens']} tokens"),
-        ("  keys, values", f"{_bytes(cache['key_value_bytes'])} in {cache['dtype']}"),
-        ("  statistics", f"{_bytes(cache['statistics_bytes'])} of the policy"),
-    ]
-
-
-def _bytes(count: int) -> str:
-    """A size in words; units are powers of 1024."""
-    size, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
-    for unit in units:
-        if size < 1024 or unit == units[-1]:
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,6 +1,8 @@
 """Options that several commands have, and what is made of them."""
 
+import abc
 import ast
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +18,7 @@ import typer
 from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
@@ -53,9 +56,10 @@ _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 def option(
     spec: str, help: str, panel: str | None = None, default: str | bool = True, **checks: Any
 ) -> Any:
-    """An option with a value, such as `--tokens N`, and its `min` and `max`, or its `callback`.
+    """An option, for an annotation: `--tokens N` with a value, `--json` without.
 
-    Help shows `default`, or Python's own where that is True.
+    It takes `min` and `max`, or a `callback`. Help shows `default`, or Python's own where that is
+    True.
     """
     name, _, metavar = spec.partition(" ")
     return typer.Option(
@@ -63,9 +67,14 @@ def option(
     )
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """An option without a value."""
-    return typer.Option(name, help=help, rich_help_panel=panel)
+flag = option
+
+
+def field(spec: str, help: str, *panel_and_default: Any, value: Any = None, **checks: Any) -> Any:
+    """An `option` that is the default of a command's field, and its value where it is not given."""
+    found = option(spec, help, *panel_and_default, **checks)
+    found.param_decls, found.default = (found.default,), value if " " in spec else False
+    return found
 
 
 ModelOption = Annotated[
@@ -76,48 +85,6 @@ ModelOption = Annotated[
         "GGUF file, or ORG/NAME on the Hugging Face hub.",
         default="the small model that ships with the package",
     ),
-]
-PolicyOption = Annotated[
-    str,
-    option(
-        "--policy NAME",
-        f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where that "
-        "was measured to pay on this device, by the length, and dense elsewhere.",
-        METHOD,
-    ),
-]
-PresetOption = Annotated[
-    str | None,
-    option(
-        "--preset NAME",
-        f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan of the "
-        "model that `sketchwalk calibrate` measured, if there is one.",
-        METHOD,
-        PRESETS[0],
-    ),
-]
-_SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
-DensityOption = Annotated[float | None, option("--density FRACTION", _SHARE, METHOD, "0.2")]
-CalibratedDensityOption = Annotated[
-    float | None,
-    option(
-        "--density FRACTION",
-        f"{_SHARE} Minference and flexprefill are set to it on another text first.",
-        METHOD,
-        "0.2, or as published",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    option(
-        "--set FIELD=VALUE",
-        "Another field of the policy, such as block_size=64; may be given several times.",
-        METHOD,
-        False,
-    ),
-]
-PhaseOption = Annotated[
-    str, option(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD)
 ]
 TextOption = Annotated[
     Path | None,
@@ -165,51 +132,123 @@ WeightsOption = Annotated[
     ),
 ]
 
-NewTokensOption = Annotated[
-    int, option("--max-new-tokens N", "Most tokens to generate.", SAMPLING, min=1)
-]
-TemperatureOption = Annotated[
-    float | None,
-    option(
+
+@dataclasses.dataclass(kw_only=True)
+class Command(abc.ABC):
+    """A command on a checkpoint: its fields are its options, its docstring is its help."""
+
+    model: ModelOption = None
+    dtype: DTypeOption = None
+    weights: WeightsOption = None
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Checks what was given, then does the work."""
+
+
+_SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
+DENSITY = field("--density FRACTION", _SHARE, METHOD, "0.2")
+PHASE = field(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD, value="both")
+
+
+@dataclasses.dataclass(kw_only=True)
+class PolicyCommand(Command):
+    """A command with one policy."""
+
+    policy: str = field(
+        "--policy NAME",
+        f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where that "
+        "was measured to pay on this device, by the length, and dense elsewhere.",
+        METHOD,
+        value="sketchwalk",
+    )
+    preset: str | None = field(
+        "--preset NAME",
+        f"Variant of the sketchwalk policy: {', '.join(PRESETS)}. The first takes the plan of the "
+        "model that `sketchwalk calibrate` measured, if there is one.",
+        METHOD,
+        PRESETS[0],
+    )
+    density: float | None = DENSITY
+    fields: list[str] | None = field(
+        "--set FIELD=VALUE",
+        "Another field of the policy, such as block_size=64; may be given several times.",
+        METHOD,
+        False,
+    )
+
+
+@dataclasses.dataclass(kw_only=True)
+class GenerationCommand(PolicyCommand):
+    """A command that generates text."""
+
+    density: float | None = field(
+        "--density FRACTION",
+        f"{_SHARE} Minference and flexprefill are set to it on another text first.",
+        METHOD,
+        "0.2, or as published",
+    )
+    phase: str = PHASE
+    max_new_tokens: int = field(
+        "--max-new-tokens N", "Most tokens to generate.", SAMPLING, min=1, value=128
+    )
+    temperature: float | None = field(
         "--temperature X",
         "Divides the logits; at 0 the best token is taken.",
         SAMPLING,
         "0, or 1 with --top-k, --top-p or --min-p",
-    ),
-]
-TopKOption = Annotated[
-    int | None, option("--top-k N", "Draw from the N best tokens; 0 for all.", SAMPLING)
-]
-TopPOption = Annotated[
-    float | None,
-    option("--top-p P", "Draw from the fewest tokens that have probability P together.", SAMPLING),
-]
-MinPOption = Annotated[
-    float | None,
-    option(
+    )
+    top_k: int | None = field("--top-k N", "Draw from the N best tokens; 0 for all.", SAMPLING)
+    top_p: float | None = field(
+        "--top-p P", "Draw from the fewest tokens that have probability P together.", SAMPLING
+    )
+    min_p: float | None = field(
         "--min-p P", "Draw from tokens with at least P times the best one's probability.", SAMPLING
-    ),
-]
-RepetitionPenaltyOption = Annotated[
-    float | None,
-    option(
+    )
+    repetition_penalty: float | None = field(
         "--repetition-penalty X",
         "Above 1, tokens that were seen before become less likely.",
         SAMPLING,
-    ),
-]
-GenerationConfigOption = Annotated[
-    bool,
-    flag(
+    )
+    generation_config: bool = field(
         "--generation-config",
         f"Take the settings above from the checkpoint's {_GENERATION_CONFIG}, except for those "
         "given.",
         SAMPLING,
-    ),
-]
-NoCompileCacheOption = Annotated[
-    bool, flag("--no-compile-cache", "Do not keep compiled programs for later runs.", OUTPUT)
-]
+    )
+    no_compile_cache: bool = field(
+        "--no-compile-cache", "Do not keep compiled programs for later runs.", OUTPUT
+    )
+
+    def prepare(
+        self, directory: Path, *, chunk_size: int | None = None
+    ) -> tuple[ModelConfig, Policy, str, Sampling]:
+        """As the function `prepare`, of these options."""
+        names = ("policy", "preset", "density", "fields", "phase", "dtype", "generation_config")
+        given = {name: getattr(self, name) for name in (*names, *_DRAWING, "repetition_penalty")}
+        return prepare(directory, chunk_size=chunk_size, **given)
+
+    def open_model(
+        self,
+        directory: Path,
+        dtype: str,
+        config: Policy,
+        tokenizer: Any,
+        *,
+        num_tokens: int,
+        sharding: Placement | None = None,
+    ) -> LanguageModel:
+        """The model, with the policy at the density asked for on prompts of so many tokens."""
+        params, model_config = load_model(directory, dtype, weights=self.weights, sharding=sharding)
+        return LanguageModel(
+            params=params,
+            model_config=model_config,
+            tokenizer=tokenizer,
+            policy=set_density(
+                config, self.density, params, model_config, tokenizer, num_tokens=num_tokens
+            ),
+            phase=self.phase,
+        )
 
 
 def choose_compile_cache(is_off: bool) -> None:
@@ -396,13 +435,19 @@ def load_model(
     sharding: Placement | None = None,
 ) -> tuple[Params, ModelConfig]:
     """The weights, on the device or as they lie on a mesh, with a sign of life."""
-    given: dict[str, Any] = {"dtype": dtype, "weights": weights}
-    given |= {"use_plan": use_plan, "sharding": sharding}
-    if not (directory / SAVED_CONFIG_FILE).exists():
-        return jax.block_until_ready(load(directory, progress=True, **given))
     # Orbax reads everything in one call, without steps for a bar.
-    with elapsed("loading"):
-        return jax.block_until_ready(load(directory, progress=False, **given))
+    is_one_call = (directory / SAVED_CONFIG_FILE).exists()
+    with elapsed("loading") if is_one_call else contextlib.nullcontext():
+        return jax.block_until_ready(
+            load(
+                directory,
+                dtype=dtype,
+                weights=weights,
+                use_plan=use_plan,
+                sharding=sharding,
+                progress=not is_one_call,
+            )
+        )
 
 
 def checkpoint_settings(directory: Path) -> dict[str, Any]:
@@ -452,14 +497,14 @@ def make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sam
 def prepare(
     directory: Path,
     *,
-    policy: str,
+    policy: str = "sketchwalk",
     preset: str | None,
     density: float | None,
-    fields: Sequence[str] | None,
-    phase: str,
+    fields: Sequence[str] | None = None,
+    phase: str = "both",
     chunk_size: int | None = None,
     dtype: str | None,
-    generation_config: bool,
+    generation_config: bool = False,
     **drawing: Any,
 ) -> tuple[ModelConfig, Policy, str, Sampling]:
     """What a run of the model is made of, checked before anything of size is read.

@@ -4,15 +4,15 @@ Every line is written whole, so that whoever is killed loses at most the batch i
 file stands another with what its texts depend on, without which it is not continued.
 """
 
-import contextlib
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ class TextsFile:
     Attributes:
       path: The file.
       entries: All prompts.
-      missing: Indices of those without a text.
+      missing: Indices of those that had no text when the file was opened.
+      num_texts: Texts that it holds.
     """
 
     def __init__(
@@ -149,37 +150,34 @@ class TextsFile:
           OSError: If it cannot be read or written.
         """
         self.path, self.entries = path, entries
-        self._settings_path = path.with_name(f"{path.name}.settings.json")
         digest = hashlib.sha256()
         for one in entries:
             digest.update(json.dumps([one.content, one.tokens.tolist()]).encode())
-        settings = json.loads(
-            json.dumps({**settings, "prompts": len(entries), "sha256": digest.hexdigest()})
-        )
+        now = {**settings, "prompts": len(entries), "sha256": digest.hexdigest()}
+        there = path.with_name(f"{path.name}.settings.json")
         done = set[int]()
-        if path.exists() and not overwrite:
-            self._compare(settings)
-            done = self._read()
-        else:
+        if overwrite or not path.exists():
             path.write_bytes(b"")  # texts of other settings go before the settings are replaced
-            _write_whole(self._settings_path, json.dumps(settings, indent=1) + "\n")
+            _write_whole(there, json.dumps(now, indent=1) + "\n")
+        elif not path.stat().st_size and not there.exists():
+            _write_whole(there, json.dumps(now, indent=1) + "\n")
+        else:
+            self._compare(there, json.loads(json.dumps(now)))
+            done = self._read()
         self.missing = [index for index in range(len(entries)) if index not in done]
+        self.num_texts = len(done)
 
-    def _compare(self, settings: Mapping[str, Any]) -> None:
+    def _compare(self, there: Path, now: Mapping[str, Any]) -> None:
         try:
-            old = json.loads(self._settings_path.read_text(encoding="utf-8"))
-            names = sorted(set(old) | set(settings))
+            old = json.loads(there.read_text(encoding="utf-8"))
+            differing = [name for name in sorted({*old, *now}) if old.get(name) != now.get(name)]
         except FileNotFoundError:
-            if not self.path.stat().st_size:
-                _write_whole(self._settings_path, json.dumps(settings, indent=1) + "\n")
-                return
             raise ValueError(
-                f"{self.path} must stand beside {self._settings_path.name}, which says what its "
-                f"texts depend on, got it alone; {_ADVICE}"
+                f"{self.path} must stand beside {there.name}, which says what its texts depend on, "
+                f"got it alone; {_ADVICE}"
             ) from None
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self._settings_path} is damaged; {_ADVICE}") from error
-        differing = [name for name in names if old.get(name) != settings.get(name)]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{there} is damaged; {_ADVICE}") from error
         if "sha256" in differing:
             raise ValueError(
                 f"{self.path} must hold texts of the same prompts, got those of others: the file "
@@ -187,7 +185,7 @@ class TextsFile:
             )
         if differing:
             found = "; ".join(
-                f"{name} {str(old.get(name))[:40]} there, {str(settings.get(name))[:40]} now"
+                f"{name} {str(old.get(name))[:40]} there, {str(now.get(name))[:40]} now"
                 for name in differing
             )
             raise ValueError(
@@ -196,10 +194,11 @@ class TextsFile:
 
     def _read(self) -> set[int]:
         """The indices of the texts that are there; half a line at the end is cut off."""
-        content = self.path.read_bytes()
-        whole = content.rpartition(b"\n")[0]
-        done = set[int]()
-        for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+        lines, done = self.path.read_bytes().splitlines(keepends=True), set[int]()
+        if lines and not lines[-1].endswith(b"\n"):
+            os.truncate(self.path, sum(map(len, lines[:-1])))
+            lines.pop()
+        for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
                 index, _ = found["index"], found["text"]
@@ -211,9 +210,6 @@ class TextsFile:
                     f"{line[:40]!r}; {_ADVICE}"
                 ) from error
             done.add(index)
-        kept = len(whole) + 1 if whole else 0
-        if kept < len(content):
-            os.truncate(self.path, kept)
         return done
 
     def add(self, index: int, found: Completion) -> None:
@@ -222,6 +218,7 @@ class TextsFile:
         line = json.dumps(content | rounded(dataclasses.asdict(found)), ensure_ascii=False)
         with self.path.open("ab") as file:
             file.write(f"{line}\n".encode())
+        self.num_texts += 1
 
     def sort(self) -> None:
         """Puts the lines into the order of the prompts."""
@@ -243,48 +240,28 @@ def _write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-@contextlib.contextmanager
-def _says_if_stopped(say: Callable[[], None]) -> Iterator[None]:
-    """Calls `say` where an error or an interrupt ends the block.
+def _run_until_stopped(work: Callable[[], None], say: Callable[[], None]) -> None:
+    """Runs `work`, and calls `say` where an error or an interrupt ends it.
 
-    Where SIGINT ends the process at once, as in that of the command line, a thread calls it, since
-    Python's own handler would have to wait until JAX has computed a batch.
+    In the process of the command line, where SIGINT ends all at once, `work` runs in a thread:
+    Python handles signals in the main thread, which would have to wait until JAX has computed a
+    batch.
     """
     is_at_once = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    with _thread_for_interrupts(say) if is_at_once else contextlib.nullcontext():
-        try:
-            yield
-        except BaseException:
-            say()
-            raise
-
-
-@contextlib.contextmanager
-def _thread_for_interrupts(say: Callable[[], None]) -> Iterator[None]:
-    """SIGINT calls `say` and ends the process with status 130, whatever Python is waiting for."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    done = b"\0"  # no signal has this number
-
-    def wait() -> None:
-        while (number := os.read(reader, 1)) != done:
-            if number[0] == signal.SIGINT:
-                say()
-                os._exit(130)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writer)  # gets the number of each signal that has a handler
-    signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        yield
+        if is_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            concurrent.futures.ThreadPoolExecutor(1).submit(work).result()
+        else:
+            work()
+    except BaseException as error:
+        say()
+        if is_at_once and isinstance(error, KeyboardInterrupt):
+            os._exit(130)
+        raise
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.set_wakeup_fd(before)
-        os.write(writer, done)
-        thread.join()
-        os.close(reader)
-        os.close(writer)
+        if is_at_once:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def complete_all(
@@ -300,41 +277,41 @@ def complete_all(
 
     Prompt `i` draws with `fold_in(key, i)`, so that a continued run draws what one run would.
     """
-    missing, total = texts.missing, len(texts.entries)
-    before = total - len(missing)
-    entries = [texts.entries[index] for index in missing]
-    finished = lm.complete(
-        [one.tokens for one in entries],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        key_ids=missing,
-        batch_size=batch_size,
-        is_answer=[one.is_chat for one in entries],
-    )
-    num_kept, num_broken = before, 0
+    total, before = len(texts.entries), texts.num_texts
+    entries = [texts.entries[index] for index in texts.missing]
+    broken = list[int]()
+
+    def complete() -> None:
+        finished = lm.complete(
+            [one.tokens for one in entries],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            key_ids=texts.missing,
+            batch_size=batch_size,
+            is_answer=[one.is_chat for one in entries],
+        )
+        with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
+            for place, found in finished:
+                texts.add(texts.missing[place], found)
+                broken.extend([] if found.is_finite else [place])
+                bar.update()
 
     def say_kept() -> None:
         print(
-            f"\n{texts.path}: stopped; it keeps {num_kept} of {total} texts, and the same command "
-            f"goes on with the others",
+            f"\n{texts.path}: stopped; it keeps {texts.num_texts} of {total} texts, and the same "
+            f"command goes on with the others",
             file=sys.stderr,
             flush=True,
         )
 
-    with _says_if_stopped(say_kept):
-        with progress_bar(total, "generating", unit=" prompts", initial=before) as bar:
-            for place, found in finished:
-                texts.add(missing[place], found)
-                num_kept += 1
-                num_broken += not found.is_finite
-                bar.update()
+    _run_until_stopped(complete, say_kept)
     texts.sort()
     more = f", {before} of them from before" if before else ""
     print(f"{texts.path}: {total} texts{more}", file=sys.stderr)
-    if num_broken:
-        print(
-            f"warning: logits were NaN or infinite for {num_broken} prompts, whose texts mean "
-            f'nothing ("is_finite" is false there)',
-            file=sys.stderr,
+    if broken:
+        warnings.warn(
+            f"logits were NaN or infinite for {len(broken)} prompts, whose texts mean nothing "
+            f'("is_finite" is false there)',
+            stacklevel=1,
         )
