@@ -7,12 +7,6 @@ from pathlib import Path
 import jax
 
 
-def cache_directory() -> Path:
-    """Where compiled programs are kept: in the user's folder for caches."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sketchwalk-jax" / "compiled"
-
-
 def keep_compiled_programs() -> None:
     """Keeps compiled programs on disk, so that a later process does not compile them again.
 
@@ -36,7 +30,8 @@ def keep_compiled_programs() -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.jax_compilation_cache_dir:
         return
     try:
-        directory = cache_directory()
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(base) / "sketchwalk-jax" / "compiled"
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return
@@ -47,7 +42,5 @@ def keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-@functools.cache
-def keep_by_default() -> None:
-    """Calls `keep_compiled_programs` once in a process; later changes of JAX's settings stay."""
-    keep_compiled_programs()
+keep_by_default = functools.cache(keep_compiled_programs)
+"""Keeps programs once in a process; later changes of JAX's settings stay."""

@@ -4,7 +4,6 @@ import contextlib
 import io
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,15 +20,13 @@ def is_shown() -> bool:
 
 
 @contextlib.contextmanager
-def _calling(call: Callable[[], object], *, delay: float, every: float) -> Iterator[None]:
-    """Calls `call` from another thread while the block runs: after `delay`, then every `every`."""
+def _calling(call: Callable[[], object], *, every: float) -> Iterator[None]:
+    """Calls `call` every so many seconds from another thread while the block runs."""
     is_over = threading.Event()
 
     def work() -> None:
-        pause = delay
-        while not is_over.wait(pause):
+        while not is_over.wait(every):
             call()
-            pause = every
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -46,34 +43,32 @@ def _write_line(text: str) -> None:
 
 
 @contextlib.contextmanager
+def _bar(log_format: str, **options: Any) -> Iterator[Any]:
+    """A bar of tqdm on a terminal, or a line of `log_format` now and then."""
+    from tqdm import tqdm
+
+    if is_shown() or options.get("disable"):
+        with tqdm(**options, leave=False, delay=DELAY, file=sys.stderr) as bar:
+            yield bar
+        return
+    # It counts, and writes nothing itself: steps may be minutes apart.
+    options |= {"delay": float("inf"), "mininterval": float("inf"), "bar_format": log_format}
+    with tqdm(**options, leave=False, file=io.StringIO()) as bar:
+        with _calling(lambda: _write_line(str(bar)), every=LINE_EVERY):
+            yield bar
+
+
+@contextlib.contextmanager
 def elapsed(description: str) -> Iterator[None]:
     """Shows the seconds that the block has taken; on a terminal the line is cleared at its end.
 
     For work without steps: one long call, such as a prefill with its compilation.
     """
-    from tqdm import tqdm
-
-    start = time.time()
-    if not is_shown():
-
-        def say() -> None:
-            _write_line(f"{description}: {tqdm.format_interval(time.time() - start)}")
-
-        with _calling(say, delay=LINE_EVERY, every=LINE_EVERY):
-            yield
-        return
-    with contextlib.ExitStack() as stack:
-        bars: list[Any] = []
-
-        def show() -> None:
-            if not bars:
-                form = "{desc}: {elapsed}"
-                made = tqdm(desc=description, bar_format=form, leave=False, file=sys.stderr)
-                made.start_t = start
-                bars.append(stack.enter_context(made))
-            bars[0].refresh()
-
-        with _calling(show, delay=DELAY, every=0.25):
+    form = "{desc}: {elapsed}"
+    with _bar(form, desc=description, bar_format=form, miniters=0) as bar:
+        # A step of nothing writes the line again, once it is there.
+        refreshing = _calling(lambda: bar.update(0), every=0.25)
+        with refreshing if is_shown() else contextlib.nullcontext():
             yield
 
 
@@ -101,23 +96,13 @@ def progress_bar(
       is_wanted: Whether to show anything.
       unit_scale: Whether to count in thousands and millions, as bytes.
     """
-    from tqdm import tqdm
-
-    common: dict[str, Any] = {
-        "total": total,
-        "desc": description,
-        "unit": unit,
-        "initial": initial,
-        "unit_scale": unit_scale,
-        "leave": False,
-    }
-    if not is_wanted or is_shown():
-        with tqdm(**common, delay=DELAY, disable=not is_wanted, file=sys.stderr) as bar:
-            yield bar
-        return
-    # It counts, and writes nothing itself: steps may be minutes apart.
-    never = float("inf")
-    form = "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}, {remaining} left{postfix}"
-    with tqdm(**common, delay=never, mininterval=never, bar_format=form, file=io.StringIO()) as bar:
-        with _calling(lambda: _write_line(str(bar)), delay=LINE_EVERY, every=LINE_EVERY):
-            yield bar
+    with _bar(
+        "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}, {remaining} left{postfix}",
+        total=total,
+        desc=description,
+        unit=unit,
+        initial=initial,
+        unit_scale=unit_scale,
+        disable=not is_wanted,
+    ) as bar:
+        yield bar
