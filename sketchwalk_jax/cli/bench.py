@@ -3,10 +3,9 @@
 import dataclasses
 import gc
 import itertools
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.info import describe_attention
 from sketchwalk_jax.cli.options import METHOD, OUTPUT, field
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
 from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
 from sketchwalk_jax.evaluation.results import ResultsFile
 from sketchwalk_jax.evaluation.rows import Row, group_key
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.evaluation.tables import counted, markdown_table, pool, rows_with, values_of
+from sketchwalk_jax.evaluation.tables import counted, markdown_table, pool
 from sketchwalk_jax.generation import stream
 from sketchwalk_jax.layer import sketchwalk_attention
 from sketchwalk_jax.memory import OutOfDeviceMemory
@@ -107,7 +105,6 @@ class Bench(options.Command):
             **more,
         )
         file = ResultsFile(self.out, meta, overwrite=self.overwrite, other_code=True)
-        keep_compiled_programs()
         start = time.monotonic()
         params, model_config = options.load_model(directory, dtype, weights=self.weights)
         rule = Rule("sketchwalk", self.preset, self.density).with_plan(model_config.plan)
@@ -265,6 +262,9 @@ def _in_turns(run: Callable[[bool], dict[str, float]]) -> dict[tuple[str, bool],
 
 # Tables
 
+Pairs = dict[str, dict[int, tuple[float, ...]]]
+"""Median seconds of dense attention and of the sparse policy, by part and by tokens."""
+
 
 def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
     """What a file of this command says, in markdown: the device, times, where it pays, answers.
@@ -276,47 +276,47 @@ def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
     Returns:
       Paragraphs and tables.
     """
+    pairs: Pairs = {}
     timed = [row for row in rows if row["task"] in PARTS]
-    runs, device = meta["attention"], meta["device"]
-    if device == "cpu":
-        device = f"{meta['cpu']}, {meta['cores']} cores"
+    for row in sorted(timed, key=lambda row: row["policy"] != "dense"):
+        own = pairs.setdefault(row["task"], {})
+        own[row["tokens"]] = (*own.get(row["tokens"], ()), row["seconds"]["median"])
+    runs, device, versions = meta["attention"], meta["device"], meta["versions"]
+    machine = f"{meta['cpu']}, {meta['cores']} cores"
     parts = [
-        f"**{device}**: {meta['model']['name']} in {meta['dtype']}, one sequence; "
-        f"attention over lists runs on {runs['prefill']} in prompts and on {runs['decode']} for "
-        f"tokens",
-        _times(timed),
-        *(_where_it_pays(timed, part) for part in ("first_token", "token")),
+        f"**{machine if device == 'cpu' else device}**: {meta['model']['name']} in "
+        f"{meta['dtype']}, one sequence; attention over lists runs on {runs['prefill']} in prompts "
+        f"and on {runs['decode']} for tokens"
+    ]
+    if timed:
+        parts += [
+            _times(pairs),
+            f"Medians of dense attention → {_name(timed[-1])}, and how many times faster that is.",
+            f"To read a prompt, {_where_it_pays(pairs['first_token'])}.",
+            f"To write a token, {_where_it_pays(pairs['token'])}.",
+        ]
+    parts += [
         _answers(rows),
-        f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB; Python "
-        f"{meta['versions']['python']}, JAX {meta['versions']['jax']}, sketchwalk-jax "
-        f"{meta['versions']['sketchwalk-jax']}; {meta['date']}; `{meta['command']}`",
+        f"{machine}, {meta['memory_gib']} GiB; Python {versions['python']}, JAX "
+        f"{versions['jax']}, sketchwalk-jax {versions['sketchwalk-jax']}; {meta['date']}; "
+        f"`{meta['command']}`",
     ]
     return "\n\n".join(filter(None, parts))
 
 
-_TITLES = ("Tokens", "One layer's attention", "First token", "Each token after it")
-
-
-def _times(rows: Sequence[Row]) -> str:
-    sparse = next((_name(row) for row in rows if row["policy"] != "dense"), None)
-    body = []
-    for length in values_of(rows, "tokens"):
-        pairs = [_pair(rows, part, length) for part in PARTS]
-        cells = [
-            f"{_duration(dense)} → {_duration(own)}, **{dense / own:.2f}×**" for dense, own in pairs
+def _times(pairs: Pairs) -> str:
+    titles = ("Tokens", "One layer's attention", "First token", "Each token after it")
+    body = [
+        [
+            f"{length:,}",
+            *(
+                f"{_duration(dense)} → {_duration(own)}, **{dense / own:.2f}×**"
+                for dense, own in (pairs[part][length] for part in PARTS)
+            ),
         ]
-        body.append([f"{length:,}", *cells])
-    if not body:
-        return ""
-    note = f"Medians of dense attention → {sparse}, and how many times faster that is."
-    return f"{markdown_table(_TITLES, body)}\n\n{note}"
-
-
-def _pair(rows: Sequence[Row], part: str, length: int) -> tuple[float, float]:
-    """Median seconds of dense attention and of the sparse one."""
-    own = rows_with(rows, task=part, tokens=length)
-    dense, sparse = sorted(own, key=lambda row: row["policy"] != "dense")
-    return dense["seconds"]["median"], sparse["seconds"]["median"]
+        for length in sorted(pairs["token"])
+    ]
+    return markdown_table(titles, body)
 
 
 def _name(row: Row) -> str:
@@ -327,22 +327,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _where_it_pays(rows: Sequence[Row], part: str) -> str:
+def _where_it_pays(pairs: Mapping[int, tuple[float, ...]]) -> str:
     """From which length on the sparse policy is not slower at any length."""
-    what = {"first_token": "To read a prompt", "token": "To write a token"}[part]
-    lengths = values_of(rows, "tokens")
-    if not lengths:
-        return ""
-    pays = math.inf
-    for length in reversed(lengths):
-        dense, own = _pair(rows, part, length)
-        if own > dense:
-            break
-        pays = length
-    if pays is math.inf:
-        return f"{what}, dense attention is faster at {lengths[-1]:,} tokens, the longest here."
-    before = "" if pays == lengths[0] else "; below, dense attention is faster"
-    return f"{what}, sparse attention is no slower from {pays:,} tokens on{before}."
+    slower = [length for length, (dense, own) in pairs.items() if own > dense]
+    pays = [length for length in pairs if length > max(slower, default=0)]
+    if not pays:
+        return f"dense attention is faster at {max(pairs):,} tokens, the longest here"
+    before = "; below, dense attention is faster" if slower else ""
+    return f"sparse attention is no slower from {min(pays):,} tokens on{before}"
 
 
 def _answers(rows: Sequence[Row]) -> str:

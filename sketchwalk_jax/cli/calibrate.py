@@ -9,7 +9,6 @@ from pathlib import Path
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.options import field
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.evaluation.provenance import describe_machine
 from sketchwalk_jax.models.config import ModelConfig
@@ -83,7 +82,6 @@ class Calibrate(options.Command):
         for one in drawn:
             prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
         own = fingerprint(directory)
-        keep_compiled_programs()
         # A plan that is there already may be of another checkpoint: it is to be replaced.
         params, model_config = options.load_model(
             directory, dtype, weights=self.weights, use_plan=False, sharding=placement

@@ -42,7 +42,6 @@ class Chat(options.GenerationCommand):
         _, config, dtype, sampling = self.prepare(directory)
         tokenizer = prompt.open_tokenizer(directory)
         prompt.check_chat_template(tokenizer)
-        options.choose_compile_cache(self.no_compile_cache)
         lm = self.open_model(directory, dtype, config, tokenizer, num_tokens=LEAST_CONVERSATION)
         if self.policy == options.AUTO:
             assert isinstance(lm.policy, Policy)

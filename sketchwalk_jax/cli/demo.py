@@ -29,7 +29,6 @@ from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
 from sketchwalk_jax.cli.options import METHOD, TEXT, field
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.generation import Stream, StreamChunk, stream
 from sketchwalk_jax.language_model import LanguageModel
@@ -140,7 +139,6 @@ class Demo(options.Command):
                 tokenizer, num_tokens=num_tokens - ROOM, num_facts=self.facts, seed=self.seed
             )
         prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
-        keep_compiled_programs()
         params, model_config = options.load_model(
             directory, dtype, weights=self.weights, sharding=placement
         )

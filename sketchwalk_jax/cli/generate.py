@@ -121,7 +121,6 @@ class Generate(options.GenerationCommand):
             )
             config, phase = choice.policy, choice.phase
             print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
-        options.choose_compile_cache(self.no_compile_cache)
         running: dict[str, Any] = {
             "phase": phase,
             "chunk_size": self.chunk_size,

@@ -224,6 +224,8 @@ class GenerationCommand(PolicyCommand):
         self, directory: Path, *, chunk_size: int | None = None
     ) -> tuple[ModelConfig, Policy, str, Sampling]:
         """As the function `prepare`, of these options."""
+        if self.no_compile_cache:
+            jax.config.update("jax_enable_compilation_cache", False)
         names = ("policy", "preset", "density", "fields", "phase", "dtype", "generation_config")
         given = {name: getattr(self, name) for name in (*names, *_DRAWING, "repetition_penalty")}
         return prepare(directory, chunk_size=chunk_size, **given)
@@ -249,14 +251,6 @@ class GenerationCommand(PolicyCommand):
             ),
             phase=self.phase,
         )
-
-
-def choose_compile_cache(is_off: bool) -> None:
-    """Keeps compiled programs on disk, or neither reads nor writes any (`--no-compile-cache`)."""
-    if is_off:
-        jax.config.update("jax_enable_compilation_cache", False)
-    else:
-        keep_compiled_programs()
 
 
 def make_policy(
@@ -434,7 +428,11 @@ def load_model(
     use_plan: bool = True,
     sharding: Placement | None = None,
 ) -> tuple[Params, ModelConfig]:
-    """The weights, on the device or as they lie on a mesh, with a sign of life."""
+    """The weights, on the device or as they lie on a mesh, with a sign of life.
+
+    From here on, compiled programs are kept for later runs.
+    """
+    keep_compiled_programs()
     # Orbax reads everything in one call, without steps for a bar.
     is_one_call = (directory / SAVED_CONFIG_FILE).exists()
     with elapsed("loading") if is_one_call else contextlib.nullcontext():
@@ -519,14 +517,13 @@ def prepare(
       UsageError: If an option is out of range, or two contradict each other.
     """
     config = make_policy(policy, preset, density, fields)
-    make_sampling(drawing, {})
     model_config = ModelConfig.from_pretrained(directory)
     config = take_plan(config, fields, find_plan(directory))
     with usage_errors():
         Settings(model_config=model_config, policy=config, chunk_size=chunk_size, phase=phase)
-    chosen = choose_dtype(dtype, model_config)
     defaults = checkpoint_settings(directory) if generation_config else {}
-    return model_config, config, chosen, make_sampling(drawing, defaults)
+    sampling = make_sampling(drawing, defaults)
+    return model_config, config, choose_dtype(dtype, model_config), sampling
 
 
 def set_density(
