@@ -164,6 +164,24 @@ def program_environment() -> dict[str, str]:
 
 
 @pytest.fixture
+def sketchwalk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Runs the command line in this process, and returns what it printed.
+
+    Another exit status than `status` fails the test with standard error.
+    """
+    from sketchwalk_jax.cli import main
+
+    def run(*arguments: object, status: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        found = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert found == status, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
 def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[..., str]:
     """Runs a program in a fresh interpreter, in an empty folder, and returns what it printed.
 

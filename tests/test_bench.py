@@ -8,7 +8,6 @@ import checkpoints
 import pytest
 from quality_rows import DENSE, make_rows
 
-from sketchwalk_jax import cli
 from sketchwalk_jax.cli import bench
 from sketchwalk_jax.memory import OutOfDeviceMemory
 
@@ -34,15 +33,13 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(model, tmp_path, capsys):
+def run(model, tmp_path, sketchwalk):
     out = tmp_path / "bench.json"
+    command = ("bench", "--model", model, "--out", out, "--prompts", 0)
 
     def call(*options: str, status: int = 0) -> tuple[dict, str, str]:
-        command = ["bench", "--model", str(model), "--out", str(out), "--prompts", "0"]
-        assert cli.main([*command, *options]) == status
-        printed = capsys.readouterr()
-        found = json.loads(out.read_text()) if out.exists() else {}
-        return found, printed.out, printed.err
+        printed = sketchwalk(*command, *options, status=status)
+        return json.loads(out.read_text()) if out.exists() else {}, *printed
 
     return call
 

@@ -49,27 +49,14 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    """Runs the command line in this process; returns what it printed, and fails if it fails."""
-
-    def run(*arguments: object) -> tuple[str, str]:
-        status = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out, err
-
-    return run
-
-
-@pytest.fixture
-def generate(run, model: Path, prompt_file: Path):
+def generate(sketchwalk, model: Path, prompt_file: Path):
     """Runs `sketchwalk generate --json` on the prompt file and returns the object."""
 
     def generate(*arguments: object, model: Path = model, new_tokens: int = 16) -> dict:
         command = ["generate", "--model", model, "--max-new-tokens", new_tokens, "--json"]
         if "--prompt" not in arguments:
             command += ["--prompt-file", prompt_file]
-        return json.loads(run(*command, *arguments)[0])
+        return json.loads(sketchwalk(*command, *arguments)[0])
 
     return generate
 
@@ -88,8 +75,8 @@ def text_of(tokens: np.ndarray) -> str:
     return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
-def test_text_is_that_of_the_library(run, model: Path, prompt_file: Path):
-    out, err = run(
+def test_text_is_that_of_the_library(sketchwalk, model: Path, prompt_file: Path):
+    out, err = sketchwalk(
         "generate", "--model", model, "--prompt-file", prompt_file, "--max-new-tokens", 16
     )
     assert out == text_of(expected_tokens(model, 16)) + "\n"
@@ -110,12 +97,14 @@ def test_json_is_one_object_with_the_measurements(generate):
 
 
 @pytest.mark.parametrize("source", ["--prompt", "--prompt-file", "standard input"])
-def test_every_source_gives_the_prompt_byte_for_byte(source, run, model, prompt_file, monkeypatch):
+def test_every_source_gives_the_prompt_byte_for_byte(
+    source, sketchwalk, model, prompt_file, monkeypatch
+):
     given = {"--prompt": ["--prompt", PROMPT], "--prompt-file": ["--prompt-file", prompt_file]}
     piped = io.TextIOWrapper(io.BytesIO(PROMPT.encode()))
     monkeypatch.setattr(sys, "stdin", piped)
     command = ["generate", "--model", model, "--max-new-tokens", 16, "--json"]
-    result = json.loads(run(*command, *given.get(source, []))[0])
+    result = json.loads(sketchwalk(*command, *given.get(source, []))[0])
     assert result["prompt_tokens"] == NUM_BYTES
     assert result["text"] == text_of(expected_tokens(model, 16))
 
@@ -304,21 +293,21 @@ def test_generation_config_counts_when_asked_for(do_sample, arguments, expected,
     assert (found.temperature, found.top_k, found.repetition_penalty) == expected
 
 
-def test_saved_checkpoints_are_read(tmp_path: Path, model: Path, generate, run):
+def test_saved_checkpoints_are_read(tmp_path: Path, model: Path, generate, sketchwalk):
     params, model_config = load(model)
     save(tmp_path / "saved", params, model_config)
     checkpoints.write_byte_tokenizer(tmp_path / "saved")
     assert generate(model=tmp_path / "saved")["text"] == generate()["text"]
-    stored = json.loads(run("info", "--model", tmp_path / "saved", "--json")[0])["model"]
+    stored = json.loads(sketchwalk("info", "--model", tmp_path / "saved", "--json")[0])["model"]
     assert stored["stored_dtypes"] == ["float32"] and stored["stored_bytes"] > 0
 
 
-def test_info_sizes_cache_and_parameters_from_headers(model: Path, run, monkeypatch):
+def test_info_sizes_cache_and_parameters_from_headers(model: Path, sketchwalk, monkeypatch):
     monkeypatch.setattr(TensorFiles, "read", None)
     tensors = checkpoints.random_tensors(checkpoints.tiny_config(num_hidden_layers=NUM_LAYERS))
     size = sum(tensor.size for tensor in tensors.values())
     command = ("info", "--model", model, "--context", 130)
-    found = json.loads(run(*command, "--dtype", "bfloat16", "--json")[0])
+    found = json.loads(sketchwalk(*command, "--dtype", "bfloat16", "--json")[0])
     assert found["model"]["parameters"] == size
     assert found["model"]["loaded_bytes"] == 2 * size
     assert found["model"]["stored_dtypes"] == ["float32"]
@@ -329,23 +318,23 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, run, monkeypa
     per_head = 3 * 64 * 4 // 2 + 3 * 4 * (2 + 1) + 64 * 4 * 2
     assert found["cache"]["statistics_bytes"] == 4 * 2 * per_head
     assert found["environment"]["implementation"] == "xla"
-    text = run(*command)[0]
+    text = sketchwalk(*command)[0]
     assert f"{size:,}" in text and "130 tokens" in text and "512 tokens" in text
 
 
-def test_info_describes_the_machine(model: Path, run):
-    found = json.loads(run("info", "--model", model, "--json")[0])["environment"]
+def test_info_describes_the_machine(model: Path, sketchwalk):
+    found = json.loads(sketchwalk("info", "--model", model, "--json")[0])["environment"]
     assert found["devices"] == ["cpu"]
-    assert f"JAX {jax.__version__}" in run("info", "--model", model)[0]
+    assert f"JAX {jax.__version__}" in sketchwalk("info", "--model", model)[0]
 
 
-def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, run, monkeypatch):
+def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, sketchwalk, monkeypatch):
     command = ("info", "--model", model, "--dtype", "bfloat16")
     monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
     found = {}
     for capability in ("", "8.6", "9.0"):
         monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
-        here = json.loads(run(*command, "--json")[0])["environment"]
+        here = json.loads(sketchwalk(*command, "--json")[0])["environment"]
         names = ("prompts", "tokens", "selection", "token_selection")
         parts = [here[name] for name in names]
         found[capability] = [one["implementation"] for one in parts]
@@ -358,45 +347,47 @@ def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, run, 
         "9.0": ["mosaic_gpu", "xla", "mosaic_gpu", "mosaic_gpu"],
     }
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: "8.6")
-    lines = [line.split(maxsplit=1) for line in run(*command)[0].splitlines()[2:6]]
+    lines = [line.split(maxsplit=1) for line in sketchwalk(*command)[0].splitlines()[2:6]]
     assert [name for name, _ in lines] == ["prompts", "selection", "tokens", "selection"]
     assert lines[0][1] == lines[1][1] == lines[3][1] == "mosaic_gpu"
     assert lines[2][1].startswith("xla: it takes a head_dim of 64 or 128 in decode")
-    other = run(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[2:6]
+    other = sketchwalk(*command, "--policy", "quest", "--set", "token_budget=64")[0].splitlines()[
+        2:6
+    ]
     assert [line.split()[1].rstrip(":") for line in other] == ["cudnn", "xla", "xla", "xla"]
-    paper = run(*command, "--preset", "paper")[0].splitlines()[5]
+    paper = sketchwalk(*command, "--preset", "paper")[0].splitlines()[5]
     assert "xla: it needs an NVIDIA GPU of compute capability 9.0" in paper
 
 
-def test_without_a_model_the_bundled_one_is_taken(model: Path, run, generate, monkeypatch):
+def test_without_a_model_the_bundled_one_is_taken(model: Path, sketchwalk, generate, monkeypatch):
     monkeypatch.setattr(options, "bundled_model", lambda: model)
-    assert json.loads(run("info", "--json")[0])["model"]["directory"] == str(model)
-    out = run("generate", "--prompt", PROMPT, "--max-new-tokens", 16, "--json")[0]
+    assert json.loads(sketchwalk("info", "--json")[0])["model"]["directory"] == str(model)
+    out = sketchwalk("generate", "--prompt", PROMPT, "--max-new-tokens", 16, "--json")[0]
     assert json.loads(out)["text"] == generate()["text"]
 
 
 @pytest.mark.parametrize("command", [[], ["chat"], ["demo"], ["eval"], ["generate"], ["info"]])
-def test_help_names_the_options_and_shows_flags_as_flags(command, run):
-    text = run(*command, "--help")[0]
+def test_help_names_the_options_and_shows_flags_as_flags(command, sketchwalk):
+    text = sketchwalk(*command, "--help")[0]
     assert "--help" in text and "bool" not in text.lower()
 
 
-def test_chat_answers_every_line_of_a_pipe(model: Path, run, monkeypatch):
+def test_chat_answers_every_line_of_a_pipe(model: Path, sketchwalk, monkeypatch):
     """As the text level does; what is a turn is tested there."""
     piped = io.TextIOWrapper(io.BytesIO(b"Who walks?\n\nAnd then?\n"))
     monkeypatch.setattr(sys, "stdin", piped)
     few = ["--max-new-tokens", 4, "--policy", "dense"]
-    out, _ = run("chat", "--model", model, "--system", "Be brief.", *few)
+    out, _ = sketchwalk("chat", "--model", model, "--system", "Be brief.", *few)
     lm = language_model.LanguageModel.load(model, policy=Dense(), progress=False)
     talk = lm.conversation(system="Be brief.", max_new_tokens=4)
     assert out == "".join(f"{talk.send(text)}\n" for text in ("Who walks?", "And then?"))
 
 
-def test_commands_and_options_of_the_readme_exist(repository: Path, run):
+def test_commands_and_options_of_the_readme_exist(repository: Path, sketchwalk):
     readme = (repository / "README.md").read_text(encoding="utf-8")
     found = re.findall(r"sketchwalk ([a-z]+)((?: --?[a-z-]+(?: [^-`\n][^ `\n]*)?)*)", readme)
     assert {"chat", "demo", "generate", "info", "eval"} <= {command for command, _ in found}
     for command, arguments in found:
-        text = run(command, "--help")[0]
+        text = sketchwalk(command, "--help")[0]
         for option in re.findall(r"--[a-z-]+", arguments):
             assert re.search(rf"{option}\b", text), f"sketchwalk {command} {option}"

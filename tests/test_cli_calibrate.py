@@ -39,20 +39,6 @@ def planned(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a command that must end with a status; returns what it printed."""
-
-    def run(*arguments: object, status: int = 0) -> tuple[str, str]:
-        capsys.readouterr()
-        found = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert found == status, err
-        return out, err
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.unchecked
 def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
@@ -70,9 +56,9 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
 
 @pytest.mark.slow
 @pytest.mark.unchecked
-def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
+def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
-    printed, err = run("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
+    printed, err = sketchwalk("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
     measured = json.loads(out.read_text())["measured"]
     assert (measured["prompts"], len(measured["tasks"])) == (2, 2)
     header, *lines = printed.splitlines()
@@ -96,9 +82,9 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, run):
 
 @pytest.mark.slow
 @pytest.mark.unchecked
-def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path, run):
+def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
-    run("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)
+    sketchwalk("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)
     assert json.loads(out.read_text())["measured"]["weights"] == "int8"
     assert json.loads(plan_path(planned).read_text())["measured"]["weights"] is None
     found, wide = Plan.read(out), load(planned)[1].plan
@@ -107,15 +93,15 @@ def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path,
 
 
 @pytest.mark.unchecked
-def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, run):
+def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, sketchwalk):
     before = plan_path(planned).read_bytes()
-    _, err = run("calibrate", "--model", planned, *MEASURE, status=2)
+    _, err = sketchwalk("calibrate", "--model", planned, *MEASURE, status=2)
     assert "--overwrite must be given to replace the plan" in err
     assert plan_path(planned).read_bytes() == before
     other = write_model(tmp_path / "other")
     foreign = tiny.plan((0.1, 0.2), (1.0, 0.5))
     foreign.write(plan_path(other), measured={})
-    run("calibrate", "--model", other, *MEASURE, "--overwrite")
+    sketchwalk("calibrate", "--model", other, *MEASURE, "--overwrite")
     assert load(other)[1].plan == load(planned)[1].plan
 
 
@@ -134,26 +120,28 @@ def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, r
         (["--out", "."], "--out must be a file, got the folder"),
     ],
 )
-def test_usage_errors(model, run, options, message):
-    _, err = run("calibrate", "--model", model, *options, status=2)
+def test_usage_errors(model, sketchwalk, options, message):
+    _, err = sketchwalk("calibrate", "--model", model, *options, status=2)
     assert err.startswith(f"error: {message}")
     assert not plan_path(model).exists()
 
 
 @pytest.mark.unchecked
-def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(model, run, monkeypatch):
+def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
+    model, sketchwalk, monkeypatch
+):
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     monkeypatch.setattr(cli.calibrate.prompt, "open_tokenizer", None)
-    _, err = run("calibrate", "--model", model, status=2)
+    _, err = sketchwalk("calibrate", "--model", model, status=2)
     assert "Permission denied" in err and "give --out FILE" in err
 
 
 @pytest.mark.unchecked
-def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
-    found = json.loads(run("info", "--model", planned, "--json")[0])
+def test_info_says_which_plan_a_model_has(planned, model, tmp_path, sketchwalk):
+    found = json.loads(sketchwalk("info", "--model", planned, "--json")[0])
     plan = load(planned)[1].plan
     assert found["plan"]["short_hash"] == plan.short_hash
     densities = plan.share_density(0.2)
@@ -161,36 +149,36 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, run):
     queries = plan.share_representatives(8)
     assert found["plan"]["representatives"]["0.2"] == list(queries)
     assert "plan" not in found["model"]
-    text, _ = run("info", "--model", planned)
+    text, _ = sketchwalk("info", "--model", planned)
     assert f"{plan.short_hash}, of this checkpoint" in text and "  density 0.1 " in text
     assert "  queries 0.1 " in text
     assert "  loss 0.1 " in text and "nats a token" in text
-    assert f"sketchwalk calibrate --model {model}" in run("info", "--model", model)[0]
+    assert f"sketchwalk calibrate --model {model}" in sketchwalk("info", "--model", model)[0]
     other = write_model(tmp_path / "other")
     dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})
-    text, _ = run("info", "--model", other)
+    text, _ = sketchwalk("info", "--model", other)
     assert "refused:" in text and f"sketchwalk calibrate --model {other} --overwrite" in text
 
 
 @pytest.mark.slow
 @pytest.mark.unchecked
-def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, run):
+def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, sketchwalk):
     command = ["generate", "--model", planned, "--prompt", "walk " * 60, "--json"]
     command += ["--max-new-tokens", "2", "--preset", "recommended"]
     plan = load(planned)[1].plan
-    assert json.loads(run(*command)[0])["settings"]["plan"] == plan.short_hash
-    assert "plan" not in json.loads(run(*command, "--set", "plan=None")[0])["settings"]
-    _, err = run(*command, "--set", "plan=x.json", status=2)
+    assert json.loads(sketchwalk(*command)[0])["settings"]["plan"] == plan.short_hash
+    assert "plan" not in json.loads(sketchwalk(*command, "--set", "plan=None")[0])["settings"]
+    _, err = sketchwalk(*command, "--set", "plan=x.json", status=2)
     assert "--set plan must be None" in err
     other = write_model(tmp_path / "other")
     dataclasses.replace(plan, fingerprint="0" * 64).write(plan_path(other), measured={})
-    _, err = run("generate", "--model", other, "--prompt", "walk", status=1)
+    _, err = sketchwalk("generate", "--model", other, "--prompt", "walk", status=1)
     assert f"{plan_path(other)} must be the plan of this checkpoint" in err
 
 
 @pytest.mark.weekly
 @pytest.mark.unchecked
-def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, run):
+def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, sketchwalk):
     out = tmp_path / "quality.json"
     command = ["eval", "--model", planned, "--policy", "sketchwalk", "--tokens", "1024"]
     command += ["--preset", "recommended", "--preset", "paper", "--prompts", "2"]
@@ -198,17 +186,17 @@ def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, run
     command += ["--probe-prompts", "1", "--out", out]
     plan = load(planned)[1].plan
     for over in ("sparse_layers", "all_layers"):
-        run(*command, "--density-over", over, "--overwrite")
+        sketchwalk(*command, "--density-over", over, "--overwrite")
         rows = json.loads(out.read_text())["rows"]
         settings = {row["preset"]: row["settings"] for row in rows}
         assert settings["recommended"]["plan"] == plan.short_hash
         assert "plan" not in (settings.get("paper") or {})
-        run(*command, "--density-over", over)  # goes on with what is there
+        sketchwalk(*command, "--density-over", over)  # goes on with what is there
         assert json.loads(out.read_text())["rows"] == rows
     content = plan_path(planned).read_bytes()
     try:
         plan_path(planned).unlink()
-        _, err = run(*command, "--density-over", over, status=1)
+        _, err = sketchwalk(*command, "--density-over", over, status=1)
         assert f"None, got rows with {plan.short_hash}" in err
         assert json.loads(out.read_text())["rows"] == rows
     finally:

@@ -14,7 +14,7 @@ from matplotlib import colors
 from safetensors.numpy import load_file
 
 from sketchwalk_jax import Dense, SketchWalkConfig, cli, load, make_generate
-from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.demo import (
     ANSWER_TOKENS,
     ROOM,
@@ -56,18 +56,11 @@ def tokenizer(model: Path):
 
 
 @pytest.fixture
-def demo(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch):
+def demo(sketchwalk, model: Path, tmp_path: Path, monkeypatch):
     """Runs the demonstration in an empty folder; returns what it printed."""
     monkeypatch.chdir(tmp_path)
-
-    def demo(*arguments: object) -> tuple[str, str]:
-        words = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS, *arguments]
-        status = main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        return out, err
-
-    return demo
+    command = ["demo", "--model", model, "--tokens", TOKENS, "--facts", FACTS]
+    return lambda *arguments: sketchwalk(*command, *arguments)
 
 
 def hidden(tokenizer, **changes) -> Prompt:
@@ -209,9 +202,8 @@ def test_rivals_stand_beside_it_at_its_density(demo):
     assert any(line.split() == ["right", *["0", "of", "1"] * 3] for line in lines)
 
 
-def test_a_rival_is_another_policy(model, capsys):
-    assert main(["demo", "--model", str(model), "--policy", "dense"]) == 2
-    out, err = capsys.readouterr()
+def test_a_rival_is_another_policy(model, sketchwalk):
+    out, err = sketchwalk("demo", "--model", model, "--policy", "dense", status=2)
     assert out == "" and "--policy must be one of ('streaming', " in err
 
 
@@ -342,22 +334,21 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistake_is_named_before_anything_is_read(
-    arguments, message, model, tmp_path, capsys, monkeypatch
+    arguments, message, model, tmp_path, sketchwalk, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(options, "load_model", None)
-    assert main(["demo", "--model", str(model), "--facts", "2", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
+    out, err = sketchwalk("demo", "--model", model, "--facts", 2, *arguments, status=2)
     assert out == "" and message in err
 
 
 @pytest.mark.slow
 def test_short_context_is_the_default_length_and_recommended_the_preset(
-    model, tmp_path, capsys, monkeypatch
+    model, tmp_path, sketchwalk, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--model", str(model), "--facts", "1", "--no-plot", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, _ = sketchwalk("demo", "--model", model, "--facts", 1, "--no-plot", "--json")
+    found = json.loads(out)
     assert 512 - ROOM - 32 < found["tokens"] <= 512 - ROOM
     assert (found["preset"], found["nominal_density"], found["phase"]) == (
         "recommended",

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax import Dense
-from sketchwalk_jax.cli import main
 from sketchwalk_jax.cli.prompt_files import read_prompts
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models import ModelConfig
@@ -44,26 +43,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Runs the command line on a file of prompts; returns its status and standard error."""
+def run(model: Path, tmp_path: Path, sketchwalk):
+    """Runs the command line on a file of prompts; returns standard error."""
 
-    def run(prompts: Path | list[Any], *more: object) -> tuple[int, str]:
+    def run(prompts: Path | list[Any], *more: object, status: int = 0) -> str:
         if isinstance(prompts, list):
             prompts = write_lines(tmp_path / "prompts.jsonl", prompts)
         where = ["--prompts", prompts, "--out", tmp_path / "texts.jsonl"]
         words = ["generate", "--model", model, *where, "--max-new-tokens", NEW]
         words += ["--policy", "dense", *more]  # whose programs are compiled in half the time
-        status = main([str(word) for word in words])
-        out, err = capsys.readouterr()
+        out, err = sketchwalk(*words, status=status)
         assert out == ""
-        return status, err
+        return err
 
     return run
 
 
 def test_texts_are_those_of_the_prompts_in_their_order(run, model, tmp_path):
-    status, err = run([*PROMPTS, MESSAGES], "--batch", 4)
-    assert status == 0 and err.splitlines()[-1] == f"{tmp_path / 'texts.jsonl'}: 6 texts"
+    err = run([*PROMPTS, MESSAGES], "--batch", 4)
+    assert err.splitlines()[-1] == f"{tmp_path / 'texts.jsonl'}: 6 texts"
     found = read_lines(tmp_path / "texts.jsonl")
     assert [one["index"] for one in found] == list(range(6))
     assert [one["input"] for one in found] == [*PROMPTS, MESSAGES]
@@ -76,13 +74,13 @@ def test_texts_are_those_of_the_prompts_in_their_order(run, model, tmp_path):
 
 def test_what_is_there_is_kept_and_half_a_line_is_written_again(run, tmp_path):
     out = tmp_path / "texts.jsonl"
-    assert run(PROMPTS, "--top-k", 9, "--seed", 5)[0] == 0
+    run(PROMPTS, "--top-k", 9, "--seed", 5)
     whole = out.read_bytes()
     lines = whole.splitlines(keepends=True)
     marked = json.loads(lines[3]) | {"text": "from before"}
     out.write_bytes(json.dumps(marked).encode() + b"\n" + lines[0] + lines[1][:20])
-    status, err = run(PROMPTS, "--top-k", 9, "--seed", 5)
-    assert status == 0 and "5 texts, 2 of them from before" in err
+    err = run(PROMPTS, "--top-k", 9, "--seed", 5)
+    assert "5 texts, 2 of them from before" in err
     found = read_lines(out)
     assert found[3]["text"] == "from before"
     assert found[:3] + found[4:] == [json.loads(line) for line in lines[:3] + lines[4:]]
@@ -98,12 +96,12 @@ CHANGES: dict[str, tuple[Callable[[list[Any]], list[Any]], list[object], str]] =
 
 @pytest.mark.parametrize(("change", "more", "message"), CHANGES.values(), ids=CHANGES)
 def test_other_prompts_or_settings_are_refused(change, more, message, run, tmp_path):
-    assert run(PROMPTS)[0] == 0
+    run(PROMPTS)
     before = (tmp_path / "texts.jsonl").read_bytes()
-    status, err = run(change(PROMPTS), *more)
-    assert status == 1 and message in err and "--overwrite" in err
+    err = run(change(PROMPTS), *more, status=1)
+    assert message in err and "--overwrite" in err
     assert (tmp_path / "texts.jsonl").read_bytes() == before
-    assert run(change(PROMPTS), *more, "--overwrite")[0] == 0
+    run(change(PROMPTS), *more, "--overwrite")
 
 
 MISTAKES = {
@@ -123,8 +121,7 @@ MISTAKES = {
 def test_lines_that_are_no_prompts_are_named(content, message, run, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
-    status, err = run(path)
-    assert status == 1 and message in err and not (tmp_path / "texts.jsonl").exists()
+    assert message in run(path, status=1) and not (tmp_path / "texts.jsonl").exists()
 
 
 TOOLS = [{"type": "function", "function": {"name": "walk", "parameters": {"type": "object"}}}]
@@ -191,12 +188,11 @@ def test_tools_that_would_be_lost_are_refused(tmp_path, template, line, message)
     ],
 )
 def test_a_damaged_file_of_texts_is_refused(content, message, run, tmp_path):
-    assert run(PROMPTS[:1])[0] == 0
+    run(PROMPTS[:1])
     (tmp_path / "texts.jsonl").write_bytes(content)
-    status, err = run(PROMPTS[:1])
-    assert status == 1 and message in err
+    assert message in run(PROMPTS[:1], status=1)
     (tmp_path / "texts.jsonl.settings.json").unlink()
-    assert "got it alone" in run(PROMPTS[:1])[1]
+    assert "got it alone" in run(PROMPTS[:1], status=1)
 
 
 # Two texts are finished, then the process waits outside of Python's reach, as JAX does.
@@ -228,8 +224,7 @@ def test_who_interrupts_a_run_is_told_what_it_keeps(run, model, tmp_path):
     assert done.returncode == 130 and done.stdout == ""
     assert f"{texts}: stopped; it keeps 2 of 5 texts, and the same command" in done.stderr
     assert len(read_lines(texts)) == 2
-    status, err = run(PROMPTS)
-    assert status == 0 and "5 texts, 2 of them from before" in err
+    assert "5 texts, 2 of them from before" in run(PROMPTS)
 
 
 def test_an_error_in_the_middle_says_what_is_kept(run, tmp_path, monkeypatch):
@@ -241,6 +236,6 @@ def test_an_error_in_the_middle_says_what_is_kept(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(LanguageModel, "complete", failing)
     for kept in (1, 2):  # texts of the run before count
-        status, err = run(PROMPTS, "--batch", 1)
-        assert status == 1 and f"it keeps {kept} of 5 texts" in err
+        err = run(PROMPTS, "--batch", 1, status=1)
+        assert f"it keeps {kept} of 5 texts" in err
         assert "error: there is no more" in err
