@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Results go to standard output; progress, statistics and errors to standard error.
 
     Args:
-      arguments: What follows the program's name; those of this process by default.
+      arguments: The words after the program's name. Default: those of this process.
 
     Returns:
       The exit status: 0, or 1 for an error, 2 for a mistake on the command line. An interrupt ends
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0
     """
     if arguments is None:
-        # JAX computes outside of Python, where a KeyboardInterrupt would have to wait.
+        # A KeyboardInterrupt would wait until JAX, outside of Python, has finished.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # for terminals that lack characters

@@ -267,7 +267,7 @@ Pairs = dict[str, dict[int, tuple[float, ...]]]
 
 
 def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
-    """What a file of this command says, in markdown: the device, times, where it pays, answers.
+    """Describes a file of results in markdown: the device, times, break-even lengths, answers.
 
     Args:
       meta: Its `meta`.
@@ -328,7 +328,7 @@ def _duration(seconds: float) -> str:
 
 
 def _where_it_pays(pairs: Mapping[int, tuple[float, ...]]) -> str:
-    """From which length on the sparse policy is not slower at any length."""
+    """Names the length from which on the sparse policy is slower at no length."""
     slower = [length for length, (dense, own) in pairs.items() if own > dense]
     pays = [length for length in pairs if length > max(slower, default=0)]
     if not pays:

@@ -22,7 +22,7 @@ from sketchwalk_jax.text import read_text
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)
-# Densities that the table shows what the plan makes of.
+# The table shows what the plan gives each layer at these densities.
 _SHOWN = (0.1, 0.2)
 
 
@@ -133,11 +133,10 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
 
 
 def _table(plan: Plan) -> str:
-    """What each layer loses in nats at the densities tried, and what it is given.
+    """A line for each layer: its loss in nats at the densities tried, and its share of the plan.
 
-    Of every density shown its own, and how many representative queries a row has.
-    Layers whose prompts were read together were tried at the same densities; where one was not, its
-    cell names its own.
+    The share is its own density and the number of representative queries of a row, for each density
+    in `_SHOWN`. Most layers are tried at the same densities; a cell names another one.
     """
     tried = plan.densities[0]
     header = ["layer", *(f"loss at {one:.3f}" for one in tried)]

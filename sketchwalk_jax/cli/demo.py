@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 import re
 import sys
 import time
@@ -43,7 +42,6 @@ from sketchwalk_jax.tokenizer import decode, encode
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What is shown unless something else is asked for.
 TOKENS, FACTS = 8192, 4
 RIVALS = tuple(name for name in POLICIES if name not in ("dense", "sketchwalk"))
 _PICTURES = (".png", ".pdf", ".svg")
@@ -220,9 +218,9 @@ class Demo(options.Command):
 
 
 def _make_rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
-    """The policies beside Sketch-and-Walk; those with a knob as published, at first.
+    """The other policies; `set_density` calibrates those without a density of their own.
 
-    No layer of theirs is dense unless they say so themselves: the density is that of all layers.
+    All of their layers are sparse: their density is the mean over all layers.
     """
     found = {}
     for name in names:
@@ -309,7 +307,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
     following, text = itertools.islice(itertools.cycle(paragraphs), first, None), ""
     while len(text) < 8 * room:  # more than any tokenizer packs into a token of English
         text += next(following) + " "
-    # Whole words only.
+    # End at a whole word.
     cut = decode(tokenizer, encode(tokenizer, text, add_special_tokens=False)[:room])
     text = cut.rpartition(" ")[0]
     words = [word for word in words if word not in text.lower()][:num_facts]
@@ -325,7 +323,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
-    """The result of a call, complete; the seconds it took, and apart those of its compilation."""
+    """Returns the result of a call, its seconds without compilation, and those of compilation."""
     spans: list[tuple[float, float]] = []
 
     def listen(event: str, start_time: float, end_time: float, **_: Any) -> None:
@@ -347,7 +345,7 @@ def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
 
 
 class Reading(NamedTuple):
-    """What one policy made of the text and of the questions.
+    """Answers and measurements of one policy.
 
     Attributes:
       results: Answers and measurements, as `--json` prints them; times leave compilation out.
@@ -387,7 +385,7 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
     answers, asked, num_written = list[dict[str, Any]](), list[np.ndarray](), 0
     written_s = pairs = causal = 0.0
     for fact in text.facts:
-        # The text's own cache stays for the next question.
+        # A call consumes its cache: each question gets a copy.
         question = encode(lm.tokenizer, code_question(fact.word), add_special_tokens=False)
         chunks = start(question, ROOM, cache=_copy(cache))
         read, _, compiling_s = timed(chunks.__next__)
@@ -430,7 +428,7 @@ def _copy(cache: Cache) -> Cache:
 
 
 def _table(text: Prompt, columns: Mapping[str, Reading], *, about: str) -> str:
-    """What all did, side by side."""
+    """Sets times, densities and answers of all policies side by side."""
     found = [reading.results for reading in columns.values()]
     rows = [
         ["", *columns],
@@ -450,24 +448,24 @@ def _table(text: Prompt, columns: Mapping[str, Reading], *, about: str) -> str:
 
 
 def _time_of(found: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
-    """How long reading took, and how that compares."""
+    """Shows the seconds of reading, and their ratio to those of dense attention."""
     ratio = dense["read_s"] / found["read_s"]
     word = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
     return f"{found['read_s']:.2f} s" + ("" if found is dense else f"  {word}")
 
 
 def _verdict(answer: Mapping[str, Any]) -> str:
-    """As much of an answer as a column has room for, and whether it is right."""
+    """Shows an answer in the width of a column, and whether it is right."""
     text = answer["text"] if len(answer["text"]) <= 16 else answer["text"][:15] + "…"
     return f"{text or '(nothing)'}  {'right' if answer['is_right'] else 'WRONG'}"
 
 
 def _summary(dense: Reading, sparse: Reading, *, who: str) -> str:
-    """What came out, in a sentence."""
+    """Counts the facts that both found, in a sentence."""
     was, now = ([one["is_right"] for one in own.results["answers"]] for own in (dense, sparse))
     if not any(was):
         return "Dense attention found none of the facts with this model."
-    kept = sum(map(operator.and_, was, now))
+    kept = sum(both == (True, True) for both in zip(was, now, strict=True))
     return f"{who} found {kept} of the {sum(was)} facts that dense attention found."
 
 
@@ -476,11 +474,9 @@ def draw_picture(
 ) -> "Figure":
     """Draws a block map for every sparse layer, and below them what each question attended to.
 
-    Orange marks stand below the blocks in which the facts are, and a dark line beside the rows that
-    attended to everything before them.
-
-    The answers of `dense` stand beside those of `sparse`, which selected the blocks in `layers`, as
-    the model counts them.
+    Orange marks show the blocks with facts. A dark line marks rows that attended to everything
+    before them. Titles give the answers of `dense` and `sparse`. `layers` are the model's numbers
+    of the sparse layers.
     """
     from matplotlib.figure import Figure
 
@@ -509,7 +505,7 @@ def draw_picture(
         _mark(strip, shares, [place])
         strip.set_aspect("auto")
         strip.yaxis.set_major_formatter(
-            # Nothing between two rows.
+            # Ticks between two rows get no label.
             lambda row, _: str(layers[int(row)]) if row in range(len(layers)) else ""
         )
         said = f"dense {_answered(was)}; sparse {_answered(now)}"
@@ -522,7 +518,7 @@ def draw_picture(
 
 
 def _mark(axis: Any, shares: np.ndarray, places: Sequence[int]) -> None:
-    """Marks facts below a map, and beside it the rows that attended to everything."""
+    """Marks facts below a map, and on its left the rows that attended to everything."""
     bottom, left = axis.get_ylim()[0], axis.get_xlim()[0]
     axis.plot(places, [bottom] * len(places), "^", color=plots.ORANGE, markersize=5, clip_on=False)
     is_dense = np.nanmin(shares, axis=1) == 1.0
@@ -539,7 +535,7 @@ def _answered(answer: Mapping[str, Any]) -> str:
 
 
 def _legend(parts: str | None) -> list[Any]:
-    """What colours and marks mean; `parts` where only some of a block's attended to it."""
+    """Explains colours and marks; `parts` names heads or pages, if some blocks are shared."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

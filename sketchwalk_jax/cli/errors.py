@@ -1,4 +1,4 @@
-"""What the command line says when something is wrong, and with which exit status."""
+"""Error messages and exit statuses of the command line."""
 
 import contextlib
 import re
@@ -16,8 +16,7 @@ class UsageError(Exception):
     """A mistake on the command line itself: exit status 2."""
 
 
-# `TyperException` came after the oldest Typer supported; there as here it is the common base of
-# what the parser raises.
+# The common base of the parser's errors. The oldest Typer supported has no public name for it.
 _PARSER_ERROR: Any = next(
     base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
 )
@@ -58,7 +57,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     return _FLAGGED.sub(lambda found: _flag(found[0]), str(error)), 1
 
 
-# What messages of the library say to change, by the names of its arguments.
+# Arguments of the library that its messages tell to change, and that are options here.
 _FLAGGED = re.compile(r"\b(max_new_tokens|chunk_size)\b")
 
 
@@ -70,8 +69,8 @@ def _flag(name: str) -> str:
 def usage_errors(**names: str) -> Iterator[None]:
     """Turns the library's errors about an option's value into usage errors.
 
-    A message starts with the name of the argument, `chunk_size must be ...`, which becomes that of
-    the option, `--chunk-size must be ...`.
+    A message starts with the name of the argument, `chunk_size must be ...`; the name of the option
+    replaces it, `--chunk-size must be ...`.
 
     Args:
       **names: Options, without `--`, that are called otherwise than the argument.

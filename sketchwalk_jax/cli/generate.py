@@ -128,7 +128,7 @@ class Generate(options.GenerationCommand):
         }
         key = jax.random.key(self.seed)
         call: dict[str, Any] = {"max_new_tokens": room, "sampling": sampling, "key": key}
-        # Once more after loading; whatever is wrong shows before the weights are read.
+        # Show what is wrong before the weights are read; `stream` checks again.
         given = Options(model_config, config, max_new_tokens=room, **running)
         given.check(NOT_LOADED, tokens[None], sampling=sampling, key=key, to_bucket=True)
         has_preset = self.policy in ("sketchwalk", options.AUTO)
@@ -142,7 +142,7 @@ class Generate(options.GenerationCommand):
             about["chosen"] = type(config).__name__
         texts = None
         if self.out is not None:
-            # With all that changes a text; batches and chunks do not.
+            # Everything that changes a text; batches and chunks do not.
             settings = about | {
                 "model": fingerprint(directory),
                 "settings": changed_fields(config),

@@ -96,17 +96,17 @@ def _describe_environment(model_config: ModelConfig, policy: Policy, dtype: str)
 def describe_attention(
     policy: Policy, phase: str, model_config: ModelConfig, dtype: str
 ) -> dict[str, Any]:
-    """What attends in a phase, over lists or densely as the policy does, and why no kernel."""
+    """Names the implementation of attention in a phase, and the reason if it is no kernel."""
     row, is_prompt = policy.block_size, phase == "prefill"
     heads = (model_config.num_heads, model_config.head_dim)
     query = jax.ShapeDtypeStruct((1, row if is_prompt else 1, *heads), jnp.dtype(dtype))
-    # Lists of prompts name whole blocks but in the recommended policy.
+    # In prompts, only the recommended policy lists pages; the others list whole blocks.
     has_units = isinstance(policy, RecommendedConfig) or not is_prompt
     sizes: dict[str, Any] = {"block_size": getattr(policy, "unit_size", row) if has_units else row}
     sizes["row_size"] = row if is_prompt else None
     if phase in policy.phases:
         found = choose_implementation(None, query, **sizes)
-    else:  # of a whole prompt, or of a token behind a cache of whole blocks
+    else:  # a whole prompt, or one token after a cache of whole blocks
         where: dict[str, Any] = {"num_keys": max(row, FULL_BLOCK), "has_offset": not is_prompt}
         found = choose_dense_implementation(None, query, **where)
     reason = why_not_mosaic_gpu(query, **sizes) if found == "xla" else None
@@ -114,7 +114,7 @@ def describe_attention(
 
 
 def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
-    """What selects, for prompts or for tokens, and why no kernel."""
+    """Names the implementation of selection, and the reason if it is no kernel."""
     reason = why_not_device(what)
     if not isinstance(policy, RecommendedConfig | SketchWalkConfig):
         reason = f"{type(policy).__name__} has no kernels that select"
@@ -133,7 +133,7 @@ def _describe_checkpoint(
     count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model_config)))
     tensors, files = stored_tensors(directory)
     dtypes = {FLOAT_DTYPES.get(stored, stored) for *_, stored in tensors}
-    # What `save` wrote quantised stays so.
+    # Weights that `save` wrote quantised stay quantised.
     with usage_errors():
         kept = saved_weights({name: stored for name, *_, stored in tensors}, directory, weights)
     weights = weights or kept
@@ -183,7 +183,7 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
 def _describe_cache(
     model_config: ModelConfig, config: Policy, *, max_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """What the cache of one sequence costs, in bytes, without allocating it.
+    """Sizes the cache of one sequence in bytes, without allocating it.
 
     Raises:
       ValueError: If `max_tokens` is more than the model's context.
@@ -202,9 +202,10 @@ def _describe_cache(
 
 
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
-    """From how many tokens on the policy is not slower than dense attention, measured or expected.
+    """Finds the number of tokens from which on the policy is no slower than dense attention.
 
-    Of one sequence; `tokens` is None where it was not, or was slower up to `longest`.
+    For one sequence. `tokens` is None without a measurement, or if the policy was slower up to
+    `longest` tokens.
     """
     found = Auto(config).find(phase, model_config)
     about = {"tokens": None, "longest": None, "is_expected": False, "problem": None}
@@ -297,7 +298,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 def _from_where(
     tokens: int | None, longest: int | None, is_expected: bool, problem: str | None
 ) -> str:
-    """Where a policy pays, in words."""
+    """Says from which length on a policy pays."""
     if problem is not None:
         return problem
     how = " (expected, not measured on this device)" if is_expected else ""

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what is made of them."""
+"""Options that several commands share, and the objects that they describe."""
 
 import abc
 import ast
@@ -49,7 +49,7 @@ AUTO = "auto"
 """Sketchwalk from the length on from which it was measured to pay, and dense below (`Auto`)."""
 
 _GENERATION_CONFIG = "generation_config.json"
-# Options that draw from the distribution; who gives one wants to draw.
+# Options that draw from the distribution: giving one of them turns drawing on.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -223,7 +223,7 @@ class GenerationCommand(PolicyCommand):
     def prepare(
         self, directory: Path, *, chunk_size: int | None = None
     ) -> tuple[ModelConfig, Policy, str, Sampling]:
-        """As the function `prepare`, of these options."""
+        """Calls the function `prepare` with these options."""
         if self.no_compile_cache:
             jax.config.update("jax_enable_compilation_cache", False)
         names = ("policy", "preset", "density", "fields", "phase", "dtype", "generation_config")
@@ -259,12 +259,11 @@ def make_policy(
     density: float | None,
     fields: Sequence[str] | None = None,
 ) -> Policy:
-    """The policy that the options name; one with a knob as published, whatever the density.
+    """The policy that the options name; for `auto`, the sketchwalk policy that it may choose.
 
-    Of `auto` it is what may be chosen, sketchwalk with the same options.
-
-    An option that the policy has no use for is checked, and then passed over with a warning, so
-    that one command line serves to compare policies.
+    MInference and FlexPrefill keep their published settings here; `set_density` calibrates them.
+    An option that the policy does not use is checked and then ignored with a warning, so that one
+    command line serves to compare policies.
 
     Raises:
       UsageError: If a name is unknown or a value is out of range.
@@ -299,9 +298,9 @@ def make_policy(
 
 
 def take_plan(config: Policy, fields: Sequence[str] | None, plan: Plan | None) -> Policy:
-    """The policy with the model's plan, where it is the recommended one.
+    """The policy, with the model's plan if it is the recommended one.
 
-    `--set plan=None` leaves it without.
+    `--set plan=None` leaves the plan out.
     """
     return config if "plan" in parse_fields(fields) else with_plan(config, plan)
 
@@ -330,7 +329,7 @@ def parse_fields(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def check_model(model: Path | None) -> Path:
-    """The checkpoint: the one given, or that of the bundled model; downloaded where it has to be.
+    """The path of the checkpoint, downloaded if necessary; of the bundled model by default.
 
     Raises:
       UsageError: If it does not exist, or is a GGUF file and the package `gguf` is missing.
@@ -351,7 +350,7 @@ def check_model(model: Path | None) -> Path:
 
 
 def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
-    """The dtype asked for, or the one to run in: CPUs compute bfloat16 and float16 slowly.
+    """The dtype given, or the default: float32 on CPUs, which compute narrower types slowly.
 
     Raises:
       UsageError: If it is unknown.
@@ -384,12 +383,12 @@ def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
 def make_placement(
     mesh: str | None, model_config: ModelConfig, *policies: Policy
 ) -> Placement | None:
-    """Where a model lies on the mesh of `--mesh`; `None` on one device.
+    """Places a model on the mesh of `--mesh`; returns None without a mesh.
 
     Args:
       mesh: The option.
       model_config: The model.
-      *policies: What will select there.
+      *policies: The policies that will run there.
 
     Raises:
       UsageError: If it is no mesh, or the model, a policy or this machine does not suit it.
@@ -451,7 +450,7 @@ def load_model(
 def checkpoint_settings(directory: Path) -> dict[str, Any]:
     """The sampling settings of `generation_config.json`, empty if it names none.
 
-    Where it does not say `do_sample`, tokens are not drawn: only its repetition penalty counts.
+    Without `do_sample` in it, tokens are not drawn: only its repetition penalty counts.
 
     Raises:
       FileNotFoundError: If there is no such file.
@@ -505,7 +504,7 @@ def prepare(
     generation_config: bool = False,
     **drawing: Any,
 ) -> tuple[ModelConfig, Policy, str, Sampling]:
-    """What a run of the model is made of, checked before anything of size is read.
+    """Checks the options of a run, before anything large is read.
 
     Options are as `make_policy`, `choose_dtype` and `make_sampling` take them; with
     `generation_config` the checkpoint's own settings of drawing hold where none is given.
@@ -535,10 +534,10 @@ def set_density(
     *,
     num_tokens: int,
 ) -> Policy:
-    """The policy at a density on plain English of the prompt's length, if it has a knob.
+    """The policy, calibrated to a density on plain English of the prompt's length.
 
-    What was found goes to standard error. Policies without a knob are returned as they are, and so
-    are all without a density.
+    The setting that was found goes to standard error. Only MInference and FlexPrefill are
+    calibrated; other policies are returned as they are, and all of them without a density.
     """
     if density is None or not isinstance(config, PrefillPolicy):
         return config

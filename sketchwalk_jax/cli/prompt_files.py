@@ -1,7 +1,7 @@
 """Many prompts from a JSON-lines file, and their texts in another that grows line by line.
 
-Every line is written whole, so that whoever is killed loses at most the batch in work. Beside the
-file stands another with what its texts depend on, without which it is not continued.
+Every line is written whole: a run that is killed loses at most its current batch. A second file
+holds the settings that the texts depend on; a run with other settings is not continued.
 """
 
 import concurrent.futures
@@ -157,7 +157,7 @@ class TextsFile:
         there = path.with_name(f"{path.name}.settings.json")
         done = set[int]()
         if overwrite or not path.exists():
-            path.write_bytes(b"")  # texts of other settings go before the settings are replaced
+            path.write_bytes(b"")  # first remove the texts of the old settings
             _write_whole(there, json.dumps(now, indent=1) + "\n")
         elif not path.stat().st_size and not there.exists():
             _write_whole(there, json.dumps(now, indent=1) + "\n")
@@ -234,7 +234,7 @@ def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there as a whole or not at all."""
+    """Replaces a file by a complete one, or leaves it as it is."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="")
     os.replace(partial, path)
