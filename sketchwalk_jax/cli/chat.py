@@ -42,7 +42,8 @@ class Chat(options.GenerationCommand):
         _, config, dtype, sampling = self.prepare(directory)
         tokenizer = prompt.open_tokenizer(directory)
         prompt.check_chat_template(tokenizer)
-        lm = self.open_model(directory, dtype, config, tokenizer, num_tokens=LEAST_CONVERSATION)
+        lm = self.load(directory, dtype, tokenizer, config, sharding=None, phase=self.phase)
+        lm = options.set_density(lm, self.density, num_tokens=LEAST_CONVERSATION)
         if self.policy == options.AUTO:
             assert isinstance(lm.policy, Policy)
             lm = dataclasses.replace(lm, policy=Auto(lm.policy))

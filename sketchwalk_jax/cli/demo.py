@@ -137,14 +137,14 @@ class Demo(options.Command):
                 tokenizer, num_tokens=num_tokens - ROOM, num_facts=self.facts, seed=self.seed
             )
         prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
-        params, model_config = options.load_model(
-            directory, dtype, weights=self.weights, sharding=placement
-        )
-        policies = {"dense": Dense(block_size=config.block_size), "Sketch-and-Walk": config}
+        lm = self.load(directory, dtype, tokenizer, config, sharding=placement, phase=phase)
+        models = {
+            "dense": dataclasses.replace(lm, policy=Dense(block_size=config.block_size)),
+            "Sketch-and-Walk": lm,
+        }
         for name, one in rivals.items():
-            policies[name] = options.set_density(
-                one, density, params, model_config, tokenizer, num_tokens=num_tokens
-            )
+            own = dataclasses.replace(lm, policy=one)
+            models[name] = options.set_density(own, density, num_tokens=num_tokens)
 
         def show(line: str) -> None:
             if not self.as_json:
@@ -157,16 +157,9 @@ class Demo(options.Command):
             place = f"{fact.position / length:.0%}"
             show(f"  hidden at {place}:{code_statement(fact.word, fact.number)}")
         readings = {}
-        for name, one in policies.items():
+        for name, own in models.items():
             with elapsed(f"{name} reads and answers"):
-                lm = LanguageModel(
-                    params=params,
-                    model_config=model_config,
-                    tokenizer=tokenizer,
-                    policy=one,
-                    phase=phase,
-                )
-                readings[name] = read_and_answer(lm, text, max_tokens=num_tokens)
+                readings[name] = read_and_answer(own, text, max_tokens=num_tokens)
         dense, sparse = readings["dense"], readings["Sketch-and-Walk"]
         about = self.preset if nominal is None else f"{self.preset}, density {nominal:g}"
         about += "" if phase == "both" else f", {phase} only"

@@ -15,9 +15,10 @@ from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.options import field
-from sketchwalk_jax.cli.prompt_files import TextsFile, complete_all, read_prompts, rounded
+from sketchwalk_jax.cli.prompt_files import Entry, TextsFile, complete_all, read_prompts, rounded
 from sketchwalk_jax.generation import NOT_LOADED, Options
 from sketchwalk_jax.language_model import MAX_BATCH, TextStream
+from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.padding import pad_to_bucket
 from sketchwalk_jax.policies import PRESETS, Policy, changed_fields
@@ -85,35 +86,18 @@ class Generate(options.GenerationCommand):
         directory = options.check_model(self.model)
         model_config, config, dtype, sampling = self.prepare(directory, chunk_size=self.chunk_size)
         placement = options.make_placement(self.mesh, model_config, config)
-        is_file, room = self.prompts is not None, self.max_new_tokens
-        text = "" if is_file else prompt.read_source(self.prompt_text, self.prompt_file)
+        room, phase = self.max_new_tokens, self.phase
         tokenizer = prompt.open_tokenizer(directory)
-        if self.prompts is not None:
-            with elapsed(f"reading {self.prompts}"):
-                entries = read_prompts(
-                    self.prompts,
-                    tokenizer,
-                    is_chat=self.chat,
-                    system=self.system,
-                    model_config=model_config,
-                    max_new_tokens=room,
-                )
-            tokens = max((one.tokens for one in entries), key=len)
-        else:
-            with elapsed("cutting the prompt into tokens"):
-                prompt.check_size(text, tokenizer, model_config=model_config)
-                tokens = prompt.tokenize(tokenizer, text, is_chat=self.chat, system=self.system)
-            prompt.check_tokens(tokens, max_new_tokens=room, model_config=model_config)
-
+        entries = self._read(tokenizer, model_config)
+        tokens = max((one.tokens for one in entries), key=len)
         choice: Choice | None = None
-        phase = self.phase
         if self.policy == options.AUTO:
             padded = pad_to_bucket(
                 tokens[None], multiple=config.block_size, context_length=model_config.context_length
             )
             choice = Auto(config).choose(
                 model_config,
-                batch=min(self.batch or MAX_BATCH, len(entries)) if is_file else 1,
+                batch=min(self.batch or MAX_BATCH, len(entries)),
                 tokens=padded.shape[1],
                 max_new_tokens=room,
                 phase=phase,
@@ -155,11 +139,9 @@ class Generate(options.GenerationCommand):
             texts = TextsFile(self.out, entries, settings, overwrite=self.overwrite)
 
         started = time.perf_counter()
-        lm = self.open_model(
-            directory, dtype, config, tokenizer, num_tokens=len(tokens), sharding=placement
-        )
+        lm = self.load(directory, dtype, tokenizer, config, sharding=placement, **running)
         load_s = time.perf_counter() - started
-        lm = dataclasses.replace(lm, **running)
+        lm = options.set_density(lm, self.density, num_tokens=len(tokens))
         if texts is not None:
             complete_all(lm, texts, batch_size=self.batch, **call)
             return
@@ -174,6 +156,25 @@ class Generate(options.GenerationCommand):
         shown |= {"load_s": round(load_s, 4), **about, "settings": changed_fields(lm.policy)}
         shown |= {} if choice is None else {"reasons": choice.reasons}
         print(json.dumps(shown, allow_nan=False), flush=True)
+
+    def _read(self, tokenizer: Any, model_config: ModelConfig) -> list[Entry]:
+        """All prompts, checked: those of the file, or the one."""
+        if self.prompts is not None:
+            with elapsed(f"reading {self.prompts}"):
+                return read_prompts(
+                    self.prompts,
+                    tokenizer,
+                    is_chat=self.chat,
+                    system=self.system,
+                    model_config=model_config,
+                    max_new_tokens=self.max_new_tokens,
+                )
+        text = prompt.read_source(self.prompt_text, self.prompt_file)
+        with elapsed("cutting the prompt into tokens"):
+            prompt.check_size(text, tokenizer, model_config=model_config)
+            tokens = prompt.tokenize(tokenizer, text, is_chat=self.chat, system=self.system)
+        prompt.check_tokens(tokens, max_new_tokens=self.max_new_tokens, model_config=model_config)
+        return [Entry(text, tokens, self.chat)]
 
     def _check_files(self) -> None:
         """Raises a `UsageError` for options that do not go together."""

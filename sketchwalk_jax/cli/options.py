@@ -145,6 +145,22 @@ class Command(abc.ABC):
     def run(self) -> None:
         """Checks what was given, then does the work."""
 
+    def load(
+        self,
+        directory: Path,
+        dtype: str,
+        tokenizer: Any,
+        policy: Policy,
+        *,
+        sharding: Placement | None,
+        **running: Any,
+    ) -> LanguageModel:
+        """The model with a tokenizer, a policy and more fields of `LanguageModel`."""
+        params, config = load_model(directory, dtype, weights=self.weights, sharding=sharding)
+        return LanguageModel(
+            params=params, model_config=config, tokenizer=tokenizer, policy=policy, **running
+        )
+
 
 _SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
 DENSITY = field("--density FRACTION", _SHARE, METHOD, "0.2")
@@ -229,28 +245,6 @@ class GenerationCommand(PolicyCommand):
         names = ("policy", "preset", "density", "fields", "phase", "dtype", "generation_config")
         given = {name: getattr(self, name) for name in (*names, *_DRAWING, "repetition_penalty")}
         return prepare(directory, chunk_size=chunk_size, **given)
-
-    def open_model(
-        self,
-        directory: Path,
-        dtype: str,
-        config: Policy,
-        tokenizer: Any,
-        *,
-        num_tokens: int,
-        sharding: Placement | None = None,
-    ) -> LanguageModel:
-        """The model, with the policy at the density asked for on prompts of so many tokens."""
-        params, model_config = load_model(directory, dtype, weights=self.weights, sharding=sharding)
-        return LanguageModel(
-            params=params,
-            model_config=model_config,
-            tokenizer=tokenizer,
-            policy=set_density(
-                config, self.density, params, model_config, tokenizer, num_tokens=num_tokens
-            ),
-            phase=self.phase,
-        )
 
 
 def make_policy(
@@ -525,28 +519,25 @@ def prepare(
     return model_config, config, choose_dtype(dtype, model_config), sampling
 
 
-def set_density(
-    config: Policy,
-    density: float | None,
-    params: Params,
-    model_config: ModelConfig,
-    tokenizer: Any,
-    *,
-    num_tokens: int,
-) -> Policy:
-    """The policy, calibrated to a density on plain English of the prompt's length.
+def set_density(lm: LanguageModel, density: float | None, *, num_tokens: int) -> LanguageModel:
+    """The model, its policy calibrated to a density on plain English of the prompt's length.
 
     The setting that was found goes to standard error. Only MInference and FlexPrefill are
-    calibrated; other policies are returned as they are, and all of them without a density.
+    calibrated; other policies stay as they are, and all of them without a density.
     """
-    if density is None or not isinstance(config, PrefillPolicy):
-        return config
+    if density is None or not isinstance(lm.policy, PrefillPolicy):
+        return lm
     from sketchwalk_jax import calibration
 
     with elapsed(f"calibrating to density {density:g}"):
         found = calibration.set_density(
-            config, params, model_config, tokenizer, density=density, num_tokens=num_tokens
+            lm.policy,
+            lm.params,
+            lm.model_config,
+            lm.tokenizer,
+            density=density,
+            num_tokens=num_tokens,
         )
     chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     print(f"{chosen}: measured density {found.density:.3f} on other text", file=sys.stderr)
-    return found.policy
+    return dataclasses.replace(lm, policy=found.policy)
