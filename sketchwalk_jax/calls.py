@@ -53,7 +53,6 @@ def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) 
         )
 
 
-@functools.lru_cache(maxsize=64)
 def cache_bytes(
     model_config: ModelConfig,
     policy: Policy,
@@ -62,7 +61,7 @@ def cache_bytes(
     dtype: str,
     placement: Placement | None = None,
 ) -> int:
-    """Bytes of a cache, which is not made; on a mesh, those of all devices."""
+    """Bytes of a cache on all devices, without allocating it."""
     _, _, arrays = _layout(model_config, policy, batch, max_tokens, dtype, placement)
     return sum(math.prod(shape) * own.itemsize for _, shape, own in arrays)
 
@@ -165,7 +164,7 @@ def check_cache(
 
 
 def _says(what: tuple[Any, ...]) -> str:
-    """What statistics are for, in words."""
+    """Describes the policy and the layers that statistics were made for."""
     if not what:
         return "no statistics"
     layers, name, *fields = what

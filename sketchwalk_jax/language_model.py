@@ -52,7 +52,7 @@ LEAST_CONVERSATION = 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a model wrote after one prompt.
+    """The new text of one prompt, with its measurements.
 
     Attributes:
       text: The new text.
@@ -355,7 +355,7 @@ class LanguageModel:
         ids = range(len(prompts)) if key_ids is None else key_ids
         answers = [is_answer] * len(prompts) if isinstance(is_answer, bool) else is_answer
         for rows in batches_by_length([len(one) for one in prompts], batch_size):
-            # In few sizes: what is missing to a power of two is the last prompt once more.
+            # Repeat the last prompt up to a power of two, so that few batch sizes are compiled.
             padded = [*rows, *[rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
             tokens, lengths = pad_right([prompts[row] for row in padded])
             keys = None
@@ -500,7 +500,7 @@ class LanguageModel:
         )
 
     def _made(self, max_new_tokens: int, max_tokens: int | None = None) -> Generate:
-        """What `make_generate` returns for this model."""
+        """Calls `make_generate` for this model."""
         return make_generate(
             self.model_config,
             self.policy,
@@ -660,7 +660,7 @@ class TextStream(Iterator[str]):
 
     @property
     def choice(self) -> Choice | None:
-        """What an `Auto` chose, or `None` if a policy was given."""
+        """The choice of an `Auto`, or `None` if a policy was given."""
         return self._chunks.choice
 
     @property
@@ -670,7 +670,7 @@ class TextStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """What has come so far, as a `Completion`.
+        """The text so far, as a `Completion`.
 
         Raises:
           ValueError: If the prompt has not been read yet.

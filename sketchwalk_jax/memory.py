@@ -37,7 +37,7 @@ def show_bytes(count: int) -> str:
 
 
 def free_bytes(like: Any) -> int | None:
-    """What is free on the one device that an array is on; None where that is not known.
+    """Free bytes on the device of an array; None if they are unknown or there are several devices.
 
     Args:
       like: An array, or a device.

@@ -24,7 +24,7 @@ from sketchwalk_jax.tokenizer import encode, token_ids
 from sketchwalk_jax.validation import check_number
 
 HELD_OUT = 2**32
-"""Added to the seed of an evaluation, gives that of its held-out prompts."""
+"""Added to the seed of an evaluation, gives the seed of its held-out prompts."""
 
 # Beginnings that `Haystack.fit` tries: with bytes, about one in six gives the exact length.
 _NUM_STARTS = 128
@@ -61,7 +61,7 @@ class Text:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What tells which text it is, for the `meta` of results."""
+        """Identifies the text in the `meta` of results."""
         return {"name": self.name, "sha256": self.sha256, "tail": self.tail}
 
     @functools.cached_property
@@ -257,7 +257,7 @@ class WordEncoder:
 
 
 def _opening_tokens(tokenizer: Any) -> list[int]:
-    """What a tokenizer adds before a text, such as its beginning-of-sequence token."""
+    """The tokens that a tokenizer adds before a text, such as the beginning-of-sequence token."""
     bare = encode(tokenizer, "a", add_special_tokens=False).tolist()
     full = encode(tokenizer, "a").tolist()
     places = range(len(full) - len(bare) + 1)

@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def describe(value: Any) -> str:
-    """What a wrong argument is, in less than a line: arrays are never printed."""
+    """Describes a wrong argument in less than a line; arrays are not printed."""
     if isinstance(value, type):
         return f"the class {value.__name__}; call it to make one"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -109,7 +109,7 @@ def check_dtype(name: str, dtype: DTypeLike) -> np.dtype:
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values of an array can be looked at: not traced, not abstract, on this host."""
+    """Whether this host can read the values of an array: it is neither traced nor abstract."""
     if isinstance(x, jax.core.Tracer):
         return False
     if isinstance(x, jax.Array):

@@ -413,15 +413,8 @@ def make_placement(
     return placement
 
 
-def load_model(
-    directory: Path,
-    dtype: str,
-    *,
-    weights: str | None = None,
-    use_plan: bool = True,
-    sharding: Placement | None = None,
-) -> tuple[Params, ModelConfig]:
-    """The weights, on the device or as they lie on a mesh, with a sign of life.
+def load_model(directory: Path, dtype: str, **given: Any) -> tuple[Params, ModelConfig]:
+    """Loads a model with more arguments of `load`, and shows progress.
 
     From here on, compiled programs are kept for later runs.
     """
@@ -429,16 +422,8 @@ def load_model(
     # Orbax reads everything in one call, without steps for a bar.
     is_one_call = (directory / SAVED_CONFIG_FILE).exists()
     with elapsed("loading") if is_one_call else contextlib.nullcontext():
-        return jax.block_until_ready(
-            load(
-                directory,
-                dtype=dtype,
-                weights=weights,
-                use_plan=use_plan,
-                sharding=sharding,
-                progress=not is_one_call,
-            )
-        )
+        found = load(directory, dtype=dtype, progress=not is_one_call, **given)
+        return jax.block_until_ready(found)
 
 
 def checkpoint_settings(directory: Path) -> dict[str, Any]:
