@@ -218,7 +218,10 @@ def _to_text(found: dict[str, Any]) -> str:
     """The same facts for reading."""
     here, model, cache = found["environment"], found["model"], found["cache"]
     kinds = sorted(collections.Counter(here["devices"]).items())
-    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+    runs = {
+        name: _what_runs(**here[name])
+        for name in ("prompts", "selection", "tokens", "token_selection")
+    }
     rope = model["rope"]
     scaling = "".join(
         f", {name} {value}"
@@ -226,49 +229,36 @@ def _to_text(found: dict[str, Any]) -> str:
         if name not in ("rope_type", "theta") and rope["rope_type"] != "default"
     )
     tied = ", output tied to the embedding" if model["tie_word_embeddings"] else ""
-    rows: list[tuple[str, str]] = [
-        ("sketchwalk-jax", f"{here['version']}, JAX {here['jax']}, Python {here['python']}"),
-        ("devices", f"{devices} (backend {here['backend']})"),
-        ("prompts", _what_runs(**here["prompts"])),
-        ("  selection", _what_runs(**here["selection"])),
-        ("tokens", _what_runs(**here["tokens"])),
-        ("  selection", _what_runs(**here["token_selection"])),
-        ("", ""),
-        ("checkpoint", model["directory"]),
-        ("type", f"{model['model_type']}, vocabulary {model['vocab_size']}{tied}"),
-        (
-            "layers",
-            f"{model['num_layers']} of width {model['hidden_size']}, "
-            f"mlp {model['intermediate_size']}",
-        ),
-        (
-            "heads",
-            f"{model['num_heads']} for queries, {model['num_kv_heads']} for keys and values, "
-            f"of {model['head_dim']} dimensions",
-        ),
-        ("context", f"{model['context_length']} tokens"),
-        ("rope", f"{rope['rope_type']}, theta {rope['theta']:g}{scaling}"),
-        ("end tokens", ", ".join(map(str, model["eos_token_ids"])) or "none"),
-        ("parameters", f"{model['parameters']:,}, {show_bytes(model['loaded_bytes'])} when loaded"),
-        ("weights", f"linear layers in {model['weights']}"),
-        (
-            "stored",
-            f"{show_bytes(model['stored_bytes'])}, {' and '.join(model['stored_dtypes'])}, "
-            f"{model['stored_files']} file{'s' if model['stored_files'] != 1 else ''}",
-        ),
-        ("", ""),
-        *_plan_rows(found["plan"]),
-        ("", ""),
-        (
-            "cache",
-            f"{show_bytes(cache['total_bytes'])} for one sequence of {cache['tokens']} tokens",
-        ),
-        ("  keys, values", f"{show_bytes(cache['key_value_bytes'])} in {cache['dtype']}"),
-        ("  statistics", f"{show_bytes(cache['statistics_bytes'])} of the policy"),
-        *([("", "")] if found["break_even"] else []),
-        *((f"{phase} pays", _from_where(**one)) for phase, one in found["break_even"].items()),
-    ]
-    return "\n".join(f"{name:<16}{value}".rstrip() for name, value in rows)
+    pays = [f"{f'{phase} pays':<16}{_where(**one)}" for phase, one in found["break_even"].items()]
+    text = f"""
+sketchwalk-jax  {here["version"]}, JAX {here["jax"]}, Python {here["python"]}
+devices         {", ".join(f"{n} x {kind}" for kind, n in kinds)} (backend {here["backend"]})
+prompts         {runs["prompts"]}
+  selection     {runs["selection"]}
+tokens          {runs["tokens"]}
+  selection     {runs["token_selection"]}
+
+checkpoint      {model["directory"]}
+type            {model["model_type"]}, vocabulary {model["vocab_size"]}{tied}
+layers          {model["num_layers"]} of width {model["hidden_size"]}, \
+mlp {model["intermediate_size"]}
+heads           {model["num_heads"]} for queries, {model["num_kv_heads"]} for keys and values, \
+of {model["head_dim"]} dimensions
+context         {model["context_length"]} tokens
+rope            {rope["rope_type"]}, theta {rope["theta"]:g}{scaling}
+end tokens      {", ".join(map(str, model["eos_token_ids"])) or "none"}
+parameters      {model["parameters"]:,}, {show_bytes(model["loaded_bytes"])} when loaded
+weights         linear layers in {model["weights"]}
+stored          {show_bytes(model["stored_bytes"])}, {" and ".join(model["stored_dtypes"])}, \
+{model["stored_files"]} file{"s" if model["stored_files"] != 1 else ""}
+
+{_plan_text(found["plan"])}
+
+cache           {show_bytes(cache["total_bytes"])} for one sequence of {cache["tokens"]} tokens
+  keys, values  {show_bytes(cache["key_value_bytes"])} in {cache["dtype"]}
+  statistics    {show_bytes(cache["statistics_bytes"])} of the policy
+"""
+    return "\n".join([text.strip("\n"), *([""] if pays else []), *pays])
 
 
 def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
@@ -276,28 +266,29 @@ def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
     return f"{implementation}: {why_not_mosaic_gpu}" if why_not_mosaic_gpu else implementation
 
 
-def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _plan_text(plan: dict[str, Any]) -> str:
     if plan["advice"] is not None:
-        return [("plan", f"none, layers share a density equally; {plan['advice']} measures one")]
-    if plan["problem"] is not None:
-        return [("plan", f"refused: {plan['problem']}")]
-    rows = [("plan", f"{plan['short_hash']}, of this checkpoint, for the recommended policy")]
-    for name, layers in plan["densities"].items():
-        rows.append((f"  density {name}", " ".join(f"{one:.2f}" for one in layers)))
-    for name, layers in plan["representatives"].items():
-        rows.append((f"  queries {name}", " ".join(str(one or "all") for one in layers)))
-    for name, one in plan["losses"].items():
-        loss = (
-            f"{one['planned']:.3f} nats a token, added up over layers that are sparse one at a "
-            f"time; {one['equal']:.3f} if all had the same density"
+        return (
+            f"plan            none, layers share a density equally; {plan['advice']} measures one"
         )
-        rows.append((f"  loss {name}", loss))
-    return rows
+    if plan["problem"] is not None:
+        return f"plan            refused: {plan['problem']}"
+    lines = [
+        f"plan            {plan['short_hash']}, of this checkpoint, for the recommended policy"
+    ]
+    for name, layers in plan["densities"].items():
+        lines.append(f"  density {name:<6}{' '.join(f'{one:.2f}' for one in layers)}")
+    for name, layers in plan["representatives"].items():
+        lines.append(f"  queries {name:<6}{' '.join(str(one or 'all') for one in layers)}")
+    for name, one in plan["losses"].items():
+        lines.append(
+            f"  loss {name:<9}{one['planned']:.3f} nats a token, added up over layers that are "
+            f"sparse one at a time; {one['equal']:.3f} if all had the same density"
+        )
+    return "\n".join(lines)
 
 
-def _from_where(
-    tokens: int | None, longest: int | None, is_expected: bool, problem: str | None
-) -> str:
+def _where(tokens: int | None, longest: int | None, is_expected: bool, problem: str | None) -> str:
     """Says from which length on a policy pays."""
     if problem is not None:
         return problem
