@@ -20,7 +20,6 @@ from sketchwalk_jax.inference import decode_step, forward, prefill
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, check_params, init_params, weights_of
 from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.renamed import renamed_argument
 
 
 def _variables(params: Mapping[str, Any]) -> nnx.Module:
@@ -42,7 +41,6 @@ def _values(variables: Mapping[str, Any]) -> Params:
 # The methods of both modules, which differ in how they own their parameters.
 
 
-@renamed_argument("config", "policy")
 def _logits(  # noqa: D417 (`self`)
     self: "CausalLM | LinenCausalLM",
     tokens: Int[Array | np.ndarray, "B T"],
@@ -68,7 +66,6 @@ def _logits(  # noqa: D417 (`self`)
     )
 
 
-@renamed_argument("config", "policy")
 def _prefill(
     self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
 ) -> tuple:
@@ -78,7 +75,6 @@ def _prefill(
     )
 
 
-@renamed_argument("config", "policy")
 def _decode_step(
     self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
 ) -> tuple:
@@ -88,7 +84,6 @@ def _decode_step(
     )
 
 
-@renamed_argument("config", "policy")
 def _generate(
     self: "CausalLM | LinenCausalLM", tokens: Any, *, policy: Policy | None = None, **options: Any
 ) -> Generation:

@@ -22,7 +22,6 @@ from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import Policy, check_policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.renamed import renamed_field
 from sketchwalk_jax.validation import check_choice, describe
 
 _BOTH = "both"
@@ -78,7 +77,6 @@ class BreakEven:
         return False if tokens <= self.longest or self.is_expected else None
 
 
-@renamed_field("config", "policy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """What an `Auto` chose: two arguments of `generate`, and the reasons.

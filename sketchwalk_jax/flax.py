@@ -58,7 +58,6 @@ from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.validation import check_heads, check_integer, check_not_empty, explicit_axes
 from sketchwalk_jax.walk import WalkState
 
@@ -279,7 +278,6 @@ class SelfAttention:
 # One layer, without a state.
 
 
-@renamed_argument("config", "policy")
 def make_attention_fn(
     policy: Policy | None = None,
     *,
@@ -414,7 +412,6 @@ class Walk(nnx.Variable):
     """The state of `WalkAttention`, a filter for `nnx.split(model, nnx.Param, Walk, ...)`."""
 
 
-@renamed_field("config", "policy")
 class WalkAttention(nnx.Module, pytree=False):
     """Sketch-and-Walk for the layers of an nnx model, which share this one module.
 
@@ -497,7 +494,6 @@ class WalkAttention(nnx.Module, pytree=False):
         return out
 
 
-@renamed_field("config", "policy")
 class LinenWalkAttention(nn.Module):
     """Sketch-and-Walk for the layers of a Linen model, which share this one module.
 
@@ -591,7 +587,6 @@ def _attend(
     return out, (cache, walk)
 
 
-@renamed_field("config", "policy")
 class WalkSelfAttention(nnx.Module):
     """Causal self-attention over the blocks that the walk selects, as an nnx layer.
 
@@ -709,7 +704,6 @@ class WalkSelfAttention(nnx.Module):
         return self.out(out, **options), *rest
 
 
-@renamed_field("config", "policy")
 class LinenWalkSelfAttention(nn.Module):
     """`WalkSelfAttention` as a Linen layer, with the parameters `query`, `key`, `value` and `out`.
 

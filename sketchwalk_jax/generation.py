@@ -44,7 +44,6 @@ from sketchwalk_jax.padding import left_to_right_padding, new_token_room, pad_to
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.pytree import register
-from sketchwalk_jax.renamed import renamed_argument, renamed_field
 from sketchwalk_jax.sampling import (
     Sampling,
     best_tokens,
@@ -522,7 +521,6 @@ class Call:
 # All tokens at once.
 
 
-@renamed_argument("config", "policy")
 def generate(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -620,7 +618,6 @@ def generate(
     return call.result(new, state, selection)
 
 
-@renamed_field("config", "policy")
 class Generate(Options):
     """The callable that `make_generate` returns."""
 
@@ -811,7 +808,6 @@ class Stream(Iterator[StreamChunk]):
         return StreamChunk(tokens[:, :count], new, is_done, density, selection, is_finite)
 
 
-@renamed_argument("config", "policy")
 def stream(
     params: PyTree, tokens: Int[Array | np.ndarray, "B T"], *, every: int = 8, **options: Any
 ) -> Stream:

@@ -41,7 +41,6 @@ from sketchwalk_jax.models.transformer import run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
 from sketchwalk_jax.sharding import (
     Placement,
@@ -304,7 +303,6 @@ def _read(
     return constrain_logits(logits, settings.placement), cache, selection
 
 
-@renamed_argument("config", "policy")
 def init_cache(
     model_config: ModelConfig,
     policy: Policy | None = None,
@@ -347,7 +345,6 @@ _prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argna
 _decode = jax.jit(decode_token, static_argnames=("settings",), donate_argnames="cache")
 
 
-@renamed_argument("config", "policy")
 def prefill(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -425,7 +422,6 @@ def prefill(
     return (*out[:2], first_rows(out[2], num_rows)) if return_selection else out[:2]
 
 
-@renamed_argument("config", "policy")
 def decode_step(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B"],
@@ -482,7 +478,6 @@ def decode_step(
     return out if return_selection else out[:2]
 
 
-@renamed_argument("config", "policy")
 def forward(
     params: PyTree,
     tokens: Int[Array | np.ndarray, "B T"],

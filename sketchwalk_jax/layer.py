@@ -18,7 +18,6 @@ from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer, check_lengths, check_qkv, check_scale, describe
 from sketchwalk_jax.walk import WalkState
@@ -26,7 +25,6 @@ from sketchwalk_jax.walk import WalkState
 PyTree = Any
 
 
-@renamed_argument("config", "policy")
 def init_walk(
     batch: int, num_tokens: int, *, policy: Policy | None = None, like: PyTree = None
 ) -> WalkState:
@@ -64,7 +62,6 @@ def init_walk(
     return walk
 
 
-@renamed_argument("config", "policy")
 def sketchwalk_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -22,7 +22,6 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.pytree import register
-from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import (
     check_dtype,
@@ -63,7 +62,6 @@ def _made_for(policy: Policy) -> tuple[Any, ...]:
     return (type(policy).__name__, *policy.statistics_key)
 
 
-@renamed_argument("config", "policy")
 def init_layer_cache(
     batch: int,
     max_tokens: int,
@@ -115,7 +113,6 @@ def init_layer_cache(
     )
 
 
-@renamed_argument("config", "policy")
 def sketchwalk_cached_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -75,7 +75,6 @@ from sketchwalk_jax.models.transformer import embed, gate_rows, kernel_of_rows, 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_gated_rows
 from sketchwalk_jax.policies.base import LayerShape, Policy
 from sketchwalk_jax.policies.ranks import Blocks, Heads
-from sketchwalk_jax.renamed import warn_renamed
 from sketchwalk_jax.validation import describe
 
 PyTree = Any
@@ -381,12 +380,6 @@ def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
         raise ValueError(f"mesh must be a mesh from jax.make_mesh, got {describe(mesh)}")
     check_model_config(model_config)
     return Placement(mesh, model_config)
-
-
-def plan(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
-    """Former name of `place`; warns."""
-    warn_renamed("sharding.plan is now called sharding.place")
-    return place(mesh, model_config)
 
 
 @functools.lru_cache(maxsize=64)

@@ -45,7 +45,6 @@ class Watched:
             for frame in traceback.extract_stack()[:-1]
             if frame.filename.startswith(self._root)
             and not any(part in frame.filename for part in ("/tests/", "/.venv/"))
-            and not frame.filename.endswith("renamed.py")  # former names, for a while
         ]
         raise Arrived(frames)
 

@@ -207,7 +207,7 @@ def test_command_is_installed(installed: Path, decoy: Path):
 # calls need is imported where it is used.
 LOADED = {
     "": "_version auto cache cached_layer calls compiled dispatch exchange generation inference "
-    "layer layer_cache memory padding plan precision progress pytree renamed sampling scaled "
+    "layer layer_cache memory padding plan precision progress pytree sampling scaled "
     "selection sharding sketch validation walk",
     "attention": "api cudnn differentiable mass xla",
     "models": "checkpoint config family gguf_files gguf_header hf_config hub llama "

@@ -30,10 +30,9 @@ from sketchwalk_jax.inference import read_into_new_cache
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.padding import bucket_length, pad_right, pad_to_bucket
-from sketchwalk_jax.policies import Policy, by_name, changed_fields, has_knob, with_plan
+from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
-from sketchwalk_jax.renamed import warn_renamed
 from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.text import read_text
 from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
@@ -187,12 +186,6 @@ class SketchWalkLM(TemplateLM):
         return Settings(
             model_config=self.model_config, policy=self.policy, phase=self._phase, **self._options
         )
-
-    @property
-    def config(self) -> Policy:
-        """Former name of `policy`."""
-        warn_renamed("SketchWalkLM.config is now called 'policy'")
-        return self.policy
 
     @property
     def eot_token_id(self) -> int:

@@ -29,7 +29,6 @@ from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.renamed import renamed_argument
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import on_every_rank, placement_of
 from sketchwalk_jax.text import HELD_OUT, Text, read_text
@@ -44,7 +43,6 @@ TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
 _LAST_TOKENS = 64
 
 
-@renamed_argument("config", "policy")
 def make_plan(
     params: PyTree,
     prompts: Sequence[Int[np.ndarray, "_"]],

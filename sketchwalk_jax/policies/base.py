@@ -26,7 +26,6 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.ranks import Blocks, Heads
 from sketchwalk_jax.pytree import register
-from sketchwalk_jax.renamed import takes_new_name
 from sketchwalk_jax.selection import (
     BlockSelection,
     block_budget,
@@ -247,13 +246,6 @@ class Policy(abc.ABC):
         for layer in self.dense_layers:
             check_integer("dense_layers", layer, least=0)
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Methods that have `kernel_config` under its former name, `kernels`, keep working."""
-        super().__init_subclass__(**options)
-        for name in ("observe", "select"):
-            if callable(method := vars(cls).get(name)):
-                setattr(cls, name, takes_new_name(method, "kernels", "kernel_config"))
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer of the model attends to everything."""
