@@ -57,8 +57,7 @@ EXPECTED = {
         "cudnn",
         {"prefill": ("all_kernels", "kernel_and_selection"), "decode": ("all_kernels",)},
     ),
-    GPU_GROUPS[1]: ("cudnn", {"prefill": ("all_xla",), "decode": ("all_xla",)}),
-    GPU_GROUPS[2]: ("xla_dense", {"prefill": ("all_xla",), "decode": ("all_xla",)}),
+    GPU_GROUPS[1]: ("xla_dense", {"prefill": ("all_xla",), "decode": ("all_xla",)}),
 }
 SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
 TABLE = common.ROOT / "sketchwalk_jax" / "break_even.json"

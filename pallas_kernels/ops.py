@@ -27,18 +27,8 @@ _swizzle: Any = plgpu.SwizzleTransform
 
 
 def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
-    """What `plgpu.kernel` takes as `interpret`.
-
-    Raises:
-      NotImplementedError: If this version of JAX has no interpreter of GPU kernels.
-    """
-    if not interpret:
-        return None
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError(
-            f"the interpreter of GPU kernels needs JAX 0.11.2 or later, got {jax.__version__}"
-        )
-    return plgpu.InterpretGPUParams(detect_races=detect_races)
+    """What `plgpu.kernel` takes as `interpret`."""
+    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:

@@ -39,13 +39,8 @@ KERNELS = {
     ),
     "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }
-GPU_GROUPS = (
-    "GPUs from Ampere on",
-    "GPUs from Ampere on before JAX 0.11.2",
-    "GPUs before Ampere",
-)
-"""Those that share what runs: kernels, cuDNN's dense attention beside XLA, and XLA alone."""
-LEAST_JAX = (0, 11, 2)  # which lets a kernel name instructions of the GPU that Pallas lacks
+GPU_GROUPS = ("GPUs from Ampere on", "GPUs before Ampere")
+"""GPUs on which the same code runs: kernels, or XLA alone."""
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
 
@@ -73,16 +68,12 @@ def group_of_gpus() -> str | None:
     """Which group of GPUs the default device is in, by what runs there; for expectations of speed.
 
     Returns:
-      One of `GPU_GROUPS`; `None` on Hopper with its kernels, and where there is no GPU.
+      One of `GPU_GROUPS`; `None` on Hopper, and where there is no GPU.
     """
-    if not is_gpu():
+    if not is_gpu() or is_hopper():
         return None
-    with_kernels, with_cudnn, without = GPU_GROUPS
-    if not _is_ampere_or_later():
-        return without
-    if why_not_device("prefill") is not None:
-        return with_cudnn
-    return None if is_hopper() else with_kernels
+    with_kernels, without = GPU_GROUPS
+    return with_kernels if _is_ampere_or_later() else without
 
 
 def why_not_device(what: str) -> str | None:
@@ -96,8 +87,7 @@ def why_not_device(what: str) -> str | None:
     """
     here = kernels_here()
     if here is not None and what in KERNELS[here]:
-        is_old = jax.__version_info__ < LEAST_JAX
-        return f"it needs JAX 0.11.2 or later, not {jax.__version__}" if is_old else None
+        return None
     needed = _AMPERE if what in KERNELS["ampere"] else _HOPPER
     return f"it needs an NVIDIA GPU of compute capability {needed} in {what}, not {device_kind()}"
 

@@ -119,8 +119,7 @@ def is_known(x: Any) -> bool:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes over which an array varies inside a `shard_map` that checks it."""
-    kind = jax.typeof(x)
-    return frozenset(getattr(getattr(kind, "manual_axis_type", kind), "varying", ()))
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def explicit_axes(x: Any) -> tuple[str, ...]:

@@ -101,16 +101,12 @@ def _interpreter_of_kernels(
     """Refuses kernels on a CPU in tests without the marker `interpreted`.
 
     A change of a kernel does not make the long variants of other modules stale (.ci/checks.py).
-    Skips tests with the marker where JAX has no interpreter of GPU kernels.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or request.node.get_closest_marker("interpreted"):
         return
     from jax.experimental.pallas import mosaic_gpu
 
-    if not request.node.get_closest_marker("interpreted"):
-        monkeypatch.setattr(mosaic_gpu, "kernel", _refuse_kernel)
-    elif not hasattr(mosaic_gpu, "InterpretGPUParams"):
-        pytest.skip(f"JAX {jax.__version__} has no interpreter of GPU kernels")
+    monkeypatch.setattr(mosaic_gpu, "kernel", _refuse_kernel)
 
 
 def _refuse_kernel(*arguments: Any, **options: Any) -> Any:

@@ -266,10 +266,6 @@ FAULTS = (
           "Top-p keeps a token although those before it have the whole mass already.",
           "sketchwalk_jax/sampling.py",
           "mass_above < top_p * mass[:, :1]", "mass_above <= top_p * mass[:, :1]"),
-    Fault("kernels-on-an-old-jax",
-          "Kernels are chosen on a JAX that lacks what they call.",
-          "sketchwalk_jax/dispatch.py",
-          "is_old = jax.__version_info__ < LEAST_JAX", "is_old = LEAST_JAX < jax.__version_info__"),
     # Checkpoints, tokenizers and text.
     Fault("gguf-bias-not-permuted",
           "Biases of queries and keys keep the order of rotated pairs that GGUF files have.",

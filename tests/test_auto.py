@@ -126,7 +126,6 @@ def test_what_never_paid_is_dense_as_far_as_it_was_measured():
 
 
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
-    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
     monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
     group = dataclasses.replace(PREFILL, device="GPUs from Ampere on", width=4096)
     never = dataclasses.replace(group, tokens=None)
@@ -152,7 +151,6 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
     ("capability", "expected"), [("8.0", Auto), ("7.5", Auto), ("9.0", None), ("", None)]
 )
 def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
-    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
     assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # a CPU was measured
     monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
@@ -365,12 +363,10 @@ def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
     rows = [row("prefill", 4096), row("prefill", 8192, cudnn=4.0), row("decode", 8192)]
     rows += [row("decode", 2**14, all_kernels=1.0), row("decode", 2**15, all_kernels=1.0)]
     found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
-    with_kernels, with_cudnn, without = dispatch.GPU_GROUPS
+    with_kernels, without = dispatch.GPU_GROUPS
     assert found == {
         (with_kernels, "prefill"): 8192,
         (with_kernels, "decode"): 2**14,  # of shorter ones nothing is known
-        (with_cudnn, "prefill"): None,
-        (with_cudnn, "decode"): None,
         (without, "prefill"): 4096,
         (without, "decode"): 8192,
     }

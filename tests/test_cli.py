@@ -330,7 +330,6 @@ def test_info_describes_the_machine(model: Path, sketchwalk):
 
 def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, sketchwalk, monkeypatch):
     command = ("info", "--model", model, "--dtype", "bfloat16")
-    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
     found = {}
     for capability in ("", "8.6", "9.0"):
         monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023

@@ -43,12 +43,6 @@ REASONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _on_a_recent_jax(monkeypatch):
-    """The oldest versions that tests run on are too old for kernels."""
-    monkeypatch.setattr(dispatch, "LEAST_JAX", (0,))
-
-
 @pytest.fixture
 def on(monkeypatch):
     """Pretends that the default device is an NVIDIA GPU, by its compute capability."""
@@ -205,17 +199,6 @@ def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
     assert settings.multiply_rows is sums_of_rows
     on("")  # no GPU
     assert settings.multiply_rows is None
-
-
-@pytest.mark.parametrize("capability", ["8.0", "9.0"])
-def test_an_older_jax_is_named_as_the_reason(capability, on, monkeypatch):
-    on(capability)
-    monkeypatch.setattr(dispatch, "LEAST_JAX", (99, 1))
-    query = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
-    assert choose_implementation(None, query, block_size=64) == "xla"
-    assert dispatch.selection_kernels(None) is None
-    with pytest.raises(NotImplementedError, match=f"needs JAX .* not {jax.__version__}"):
-        choose_implementation("mosaic_gpu", query, block_size=64)
 
 
 @pytest.mark.interpreted

@@ -16,11 +16,6 @@ class UsageError(Exception):
     """A mistake on the command line itself: exit status 2."""
 
 
-# The common base of the parser's errors. The oldest Typer supported has no public name for it.
-_PARSER_ERROR: Any = next(
-    base for base in reversed(typer.BadParameter.__mro__) if hasattr(base, "format_message")
-)
-
 NOT_FINITE = (
     "logits were NaN or infinite, so the new tokens mean nothing; the weights may be damaged, or "
     "overflow in float16: pass --dtype bfloat16 or float32, or download the checkpoint again"
@@ -29,7 +24,7 @@ NOT_FINITE = (
 
 EXPECTED = (
     UsageError,
-    _PARSER_ERROR,
+    typer.TyperException,
     ValueError,
     NotImplementedError,
     OSError,
@@ -42,7 +37,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     """The message for an exception of `EXPECTED`, and the exit status."""
     if isinstance(error, UsageError):
         return str(error), 2
-    if isinstance(error, _PARSER_ERROR):
+    if isinstance(error, typer.TyperException):
         return error.format_message(), error.exit_code
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}", 1
