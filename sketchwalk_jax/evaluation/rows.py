@@ -5,7 +5,7 @@ rows of both, as they stand in `quality.json`.
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -78,7 +78,6 @@ ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "h
 """Fields in which any two rows of one evaluation differ, together with `variant`."""
 
 _DIGITS = 5
-_QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95 %
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,10 +284,9 @@ def exact_match(is_right: Bool[np.ndarray, "n"]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
     """Wilson's score interval of a share, 95 %.
-
-    With `p = right / count` and `z = 1.96`: `(p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)`.
 
     Args:
       right: Right answers.
@@ -301,10 +299,10 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
       >>> [round(end, 3) for end in wilson_interval(8, 10)]
       [0.49, 0.943]
     """
-    share, square = right / count, _QUANTILE**2 / count
-    middle = share + square / 2
-    half = math.sqrt(square * share * (1 - share) + square**2 / 4)
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+    from scipy.stats import binomtest  # slow to import
+
+    low, high = binomtest(right, count).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def _round(value: Any) -> float | None:
