@@ -247,4 +247,4 @@ def _unreachable(name: str, error: Exception) -> ConnectionError:
 def _is_of_network(error: Exception) -> bool:
     """Whether an error is of the HTTP client, whose package depends on the hub's version."""
     modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
-    return bool(modules & {"httpx", "httpx2", "httpcore", "httpcore2", "requests"})
+    return bool(modules & {"httpx", "httpx2", "httpcore", "httpcore2"})
