@@ -29,7 +29,6 @@ import break_even
 import claims
 import common  # which finds the package in a checkout that is not installed
 import numpy as np
-import retrieval
 import scale_out
 
 from sketchwalk_jax.cli import bench
@@ -78,7 +77,6 @@ from sketchwalk_jax.evaluation.tables import (
 )
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 HERE = Path(__file__).resolve().parent
 PAGES = (
@@ -264,13 +262,11 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "seconds": _seconds,
     "speedup": _quartiles(1, "**", "×"),
     "quartiles": _quartiles(2),
-    "rate": _quartiles(1),
     "bytes": _bytes,
     "mib": lambda count: f"{count / 2**20:,.0f}",
     "tera": lambda count: f"{count / 1e12:,.0f}",
     "phase": PHASE_TITLES.__getitem__,
     "policy": name_of,
-    "sums": {"f32": "float32", "f16": "float16"}.__getitem__,
     "title": str.capitalize,
 }
 
@@ -367,15 +363,6 @@ def kernel_selection_rows(_: Results, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def tuning_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What variants of the configuration gain or lose beside the default."""
-    for row in rows:
-        changes = ", ".join(f"`{name}={value}`" for name, value in row["changes"].items())
-        low, median, high = (f"{row['gain'][one]:+.1%}" for one in ("q25", "median", "q75"))
-        gain = f"{median} ({low} to {high})" if changes else ""
-        yield row | {"changed": changes or "default", "faster": gain}
-
-
 def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """Attention by the kernel from Ampere on, over both forms of lists, beside two others."""
     for row in rows:
@@ -393,15 +380,6 @@ def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
             if "hopper" in times:
                 found["of_hopper"] = times["hopper"][0] / times["warps"][0]
             yield found
-
-
-def xla_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """Attention and selection by XLA beside the kernels and dense attention, a line each."""
-    for row in rows:
-        times = {name: (one["ms"], one["ms_iqr"]) for name, one in row["forms"].items()}
-        found = row | times | {"phase": {"prefill": "a prompt", "decode": "a token"}[row["op"]]}
-        found["share"] = times["selection"][0] / times["kernel"][0]
-        yield found
 
 
 def warp_facts(data: Results) -> Row:
@@ -442,16 +420,6 @@ def linear_facts(data: Results) -> Row:
         "measured_token": tokens[0]["tokens"][0]["bfloat16_ms"],
     }
     return estimated | whole | measured
-
-
-def rate_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What a multiprocessor does in a cycle, with one kind of work alone."""
-    wgmma = "64 × {columns} products in eight bits, left operand in {left}, sums in {sums:sums}"
-    pieces = {"lines": "lines of 128 bytes", "rows": "rows of 64 bytes, one of each 512"}
-    for row in rows:
-        tma = f"keys to shared memory, in {pieces.get(row.get('keys_lie_in', ''))}"
-        work = {"alu": "`{instruction}`", "wgmma": wgmma, "tma": tma}[row["op"]]
-        yield row | {"work": fill(work, row)}
 
 
 def selection_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
@@ -697,45 +665,6 @@ def estimated_rows(data: Results, _: Any) -> Iterator[Row]:
         yield own | {"token": token, "measured": next(iter(measured), None)}
 
 
-def listed_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What share of what a rank receives is on its lists; of a large model what that all is."""
-    large = scale_out.SHAPES["llama-3.1-8b"]
-    where = {"axis": "sequence", "batch": 1, "tokens": 2**17, "is_token": False}
-    for row in rows:
-        policy = SketchWalkConfig.recommended_blocks(density=row["density"])
-        received = scale_out.sent_bytes(large, policy=policy, ranks=row["ranks"], **where)
-        work = scale_out.prompt_flops(large, 2**17, row["density"]) / row["ranks"]
-        layers = row["share_by_layer"]
-        own = {"mean": np.mean(layers), "range": f"{min(layers):.2f}–{max(layers):.2f}"}
-        own |= {"most": np.mean(row["most_by_layer"]), "work": work / large.num_layers}
-        yield row | own | {"received": received / large.num_layers}
-
-
-def retrieval_rows(data: Results, _: Any) -> Iterator[Row]:
-    """How often the block of an answer is among the best of its row, by ranking."""
-    least = SketchWalkConfig.recommended_blocks().budget(8)[-1]
-    for model, about in data["meta"]["models"].items():
-        rows = some(data, model=model)
-        by_layer = [some({"rows": rows}, layer=layer) for layer in values_of(rows, "layer")]
-        title = f"{model}, {about['tokens']:,} tokens ({len(rows)} pairs in {len(by_layer)} layers,"
-        for name in rows[0]["ranks"] if rows else ():
-
-            def recall(chosen: Sequence[Row], share: float, name: str = name) -> float:
-                kept = [
-                    row["ranks"][name] <= max(least, round(share * row["blocks"])) for row in chosen
-                ]
-                return float(np.mean(kept))
-
-            own: Row = {"name": name, "title": f"{title} of {about['prompts']} prompts)"}
-            own |= {f"best {one:g}": recall(rows, one) for one in retrieval.SHARES}
-            many = [one for one in by_layer if len(one) >= retrieval.LEAST_PAIRS]
-            own["worst"] = min((recall(one, 0.1) for one in many), default=None)
-            for one in retrieval.LISTED if name == "recommended_blocks" else ():
-                own["name"] = name_of(name)
-                own[f"listed {one:g}"] = np.mean([row["listed"][f"{one:g}"] for row in rows])
-            yield own
-
-
 def narrow_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What narrow weights change, beside dense attention with the weights as they are.
 
@@ -764,37 +693,6 @@ def _attention(label: str, density: float) -> str:
 def _beyond_percent(mean: float, low: float, high: float) -> str:
     """A loss beyond another one, and its interval."""
     return f"{mean:+.2f} % ({low:+.2f} to {high:+.2f})"
-
-
-def ceiling_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """Answers that a form of lists keeps, beside `shared` on the prompts that both have read.
-
-    The interval is a paired bootstrap over prompts, of the difference in percentage points.
-    """
-    from scipy import stats
-
-    for row in rows:
-        own = {"share": sum(row["kept"]) / sum(row["asked"]), "prompts": len(row["kept"])}
-        for name in ("measured_density", "asking_blocks", "text_loss"):
-            own[name] = float(np.mean(row[name]))
-        own["difference"] = own["interval"] = None
-        where = {name: row[name] for name in ("model", "tokens", "density")}
-        base = [one for one in rows if one["form"] == "shared" and where.items() <= one.items()]
-        is_prompt = not row["form"].startswith("a token")
-        if base and is_prompt and row["form"] != "shared":
-            count = min(own["prompts"], len(base[0]["kept"]))
-            arrays = [np.array(x[:count]) for x in (row["kept"], base[0]["kept"], row["asked"])]
-
-            def points(kept: Any, others: Any, asked: Any, axis: int = -1) -> Any:
-                return 100 * (kept - others).sum(axis=axis) / asked.sum(axis=axis)
-
-            found = stats.bootstrap(
-                arrays, points, paired=True, n_resamples=2000, method="percentile", rng=0
-            )
-            low, high = found.confidence_interval
-            own["difference"] = f"{points(*arrays):+.0f}"
-            own["interval"] = f"{low:+.0f} to {high:+.0f}"
-        yield row | own
 
 
 def ruler_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
@@ -843,12 +741,9 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
     for make in (
         attention_rows,
         kernel_selection_rows,
-        tuning_rows,
         warp_rows,
-        xla_rows,
         code_rows,
         linear_rows,
-        rate_rows,
         selection_rows,
         share_rows,
         model_rows,
@@ -858,10 +753,7 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         scaled_rows,
         rank_list_rows,
         estimated_rows,
-        listed_rows,
-        retrieval_rows,
         narrow_rows,
-        ceiling_rows,
         ruler_rows,
         paper_rows,
     )
@@ -1264,37 +1156,6 @@ def _of_length(rows: Sequence[Row], title: str, tokens: int) -> list[str]:
     return blocks
 
 
-def parts(results: evaluations.Results) -> str:
-    """Right answers and text loss beyond those of `recommended_blocks`, model by model."""
-
-    def base(label: str) -> str:
-        return "dense" if label == "recommended_blocks" else "recommended_blocks"
-
-    blocks = []
-    for (model, tokens), where in _each(results.rows, "model", "tokens"):
-        own = rows_with(results.rows, **where)
-        tasks = ", ".join(
-            f"{task_title(row['task']).lower()} {row['prompts']}"
-            for row in without_parts(counted(rows_with(own, label="dense")))
-        )
-        kinds = {"": None, "Text loss, ": "text_loss"}
-        columns: dict[str, tuple[Where, Cell]] = {
-            start + title: (place, _beyond(base, task))
-            for start, task in kinds.items()
-            for title, place in _places(own).items()
-        }
-        lines = [
-            ([name.replace("recommended_blocks, ", "")], line) for (name,), line in _policies(own)
-        ]
-        blocks.append(f"**{model}, {tokens} tokens** (prompts: {tasks})")
-        blocks.append(grid(own, ["Changed"], lines, columns))
-    text = (
-        "Right answers and text loss beyond those of the policy itself, whose own are beyond "
-        "dense attention's; 95 % intervals of paired differences"
-    )
-    return "\n\n".join([*blocks, f"{text}. {describe_whole(results)}"])
-
-
 # The model that ships with the package.
 
 
@@ -1523,17 +1384,6 @@ EVALUATIONS = {
         "eight_bits.json",
         eight_bits,
         "`python benchmarks/real_models.py --model FILE.gguf --task text_loss --weights float8`",
-    ),
-    "recommended-pages": _evaluated(
-        "recommended_pages.json",
-        functools.partial(summary, cell=_interval),
-        "`python benchmarks/real_models.py --model FILE.gguf --policy sketchwalk --preset "
-        "recommended recommended_blocks`",
-    ),
-    "recommended-parts": _evaluated(
-        "recommended_parts.json",
-        parts,
-        "`python benchmarks/recommended_parts.py --model FILE.gguf`",
     ),
     "quality": _SHIPPED(quality_summary),
     "quality-comparison": _SHIPPED(comparison),

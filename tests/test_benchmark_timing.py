@@ -68,7 +68,6 @@ def compiling(load) -> Iterator[threading.Event]:
         "common.seconds(call, 1)",
         "kernels.rounds({'it': lambda count: call()}, 1)",
         "selection.timed(lambda count: call(), 1)",
-        "hopper_rates.measure(call, 1)",
     ],
 )
 def test_timers_refuse_to_run_beside_a_compilation(timer, load, compiling):

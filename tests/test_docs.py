@@ -25,6 +25,7 @@ PAGES = (
     "benchmarks/appendix/kernels.md",
     "benchmarks/appendix/paper.md",
     "benchmarks/appendix/selection.md",
+    "docs/answered.md",
     "docs/faq.md",
     "docs/how_to.md",
     "docs/index.md",

@@ -59,51 +59,14 @@ def test_every_operation_is_measured_and_checked(results):
             assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
 
 
-def tuning_of(results: dict) -> dict:
-    """Results of `kernel_tuning.py`, made up of those of `kernels.py`."""
-    gain = {"q25": 0.01, "median": 0.02, "q75": 0.03}
-    rows = [row for row in results["rows"] if row["op"] == "decode"]
-    changes = ({}, {"row_tile": 2})
-    rows = [row | {"changes": some, "gain": gain} for row in rows for some in changes]
-    return results | {"rows": rows}
-
-
-def test_rates_of_the_chip_are_a_table(run_benchmark, results, tmp_path):
-    def row(rate, **what):
-        return what | {name: summary_of_one(rate) for name in ("per_cycle", "clock_ghz")}
-
-    rows = [
-        row(64.0, op="alu", instruction="FMNMX", unit="results"),
-        row(4096.0, op="wgmma", left="registers", sums="f16", columns=128, unit="multiplications"),
-        row(32.5, op="tma", keys_lie_in="lines", unit="bytes"),
-    ]
-    rates = {"meta": results["meta"] | {"is_quick": False}, "rows": rows}
-    (tmp_path / "hopper_rates.json").write_text(json.dumps(rates), encoding="utf-8")
-    page = tmp_path / "page.md"
-    page.write_text("<!-- benchmark:kernels-rates -->\n<!-- /benchmark -->\n", encoding="utf-8")
-    run_benchmark("report.py", "--results", tmp_path, "--page", page)
-    text = page.read_text(encoding="utf-8")
-    assert "| `FMNMX` | 64.0 (64.0–64.0) results | 64.00 GHz |" in text
-    assert "| 64 × 128 products in eight bits, left operand in registers, sums in float16 |" in text
-    assert "| keys to shared memory, in lines of 128 bytes | 32.5 (32.5–32.5) bytes |" in text
-
-
-def summary_of_one(value: float) -> dict:
-    """The summary of a single measurement."""
-    return {"q25": value, "median": value, "q75": value}
-
-
 def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
-    meta, tuning = results["meta"] | {"is_quick": False}, tuning_of(results)
+    meta = results["meta"] | {"is_quick": False}
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     rows = [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
     kernels = {"meta": meta, "rows": results["rows"] + rows}
     (tmp_path / "kernels.json").write_text(json.dumps(kernels), encoding="utf-8")
-    (tmp_path / "kernel_tuning.json").write_text(
-        json.dumps(tuning | {"meta": meta}), encoding="utf-8"
-    )
     page = tmp_path / "page.md"
-    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection", "tuning"))]
+    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection"))]
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
     page.write_text("".join(sections), encoding="utf-8")
     run_benchmark("report.py", "--results", tmp_path, "--page", page)
@@ -114,23 +77,11 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
         "| 32/8 × 128 | 2,048 | 0.1 |",
         "| 32/8 × 128 | 2 | 2,048 |",
         "| decode | 2,048",
-        "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |",
-        "| +2.0% (+1.0% to +3.0%) |",
     ):
         assert cells in text
     command = f"XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick --out kernels.json"
     assert text.count(f"`{command}`") == len(names)
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
-
-
-@pytest.mark.weekly
-def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
-    path = tmp_path / "kernel_tuning.json"
-    run_benchmark("kernel_tuning.py", "--quick", "--out", path)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [row["changes"] for row in rows] == [{}, {"row_tile": 2}] * 2
-    assert all(row["ours_ms"] > 0 for row in rows)
-    assert {"q25", "median", "q75"} <= rows[1]["gain"].keys() and rows[0]["gain"]["median"] == 0
 
 
 @pytest.mark.weekly
@@ -143,21 +94,3 @@ def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path
     assert forms == [*zip(types, types, strict=True), *((one, "bfloat16") for one in others)]
     assert all(row["ms"] > 0 and row["is_bit_equal"] for row in rows)
     assert max(row["relative_error"] for row in rows) < 5e-3
-
-
-@pytest.mark.weekly
-def test_the_code_of_xla_is_timed_beside_dense_attention(run_benchmark, tmp_path):
-    path = tmp_path / "xla_path.json"
-    run_benchmark("xla_path.py", "--quick", "--out", path)
-    results = json.loads(path.read_text(encoding="utf-8"))
-    assert results["meta"]["failed"] == []
-    assert [(row["op"], row["batch"]) for row in results["rows"]] == [
-        ("prefill", 1),
-        ("decode", 1),
-        ("decode", 8),
-    ]
-    for row in results["rows"]:
-        forms = row["forms"]
-        assert forms.keys() >= {"xla_dense", "xla", "selection", "all_xla"}
-        assert all(one["ms"] > 0 for one in forms.values())
-        assert forms["all_xla"]["ms"] > max(forms[x]["ms"] for x in ("xla", "selection"))

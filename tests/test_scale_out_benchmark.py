@@ -5,10 +5,7 @@ import importlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from sketchwalk_jax import BlockSelection
 
 pytestmark = pytest.mark.slow
 
@@ -85,21 +82,3 @@ def test_an_estimate_is_of_parts_and_bytes(modules):
     assert scale_out.prompt_flops(config, 2**17, 0.1) == alone["flops"]
     cell = dataclasses.replace(next(iter(scale_out.cells(2, is_quick=False))), axis="one")
     assert cell.row(2)["ranks"] == 1
-
-
-def test_blocks_that_other_ranks_have_and_a_rank_lists(modules, run_benchmark, tmp_path):
-    counting = importlib.import_module("listed_blocks")
-    ids = np.array([[0, 4, 4], [1, 4, 4], [0, 2, 4], [0, 1, 3]])[None, None, None]
-    listed = counting.listed_blocks(BlockSelection(ids, (ids < 4).sum(-1), 16), 4)
-    # Of two ranks one has rows 0 and 3, which list 1 of 1 and 2; the other lists 0 of 0 and 3.
-    np.testing.assert_array_equal(list(counting.shares(listed, 2)), [[0.5], [0.5]])
-    path = tmp_path / "listed_blocks.json"
-    run_benchmark("listed_blocks.py", "--quick", "--out", path)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["ranks"] for row in found["rows"]] == [2, 4, 8] * 2
-    for row in found["rows"]:
-        assert row["dense_share"] == 0.75
-        assert all(0 < one < 0.75 for one in row["share_by_layer"])
-    few, many = found["rows"][0]["share_by_layer"], found["rows"][3]["share_by_layer"]
-    assert all(one <= other for one, other in zip(few, many, strict=True))
-    assert modules[1].TABLES["listed-blocks"].table(found).count("B | ") == 6
