@@ -353,16 +353,6 @@ def attention_rows(_: Results, rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row["op"] != "prefill", row["density"], row["tokens"]))
 
 
-def kernel_selection_rows(_: Results, rows: Sequence[Row]) -> list[Row]:
-    """Selection of a layer, in prompts first."""
-    return [
-        row | {"phase": phase}
-        for phase in ("prefill", "decode")
-        for row in rows
-        if row["op"] == f"select_{phase}"
-    ]
-
-
 def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """Attention by the kernel from Ampere on, over both forms of lists, beside two others."""
     for row in rows:
@@ -740,7 +730,6 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
     make.__name__: make
     for make in (
         attention_rows,
-        kernel_selection_rows,
         warp_rows,
         code_rows,
         linear_rows,

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: it runs anywhere with `--quick`; its tables and its figure."""
+"""The benchmark of the operations: it runs anywhere with `--quick`; its tables and figures."""
 
 import json
 
@@ -25,10 +25,18 @@ FIELDS = {
 }
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 OPS = {
-    "prefill": {"tflops", "relative_error", "is_bit_equal"},
-    "decode": {"tb_per_s", "fraction_of_copy_bandwidth", "relative_error", "is_bit_equal"},
-    "select_prefill": {"share_of_attention"},
-    "select_decode": {"share_of_attention"},
+    "prefill": {"tflops", "attended_pairs"},
+    "decode": {"tb_per_s", "fraction_of_copy_bandwidth"},
+    "quantize": {"tb_per_s"},
+    "scores": {"tflops"},
+    "lists": {"tb_per_s"},
+}
+PHASES = {
+    "dense": {"prefill", "decode"},
+    "streaming": {"prefill", "decode"},
+    "quest": {"prefill", "decode"},  # it observes prompts
+    "minference": {"prefill"},
+    "sketchwalk": {"prefill", "decode"},
 }
 
 
@@ -42,31 +50,48 @@ def _compiled_fast():
 
 
 @pytest.fixture(scope="module")
-def results(run_benchmark, tmp_path_factory):
-    path = tmp_path_factory.mktemp("results") / "kernels.json"
-    run_benchmark("kernels.py", "--quick", "--out", path)
-    return json.loads(path.read_text(encoding="utf-8"))
+def measure(run_benchmark, tmp_path_factory):
+    """Runs some operations; returns what is in their files, by name."""
+
+    def run(*arguments: str) -> dict:
+        folder = tmp_path_factory.mktemp("results")
+        run_benchmark("kernels.py", "--quick", *arguments, "--out", folder)
+        return {path.name: json.loads(path.read_text("utf-8")) for path in folder.iterdir()}
+
+    return run
 
 
-def test_every_operation_is_measured_and_checked(results):
-    assert results["meta"]["is_quick"] and results["meta"]["copy_tb_per_s"] > 0
-    assert [row["op"] for row in results["rows"]] == list(OPS)
-    for row in results["rows"]:
-        assert row.keys() >= FIELDS | OPS[row["op"]]
-        assert row["ours_ms"] > 0
-        if "relative_error" in row:
-            assert row["is_bit_equal"] and row["relative_error"] < 5e-3
-            assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
+@pytest.fixture(scope="module")
+def attention(measure):
+    return measure(*(word for op in OPS for word in ("--op", op)))
 
 
-def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
+@pytest.fixture(scope="module")
+def policies(measure):
+    names = (word for name in PHASES for word in ("--policy", name))
+    return measure("--op", "selection", *names)["selection.json"]
+
+
+def test_every_operation_is_measured_and_checked(attention):
+    assert attention.keys() == {"kernels.json", "kernels_selection.json"}
+    rows = [row for results in attention.values() for row in results["rows"]]
+    assert {row["op"] for row in rows} == set(OPS)
+    for row in rows:
+        assert row.keys() >= FIELDS | OPS[row["op"]] and row["error"] is None
+        assert row["ours_ms"] > 0 and row["run"]["copy_tb_per_s"] > 0
+        assert row["is_bit_equal"] and row["relative_error"] < 5e-3
+        assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
+
+
+def test_tables_and_figure_are_made_of_the_results(run_benchmark, attention, tmp_path):
+    results = attention["kernels.json"]
     meta = results["meta"] | {"is_quick": False}
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     rows = [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
     kernels = {"meta": meta, "rows": results["rows"] + rows}
     (tmp_path / "kernels.json").write_text(json.dumps(kernels), encoding="utf-8")
     page = tmp_path / "page.md"
-    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection"))]
+    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode"))]
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
     page.write_text("".join(sections), encoding="utf-8")
     run_benchmark("report.py", "--results", tmp_path, "--page", page)
@@ -76,21 +101,101 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
         "| Tokens | Prefill, density 0.1 |",
         "| 32/8 × 128 | 2,048 | 0.1 |",
         "| 32/8 × 128 | 2 | 2,048 |",
-        "| decode | 2,048",
     ):
         assert cells in text
-    command = f"XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick --out kernels.json"
-    assert text.count(f"`{command}`") == len(names)
+    assert text.count(f"`XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick ") == len(names)
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
 
 
 @pytest.mark.weekly
-def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path):
-    run_benchmark("linear.py", "--quick", "--out", tmp_path / "linear.json")
-    rows = json.loads((tmp_path / "linear.json").read_text(encoding="utf-8"))["rows"]
+def test_products_and_gradients_are_measured_and_checked(measure):
+    found = measure("--op", "linear", "--op", "gradient")
+    rows = found["linear.json"]["rows"]
+    types = ["bfloat16", "float8_e4m3fn", "int8"]
     forms = [(row["form"], row["dtype"]) for row in rows]
-    types = ["bfloat16", "float8_e4m3fn", "int8", "int4"]
-    others = ["from Ampere on", "sums", "XLA"]
-    assert forms == [*zip(types, types, strict=True), *((one, "bfloat16") for one in others)]
+    assert forms == [*zip(types, types, strict=True), ("sums", "bfloat16"), ("XLA", "bfloat16")]
     assert all(row["ms"] > 0 and row["is_bit_equal"] for row in rows)
     assert max(row["relative_error"] for row in rows) < 5e-3
+    (row,) = found["gradients_cpu.json"]["rows"]
+    for name in ("ours", "peer"):
+        total = row[f"{name}_forward_ms"] + row[f"{name}_backward_ms"]
+        assert row[f"{name}_ms"] == pytest.approx(total) and row[f"{name}_temporary_bytes"] > 0
+    assert row["is_bit_equal"] and max(row["relative_errors"]) < 0.02
+
+
+def test_every_policy_is_timed_in_its_phases(policies):
+    assert all(row["error"] is None for row in policies["rows"])
+    found = {}
+    for row in policies["rows"]:
+        found.setdefault(row["policy"], set()).add(row["phase"])
+    assert found == PHASES
+
+
+def test_what_selects_has_lists_and_what_keeps_statistics_observes(policies):
+    for row in policies["rows"]:
+        selects = row["policy"] != "dense" and (row["policy"], row["phase"]) != (
+            "quest",
+            "prefill",
+        )
+        assert (row["selection_ms"] is not None) == selects
+        assert (row["observe_ms"] is not None) == (row["policy"] in ("quest", "sketchwalk"))
+        assert (row["num_lists"] is not None) == selects
+        if selects:
+            assert row["selection_ms"] > 0 and row["attention_ms"] > 0
+            assert 0.05 < row["measured_density"] <= 0.5
+        assert row["num_lists"] in (None, 1, row["num_heads"])
+    knob = {row["policy"]: row["settings"] for row in policies["rows"] if row["settings"]}
+    assert list(knob) == ["minference"] and knob["minference"]["scale"] > 0
+
+
+def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
+    def row(phase, preset, queries, selection, attention):
+        fields = {"representatives": queries} if queries else {}
+        own = {"phase": phase, "preset": preset, "fields": fields, "error": None}
+        times = {"selection_ms": selection, "attention_ms": attention}
+        return own | times | {"tokens": 1024, "density": 0.2}
+
+    rows = [
+        row("prefill", "paper", None, 1.0, 9.0),
+        row("prefill", "recommended_blocks", 4, 1.0, 9.0),
+        row("prefill", "recommended_blocks", 32, 5.0, 9.0),
+        row("decode", "recommended_blocks", 8, 0.5, 0.5),
+    ]
+    machine = {"cpu": "some", "cores": 1, "memory_gib": 1, "device": "none", "date": "today"}
+    meta = {"versions": {"python": "3", "jax": "0"}, "command": "it"} | machine
+    (tmp_path / "selection_share.json").write_text(json.dumps({"meta": meta, "rows": rows}))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark:selection-share -->\n<!-- /benchmark -->\n", encoding="utf-8")
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    run_benchmark("figures.py", "selection_share", "--results", tmp_path, "--plots", tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "| Prefill | 0.2 | 1,024 | `paper` | 1 ms | 9 ms | 11% | 10% |" in text
+    assert (
+        "| Prefill | 0.2 | 1,024 | `recommended_blocks`, 32 queries | 5 ms | 9 ms | 56% | 36% |"
+        in text
+    )
+    assert "| Decode | 0.2 | 1,024 | `recommended_blocks` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
+    assert (tmp_path / "selection_share.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_are_made_of_the_results_and_name_what_did_not_run(
+    run_benchmark, policies, tmp_path
+):
+    policies["meta"]["is_quick"] = False
+    row = next(row for row in policies["rows"] if row["policy"] == "streaming")
+    dense = next(row for row in policies["rows"] if row["policy"] == "dense")
+    dense["attention_ms"], dense["attention_ms_iqr"] = 30.0, 0.5
+    row |= {"selection_ms": 4.0, "attention_ms": 6.0, "measured_density": 0.18}
+    row |= {"selection_ms_iqr": 0.25, "attention_ms_iqr": 0.125}
+    lost = next(row for row in policies["rows"] if row["policy"] == "minference")
+    lost["error"] = "XlaRuntimeError: out of memory"
+    (tmp_path / "selection.json").write_text(json.dumps(policies), encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark:selection -->\n<!-- /benchmark -->\n", encoding="utf-8")
+    run_benchmark("report.py", "--results", tmp_path, "--page", page)
+    text = page.read_text(encoding="utf-8")
+    line = "| 1,024 | `streaming` | one, blocks of 64, XLA | 0.18 | 4.00 ms (0.25) | – |"
+    assert f"{line} 6.00 ms (0.12) | **3.00×** |" in text
+    assert "**Decode: one layer, one token, batch 1, 4/2 heads of 64, bfloat16, nominal" in text
+    assert "| 1,024 | dense | – | 1.00 | – | – | 30.0 ms (0.5) | – |" in text
+    assert "| `minference` | did not run: XlaRuntimeError |" in text
