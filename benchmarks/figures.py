@@ -40,7 +40,6 @@ _DPI = 120
 # Okabe and Ito's colours.
 _COLOURS = {
     "recommended": "#0072B2",
-    "recommended_blocks": "#56B4E9",
     "paper": "#D55E00",
     "dense": "black",
     "transformers": "0.6",
@@ -122,34 +121,6 @@ def kernels_speedup(data: report.Results) -> Figure:
     panel.set_ylim(bottom=0)
     panel.set_ylabel("times faster than cuDNN's dense attention")
     figure.legend(frameon=False, loc="outside lower center", ncols=len(lines))
-    return figure
-
-
-def selection_share(data: report.Results) -> Figure:
-    """Selection's share of selection and attention, against the context."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    found = [
-        row
-        for row in report.share_rows(data, data["rows"])
-        if row["queries"] in (None, report.USUAL_QUERIES)
-    ]
-    for panel, phase in zip(panels, ("prefill", "decode"), strict=True):
-        lines = {}
-        for preset in ("paper", "recommended_blocks"):
-            for density, style in ((0.2, "-"), (0.1, "--")):
-                points = [
-                    (row["tokens"], row["share"])
-                    for row in found
-                    if (row["phase"], row["preset"], row["density"]) == (phase, preset, density)
-                ]
-                how = {"color": _COLOURS[preset], "linestyle": style}
-                lines[f"{preset}, density {density:g}"] = points, how
-        _draw(panel, lines, "a whole prompt" if phase == "prefill" else "one token")
-        panel.set_ylim(0, 1)
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    panels[0].set_ylabel("selection's share of a layer's\nselection and attention")
-    panels[0].legend(frameon=False, fontsize=9)
     return figure
 
 
@@ -291,7 +262,6 @@ def _loss_beyond(dense: Sequence[Row]) -> Callable[[Sequence[Row]], Interval | N
 
 FIGURES: dict[str, tuple[str, Callable[[report.Results], Figure]]] = {
     "kernels_speedup": ("kernels.json", kernels_speedup),
-    "selection_share": ("selection_share.json", selection_share),
     "end_to_end": ("end_to_end.json", end_to_end),
     "ablations": ("ablations.json", ablations),
 }

@@ -76,7 +76,6 @@ from sketchwalk_jax.evaluation.tables import (
     without_parts,
 )
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS
-from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 HERE = Path(__file__).resolve().parent
 PAGES = (
@@ -89,8 +88,6 @@ SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)
 Results = dict[str, Any]
 _MOST_NAMES = 8  # of measurements that are missing
 _MOST_COMMANDS = 1  # below a table
-RECOMMENDED = ("recommended", "recommended_blocks")
-USUAL_QUERIES = RecommendedConfig().representatives  # of a row, without a plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -439,22 +436,19 @@ def selection_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What selecting takes of a layer's time, by the rule as printed and by both recommended forms.
-
-    Prompts of `recommended_blocks` with each number of queries that a plan may give a layer.
-    """
-    fields = ("phase", "density", "tokens", "preset")
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        by_queries = row["phase"] == "prefill" and row["preset"] == "recommended_blocks"
-        queries = row["fields"].get("representatives", 0) if by_queries else 0
-        if row["preset"] in ("paper", *RECOMMENDED) and not row["error"]:
-            found.setdefault((*(row[field] for field in fields), queries), row)
-    for key in sorted(found, key=lambda key: (PHASES.index(key[0]), -key[1], *key[2:])):
-        row, queries = found[key], key[-1]
+    """What selecting takes of a layer's time, by the rule as printed and the recommended policy."""
+    found = [row for row in rows if row["preset"] in ("paper", "recommended") and not row["error"]]
+    fields = ("tokens", "preset")
+    for row in sorted(
+        found,
+        key=lambda row: (
+            PHASES.index(row["phase"]),
+            -row["density"],
+            *(row[name] for name in fields),
+        ),
+    ):
         selection, attention = row["selection_ms"], row["attention_ms"]
-        name = name_of(key[3]) + (f", {queries} queries" if queries else "")
-        own = {"name": name, "queries": queries or None, "ratio": selection / attention}
+        own = {"name": name_of(row["preset"]), "ratio": selection / attention}
         yield row | own | {"share": selection / (selection + attention)}
 
 
@@ -462,7 +456,7 @@ def share_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
 _ORDER = (
     "transformers",
     "dense",
-    *(f"`{one}` {d}" for one in (*RECOMMENDED, "paper") for d in (0.1, 0.2)),
+    *(f"`{one}` {d}" for one in ("recommended", "paper") for d in (0.1, 0.2)),
 )
 
 

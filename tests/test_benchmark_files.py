@@ -135,29 +135,6 @@ def test_sizes_are_read_from_names(load):
     assert report.size_of("qwen2.5-base") == ""
 
 
-def test_without_plans_selection_is_shown_for_each_number_of_queries(load):
-    report = load("report")
-
-    def row(queries: int | None, selection: float, phase: str = "prefill") -> dict:
-        fields = {"representatives": queries} if queries else {}
-        own = {"phase": phase, "tokens": 1024, "density": 0.1, "error": None, "fields": fields}
-        own |= {"preset": "recommended_blocks" if queries else "paper"}
-        return own | {"selection_ms": selection, "attention_ms": 9.0}
-
-    rows = [row(None, 1.0), row(4, 1.0), row(8, 3.0), row(8, 6.0, "decode")]
-    data = {"meta": {"plans": []}, "rows": rows}
-    found = [(one["phase"], one["preset"], one["queries"]) for one in report.share_rows(data, rows)]
-    assert found == [
-        ("prefill", "paper", None),
-        ("prefill", "recommended_blocks", 4),
-        ("prefill", "recommended_blocks", 8),
-        ("decode", "recommended_blocks", None),
-    ]
-    assert "| `recommended_blocks`, 8 queries | 3 ms | 9 ms | 33% | 25% |" in report.TABLES[
-        "selection-share"
-    ].table(data)
-
-
 def test_what_tables_want_is_what_the_benchmarks_measure(load):
     tables, one, several = (load(name) for name in ("report", "end_to_end", "scale_out"))
     wanted = tables.TABLES["decoded-token"].spec["wanted"]

@@ -149,17 +149,15 @@ def test_what_selects_has_lists_and_what_keeps_statistics_observes(policies):
 
 
 def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
-    def row(phase, preset, queries, selection, attention):
-        fields = {"representatives": queries} if queries else {}
-        own = {"phase": phase, "preset": preset, "fields": fields, "error": None}
+    def row(phase, preset, selection, attention):
+        own = {"phase": phase, "preset": preset, "fields": {}, "error": None}
         times = {"selection_ms": selection, "attention_ms": attention}
         return own | times | {"tokens": 1024, "density": 0.2}
 
     rows = [
-        row("prefill", "paper", None, 1.0, 9.0),
-        row("prefill", "recommended_blocks", 4, 1.0, 9.0),
-        row("prefill", "recommended_blocks", 32, 5.0, 9.0),
-        row("decode", "recommended_blocks", 8, 0.5, 0.5),
+        row("prefill", "paper", 1.0, 9.0),
+        row("prefill", "recommended", 5.0, 9.0),
+        row("decode", "recommended", 0.5, 0.5),
     ]
     machine = {"cpu": "some", "cores": 1, "memory_gib": 1, "device": "none", "date": "today"}
     meta = {"versions": {"python": "3", "jax": "0"}, "command": "it"} | machine
@@ -167,15 +165,10 @@ def test_shares_are_of_selection_and_attention(run_benchmark, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark:selection-share -->\n<!-- /benchmark -->\n", encoding="utf-8")
     run_benchmark("report.py", "--results", tmp_path, "--page", page)
-    run_benchmark("figures.py", "selection_share", "--results", tmp_path, "--plots", tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "| Prefill | 0.2 | 1,024 | `paper` | 1 ms | 9 ms | 11% | 10% |" in text
-    assert (
-        "| Prefill | 0.2 | 1,024 | `recommended_blocks`, 32 queries | 5 ms | 9 ms | 56% | 36% |"
-        in text
-    )
-    assert "| Decode | 0.2 | 1,024 | `recommended_blocks` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
-    assert (tmp_path / "selection_share.png").read_bytes().startswith(b"\x89PNG")
+    assert "| Prefill | 0.2 | 1,024 | `recommended` | 5 ms | 9 ms | 56% | 36% |" in text
+    assert "| Decode | 0.2 | 1,024 | `recommended` | 0.5 ms | 0.5 ms | 100% | 50% |" in text
 
 
 def test_tables_are_made_of_the_results_and_name_what_did_not_run(

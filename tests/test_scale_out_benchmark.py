@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 MAIN = {"model": "llama-3.1-8b", "tokens": 2**17, "batch": 1, "ranks": 1, "axis": "one"}
 SECTIONS = ("prefill", "decode", "lists", "estimate")
-MAIN |= {"policy": "sketchwalk", "preset": "recommended_blocks", "density": 0.1, "error": None}
+MAIN |= {"policy": "sketchwalk", "preset": "recommended", "density": 0.1, "error": None}
 
 
 @pytest.fixture(scope="module")
