@@ -137,7 +137,7 @@ REST = "rest"
 # What tells rows apart.
 NAMES = ("implementation", "model", "phase", "tokens", "batch", "policy", "preset", "density")
 NAMES = (*NAMES, "chunk_size", "weights")
-WEIGHTS = ("bfloat16", "float8", "int8", "int4")
+WEIGHTS = ("bfloat16", "float8", "int8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

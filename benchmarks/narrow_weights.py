@@ -1,4 +1,4 @@
-"""How far weights of eight and four bits move the distributions of the next token.
+"""How far weights of eight bits move the distributions of the next token.
 
     python benchmarks/narrow_weights.py --model FILE.gguf [--tokens 4096] [--prompts 8]
     python benchmarks/report.py      # the tables

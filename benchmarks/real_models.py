@@ -56,7 +56,7 @@ CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 100)}
 # Presets that say themselves which layers are dense.
-OWN_LAYERS = ("recommended", "recommended_blocks", "released")
+OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
 
 
@@ -94,9 +94,7 @@ def main(
     )
     parser.add_argument("--batch", type=int, help="prompts at a time; default: by the memory")
     parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
-    parser.add_argument(
-        "--weights", help="float8, int8 or int4; rows then name them beside the model"
-    )
+    parser.add_argument("--weights", help="float8 or int8; rows then name them beside the model")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
     parser.add_argument("--text-tail", type=float, default=1.0)
     parser.add_argument(

@@ -79,7 +79,7 @@ LLAMA_70B = dataclasses.replace(
 )
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
-RULE = Rule("sketchwalk", "recommended_blocks", 0.1)
+RULE = Rule("sketchwalk", "recommended", 0.1)
 # What names a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
@@ -329,11 +329,14 @@ def sent_bytes(
     of_keys = 2 * config.num_kv_heads * config.head_dim * number
     sparse = len(sparse_layers(config, policy))
     new = 1 if is_token else tokens
-    rows, blocks = -(-new // policy.block_size), tokens // policy.block_size
+    rows, units = (
+        -(-new // policy.block_size),
+        tokens // getattr(policy, "unit_size", policy.block_size),
+    )
     if axis == "tensor":
         hidden = 2 * 2 * others * new * config.hidden_size * number
         heads = config.num_heads if is_token else config.num_kv_heads
-        scores = others * 4 * heads * rows * blocks
+        scores = others * 4 * heads * rows * units
         return batch * (config.num_layers * hidden + sparse * scores)
     if axis == "sequence" and is_token:
         found = 2 * others * 4 * config.num_heads * (config.head_dim + 1)
