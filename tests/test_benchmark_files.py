@@ -74,7 +74,7 @@ def test_a_file_of_one_run_takes_rows_of_another(load, tmp_path):
 
 
 FILTERS = {
-    "scale_out": ["--policy", "recommended"],
+    "scale_out": ["--policy", "paper"],
     "end_to_end": ["--policy", "dense", "--tokens", "7"],
     "kernels": ["--quick", "--op", "nothing"],
     "ablations": ["--only", "beta", "--only", "nothing"],
