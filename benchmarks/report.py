@@ -380,8 +380,10 @@ def bytes_read(rows: list[Row], other: Other) -> str:
     fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]
 
     def whole(found: Iterable[Row]) -> float:
-        own = [row for row in found if row.get(fields[0]) is not None]
-        return float(np.mean([sum(row[one] for one in fields) for row in own])) if own else 0.0
+        own = [row for row in _counted(found) if row.get(fields[0]) is not None]
+        counts = [row["prompts"] for row in own]
+        read = [sum(row[one] for one in fields) for row in own]
+        return float(np.average(read, weights=counts)) if own else 0.0
 
     own, dense = whole(rows), whole(other(method="dense"))
     return f"{own / 2**20:.1f} ({own / dense:.2f})" if own and dense else NOTHING

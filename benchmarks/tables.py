@@ -524,7 +524,7 @@ RESULTS: dict[str, Table] = {
         lines=("method",),
         columns={
             "Question read": (
-                {"task": OneOf("single_needle", "multi_key", "multi_query", "multi_value")},
+                {"task": OneOf(*AT_THE_END, "multi_query", "multi_value", "aggregation")},
                 right_interval,
             ),
             "Question decoded": (
