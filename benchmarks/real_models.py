@@ -14,7 +14,7 @@ has measured one; its rows say so, and are not continued with another.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,11 @@ from sketchwalk_jax.evaluation.tables import (
     values_of,
 )
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
-from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.text import Text
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
-# The results so far, a model's name, the options, the model.
-FindRules = Callable[[ResultsFile, str, argparse.Namespace, ModelConfig], tuple[Rule, ...]]
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
 CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
@@ -60,22 +57,9 @@ OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    *,
-    find_rules: FindRules | None = None,
-    description: str = __doc__,
-    **defaults: Any,
-) -> None:
-    """Runs what the file lacks, or compares two policies.
-
-    Args:
-      arguments: Of the command line.
-      find_rules: What to run; by default all policies.
-      description: Of the command, in its first line.
-      **defaults: Of options.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what the file lacks, or compares two policies."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files or folders")
     parser.add_argument("--stage", choices=STAGES, default="report")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, help="default: all")
@@ -103,7 +87,6 @@ def main(
     parser.add_argument("--seconds", type=float, help="stop after so long; another call goes on")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--compare", nargs=2, metavar="POLICY", help="only compare two policies")
-    parser.set_defaults(**defaults)
     options = parser.parse_args(arguments)
     if options.compare:
         results = read_results(options.out)
@@ -116,21 +99,13 @@ def main(
     text = read_text(options.text, tail=options.text_tail)
     for path in options.model:
         left = None if end is None else end - time.monotonic()
-        if (left is not None and left <= 0) or not run_model(
-            path, text, options, left, find_rules or make_rules
-        ):
+        if (left is not None and left <= 0) or not run_model(path, text, options, left):
             print("time is up; call again to go on")
             return
     print(f"{options.out}: finished")
 
 
-def run_model(
-    path: Path,
-    text: Text,
-    options: argparse.Namespace,
-    seconds: float | None,
-    find_rules: FindRules,
-) -> bool:
+def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
     """Runs what the file lacks of one model; returns whether it is finished.
 
     Instruction models read their chat template, others tasks as they stand.
@@ -179,7 +154,7 @@ def run_model(
         may_differ=growing,
         other_code=options.other_code,
     )
-    rules = find_rules(file, name, options, model_config)
+    rules = make_rules(file, name, options)
     if set(options.policy or ()) - {"dense"}:
         common.check_filters(options, (), rules)
     config = EvaluationConfig(**{**vars(base), "variants": rules})
@@ -223,9 +198,7 @@ def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dic
     return meta
 
 
-def make_rules(
-    file: ResultsFile, model: str, options: argparse.Namespace, _: ModelConfig
-) -> tuple[Rule, ...]:
+def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tuple[Rule, ...]:
     """The rules of a stage: in development every number of dense layers, then the best one."""
     found: list[Rule] = []
     for policy in options.policy or POLICIES:
@@ -250,8 +223,7 @@ def make_rules(
 
 def exact_ceiling(density: float | None) -> Rule:
     """The exact ranking by largest shares, with the local blocks of the recommended policy."""
-    fields = {"aggregation": "max", "dense_layers": 0}
-    fields["local_blocks"] = 2
+    fields = {"aggregation": "max", "dense_layers": 0, "local_blocks": 2}
     return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 
