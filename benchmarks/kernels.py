@@ -36,6 +36,7 @@ from typing import Any
 import common
 import jax
 import jax.numpy as jnp
+from end_to_end import measure_rates
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -206,7 +207,7 @@ def cases() -> Iterator[Case]:
                 sizes: dict[str, Any] = {"tokens": tokens, "density": density}
                 yield Case(op="other_gpus", head_dim=head_dim, heads=heads, **sizes)
     for tokens in (2**14, 2**16):
-        yield from selecting("selection", tokens, 0.1, every_rule(0.1))
+        yield from selecting("selection", tokens, 0.1, [DENSE, *every_rule(0.1)])
     for tokens in (2**14, 2**15, 2**16, 2**17):
         for density in (0.1, 0.2):
             rules = [Rule("sketchwalk", preset, density) for preset in ("paper", "recommended")]
@@ -219,14 +220,15 @@ def quick_cases() -> Iterator[Case]:
     for op in ("prefill", "decode", "quantize", "scores", "lists", "gradient"):
         yield Case(op=op, tokens=1024, batch=2 if op == "decode" else 1, **size)
     yield Case(op="linear", product="gate, up", rows=1, is_quick=True)
-    yield from selecting("selection", 1024, **size | {"rules": every_rule(0.2, is_quick=True)})
+    rules = [DENSE, *every_rule(0.2, is_quick=True)]
+    yield from selecting("selection", 1024, rules=rules, **size)
 
 
 def selecting(
     op: str, tokens: int, density: float, rules: Sequence[Rule], **size: Any
 ) -> Iterator[Case]:
-    """Dense attention and some rules, in the phases in which they observe or select."""
-    for rule in (DENSE, *rules):
+    """Some rules, in the phases in which they observe or select; dense attention in both."""
+    for rule in rules:
         case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
         policy = rule.make()
         if rule == DENSE or "prefill" in policy.phases or observes(policy, case):
@@ -271,8 +273,8 @@ def main() -> None:
     wanted = [case for case in every if is_wanted(case, options)]
     common.check_filters(options, (case.filtered() for case in every), wanted)
     repeats = 2 if options.quick else options.repeats
-    copy = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
-    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, copy_tb_per_s=copy)
+    rates = measure_rates(is_quick=options.quick)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, **rates)
     if options.missing:
         done = {op: common.is_measured(options.out / FILES[op], names_of(op)) for op in FILES}
         wanted = [case for case in wanted if case.op == "linear" or not done[case.op](case.row())]
@@ -286,7 +288,7 @@ def main() -> None:
         rows = found.pop("found", [{}])
         for row in [case.row() | unmeasured(case) | row | found for row in rows]:
             if row.get("tb_per_s"):
-                row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / copy
+                row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / rates["copy_tb_per_s"]
             tqdm.write(describe(case, row))
             common.add_rows(options.out / FILES[case.op], meta, [row], names_of(case.op))
 
@@ -363,13 +365,6 @@ def milliseconds(times: Sequence[float], prefix: str = "") -> Row:
     return {f"{prefix}ms": 1e3 * found["median"], f"{prefix}ms_iqr": 1e3 * spread}
 
 
-def copy_bandwidth(size: int, repeats: int) -> float:
-    """Bytes read and written by copies of `size` bytes, in TB/s."""
-    source = jnp.ones((size // 4,), jnp.float32)
-    run = queued(jax.jit(jnp.copy), [(source,)])
-    return 2 * size / common.summarize(rounds({"copy": run}, repeats)["copy"])["median"] / 1e12
-
-
 def built(function: Callable[..., Any], *arguments: Any) -> Any:
     """The compiled program for arguments, or shapes, like these."""
     return jax.jit(function).lower(*arguments).compile()
@@ -386,29 +381,11 @@ def queued(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call
     return run
 
 
-def loop(step: Step, *, num_layers: int, rounds: int) -> Callable[..., PyTree]:
-    """A program of `count` times `rounds` rounds over the layers, from a state on.
-
-    The number of inner rounds is known when it is compiled: a GPU asks the host whether to go on
-    after all of them only.
-    """
-
-    def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
-        def one_round(_: Array, state: PyTree) -> PyTree:
-            for index in range(num_layers):
-                state = step(state, inputs, index)
-            return state
-
-        def some_rounds(_: Array, state: PyTree) -> PyTree:
-            return jax.lax.fori_loop(0, rounds, one_round, state)
-
-        return jax.lax.fori_loop(0, count, some_rounds, state)
-
-    return run
-
-
 class Loop:
     """A compiled loop of steps that each start from what the last one made.
+
+    The number of rounds over the layers is known when it is compiled: a GPU asks the host whether
+    to go on after all of them only.
 
     Args:
       step: What a layer does.
@@ -422,9 +399,18 @@ class Loop:
         self, step: Step, state: PyTree, inputs: PyTree, layers: int, rounds: int = ROUNDS_OF_LAYERS
     ) -> None:
         """Compiles it."""
+
+        def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
+            def one_round(_: Array, state: PyTree) -> PyTree:
+                for index in range(layers):
+                    state = step(state, inputs, index)
+                return state
+
+            some = lambda _, state: jax.lax.fori_loop(0, rounds, one_round, state)  # noqa: E731
+            return jax.lax.fori_loop(0, count, some, state)
+
         self.steps = layers * rounds
-        program = loop(step, num_layers=layers, rounds=rounds)
-        self._program = built(program, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
+        self._program = built(run, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
 
     def over(self, state: PyTree, inputs: PyTree) -> Call:
         """Calls of a multiple of `steps` steps."""

@@ -29,7 +29,6 @@ import break_even
 import claims
 import common  # which finds the package in a checkout that is not installed
 import numpy as np
-import scale_out
 
 from sketchwalk_jax.cli import bench
 from sketchwalk_jax.evaluation import results as evaluations
@@ -633,22 +632,6 @@ def rank_list_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
         yield row | {"equal": equal, "others": others}
 
 
-def estimated_rows(data: Results, _: Any) -> Iterator[Row]:
-    """What larger meshes should give; nothing unless parts and rates were measured."""
-    for tensor, others in ((1, 1), (2, 1), (1, 2), (8, 1), (1, 8), (8, 8)):
-        read, token = (
-            scale_out.estimate(data, phase, tensor, others) for phase in ("prefill", "decode")
-        )
-        if read is None or token is None:
-            return
-        axis = {(1, 1): "one"}.get((tensor, others), "tensor" if others == 1 else "sequence")
-        where = {"phase": "prefill", "axis": axis, "ranks": tensor * others, "error": None}
-        where |= {"model": "llama-3.1-8b", "tokens": 2**17, "preset": scale_out.RULE.preset}
-        measured = [row["seconds"]["median"] for row in some(data, **where)]
-        own = {"gpus": tensor * others, "tensor": tensor, "others": others, "read": read}
-        yield own | {"token": token, "measured": next(iter(measured), None)}
-
-
 def narrow_rows(data: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """What narrow weights change, beside dense attention with the weights as they are.
 
@@ -735,7 +718,6 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
         part_rows,
         scaled_rows,
         rank_list_rows,
-        estimated_rows,
         narrow_rows,
         ruler_rows,
         paper_rows,

@@ -23,7 +23,7 @@ What cannot fit into the memory of a GPU is not started, but listed with the byt
 
 import argparse
 import dataclasses
-import gc
+import functools
 import math
 import os
 import shlex
@@ -44,9 +44,9 @@ from end_to_end import (
     NEW_TOKENS,
     TINY,
     describe,
-    device_room,
     draw_prompt,
     measure_rates,
+    measured,
     prompt_flops,
     prompt_program,
     time_prompt,
@@ -80,16 +80,6 @@ LLAMA_70B = dataclasses.replace(
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
 RULE = Rule("sketchwalk", "recommended", 0.1)
-# Of the estimate of larger meshes.
-MAIN, TOKENS = "llama-3.1-8b", 2**17
-NETWORK_GB_PER_S = 50.0
-"""Between hosts, what each GPU is assumed to receive: a card of 400 Gbit/s for each."""
-PER_HOST = 8  # GPUs
-# Parts of a prompt's time that ranks of an axis share; the others all of them take.
-SHARED = {
-    "tensor": ("linear", "attention", "observing", "scores"),
-    "sequence": ("linear", "attention", "scores", "walk and lists", "rest"),
-}
 # What names a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
@@ -226,29 +216,15 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         by_model.setdefault(cell.model, []).append(cell)
     for name, own in by_model.items():
         config = TINY if options.quick else SHAPES[name]
-        fitting = []
-        for cell in own:
-            needed = needed_bytes(config, cell, ranks)
-            if needed < device_room():
-                fitting.append(cell)
-                continue
-            needed_gib = round(needed / 2**30, 1)
-            row = cell.row(ranks, error=common.DOES_NOT_FIT, needed_gib=needed_gib)
+        needed = functools.partial(needed_bytes, config, ranks)
+        make = functools.partial(Model, config, axis, ranks, rates, repeats)
+        for cell, found in measured(own, needed, make, seconds_left):
+            row = cell.row(ranks, **found)
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
-        if not fitting:
-            continue
-        model = Model(config, axis, ranks, rates, repeats)
-        for cell, programs in common.compiled(fitting, model.compile, seconds_left):
-            row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
-            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
-            print(describe_row(row), flush=True)
-            gc.collect()  # what a failed cell held
-        del model
-        gc.collect()
 
 
-def needed_bytes(config: ModelConfig, cell: Cell, ranks: int) -> float:
+def needed_bytes(config: ModelConfig, ranks: int, cell: Cell) -> float:
     """What the first rank holds at least: its weights, and its part of cache and activations."""
     where, shapes = make_placement(config, cell.axis, ranks), param_shapes(config)
     weights = sum(
@@ -482,11 +458,11 @@ class Model:
             for x in (shared.ids, shared.counts)
             for shard in x.addressable_shards
         )
-        num_blocks = cell.tokens // policy.block_size
+        num_units = cell.tokens // alone.block_size  # blocks, or pages
         ids = [np.asarray(x.ids).reshape(-1, x.ids.shape[-1]) for x in found]
         listed = differing = 0
         for own, other in zip(*ids, strict=True):
-            own, other = set(own[own < num_blocks]), set(other[other < num_blocks])
+            own, other = set(own[own < num_units]), set(other[other < num_units])
             listed, differing = listed + len(other), differing + len(other - own)
         return {
             "lists_equal_on_ranks": is_equal,
@@ -494,65 +470,6 @@ class Model:
             "listed_blocks": listed,
             "differing_blocks": differing,
         }
-
-
-def estimate(data: dict[str, Any], phase: str, tensor: int, others: int) -> Row | None:
-    """Seconds of a mesh, from the parts that were measured on one GPU and how fast ranks send.
-
-    With `t` ranks of `tensor` and `s` of `sequence` in prefill, a part that ranks of an axis share
-    takes its time over `t`, `s` or both; to these come the time between kernels, which nobody
-    shares, and what a rank receives over how fast that was measured, between hosts over
-    `NETWORK_GB_PER_S` at most. In decode `others` are ranks of `data`, whose sequences are added.
-
-    Args:
-      data: The results.
-      phase: `"prefill"` or `"decode"`.
-      tensor: Ranks of `tensor`.
-      others: Ranks of `sequence` in prefill, of `data` in decode.
-
-    Returns:
-      Seconds, and arithmetic and bytes received of one GPU; `None` without measured parts.
-    """
-    found = [
-        row
-        for row in data["rows"]
-        if (row["phase"], row["axis"]) == (phase, "one")
-        and (row["model"], row["tokens"], row["preset"]) == (MAIN, TOKENS, RULE.preset)
-        and not row["error"]
-        and row.get("parts_ms")
-    ]
-    rates: dict[str, float] = {}
-    for own in data["meta"]["rates"].values():
-        rates |= own
-    if not found or "sum_gb_per_s" not in rates:
-        return None
-    (row,) = found
-    config, is_token = SHAPES[MAIN], phase == "decode"
-    rows = 1 if is_token else others
-    seconds = row["seconds"]["median"] - sum(row["parts_ms"].values()) / 1e3
-    seconds = max(seconds, 0.0)
-    for part, milliseconds in row["parts_ms"].items():
-        shares = tensor if part in SHARED["tensor"] else 1
-        shares *= rows if part in SHARED["sequence"] else 1
-        seconds += milliseconds / 1e3 / shares
-    where: dict[str, Any] = {"policy": RULE.make(), "batch": row["batch"], "tokens": TOKENS}
-    where |= {"chunk_size": row["chunk_size"], "is_token": is_token}
-    summed = sent_bytes(config, axis="tensor", ranks=tensor, **where) / rows
-    gathered = 0.0
-    if rows > 1:
-        gathered = sent_bytes(config, axis="sequence", ranks=rows, **where) / tensor
-    is_far = tensor * rows > PER_HOST
-    rate = min(rates["gather_gb_per_s"], NETWORK_GB_PER_S if is_far else float("inf"))
-    seconds += summed / rates["sum_gb_per_s"] / 1e9 + gathered / rate / 1e9
-    if is_token and tensor > 1:  # two sums and one gathering of scores in each layer
-        seconds += 3 * config.num_layers * rates["small_sum_us"] / 1e6
-    work = prompt_flops(config, TOKENS, row["measured_density"]) / tensor / rows
-    return {
-        "seconds": seconds,
-        "tokens_per_s": row["batch"] * others / seconds,
-        "flops": work,
-        "bytes": summed + gathered,
-    }
 
 
 if __name__ == "__main__":
