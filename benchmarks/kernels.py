@@ -81,7 +81,6 @@ NAMES = {
 CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
 CHECKED_TOKENS = 256
 CHECKED_GRADIENTS = 16384  # tokens; the most whose gradients are computed in float32 as well
-ROUND_SECONDS = 0.1
 LAYERS = 4
 PROMPTS = 2  # layers that selection for prompts rotates over: together larger than any cache
 # Rounds over the layers between two looks at a loop's condition, which a GPU asks the host for.
@@ -164,11 +163,14 @@ class Case:
         return own | {"op": self.op, "block_size": self.block_size, "peer": None}
 
     def filtered(self) -> Row:
-        """What filters are compared with."""
+        """What filters are compared with: a filter leaves out what has no such size."""
         if self.op == "linear":
-            return {"op": self.op, "rows": self.rows}
-        own = {"op": self.op, "tokens": self.tokens, "density": self.density}
-        return own | ({"policy": self.rule.policy} if self.phase else {})
+            own: Row = {"rows": self.rows}
+        else:
+            own = {"tokens": self.tokens, "density": self.density}
+            own |= {"policy": self.rule.policy} if self.phase else {}
+        names = ("tokens", "density", "policy", "rows")
+        return dict.fromkeys(names) | own | {"op": self.op}
 
 
 def cases() -> Iterator[Case]:
@@ -270,7 +272,7 @@ def main() -> None:
     keep_compiled_programs()
     started = time.monotonic()
     every = list(quick_cases() if options.quick else cases())
-    wanted = [case for case in every if is_wanted(case, options)]
+    wanted = [case for case in every if common.is_asked(options, **case.filtered())]
     common.check_filters(options, (case.filtered() for case in every), wanted)
     repeats = 2 if options.quick else options.repeats
     rates = measure_rates(is_quick=options.quick)
@@ -291,15 +293,6 @@ def main() -> None:
                 row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / rates["copy_tb_per_s"]
             tqdm.write(describe(case, row))
             common.add_rows(options.out / FILES[case.op], meta, [row], names_of(case.op))
-
-
-def is_wanted(case: Case, options: argparse.Namespace) -> bool:
-    """Whether a case was asked for: a filter leaves out what has no such size."""
-    filters = {
-        name: getattr(options, name) for name in ("op", "tokens", "density", "policy", "rows")
-    }
-    own = case.filtered()
-    return all(not given or own.get(name) in given for name, given in filters.items())
 
 
 def names_of(op: str) -> tuple[str, ...]:
@@ -332,30 +325,6 @@ def describe(case: Case, row: Row) -> str:
 
 
 # Timing.
-
-
-def rounds(
-    calls: Mapping[str, Call],
-    repeats: int,
-    *,
-    step: int = 1,
-    round_seconds: float = ROUND_SECONDS,
-) -> dict[str, list[float]]:
-    """Seconds per step of each call, in turns; rounds last about `round_seconds`."""
-    counts = {}
-    for name, call in calls.items():
-        jax.block_until_ready(call(step))
-        start = common.clock()
-        jax.block_until_ready(call(step))
-        seconds = (common.clock() - start) / step
-        counts[name] = max(1, min(500, math.ceil(round_seconds / seconds / step))) * step
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = common.clock()
-            jax.block_until_ready(call(counts[name]))
-            times[name].append((common.clock() - start) / counts[name])
-    return times
 
 
 def milliseconds(times: Sequence[float], prefix: str = "") -> Row:
@@ -559,7 +528,7 @@ def prefill(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         sets = draw_forms()
         runs = {name: queued(programs[name], sets[kind]) for name, (_, kind) in calls.items()}
-        times, forms = rounds(runs, repeats), {}
+        times, forms = common.rounds(runs, repeats), {}
         wanted = tail_in_float32(case, sets["blocks"][0])
         every = case.batch * case.tokens * (case.tokens + 1) / 2
         pairs = attended(case, sets["blocks"][0][3])
@@ -644,7 +613,7 @@ def decode(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         query, given, layers = draw_inputs()
         calls = {"ours": ours.over(query, given), "peer": peer.over(query, layers)}
-        row = sides(rounds(calls, repeats, step=ours.steps), PEER)
+        row = sides(common.rounds(calls, repeats, step=ours.steps), PEER)
         lists, lengths = given[2:]
         blocks = sum(int(jnp.sum(one.counts)) for one in lists) / LAYERS
         size = 2 * case.block_size * case.heads[1] * case.head_dim * query.dtype.itemsize
@@ -684,7 +653,8 @@ def gradient(case: Case) -> Measure:
 
     def measure(repeats: int) -> list[Row]:
         sets = draw_sets()
-        times = rounds({name: queued(programs[name], sets[name]) for name in programs}, repeats)
+        runs = {name: queued(program, sets[name]) for name, program in programs.items()}
+        times = common.rounds(runs, repeats)
         row = sides(times, PEER)
         for name in ("ours", "peer"):
             row[f"{name}_forward_ms"] = milliseconds(times[f"{name}_forward"])["ms"]
@@ -759,7 +729,7 @@ def selection_part(case: Case) -> Measure:
 
     def measure(repeats: int) -> list[Row]:
         sets = draw_sets()
-        times = rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
+        times = common.rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
         row = sides(times, "xla")
         channels, pairs = len(policy.channels(case.head_dim)), case.tokens * (case.tokens + 1) / 2
         if case.op == "scores":
@@ -861,7 +831,7 @@ def linear(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         inputs = {name: draw_weights(product, case.rows, name, layers) for name in WEIGHTS}
         calls = {form: loops[form].over(*inputs[dtype]) for form, (dtype, _) in forms.items()}
-        times, rows = rounds(calls, repeats, step=loops["XLA"].steps), []
+        times, rows = common.rounds(calls, repeats, step=loops["XLA"].steps), []
         for form, (dtype, _) in forms.items():
             x, given = inputs[dtype]
             exact = products_on_xla(x, given, 0, jnp.float32)
@@ -995,7 +965,7 @@ def selection(case: Case) -> Measure:
             call = queued(attention, sets) if is_prompt else attention.over(*sets)
             calls["attention"] = call, 1 if is_prompt else attention.steps
         for part, (call, steps) in calls.items():
-            row |= milliseconds(rounds({part: call}, repeats, step=steps)[part], f"{part}_")
+            row |= milliseconds(common.rounds({part: call}, repeats, step=steps)[part], f"{part}_")
         return [row]
 
     return measure
