@@ -36,6 +36,7 @@ from typing import Any
 import common
 import jax
 import jax.numpy as jnp
+from end_to_end import measure_rates
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -80,7 +81,6 @@ NAMES = {
 CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
 CHECKED_TOKENS = 256
 CHECKED_GRADIENTS = 16384  # tokens; the most whose gradients are computed in float32 as well
-ROUND_SECONDS = 0.1
 LAYERS = 4
 PROMPTS = 2  # layers that selection for prompts rotates over: together larger than any cache
 # Rounds over the layers between two looks at a loop's condition, which a GPU asks the host for.
@@ -163,11 +163,14 @@ class Case:
         return own | {"op": self.op, "block_size": self.block_size, "peer": None}
 
     def filtered(self) -> Row:
-        """What filters are compared with."""
+        """What filters are compared with: a filter leaves out what has no such size."""
         if self.op == "linear":
-            return {"op": self.op, "rows": self.rows}
-        own = {"op": self.op, "tokens": self.tokens, "density": self.density}
-        return own | ({"policy": self.rule.policy} if self.phase else {})
+            own: Row = {"rows": self.rows}
+        else:
+            own = {"tokens": self.tokens, "density": self.density}
+            own |= {"policy": self.rule.policy} if self.phase else {}
+        names = ("tokens", "density", "policy", "rows")
+        return dict.fromkeys(names) | own | {"op": self.op}
 
 
 def cases() -> Iterator[Case]:
@@ -206,7 +209,7 @@ def cases() -> Iterator[Case]:
                 sizes: dict[str, Any] = {"tokens": tokens, "density": density}
                 yield Case(op="other_gpus", head_dim=head_dim, heads=heads, **sizes)
     for tokens in (2**14, 2**16):
-        yield from selecting("selection", tokens, 0.1, every_rule(0.1))
+        yield from selecting("selection", tokens, 0.1, [DENSE, *every_rule(0.1)])
     for tokens in (2**14, 2**15, 2**16, 2**17):
         for density in (0.1, 0.2):
             rules = [Rule("sketchwalk", preset, density) for preset in ("paper", "recommended")]
@@ -219,14 +222,15 @@ def quick_cases() -> Iterator[Case]:
     for op in ("prefill", "decode", "quantize", "scores", "lists", "gradient"):
         yield Case(op=op, tokens=1024, batch=2 if op == "decode" else 1, **size)
     yield Case(op="linear", product="gate, up", rows=1, is_quick=True)
-    yield from selecting("selection", 1024, **size | {"rules": every_rule(0.2, is_quick=True)})
+    rules = [DENSE, *every_rule(0.2, is_quick=True)]
+    yield from selecting("selection", 1024, rules=rules, **size)
 
 
 def selecting(
     op: str, tokens: int, density: float, rules: Sequence[Rule], **size: Any
 ) -> Iterator[Case]:
-    """Dense attention and some rules, in the phases in which they observe or select."""
-    for rule in (DENSE, *rules):
+    """Some rules, in the phases in which they observe or select; dense attention in both."""
+    for rule in rules:
         case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
         policy = rule.make()
         if rule == DENSE or "prefill" in policy.phases or observes(policy, case):
@@ -268,11 +272,11 @@ def main() -> None:
     keep_compiled_programs()
     started = time.monotonic()
     every = list(quick_cases() if options.quick else cases())
-    wanted = [case for case in every if is_wanted(case, options)]
+    wanted = [case for case in every if common.is_asked(options, **case.filtered())]
     common.check_filters(options, (case.filtered() for case in every), wanted)
     repeats = 2 if options.quick else options.repeats
-    copy = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
-    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, copy_tb_per_s=copy)
+    rates = measure_rates(is_quick=options.quick)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, **rates)
     if options.missing:
         done = {op: common.is_measured(options.out / FILES[op], names_of(op)) for op in FILES}
         wanted = [case for case in wanted if case.op == "linear" or not done[case.op](case.row())]
@@ -286,18 +290,9 @@ def main() -> None:
         rows = found.pop("found", [{}])
         for row in [case.row() | unmeasured(case) | row | found for row in rows]:
             if row.get("tb_per_s"):
-                row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / copy
+                row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / rates["copy_tb_per_s"]
             tqdm.write(describe(case, row))
             common.add_rows(options.out / FILES[case.op], meta, [row], names_of(case.op))
-
-
-def is_wanted(case: Case, options: argparse.Namespace) -> bool:
-    """Whether a case was asked for: a filter leaves out what has no such size."""
-    filters = {
-        name: getattr(options, name) for name in ("op", "tokens", "density", "policy", "rows")
-    }
-    own = case.filtered()
-    return all(not given or own.get(name) in given for name, given in filters.items())
 
 
 def names_of(op: str) -> tuple[str, ...]:
@@ -332,42 +327,11 @@ def describe(case: Case, row: Row) -> str:
 # Timing.
 
 
-def rounds(
-    calls: Mapping[str, Call],
-    repeats: int,
-    *,
-    step: int = 1,
-    round_seconds: float = ROUND_SECONDS,
-) -> dict[str, list[float]]:
-    """Seconds per step of each call, in turns; rounds last about `round_seconds`."""
-    counts = {}
-    for name, call in calls.items():
-        jax.block_until_ready(call(step))
-        start = common.clock()
-        jax.block_until_ready(call(step))
-        seconds = (common.clock() - start) / step
-        counts[name] = max(1, min(500, math.ceil(round_seconds / seconds / step))) * step
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = common.clock()
-            jax.block_until_ready(call(counts[name]))
-            times[name].append((common.clock() - start) / counts[name])
-    return times
-
-
 def milliseconds(times: Sequence[float], prefix: str = "") -> Row:
     """Median, and the distance of the quartiles."""
     found = common.summarize(list(times))
     spread = found["q75"] - found["q25"]
     return {f"{prefix}ms": 1e3 * found["median"], f"{prefix}ms_iqr": 1e3 * spread}
-
-
-def copy_bandwidth(size: int, repeats: int) -> float:
-    """Bytes read and written by copies of `size` bytes, in TB/s."""
-    source = jnp.ones((size // 4,), jnp.float32)
-    run = queued(jax.jit(jnp.copy), [(source,)])
-    return 2 * size / common.summarize(rounds({"copy": run}, repeats)["copy"])["median"] / 1e12
 
 
 def built(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -386,29 +350,11 @@ def queued(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call
     return run
 
 
-def loop(step: Step, *, num_layers: int, rounds: int) -> Callable[..., PyTree]:
-    """A program of `count` times `rounds` rounds over the layers, from a state on.
-
-    The number of inner rounds is known when it is compiled: a GPU asks the host whether to go on
-    after all of them only.
-    """
-
-    def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
-        def one_round(_: Array, state: PyTree) -> PyTree:
-            for index in range(num_layers):
-                state = step(state, inputs, index)
-            return state
-
-        def some_rounds(_: Array, state: PyTree) -> PyTree:
-            return jax.lax.fori_loop(0, rounds, one_round, state)
-
-        return jax.lax.fori_loop(0, count, some_rounds, state)
-
-    return run
-
-
 class Loop:
     """A compiled loop of steps that each start from what the last one made.
+
+    The number of rounds over the layers is known when it is compiled: a GPU asks the host whether
+    to go on after all of them only.
 
     Args:
       step: What a layer does.
@@ -422,9 +368,18 @@ class Loop:
         self, step: Step, state: PyTree, inputs: PyTree, layers: int, rounds: int = ROUNDS_OF_LAYERS
     ) -> None:
         """Compiles it."""
+
+        def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
+            def one_round(_: Array, state: PyTree) -> PyTree:
+                for index in range(layers):
+                    state = step(state, inputs, index)
+                return state
+
+            some = lambda _, state: jax.lax.fori_loop(0, rounds, one_round, state)  # noqa: E731
+            return jax.lax.fori_loop(0, count, some, state)
+
         self.steps = layers * rounds
-        program = loop(step, num_layers=layers, rounds=rounds)
-        self._program = built(program, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
+        self._program = built(run, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
 
     def over(self, state: PyTree, inputs: PyTree) -> Call:
         """Calls of a multiple of `steps` steps."""
@@ -573,7 +528,7 @@ def prefill(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         sets = draw_forms()
         runs = {name: queued(programs[name], sets[kind]) for name, (_, kind) in calls.items()}
-        times, forms = rounds(runs, repeats), {}
+        times, forms = common.rounds(runs, repeats), {}
         wanted = tail_in_float32(case, sets["blocks"][0])
         every = case.batch * case.tokens * (case.tokens + 1) / 2
         pairs = attended(case, sets["blocks"][0][3])
@@ -658,7 +613,7 @@ def decode(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         query, given, layers = draw_inputs()
         calls = {"ours": ours.over(query, given), "peer": peer.over(query, layers)}
-        row = sides(rounds(calls, repeats, step=ours.steps), PEER)
+        row = sides(common.rounds(calls, repeats, step=ours.steps), PEER)
         lists, lengths = given[2:]
         blocks = sum(int(jnp.sum(one.counts)) for one in lists) / LAYERS
         size = 2 * case.block_size * case.heads[1] * case.head_dim * query.dtype.itemsize
@@ -698,7 +653,8 @@ def gradient(case: Case) -> Measure:
 
     def measure(repeats: int) -> list[Row]:
         sets = draw_sets()
-        times = rounds({name: queued(programs[name], sets[name]) for name in programs}, repeats)
+        runs = {name: queued(program, sets[name]) for name, program in programs.items()}
+        times = common.rounds(runs, repeats)
         row = sides(times, PEER)
         for name in ("ours", "peer"):
             row[f"{name}_forward_ms"] = milliseconds(times[f"{name}_forward"])["ms"]
@@ -773,7 +729,7 @@ def selection_part(case: Case) -> Measure:
 
     def measure(repeats: int) -> list[Row]:
         sets = draw_sets()
-        times = rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
+        times = common.rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
         row = sides(times, "xla")
         channels, pairs = len(policy.channels(case.head_dim)), case.tokens * (case.tokens + 1) / 2
         if case.op == "scores":
@@ -875,7 +831,7 @@ def linear(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         inputs = {name: draw_weights(product, case.rows, name, layers) for name in WEIGHTS}
         calls = {form: loops[form].over(*inputs[dtype]) for form, (dtype, _) in forms.items()}
-        times, rows = rounds(calls, repeats, step=loops["XLA"].steps), []
+        times, rows = common.rounds(calls, repeats, step=loops["XLA"].steps), []
         for form, (dtype, _) in forms.items():
             x, given = inputs[dtype]
             exact = products_on_xla(x, given, 0, jnp.float32)
@@ -1009,7 +965,7 @@ def selection(case: Case) -> Measure:
             call = queued(attention, sets) if is_prompt else attention.over(*sets)
             calls["attention"] = call, 1 if is_prompt else attention.steps
         for part, (call, steps) in calls.items():
-            row |= milliseconds(rounds({part: call}, repeats, step=steps)[part], f"{part}_")
+            row |= milliseconds(common.rounds({part: call}, repeats, step=steps)[part], f"{part}_")
         return [row]
 
     return measure

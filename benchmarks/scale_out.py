@@ -16,14 +16,14 @@ places.
 Every row stands beside its floor: of a prompt the arithmetic of the linear layers and of the pairs
 attended to over the rate of a large matrix product, of a token the bytes that each rank must read
 over the rate of a copy; both for as many GPUs as there are. `sent_bytes` is what one rank receives
-in the layers of a call (`sketchwalk_jax.sharding`), and `rates` in `meta` how fast that goes here.
+in the layers of a call (`sketchwalk_jax.sharding`).
 
 What cannot fit into the memory of a GPU is not started, but listed with the bytes that it needs.
 """
 
 import argparse
 import dataclasses
-import gc
+import functools
 import math
 import os
 import shlex
@@ -44,9 +44,9 @@ from end_to_end import (
     NEW_TOKENS,
     TINY,
     describe,
-    device_room,
     draw_prompt,
     measure_rates,
+    measured,
     prompt_flops,
     prompt_program,
     time_prompt,
@@ -54,7 +54,7 @@ from end_to_end import (
     token_bytes,
     token_program,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.cache import sparse_layers
@@ -203,42 +203,25 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
     axis = wanted[0].axis
     ranks = 1 if axis == "one" else options.ranks
     rates = measure_rates(is_quick=options.quick)
-    if ranks > 1:
-        rates |= measure_sending(ranks, is_quick=options.quick)
 
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
-    known = common.read_meta(options.out).get("rates", {})
-    meta |= rates | {"rates": known | {axis: rates}}
+    meta |= rates
     by_model: dict[str, list[Cell]] = {}
     for cell in wanted:
         by_model.setdefault(cell.model, []).append(cell)
     for name, own in by_model.items():
         config = TINY if options.quick else SHAPES[name]
-        fitting = []
-        for cell in own:
-            needed = needed_bytes(config, cell, ranks)
-            if needed < device_room():
-                fitting.append(cell)
-                continue
-            needed_gib = round(needed / 2**30, 1)
-            row = cell.row(ranks, error=common.DOES_NOT_FIT, needed_gib=needed_gib)
+        needed = functools.partial(needed_bytes, config, ranks)
+        make = functools.partial(Model, config, axis, ranks, rates, repeats)
+        for cell, found in measured(own, needed, make, seconds_left):
+            row = cell.row(ranks, **found)
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
-        if not fitting:
-            continue
-        model = Model(config, axis, ranks, rates, repeats)
-        for cell, programs in common.compiled(fitting, model.compile, seconds_left):
-            row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
-            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
-            print(describe_row(row), flush=True)
-            gc.collect()  # what a failed cell held
-        del model
-        gc.collect()
 
 
-def needed_bytes(config: ModelConfig, cell: Cell, ranks: int) -> float:
+def needed_bytes(config: ModelConfig, ranks: int, cell: Cell) -> float:
     """What the first rank holds at least: its weights, and its part of cache and activations."""
     where, shapes = make_placement(config, cell.axis, ranks), param_shapes(config)
     weights = sum(
@@ -265,38 +248,6 @@ def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
         (ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
     return place(mesh, config)
-
-
-def measure_sending(ranks: int, *, is_quick: bool) -> dict[str, float]:
-    """How fast ranks gather and add up large arrays, and how long a token's sum takes.
-
-    Bytes are those that one rank receives: of a gathered array what the others have, of a sum
-    twice `(ranks - 1) / ranks` of it.
-    """
-    mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Auto,))
-    size = 2**18 if is_quick else 2**28
-
-    def on_ranks(call: Callable[[Any], Any], spec: Any, out: Any) -> Any:
-        where = {"mesh": mesh, "in_specs": spec, "out_specs": out, "check_vma": False}
-        return jax.jit(jax.shard_map(call, **where))
-
-    split, whole = PartitionSpec("x"), PartitionSpec()
-    gather = on_ranks(lambda x: jax.lax.all_gather(x, "x", tiled=True), split, whole)
-    total = on_ranks(lambda x: jax.lax.psum(x, "x"), whole, whole)
-    many = on_ranks(
-        lambda x: jax.lax.fori_loop(0, 64, lambda _, y: jax.lax.psum(y, "x") / ranks, x),
-        whole,
-        whole,
-    )
-    spread = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, split))
-    copies = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, whole))
-    token = jax.device_put(jnp.zeros((8192,), jnp.bfloat16), NamedSharding(mesh, whole))
-    received = 2 * size * (ranks - 1) / ranks
-    return {
-        "gather_gb_per_s": received / common.seconds(lambda: gather(spread), 7)["median"] / 1e9,
-        "sum_gb_per_s": 2 * received / common.seconds(lambda: total(copies), 7)["median"] / 1e9,
-        "small_sum_us": common.seconds(lambda: many(token), 7)["median"] / 64 * 1e6,
-    }
 
 
 def sent_bytes(
@@ -472,11 +423,11 @@ class Model:
             for x in (shared.ids, shared.counts)
             for shard in x.addressable_shards
         )
-        num_blocks = cell.tokens // policy.block_size
+        num_units = cell.tokens // alone.block_size  # blocks, or pages
         ids = [np.asarray(x.ids).reshape(-1, x.ids.shape[-1]) for x in found]
         listed = differing = 0
         for own, other in zip(*ids, strict=True):
-            own, other = set(own[own < num_blocks]), set(other[other < num_blocks])
+            own, other = set(own[own < num_units]), set(other[other < num_units])
             listed, differing = listed + len(other), differing + len(other - own)
         return {
             "lists_equal_on_ranks": is_equal,

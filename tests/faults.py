@@ -335,8 +335,8 @@ FAULTS = (
     Fault("timed-beside-compilation",
           "A benchmark measures while programs of the next rows still compile.",
           "benchmarks/common.py",
-          "self._pool.shutdown(wait=True, cancel_futures=True)",
-          "self._pool.shutdown(wait=False, cancel_futures=True)"),
+          "pool.shutdown(wait=True, cancel_futures=True)",
+          "pool.shutdown(wait=False, cancel_futures=True)"),
 )
 # fmt: on
 

@@ -105,7 +105,7 @@ def test_filters_that_exclude_each_other_are_refused(load):
 
 def test_rows_that_cannot_fit_are_not_started(load, tmp_path, monkeypatch, capsys):
     several, path = load("scale_out"), tmp_path / "scale_out.json"
-    monkeypatch.setattr(several, "device_room", lambda: 1e5)
+    monkeypatch.setattr(several.end_to_end, "device_room", lambda: 1e5)
     for name in ("Model", "keep_compiled_programs", "measure_rates"):
         monkeypatch.setattr(several, name, dict if name == "Model" else lambda **_: {})
     wanted = [cell for cell in several.cells(1, is_quick=True) if cell.axis == "one"]
@@ -117,5 +117,5 @@ def test_rows_that_cannot_fit_are_not_started(load, tmp_path, monkeypatch, capsy
     weights = num_bytes(param_shapes(config))
     cache = 512 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     for cell in wanted:
-        assert several.needed_bytes(config, cell, 1) >= weights + cache
+        assert several.needed_bytes(config, 1, cell) >= weights + cache
     assert capsys.readouterr().out.count("does not fit, needs 0.0 GiB") == 2

@@ -1,4 +1,4 @@
-"""The benchmark of instruction models: stages, what they choose, and what is compared."""
+"""The benchmark of instruction models: stages, and what they choose."""
 
 import json
 import sys
@@ -8,14 +8,13 @@ import checkpoints
 import numpy as np
 import pytest
 
-from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
+from sketchwalk_jax.evaluation.results import check_rows, read_results
 from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.settings import Rule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import real_models  # noqa: E402
-import ruler  # noqa: E402
 
 
 def made_up_row(label, task, right, *, count=40, stage="report", in_mean=True, **fields):
@@ -44,38 +43,6 @@ def test_the_most_right_answers_choose_the_dense_layers():
     reported = [made_up_row("quest", "multi_key", 20)]
     with pytest.raises(SystemExit, match="must be one number where there was no --stage develop"):
         real_models.best_layers(reported, "tiny", rule, "decode")
-
-
-def test_rows_of_another_kind_are_neither_mixed_nor_thrown_away(tmp_path):
-    path = tmp_path / "ruler.json"
-    meta = {"model": {"name": "a", "sha256": {}}, "tokens": 4096, "command": "x", "date": "y"}
-    write_results(path, meta, [{"policy": "quest", "score": 1.0}])
-    before = path.read_bytes()
-    now = meta | {"command": "z"}
-    assert set(ruler.finished_rows(path, now)) == {"quest"} and now["command"] == "x"
-    for change in ({"tokens": 8192}, {"model": {"name": "b", "sha256": {}}}, {"sources": "cc"}):
-        (name,) = change
-        with pytest.raises(SystemExit, match=f"results of the same kind, got {name} .* there"):
-            ruler.finished_rows(path, meta | change)
-    assert path.read_bytes() == before
-
-
-def test_policies_are_compared_prompt_by_prompt():
-    rows = [
-        made_up_row("quest", "multi_key", 38),
-        made_up_row("adamas", "multi_key", 28),
-        made_up_row("quest", "multi_value", 0, in_mean=False),
-        made_up_row("adamas", "multi_value", 40, in_mean=False),
-        made_up_row("quest", "multi_query", 1, stage="development"),
-    ]
-    lines = real_models.comparison(rows, "quest", "adamas").splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0][5] == "`quest` minus `adamas`"
-    assert [(line[4], line[5], line[7]) for line in cells[2:]] == [
-        ("all", "+0.25", "40"),
-        ("multi_key", "+0.25", "40"),
-        ("multi_value", "−1.00", "40"),
-    ]
 
 
 @pytest.mark.slow

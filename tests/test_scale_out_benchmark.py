@@ -30,8 +30,7 @@ def test_parts_are_put_together(path):
     prefill = {("prefill", "one", 1, 1), ("prefill", "sequence", 2, 1), ("prefill", "tensor", 2, 1)}
     decode = {("decode", "one", 1, 1), ("decode", "tensor", 2, 1), ("decode", "data", 2, 2)}
     assert names == prefill | decode | {("lists", "sequence", 2, 1), ("lists", "tensor", 2, 1)}
-    assert found["meta"]["rates"].keys() == {"one", "sequence", "tensor", "data"}
-    assert found["meta"]["rates"]["tensor"]["small_sum_us"] > 0
+    assert all(row["run"]["copy_tb_per_s"] > 0 for row in rows)
     for row in rows:
         if row["phase"] == "lists":
             assert row["lists_equal_on_ranks"] and row["counts_equal"]
