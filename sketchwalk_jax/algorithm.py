@@ -109,7 +109,7 @@ def quantize_keys(
     """Zero points of blocks in bfloat16, and offsets of keys from them in 4 bits, by channel.
 
         zero_point = (max_s k_s + min_s k_s) / 2
-        scale      = least power of two, from 2^-9 to 2^6, not below max_s |k_s - zero_point| / 7
+        scale      = least power of two, from 2^-9 to 2^6, not below max_s abs(k_s - zero_point) / 7
         offset_s   = scale · round((k_s - zero_point) / scale), the integer from -7 to 7
 
     A key that is not finite has the offset 0. A block of such keys has the zero point NaN.
