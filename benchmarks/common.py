@@ -1,6 +1,7 @@
 """What the benchmarks share: compiling, timing, hardware and versions, JSON files."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -10,11 +11,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 DOES_NOT_FIT = "does not fit"  # the error of a row
-# Of one call: {"wall": seconds, "cpu": CPU seconds of all threads} per round
-Rounds = list[dict[str, float]]
+ROUND_SECONDS = 0.1
+_MOST_THREADS = 16
+_submitted: set[Future[Any]] = set()  # of every pool in this process
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,55 +39,35 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
     return provenance.describe_machine(command, root=ROOT, **details)
 
 
-class Compiling:
+@contextlib.contextmanager
+def compiling(*, seconds: float = math.inf) -> Iterator[Callable[..., Future[Any]]]:
     """Compiles programs side by side; when its block ends, all that can be there are there.
 
     Compiling takes all cores of the machine, and what is timed meanwhile is too slow: `clock`
-    refuses to be read until then. So a benchmark submits a group of programs, leaves the block, and
-    times them one after another.
+    refuses to be read until then.
 
     Args:
       seconds: Time for all of them. What has not begun by then is cancelled; what has is waited
         for, since nothing can be timed before it ends.
 
-    Example:
-      >>> with Compiling() as pool:
-      ...     programs = [pool.submit(one.compile) for one in lowered]  # doctest: +SKIP
-      >>> times = [seconds(program.result()) for program in programs]  # doctest: +SKIP
+    Yields:
+      `submit(make, *arguments)`, which starts to compile; those submitted first begin first.
     """
+    end, left, futures = time.monotonic() + seconds, 0.0, list[Future[Any]]()
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
 
-    _MOST_THREADS: ClassVar[int] = 16
-    # Of every pool in this process.
-    _submitted: ClassVar[set[Future[Any]]] = set()
+    def submit(make: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        futures.append(pool.submit(make, *arguments))
+        _submitted.add(futures[-1])
+        return futures[-1]
 
-    def __init__(self, *, seconds: float = math.inf) -> None:
-        """Starts the threads' pool."""
-        self._end = time.monotonic() + seconds
-        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, self._MOST_THREADS))
-        self._futures: list[Future[Any]] = []
-
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def submit(self, make: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Starts to compile: `make(*arguments)`, in a thread; those submitted first begin first."""
-        future = self._pool.submit(make, *arguments)
-        self._futures.append(future)
-        self._submitted.add(future)
-        return future
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Waits for all programs, or, after an error, for those that are being compiled."""
-        left = 0.0 if kind else self._end - time.monotonic()
-        wait(self._futures, timeout=None if math.isinf(left) else max(0.0, left))
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._submitted.difference_update(self._futures)
-
-    @classmethod
-    def running(cls) -> int:
-        """How many programs are not done."""
-        return sum(not future.done() for future in tuple(cls._submitted))
+    try:
+        yield submit
+        left = end - time.monotonic()
+    finally:  # after an error, programs that have not begun are cancelled at once
+        wait(futures, timeout=None if math.isinf(left) else max(0.0, left))
+        pool.shutdown(wait=True, cancel_futures=True)
+        _submitted.difference_update(futures)
 
 
 def compiled[Cell](
@@ -109,8 +91,8 @@ def compiled[Cell](
     for some in itertools.batched(cells, group):
         if seconds_left() <= 0:
             return
-        with Compiling(seconds=seconds_left()) as pool:
-            futures = [pool.submit(compile_cell, cell) for cell in some]
+        with compiling(seconds=seconds_left()) as submit:
+            futures = [submit(compile_cell, cell) for cell in some]
         for cell, future in zip(some, futures, strict=True):
             if seconds_left() <= 0:
                 return
@@ -118,46 +100,53 @@ def compiled[Cell](
                 yield cell, future.result
 
 
-def clock(*, is_cpu: bool = False) -> float:
+def clock() -> float:
     """Seconds of a clock: with what everything is timed that ends up in results.
-
-    Args:
-      is_cpu: Whether to count what all threads of this process computed.
 
     Raises:
       RuntimeError: If programs are being compiled in a pool.
     """
-    running = Compiling.running()
+    running = sum(not future.done() for future in tuple(_submitted))
     if running:
         raise RuntimeError(
             f"nothing must be timed while programs compile, got {running} that are not done; leave "
-            "the block of Compiling first"
+            "the block of `compiling` first"
         )
-    return time.process_time() if is_cpu else time.perf_counter()
+    return time.perf_counter()
 
 
-def alternate(calls: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Rounds]:
-    """Times each call `repeats` times, in turns, so that a busy moment slows all of them.
+def rounds(
+    calls: Mapping[str, Callable[[int], Any]],
+    repeats: int,
+    *,
+    step: int = 1,
+    round_seconds: float = ROUND_SECONDS,
+) -> dict[str, list[float]]:
+    """Seconds per step of each call, in turns, so that a busy moment slows all of them.
 
-    Every call runs once beforehand, to compile.
+    Every call runs twice beforehand, to compile and to tell how many steps a round has.
 
     Args:
-      calls: Functions whose result can be given to `jax.block_until_ready`.
+      calls: Functions of a number of steps, whose result `jax.block_until_ready` takes.
       repeats: Timed rounds.
-
-    Returns:
-      The rounds of each call.
+      step: Steps of the shortest call.
+      round_seconds: How long a round lasts, about.
     """
     import jax
 
-    for call in calls.values():
-        jax.block_until_ready(call())
-    times: dict[str, Rounds] = {name: [] for name in calls}
+    counts = {}
+    for name, call in calls.items():
+        jax.block_until_ready(call(step))
+        start = clock()
+        jax.block_until_ready(call(step))
+        taken = clock() - start
+        counts[name] = max(1, min(500, math.ceil(round_seconds / taken))) * step
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            wall, cpu = clock(), clock(is_cpu=True)
-            jax.block_until_ready(call())
-            times[name].append({"wall": clock() - wall, "cpu": clock(is_cpu=True) - cpu})
+            start = clock()
+            jax.block_until_ready(call(counts[name]))
+            times[name].append((clock() - start) / counts[name])
     return times
 
 
@@ -197,16 +186,6 @@ def summarize(values: list[float]) -> dict[str, float]:
 
     low, median, high = np.percentile(values, [25, 50, 75])
     return {"median": float(median), "q25": float(low), "q75": float(high), "repeats": len(values)}
-
-
-def timing(rounds: Rounds) -> dict[str, Any]:
-    """Wall and CPU seconds of the rounds of one call."""
-    return {f"{clock}_s": summarize([one[clock] for one in rounds]) for clock in ("wall", "cpu")}
-
-
-def speedup(slow: Rounds, fast: Rounds, clock: str) -> dict[str, float]:
-    """How many times faster, round by round."""
-    return summarize([a[clock] / b[clock] for a, b in zip(slow, fast, strict=True)])
 
 
 def memory(compiled: Any) -> dict[str, int]:
@@ -249,7 +228,7 @@ def check_filters(
     there: dict[str, set[Any]] = {}
     for one in every:
         for name, value in one.items():
-            there.setdefault(name, set()).add(value)
+            there.setdefault(name, set()).update({value} - {None})
     filters = {name: getattr(options, name, None) or () for name in there}
     unknown = [f"{x}" for name, given in filters.items() for x in given if x not in there[name]]
     if found and not unknown:

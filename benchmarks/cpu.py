@@ -80,16 +80,17 @@ def tokens_of(length: int) -> jax.Array:
     return jax.random.randint(jax.random.key(1), (1, length), 0, MODEL.vocab_size, jnp.int32)
 
 
-def row(part: str, tokens: int, name: str, times: dict[str, common.Rounds]) -> Row:
+def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, once in a round."""
+    once = {name: lambda _, call=call: call() for name, call in calls.items()}
+    return common.rounds(once, repeats, round_seconds=0.0)
+
+
+def row(part: str, tokens: int, name: str, times: dict[str, list[float]]) -> Row:
     """The times of one policy, and how they compare with dense, round by round."""
-    return {
-        "part": part,
-        "tokens": tokens,
-        "policy": name,
-        **common.timing(times[name]),
-        "speedup": common.speedup(times["dense"], times[name], "wall"),
-        "cpu_speedup": common.speedup(times["dense"], times[name], "cpu"),
-    }
+    faster = [slow / own for slow, own in zip(times["dense"], times[name], strict=True)]
+    found = {"wall_s": common.summarize(times[name]), "speedup": common.summarize(faster)}
+    return {"part": part, "tokens": tokens, "policy": name, **found}
 
 
 def layer_selection(
@@ -128,10 +129,8 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
         # Even one byte each would be more. (Shorter prompts cannot tell.)
         if length >= 8192 and temporary >= length**2:
             raise AssertionError(f"{name} holds {temporary} bytes at {length} tokens")
-    times = common.alternate(
-        {name: functools.partial(compiled[name], *programs[name][1]) for name in programs},
-        repeats=repeats,
-    )
+    calls = {name: functools.partial(compiled[name], *programs[name][1]) for name in programs}
+    times = in_turns(calls, repeats)
     return [
         row("attention", length, name, times) | common.memory(compiled[name]) for name in programs
     ]
@@ -153,7 +152,7 @@ def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
     calls = {
         name: reading(params, tokens_of(length), MODEL, policy) for name, policy in POLICIES.items()
     }
-    times = common.alternate(calls, repeats=repeats)
+    times = in_turns(calls, repeats)
     return [row("prefill", length, name, times) for name in POLICIES]
 
 
@@ -167,12 +166,11 @@ def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (token, cache))
         program = jax.jit(step, donate_argnums=2).lower(param_shapes(MODEL), *arguments).compile()
         facts[name] = common.memory(program) | {"cache_bytes": num_bytes(cache)}
-        first = capacity - DECODE_TOKENS * (repeats + 1)
+        first = capacity - DECODE_TOKENS * (repeats + 2)
         calls[name] = decoding(functools.partial(step, params, token), cache, first)
-    times = common.alternate(calls, repeats=repeats)
     times = {
-        name: [{clock: s / DECODE_TOKENS for clock, s in one.items()} for one in rounds]
-        for name, rounds in times.items()
+        name: [seconds / DECODE_TOKENS for seconds in own]
+        for name, own in in_turns(calls, repeats).items()
     }
     return [row("decode", capacity, name, times) | facts[name] for name in POLICIES]
 
@@ -215,7 +213,6 @@ def describe(row: Row) -> str:
     if "wall_s" in row:
         wall, faster = row["wall_s"], row["speedup"]["median"]
         text += f" {wall['median']:8.4f} s ({wall['q25']:.4f}-{wall['q75']:.4f}), {faster:.2f}x"
-        text += f" dense (CPU time {row['cpu_speedup']['median']:.2f}x)"
     if "cold_s" in row:
         text += f" first {row['cold_s']:.2f} s, then {row['warm_s']['median']:.3f} s"
     if "temporary_bytes" in row:

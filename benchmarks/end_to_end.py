@@ -262,20 +262,42 @@ def main() -> None:
     for (name, weights), own in wanted.items():
         if seconds_left() <= 0:
             return
-        model = Model(models[name], rates, repeats, enough=options.enough, weights=weights)
-        fitting = []
-        for cell in own:
-            if model.needed_bytes(cell) < model.room:
-                fitting.append(cell)
-            else:
-                needed = model.needed_bytes(cell) / 2**30
-                add(cell.row(error=common.DOES_NOT_FIT, needed_gib=round(needed, 1)))
-        programs = common.compiled(fitting, model.compile, seconds_left)
-        for cell, program in tqdm(programs, desc=name, total=len(fitting)):
-            add(cell.row(**common.found_or_error(model.measure, cell, program)))
-            gc.collect()  # what a failed cell held
-        del model, programs
-        gc.collect()  # weights, before those of the next model
+        sizes: dict[str, Any] = {"enough": options.enough, "weights": weights}
+        make = functools.partial(Model, models[name], rates, repeats, **sizes)
+        needed = functools.partial(needed_bytes, models[name])
+        for cell, row in measured(own, needed, make, seconds_left):
+            add(cell.row(**row))
+
+
+def measured[SomeCell: Cell](
+    cells: Sequence[SomeCell],
+    needed_bytes: Callable[[SomeCell], float],
+    make_model: Callable[[], Any],
+    seconds_left: Callable[[], float],
+) -> Iterator[tuple[SomeCell, Row]]:
+    """What is found of each cell of a model, or the bytes that it needs where it does not fit.
+
+    Args:
+      cells: The measurements.
+      needed_bytes: What each of them holds at least.
+      make_model: Draws the weights, where a cell fits.
+      seconds_left: The time that this run still has.
+    """
+    fitting = []
+    for cell in cells:
+        needed = needed_bytes(cell)
+        if needed < device_room():
+            fitting.append(cell)
+        else:
+            yield cell, {"error": common.DOES_NOT_FIT, "needed_gib": round(needed / 2**30, 1)}
+    if not fitting:
+        return
+    model = make_model()
+    for cell, program in common.compiled(fitting, model.compile, seconds_left):
+        yield cell, common.found_or_error(model.measure, cell, program)
+        gc.collect()  # what a failed cell held
+    del model
+    gc.collect()  # weights, before those of the next model
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
@@ -400,6 +422,13 @@ def activation_bytes(config: ModelConfig, cell: Cell) -> int:
     return 2 * cell.batch * (cell.chunk_size or cell.tokens) * width
 
 
+def needed_bytes(config: ModelConfig, cell: Cell) -> float:
+    """Weights, cache, statistics, and the activations of the tokens read at a time."""
+    kind = None if cell.weights == config.dtype else cell.weights
+    cache = cache_bytes(config, cell.rule.make(), cell.batch, cell.tokens, config.dtype)
+    return num_bytes(param_shapes(config, weights=kind)) + cache + activation_bytes(config, cell)
+
+
 class Model:
     """Random weights of one model, and the measurements with them."""
 
@@ -421,13 +450,6 @@ class Model:
         self._params = random_params(config)
         if weights not in (None, config.dtype):
             self._params = jax.block_until_ready(quantize_params(self._params, weights))
-        self.room = device_room()
-
-    def needed_bytes(self, cell: Cell) -> float:
-        """Weights, cache, statistics, and the activations of the tokens read at a time."""
-        policy, dtype = cell.rule.make(), self.config.dtype
-        cache = cache_bytes(self.config, policy, cell.batch, cell.tokens, dtype)
-        return num_bytes(self._params) + cache + activation_bytes(self.config, cell)
 
     def _empty(self, cell: Cell) -> Cache:
         return sw.init_cache(

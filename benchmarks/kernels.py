@@ -1,324 +1,1014 @@
-"""The kernels beside cuDNN's dense attention, in one process, on one GPU.
+"""The operations of the kernels, each beside its peer, in turns in one process on one device.
 
-    python benchmarks/kernels.py [--out benchmarks/results/kernels.json] [--only OP] [--quick]
+    python benchmarks/kernels.py [--op decode ...] [--missing] [--seconds 500]
 
-Prefill is timed over calls queued one after another, decoding and selection inside a jitted loop
-whose steps depend on each other, as layers do: their calls would take longer to start than to run.
-Both sides rotate over the same several inputs, and take turns.
-Without a Hopper GPU only `--quick` makes sense: everything runs on XLA then.
+* `prefill`, `decode`: attention over random lists, of a prompt and of a token in a stacked cache;
+  the peer is dense attention, cuDNN's on a GPU. In `kernels.json`.
+* `quantize`, `scores`, `lists`: the parts of the recommended policy's selection for a prompt, codes
+  of keys, page scores and top-k lists; the peer is XLA. In `kernels_selection.json`.
+* `linear`: products of few rows with stacked weights, by the type of the weights; sums of products
+  and XLA's products stand beside the kernel. In `linear.json`.
+* `gradient`: a forward and a backward pass over lists, and of dense attention. In `gradients.json`,
+  and of a CPU, with fewer heads, in `gradients_cpu.json`.
+* `other_gpus`: on a Hopper GPU, attention of a prompt by the kernel that other GPUs run, over
+  blocks and over pages, beside Hopper's own. In `warp_prefill.json`.
+* `selection`: what observing, selecting and attending take with each policy, in a prompt and for a
+  token, beside dense attention; knobs are set so that lists have the density asked for. In
+  `selection.json`. `share`: the printed rule and the recommended policy alone, at more lengths. In
+  `selection_share.json`.
+
+Calls for a prompt are queued one after another, and rotate over several inputs. Decoding and
+selection run in jitted loops whose steps depend on each other, as layers do: their calls would take
+longer to start than to run. All that a step makes is a result of its loop, so that nothing is left
+out. Results are compared with float32 on XLA, and with a second run bit for bit. Without a GPU only
+`--quick` makes sense, but for gradients.
 """
 
 import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import common
 import jax
 import jax.numpy as jnp
-import kernel_inputs
-from kernel_inputs import Shape, loop
+from end_to_end import measure_rates
+from jaxtyping import Array
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.models.transformer import (
+    MOST_SUMMED_ROWS,
+    linear_of_rows,
+    rms_norm,
+    sums_of_rows,
+)
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
+from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
+from sketchwalk_jax.selection import block_budget, select_blocks
 
-IMPLEMENTATION = "mosaic_gpu" if dispatch.is_hopper() else "xla"
+IMPLEMENTATION = "xla" if dispatch.kernels_here() is None else "mosaic_gpu"
 PEER = "cudnn" if jax.default_backend() == "gpu" else "xla"
+FILES = {
+    "prefill": "kernels.json",
+    "decode": "kernels.json",
+    "quantize": "kernels_selection.json",
+    "scores": "kernels_selection.json",
+    "lists": "kernels_selection.json",
+    "linear": "linear.json",
+    "gradient": "gradients_cpu.json" if jax.default_backend() == "cpu" else "gradients.json",
+    "other_gpus": "warp_prefill.json",
+    "selection": "selection.json",
+    "share": "selection_share.json",
+}
+# What tells rows of a file apart.
+SHAPE = ("op", "batch", "tokens", "num_heads", "num_kv_heads", "head_dim", "density", "block_size")
+NAMES = {
+    "linear.json": ("product", "rows", "form"),
+    "warp_prefill.json": ("op", "batch", "tokens", "heads", "head_dim", "density"),
+} | dict.fromkeys(
+    ("selection.json", "selection_share.json"),
+    ("phase", "tokens", "policy", "preset", "fields", "density"),
+)
+CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
 CHECKED_TOKENS = 256
-ROUND_SECONDS = 0.1
+CHECKED_GRADIENTS = 16384  # tokens; the most whose gradients are computed in float32 as well
+LAYERS = 4
+PROMPTS = 2  # layers that selection for prompts rotates over: together larger than any cache
 # Rounds over the layers between two looks at a loop's condition, which a GPU asks the host for.
 ROUNDS_OF_LAYERS = 8
+SLOW = ("oracle", "flexprefill")  # to select for prompts; one round of these is enough
+KNOB_STEPS = 17  # to a single offset of MInference's
+QUERIES = 32  # representatives of a query block
+# Milliseconds of one layer: `observe` alone, all of `selection`, `attention` over its lists.
+PARTS = ("observe", "selection", "attention")
+# Columns of the arrays that share an input, its width, and whether it goes through a norm.
+Product = tuple[tuple[int, ...], int, bool]
+PRODUCTS: dict[str, Product] = {
+    "query, key, value": ((4096, 1024, 1024), 4096, True),
+    "output": ((4096,), 4096, False),
+    "gate, up": ((14336, 14336), 4096, True),
+    "down": ((4096,), 14336, False),
+}
+QUICK_PRODUCTS: dict[str, Product] = {"gate, up": ((64, 64), 256, True)}
+WEIGHTS = ("bfloat16", "float8_e4m3fn", "int8")
+STACK = 8  # layers of stacked weights, which no cache holds
+EPS = 1e-5
+PAGES = 4  # of a block of 64
+PyTree = Any
 Row = dict[str, Any]
 Call = Callable[[int], Any]  # enqueues that many steps
+Step = Callable[[PyTree, PyTree, int], PyTree]  # state, inputs of all layers, layer
 
 
-def _shapes() -> tuple[Shape, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement: an operation and its sizes.
+
+    Attributes:
+      op: A key of `OPERATIONS`.
+      tokens: Of a prompt, or in the cache of each sequence.
+      density: Nominal, of the lists.
+      batch: Sequences.
+      heads: Query heads and key/value heads.
+      head_dim: Size of one head.
+      block_size: Tokens of a block.
+      dtype: Of queries, keys and values.
+      rule: What selects, of `selection` and `share`.
+      phase: `"prefill"` or `"decode"`, of the same.
+      product: Name of the weights, of `linear`.
+      rows: Rows of the input, of `linear`.
+      is_quick: Whether sizes are tiny.
+    """
+
+    op: str
+    tokens: int = 0
+    density: float = 0.1
+    batch: int = 1
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    rule: Rule = DENSE
+    phase: str = ""
+    product: str = ""
+    rows: int = 0
+    is_quick: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a sequence."""
+        return self.tokens // self.block_size
+
+    def row(self) -> Row:
+        """What names it in the results."""
+        if self.op == "linear":
+            return {"product": self.product, "rows": self.rows}
+        names = ("tokens", "density", "batch", "head_dim", "dtype")
+        own = {name: getattr(self, name) for name in names}
+        if self.op == "other_gpus":
+            return own | {"op": "prefill", "heads": self.heads, "block_size": self.block_size}
+        own |= {"num_heads": self.heads[0], "num_kv_heads": self.heads[1]}
+        if self.phase:
+            rule = {name: getattr(self.rule, name) for name in ("policy", "preset", "density")}
+            return own | rule | {"phase": self.phase, "fields": dict(self.rule.fields)}
+        return own | {"op": self.op, "block_size": self.block_size, "peer": None}
+
+    def filtered(self) -> Row:
+        """What filters are compared with: a filter leaves out what has no such size."""
+        if self.op == "linear":
+            own: Row = {"rows": self.rows}
+        else:
+            own = {"tokens": self.tokens, "density": self.density}
+            own |= {"policy": self.rule.policy} if self.phase else {}
+        names = ("tokens", "density", "policy", "rows")
+        return dict.fromkeys(names) | own | {"op": self.op}
+
+
+def cases() -> Iterator[Case]:
+    """All measurements on a GPU, or, where there is none, the gradients on a CPU."""
+    gradient = functools.partial(Case, op="gradient", density=0.1)
+    if jax.default_backend() == "cpu":
+        for tokens in (2048, 4096, 8192, 16384):
+            yield gradient(tokens=tokens, heads=(8, 2), head_dim=64, dtype="float32")
+        return
     lengths = [2**power for power in range(13, 18)]
-    prefill = [Shape(op="prefill", tokens=n, density=d) for d in (0.1, 0.2, 1.0) for n in lengths]
-    for length in (2**14, 2**17):
-        prefill += [Shape(op="prefill", tokens=length, density=d, head_dim=64) for d in (0.1, 0.2)]
-        prefill.append(Shape(op="prefill", tokens=length, density=0.1, heads=(28, 4)))
-    decode = [Shape(op="decode", tokens=n, density=0.1) for n in lengths]
-    for batch, length in ((8, 2**16), (32, 2**14), (128, 2**12)):
+    for density in (0.1, 0.2, 1.0):
+        for tokens in lengths:
+            yield Case(op="prefill", tokens=tokens, density=density)
+    for tokens in (2**14, 2**17):
+        for density in (0.1, 0.2):
+            yield Case(op="prefill", tokens=tokens, density=density, head_dim=64)
+        yield Case(op="prefill", tokens=tokens, heads=(28, 4))
+    for tokens in lengths:
+        yield Case(op="decode", tokens=tokens)
+    for batch, tokens in ((8, 2**16), (32, 2**14), (128, 2**12)):
         for head_dim in (128, 64):
-            sizes: dict[str, int] = {"tokens": length, "batch": batch, "head_dim": head_dim}
-            decode.append(Shape(op="decode", density=0.2, **sizes))
-    decode.append(Shape(op="decode", tokens=2**17, density=0.1, heads=(28, 4)))
-    decode.append(Shape(op="decode", tokens=2**16, density=0.2, batch=8, block_size=16))
-    select = [
-        Shape(op=op, tokens=n, density=0.1)
-        for op in ("select_prefill", "select_decode")
-        for n in (2**14, 2**16, 2**17)
-    ]
-    return (*prefill, *decode, *select)
+            yield Case(op="decode", tokens=tokens, density=0.2, batch=batch, head_dim=head_dim)
+    yield Case(op="decode", tokens=2**17, heads=(28, 4))
+    yield Case(op="decode", tokens=2**16, density=0.2, batch=8, block_size=16)
+    for op in ("quantize", "scores", "lists"):
+        for tokens in (2**14, 2**16, 2**17):
+            yield Case(op=op, tokens=tokens)
+    for product in PRODUCTS:
+        for rows in (1, 8, 64):
+            yield Case(op="linear", product=product, rows=rows)
+    for tokens in (4096, 16384, 65536):
+        yield gradient(tokens=tokens)
+    if dispatch.is_hopper():
+        for tokens, density in ((2**14, 0.1), (2**14, 1.0), (2**16, 0.1)):
+            for head_dim, heads in ((128, (32, 8)), (64, (32, 8)), (128, (8, 8))):
+                sizes: dict[str, Any] = {"tokens": tokens, "density": density}
+                yield Case(op="other_gpus", head_dim=head_dim, heads=heads, **sizes)
+    for tokens in (2**14, 2**16):
+        yield from selecting("selection", tokens, 0.1, [DENSE, *every_rule(0.1)])
+    for tokens in (2**14, 2**15, 2**16, 2**17):
+        for density in (0.1, 0.2):
+            rules = [Rule("sketchwalk", preset, density) for preset in ("paper", "recommended")]
+            yield from selecting("share", tokens, density, rules)
 
 
-SHAPES = _shapes()
-QUICK_SHAPES = tuple(
-    Shape(op=op, tokens=1024, density=0.2, batch=batch, heads=(4, 2), head_dim=64)
-    for op, batch in (("prefill", 1), ("decode", 2), ("select_prefill", 1), ("select_decode", 1))
-)
+def quick_cases() -> Iterator[Case]:
+    """Tiny cases that run anywhere."""
+    size: dict[str, Any] = {"density": 0.2, "heads": (4, 2), "head_dim": 64, "is_quick": True}
+    for op in ("prefill", "decode", "quantize", "scores", "lists", "gradient"):
+        yield Case(op=op, tokens=1024, batch=2 if op == "decode" else 1, **size)
+    yield Case(op="linear", product="gate, up", rows=1, is_quick=True)
+    rules = [DENSE, *every_rule(0.2, is_quick=True)]
+    yield from selecting("selection", 1024, rules=rules, **size)
+
+
+def selecting(
+    op: str, tokens: int, density: float, rules: Sequence[Rule], **size: Any
+) -> Iterator[Case]:
+    """Some rules, in the phases in which they observe or select; dense attention in both."""
+    for rule in rules:
+        case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
+        policy = rule.make()
+        if rule == DENSE or "prefill" in policy.phases or observes(policy, case):
+            yield dataclasses.replace(case, phase="prefill")
+        if rule == DENSE or "decode" in policy.phases:
+            yield dataclasses.replace(case, phase="decode")
+
+
+def every_rule(density: float, *, is_quick: bool = False) -> list[Rule]:
+    """Policies and presets; FlexPrefill with no head and with every head query-aware."""
+    found = []
+    for policy in POLICIES:
+        if policy == "flexprefill":
+            for tau in (0.0, 1.0):  # the distance is at most sqrt(log 2)
+                found.append(Rule(policy, None, density, (("tau", tau),)))
+        elif policy == "sketchwalk":
+            for preset in PRESETS[:1] if is_quick else PRESETS:
+                own = None if preset == "released" else density
+                found.append(Rule(policy, preset, own))
+        elif policy != "dense":
+            found.append(Rule(policy, None, density))
+    return found
 
 
 def main() -> None:
-    """Runs everything and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=str(common.RESULTS / "kernels.json"))
-    parser.add_argument("--only", action="append", choices=sorted(MEASURE), help="default: all")
+    """Runs everything and writes the results, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the results")
+    parser.add_argument("--op", action="append", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
+    parser.add_argument("--density", type=float, action="append", help="default: all")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
+    parser.add_argument("--rows", type=int, action="append", help="of linear; default: all")
+    parser.add_argument("--missing", action="store_true", help="only what the files lack")
     parser.add_argument("--repeats", type=int, default=9, help="rounds, in turns")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
+    parser.add_argument("--quick", action="store_true", help="tiny cases, two rounds")
     options = parser.parse_args()
     keep_compiled_programs()
-    every = QUICK_SHAPES if options.quick else SHAPES
-    shapes = [shape for shape in every if shape.op in (options.only or MEASURE)]
-    common.check_filters(options, ({"only": shape.op} for shape in every), shapes)
+    started = time.monotonic()
+    every = list(quick_cases() if options.quick else cases())
+    wanted = [case for case in every if common.is_asked(options, **case.filtered())]
+    common.check_filters(options, (case.filtered() for case in every), wanted)
     repeats = 2 if options.quick else options.repeats
-    bandwidth = copy_bandwidth(2**24 if options.quick else 2**32, repeats)
-    rows: list[Row] = []
-    failed = []
-    for shape in tqdm(shapes, desc="kernels"):
-        try:
-            rows.append(MEASURE[shape.op](shape, repeats) | {"implementation": IMPLEMENTATION})
-        except Exception as error:  # the other shapes' figures are worth keeping
-            failed.append(f"{shape}: {type(error).__name__}: {str(error)[:500]}")
-            tqdm.write(f"failed: {failed[-1]}")
-            continue
-        row = rows[-1]
-        if "tb_per_s" in row:
-            row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / bandwidth
-        tqdm.write(describe(row))
-    add_shares(rows)
-    meta = common.describe_machine(
-        copy_tb_per_s=bandwidth, is_quick=options.quick, repeats=repeats, failed=failed
-    )
-    common.write_results(options.out, meta, rows)
-    if failed:
-        raise SystemExit("\n".join(failed))
+    rates = measure_rates(is_quick=options.quick)
+    meta = common.describe_machine(is_quick=options.quick, repeats=repeats, **rates)
+    if options.missing:
+        done = {op: common.is_measured(options.out / FILES[op], names_of(op)) for op in FILES}
+        wanted = [case for case in wanted if case.op == "linear" or not done[case.op](case.row())]
+
+    def seconds_left() -> float:
+        return options.seconds - (time.monotonic() - started)
+
+    programs = common.compiled(wanted, lambda case: OPERATIONS[case.op](case), seconds_left)
+    for case, program in tqdm(programs, desc="kernels", total=len(wanted)):
+        found = common.found_or_error(lambda program=program: {"found": program()(repeats)})
+        rows = found.pop("found", [{}])
+        for row in [case.row() | unmeasured(case) | row | found for row in rows]:
+            if row.get("tb_per_s"):
+                row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / rates["copy_tb_per_s"]
+            tqdm.write(describe(case, row))
+            common.add_rows(options.out / FILES[case.op], meta, [row], names_of(case.op))
 
 
-def rounds(
-    calls: dict[str, Call],
-    repeats: int,
-    *,
-    step: int = 1,
-    round_seconds: float = ROUND_SECONDS,
-) -> dict[str, list[float]]:
-    """Seconds per step of each call, in turns; rounds last about `round_seconds`."""
-    counts = {}
-    for name, call in calls.items():
-        jax.block_until_ready(call(step))
-        start = common.clock()
-        jax.block_until_ready(call(step))
-        seconds = (common.clock() - start) / step
-        counts[name] = max(1, min(500, math.ceil(round_seconds / seconds / step))) * step
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = common.clock()
-            jax.block_until_ready(call(counts[name]))
-            times[name].append((common.clock() - start) / counts[name])
-    return times
+def names_of(op: str) -> tuple[str, ...]:
+    """What tells rows of an operation's file apart."""
+    return NAMES.get(FILES[op], SHAPE)
 
 
-def copy_bandwidth(size: int, repeats: int) -> float:
-    """Bytes read and written by copies of `size` bytes, in TB/s."""
-    source = jnp.ones((size // 4,), jnp.float32)
-    copy = jax.jit(jnp.copy)
-
-    def run(count: int) -> Any:
-        for _ in range(count):
-            out = copy(source)
-        return out
-
-    return 2 * size / common.summarize(rounds({"copy": run}, repeats)["copy"])["median"] / 1e12
+def unmeasured(case: Case) -> Row:
+    """Fields that every row of a policy has, also where its phase lacks a part."""
+    if not case.phase:
+        return {}
+    names = ("settings", "measured_density", "num_lists", "list_block_size")
+    times = [f"{part}_{name}" for part in PARTS for name in ("ms", "ms_iqr")]
+    return dict.fromkeys((*names, *times, "attention_implementation"))
 
 
-def in_turns(function: Callable[..., Any], sets: list[Any]) -> Call:
-    """Queues calls with one set of inputs after another."""
-    compiled = jax.jit(function).lower(*sets[0]).compile()
+def describe(case: Case, row: Row) -> str:
+    """One line for the terminal."""
+    text = f"{case.op:<10} {row.get('form', '')}"
+    names = {**case.row(), "op": None, "peer": None, "dtype": None}
+    text += "".join(f" {name}={one}" for name, one in names.items() if one)
+    if row["error"]:
+        return f"{text} failed: {row['error']}"
+    times = {name: one for name, one in row.items() if name.endswith("ms") and one is not None}
+    times |= {name: one["ms"] for name, one in row.get("forms", {}).items()}
+    text += "".join(f", {name.removesuffix('_ms')} {one:.4f} ms" for name, one in times.items())
+    for name in ("ratio", "tflops", "tb_per_s", "measured_density", "relative_error"):
+        text += f", {name} {row[name]:.3g}" if row.get(name) is not None else ""
+    return text + ("" if row.get("is_bit_equal", True) else " UNEQUAL")
+
+
+# Timing.
+
+
+def milliseconds(times: Sequence[float], prefix: str = "") -> Row:
+    """Median, and the distance of the quartiles."""
+    found = common.summarize(list(times))
+    spread = found["q75"] - found["q25"]
+    return {f"{prefix}ms": 1e3 * found["median"], f"{prefix}ms_iqr": 1e3 * spread}
+
+
+def built(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The compiled program for arguments, or shapes, like these."""
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def queued(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
+    """Calls of a program with one set of inputs after another."""
 
     def run(count: int) -> Any:
         for index in range(count):
-            out = compiled(*sets[index % len(sets)])
+            out = program(*sets[index % len(sets)])
         return out
 
     return run
 
 
-def in_loop(step: Callable[..., Any], first: Any, inputs: Any, num_sets: int) -> Call:
-    """One program whose steps each start from what the last one made, over the sets in turn."""
-    program = jax.jit(loop(step, num_layers=num_sets, rounds=ROUNDS_OF_LAYERS))
-    compiled = program.lower(jnp.int32(1), first, inputs).compile()
-    return lambda count: compiled(jnp.int32(count // (num_sets * ROUNDS_OF_LAYERS)), first, inputs)
+class Loop:
+    """A compiled loop of steps that each start from what the last one made.
+
+    The number of rounds over the layers is known when it is compiled: a GPU asks the host whether
+    to go on after all of them only.
+
+    Args:
+      step: What a layer does.
+      state: What the first step starts from, or its shapes.
+      inputs: Of all layers, or their shapes.
+      layers: How many there are.
+      rounds: Rounds over the layers in one count.
+    """
+
+    def __init__(
+        self, step: Step, state: PyTree, inputs: PyTree, layers: int, rounds: int = ROUNDS_OF_LAYERS
+    ) -> None:
+        """Compiles it."""
+
+        def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
+            def one_round(_: Array, state: PyTree) -> PyTree:
+                for index in range(layers):
+                    state = step(state, inputs, index)
+                return state
+
+            some = lambda _, state: jax.lax.fori_loop(0, rounds, one_round, state)  # noqa: E731
+            return jax.lax.fori_loop(0, count, some, state)
+
+        self.steps = layers * rounds
+        self._program = built(run, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
+
+    def over(self, state: PyTree, inputs: PyTree) -> Call:
+        """Calls of a multiple of `steps` steps."""
+        return lambda count: self._program(jnp.int32(count // self.steps), state, inputs)
 
 
-def row_of(shape: Shape, times: dict[str, list[float]]) -> Row:
-    """The shape and the times of both sides."""
-    row: Row = {name: getattr(shape, name) for name in ("op", "batch", "tokens")}
-    row |= {"num_heads": shape.heads[0], "num_kv_heads": shape.heads[1]}
-    row |= {name: getattr(shape, name) for name in ("head_dim", "density", "dtype", "block_size")}
-    row["peer"] = PEER if "peer" in times else None
-    for name in ("ours", "peer"):
-        found = common.summarize(times[name]) if name in times else None
-        row[f"{name}_ms"] = found["median"] * 1e3 if found else None
-        row[f"{name}_ms_iqr"] = (found["q75"] - found["q25"]) * 1e3 if found else None
-    row["ratio"] = row["peer_ms"] / row["ours_ms"] if "peer" in times else None
-    return row
-
-
-def measure_prefill(shape: Shape, repeats: int) -> Row:
-    """Attention of a whole prompt over lists, beside dense attention."""
-    sets = kernel_inputs.prefill_sets(shape)
-    ours = functools.partial(sw.block_sparse_attention, implementation=IMPLEMENTATION)
-    peer = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=PEER)
-    runs = {"ours": in_turns(ours, sets), "peer": in_turns(peer, [one[:3] for one in sets])}
-    row = row_of(shape, rounds(runs, repeats))
-    query, key, value, selection = sets[0]
-    positions = jnp.arange(selection.ids.shape[2], dtype=jnp.int32)[None, :] * shape.block_size
-    full = jnp.full_like(positions, shape.block_size)
-    pairs = float(jnp.sum(selection.attended_pairs(positions, full)))
-    row["attended_pairs"] = pairs / (shape.tokens * (shape.tokens + 1) / 2)
-    row["tflops"] = 4 * shape.head_dim * shape.heads[0] * pairs / row["ours_ms"] / 1e9
-    # The last tokens again, in float32 on XLA.
-    tail = min(CHECKED_TOKENS, shape.tokens)
-    last = -(tail // shape.block_size)
-    lists = sw.BlockSelection(
-        selection.ids[:, :, last:], selection.counts[:, :, last:], shape.block_size
-    )
-    wanted = attend_tail(
-        *(x.astype(jnp.float32) for x in (query[:, -tail:], key, value)),
-        lists,
-        first=shape.tokens - tail,
-    )
-    program = jax.jit(ours)
-    return row | compare(
-        program(*sets[0])[:, -tail:], program(*sets[0])[:, -tail:], wanted[:, -tail:]
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("first",))
-def attend_tail(
-    query: Any, key: Any, value: Any, lists: sw.BlockSelection, *, first: int
-) -> jax.Array:
-    """Queries from block `first` on, padded as a first row may start anywhere."""
-    padding = ((0, 0), (0, 0), (0, 1), (0, 0))
-    lists = dataclasses.replace(
-        lists, ids=jnp.pad(lists.ids, padding), counts=jnp.pad(lists.counts, padding[:3])
-    )
-    offset = jnp.full((query.shape[0],), first, jnp.int32)
-    with jax.default_matmul_precision("highest"):
-        return sw.block_sparse_attention(
-            query, key, value, lists, query_offset=offset, implementation="xla"
-        )
-
-
-def compare(one: jax.Array, other: jax.Array, wanted: jax.Array) -> Row:
+def compare(one: Array, other: Array, wanted: Array) -> Row:
     """The distance of a result from the one wanted, and whether two runs gave the same."""
     actual = one.astype(jnp.float32)
     error = jnp.linalg.norm((actual - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
-    return {
-        "relative_error": float(error),
-        "is_bit_equal": bool(jnp.all(one == other)),
-    }
+    return {"relative_error": float(error), "is_bit_equal": bool(jnp.all(one == other))}
 
 
-def measure_decode(shape: Shape, repeats: int) -> Row:
-    """One token per sequence over its list, from a stacked cache; dense decoding beside it."""
-    query, key, value, selections = kernel_inputs.decode_inputs(shape)
-    layers = len(selections)
-    lengths = jnp.full((shape.batch,), shape.tokens, jnp.int32)
-    inputs = (key, value, selections)
-    caches = [(key[layer], value[layer]) for layer in range(layers)]
+def sides(times: Mapping[str, Sequence[float]], peer: str) -> Row:
+    """The times of `ours` and of `peer`."""
+    row = {"peer": peer, "implementation": IMPLEMENTATION}
+    row |= milliseconds(times["ours"], "ours_") | milliseconds(times["peer"], "peer_")
+    return row | {"ratio": row["peer_ms"] / row["ours_ms"]}
 
-    def ours(query: Any, inputs: Any, layer: int) -> Any:
-        key, value, selections = inputs
-        return sw.block_sparse_decode(
-            query,
-            key,
-            value,
-            selections[layer],
-            layer=layer,
-            kv_lengths=lengths,
-            implementation=IMPLEMENTATION,
-        )
 
-    def peer(query: Any, caches: Any, layer: int) -> Any:
-        return jax.nn.dot_product_attention(
-            query, *caches[layer], key_value_seq_lengths=lengths, implementation=PEER
-        )
-
-    runs = {
-        "ours": in_loop(ours, query, inputs, layers),
-        "peer": in_loop(peer, query, caches, layers),
-    }
-    row = row_of(shape, rounds(runs, repeats, step=layers * ROUNDS_OF_LAYERS))
-    blocks = sum(int(jnp.sum(one.counts)) for one in selections) / layers
-    one_block = 2 * shape.block_size * shape.heads[1] * shape.head_dim * query.dtype.itemsize
-    row["tb_per_s"] = blocks * one_block / row["ours_ms"] / 1e9
-    row["attended_blocks"] = blocks / shape.batch
-    program = jax.jit(ours, static_argnums=2)
-    wide = query.astype(jnp.float32)
-    wanted = sw.block_sparse_decode(
-        wide,
-        *(x.astype(jnp.float32) for x in caches[0]),
-        selections[0],
-        kv_lengths=lengths,
-        implementation="xla",
+def widen(tree: PyTree) -> PyTree:
+    """The same numbers in float32."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
-    return row | compare(program(query, inputs, 0), program(query, inputs, 0), wanted)
 
 
-def measure_select_prefill(shape: Shape, repeats: int) -> Row:
-    """Block sums, scores, walk and lists of a whole prompt, layer after layer."""
-    sets = kernel_inputs.selection_sets(shape)
-    step, first = kernel_inputs.prefill_selection(shape)
-    run = in_loop(step, first, sets, len(sets))
-    return row_of(shape, rounds({"ours": run}, repeats, step=len(sets) * ROUNDS_OF_LAYERS))
+# Inputs.
 
 
-def measure_select_decode(shape: Shape, repeats: int) -> Row:
-    """Scores, walk row and list of one token, layer after layer."""
-    step, first, inputs = kernel_inputs.decode_selection(shape)
-    layers = len(inputs)
-    run = in_loop(step, first, inputs, layers)
-    return row_of(shape, rounds({"ours": run}, repeats, step=layers * ROUNDS_OF_LAYERS))
+def draw(key: Array, case: Case, heads: int, tokens: int, *lead: int) -> Array:
+    """Normal entries `[*lead, B, tokens, heads, H]`."""
+    size = (*lead, case.batch, tokens, heads, case.head_dim)
+    return jax.random.normal(key, size, jnp.dtype(case.dtype))
 
 
-def add_shares(rows: list[Row]) -> None:
-    """What selection takes beside the attention of the same shape."""
-    keys = ("tokens", "batch", "num_heads", "num_kv_heads", "head_dim", "density", "block_size")
-    attention = {(x["op"], *(x[key] for key in keys)): x["ours_ms"] for x in rows}
-    for row in rows:
-        if row["op"].startswith("select_"):
-            other = attention.get((row["op"][7:], *(row[key] for key in keys)))
-            row["share_of_attention"] = row["ours_ms"] / other if other else None
+def draw_layer(case: Case, index: int) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of whole prompts."""
+    heads = (case.heads[0], case.heads[1], case.heads[1])
+    keys = jax.random.split(jax.random.key(index), 4)[:3]
+    found = [draw(key, case, n, case.tokens) for key, n in zip(keys, heads, strict=True)]
+    return found[0], found[1], found[2]
 
 
-def describe(row: Row) -> str:
-    """One line for the terminal."""
-    heads = f"{row['num_heads']}/{row['num_kv_heads']}x{row['head_dim']}"
-    text = f"{row['op']:<14} B={row['batch']:<3} {row['tokens']:>6} {heads:<10}"
-    text += f" d={row['density']:<4g} {row['ours_ms']:9.4f} ms (iqr {row['ours_ms_iqr']:.4f})"
-    if row["peer"]:
-        text += f", {row['peer']} {row['peer_ms']:9.4f} ms, {row['ratio']:.2f}x"
-    if "tflops" in row:
-        text += f", {row['tflops']:.0f} TFLOP/s"
-    if "tb_per_s" in row:
-        text += f", {row['tb_per_s']:.2f} TB/s ({row['fraction_of_copy_bandwidth']:.0%} of copy)"
-    if "relative_error" in row:
-        text += f", error {row['relative_error']:.1e}{'' if row['is_bit_equal'] else ' UNEQUAL'}"
-    return text
+def random_lists(key: Array, case: Case, rows: Array) -> sw.BlockSelection:
+    """Lists as long as the density asks for, of blocks drawn at random."""
+    budget = block_budget(case.num_blocks, density=case.density, sink_blocks=1, local_blocks=1)
+    rows = jnp.broadcast_to(rows, (case.batch, rows.shape[-1]))
+    select = jax.jit(
+        functools.partial(
+            select_blocks,
+            sink_blocks=1,
+            local_blocks=1,
+            max_count=int(budget[-1]),
+            block_size=case.block_size,
+        )
+    )
+    scores = jax.random.uniform(key, (*rows.shape, case.num_blocks))
+    return select(scores, rows, jnp.asarray(budget)[rows])
 
 
-MEASURE: dict[str, Callable[[Shape, int], Row]] = {
-    "prefill": measure_prefill,
-    "decode": measure_decode,
-    "select_prefill": measure_select_prefill,
-    "select_decode": measure_select_decode,
+def draw_prompts(case: Case) -> list[tuple[Any, ...]]:
+    """Sets of queries, keys, values and lists of whole prompts that no cache holds together."""
+    rows = jnp.arange(case.num_blocks, dtype=jnp.int32)
+    size = 2 * case.batch * case.tokens * (case.heads[0] + 2 * case.heads[1]) * case.head_dim
+    return [
+        (*draw_layer(case, index), random_lists(jax.random.key(100 + index), case, rows))
+        for index in range(max(2, min(8, math.ceil(CACHE_BYTES / size))))
+    ]
+
+
+def whole_prompt(case: Case) -> Span:
+    """The tokens of whole prompts, which inference lays out once for all layers."""
+    lengths = jnp.full((case.batch,), case.tokens, jnp.int32)
+    valid = jnp.ones((case.batch, case.tokens), bool)
+    return Span(jnp.zeros_like(lengths), valid, lengths, lengths)
+
+
+def zeros(shapes: PyTree) -> PyTree:
+    """Arrays for shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+# Attention. Each operation compiles its programs, and returns what measures them: rows of it.
+
+Measure = Callable[[int], list[Row]]
+
+
+def dense_prompt(query: Array, key: Array, value: Array) -> Array:
+    """The peer of prompts."""
+    if PEER == "xla":
+        return sw.dense_attention(query, key, value, implementation="xla")
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=PEER)
+
+
+def attend_prompt(*inputs: Any) -> Array:
+    """Attention of whole prompts over their lists."""
+    return sw.block_sparse_attention(*inputs, implementation=IMPLEMENTATION)
+
+
+def attended(case: Case, lists: sw.BlockSelection) -> float:
+    """Pairs of query and key that lists attend to."""
+    positions = jnp.arange(lists.ids.shape[2], dtype=jnp.int32)[None, :] * case.block_size
+    return float(
+        jnp.sum(lists.attended_pairs(positions, jnp.full_like(positions, case.block_size)))
+    )
+
+
+def tail_in_float32(case: Case, inputs: tuple[Any, ...]) -> Array:
+    """What the last tokens attend to, on XLA. Lists are padded: a first row may start anywhere."""
+    query, key, value, lists = inputs
+    tail = min(CHECKED_TOKENS, case.tokens)
+    last, padding = -(tail // case.block_size), ((0, 0), (0, 0), (0, 1), (0, 0))
+    lists = dataclasses.replace(
+        lists,
+        ids=jnp.pad(lists.ids[:, :, last:], padding),
+        counts=jnp.pad(lists.counts[:, :, last:], padding[:3]),
+    )
+    offset = jnp.full((case.batch,), case.tokens - tail, jnp.int32)
+    attend = functools.partial(sw.block_sparse_attention, implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        wide = widen((query[:, -tail:], key, value))
+        return jax.jit(attend)(*wide, lists, query_offset=offset)[:, -tail:]
+
+
+def prefill(case: Case) -> Measure:
+    """Attention of a whole prompt over lists, beside dense attention; or by several kernels.
+
+    Kernels of `other_gpus` take lists of blocks and of their pages, which name the same keys.
+    """
+    calls: dict[str, tuple[Callable[..., Array], str]] = {"peer": (dense_prompt, "dense")}
+    if case.op == "prefill":
+        calls["ours"] = attend_prompt, "blocks"
+    for lists in ("blocks", "pages") if case.op == "other_gpus" else ():
+        calls[f"warps_{lists}"] = attend_as_others, lists
+        calls[f"hopper_{lists}"] = attend_prompt, lists
+
+    def draw_forms() -> dict[str, list[tuple[Any, ...]]]:
+        sets = draw_prompts(case)
+        pages = [(*one[:3], in_pages(one[3])) for one in sets]
+        return {"dense": [one[:3] for one in sets], "blocks": sets, "pages": pages}
+
+    shapes = jax.eval_shape(draw_forms)
+    programs = {name: built(call, *shapes[kind][0]) for name, (call, kind) in calls.items()}
+
+    def measure(repeats: int) -> list[Row]:
+        sets = draw_forms()
+        runs = {name: queued(programs[name], sets[kind]) for name, (_, kind) in calls.items()}
+        times, forms = common.rounds(runs, repeats), {}
+        wanted = tail_in_float32(case, sets["blocks"][0])
+        every = case.batch * case.tokens * (case.tokens + 1) / 2
+        pairs = attended(case, sets["blocks"][0][3])
+        for name, run in runs.items():
+            forms[name] = milliseconds(times[name])
+            work = 4 * case.head_dim * case.heads[0] * (every if name == "peer" else pairs)
+            forms[name]["tflops"] = work / forms[name]["ms"] / 1e9
+            if name != "peer":
+                one, other = (run(1)[:, -wanted.shape[1] :] for _ in range(2))
+                forms[name] |= compare(one, other, wanted)
+        if case.op == "other_gpus":
+            return [{"forms": {"cudnn": forms.pop("peer"), **forms}}]
+        checks = {name: one for name, one in forms["ours"].items() if "ms" not in name}
+        return [sides(times, PEER) | {"attended_pairs": pairs / every} | checks]
+
+    return measure
+
+
+def in_pages(lists: sw.BlockSelection) -> sw.BlockSelection:
+    """The pages of listed blocks."""
+    ids = lists.ids[..., None] * PAGES + jnp.arange(PAGES, dtype=lists.ids.dtype)
+    ids, size = ids.reshape(*ids.shape[:-2], -1), lists.block_size
+    return sw.BlockSelection(ids, lists.counts * PAGES, size // PAGES, row_size=size)
+
+
+def attend_as_others(query: Array, key: Array, value: Array, lists: sw.BlockSelection) -> Array:
+    """`attend_prompt` by the kernel that GPUs from Ampere on run, Hopper excepted."""
+    from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+
+    lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+    return ampere_prefill(
+        query,
+        key[None],
+        value[None],
+        lists.ids,
+        lists.counts,
+        layer=0,
+        first_block=jnp.zeros_like(lengths),
+        kv_lengths=lengths,
+        scale=query.shape[-1] ** -0.5,
+        block_size=lists.block_size,
+        row_size=lists.queries_per_row,
+    )[0]
+
+
+def attend_token(
+    query: Array, given: PyTree, layer: int, *, implementation: str | None = None
+) -> Array:
+    """Attention of one token over its list: a step, whose result is the next layer's query."""
+    keys, values, lists, lengths = given
+    how: dict[str, Any] = {"kv_lengths": lengths, "implementation": implementation}
+    return sw.block_sparse_decode(query, keys, values, lists[layer], layer=layer, **how)
+
+
+def dense_token(query: Array, given: PyTree, layer: int) -> Array:
+    """The peer of tokens."""
+    layers, lengths = given
+    return jax.nn.dot_product_attention(
+        query, *layers[layer], key_value_seq_lengths=lengths, implementation=PEER
+    )
+
+
+def decode(case: Case) -> Measure:
+    """One token per sequence over its list, from a stacked cache; dense decoding beside it."""
+
+    def draw_inputs() -> tuple[Any, Any, Any]:
+        """A query, caches of several layers filled to the end, and the layers for the peer."""
+        keys = jax.random.split(jax.random.key(0), 3 + LAYERS)
+        query = draw(keys[0], case, case.heads[0], 1)
+        cache = [draw(one, case, case.heads[1], case.tokens, LAYERS) for one in keys[1:3]]
+        row = jnp.array([case.num_blocks - 1], jnp.int32)
+        lists = [random_lists(one, case, row) for one in keys[3:]]
+        lengths = jnp.full((case.batch,), case.tokens, jnp.int32)
+        layers = [tuple(one[layer] for one in cache) for layer in range(LAYERS)]
+        return query, (*cache, lists, lengths), (layers, lengths)
+
+    query, given, layers = jax.eval_shape(draw_inputs)
+    attend = functools.partial(attend_token, implementation=IMPLEMENTATION)
+    ours, peer = Loop(attend, query, given, LAYERS), Loop(dense_token, query, layers, LAYERS)
+    once = built(functools.partial(attend, layer=0), query, given)
+
+    def measure(repeats: int) -> list[Row]:
+        query, given, layers = draw_inputs()
+        calls = {"ours": ours.over(query, given), "peer": peer.over(query, layers)}
+        row = sides(common.rounds(calls, repeats, step=ours.steps), PEER)
+        lists, lengths = given[2:]
+        blocks = sum(int(jnp.sum(one.counts)) for one in lists) / LAYERS
+        size = 2 * case.block_size * case.heads[1] * case.head_dim * query.dtype.itemsize
+        row["tb_per_s"] = blocks * size / row["ours_ms"] / 1e9
+        row["attended_blocks"] = blocks / case.batch
+        wide, how = widen((query, *layers[0][0])), {"kv_lengths": lengths, "implementation": "xla"}
+        wanted = sw.block_sparse_decode(*wide, lists[0], **how)
+        return [row | compare(once(query, given), once(query, given), wanted)]
+
+    return measure
+
+
+def gradient(case: Case) -> Measure:
+    """Forward alone, and a step: the cotangents of queries, keys and values for the output's."""
+
+    def step_of(attend: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+        def step(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Array, ...]:
+            *lists, cotangent = rest
+            _, back = jax.vjp(lambda *arrays: attend(*arrays, *lists), query, key, value)
+            return back(cotangent)
+
+        return step
+
+    def draw_sets() -> dict[str, list[tuple[Any, ...]]]:
+        sets = [(*one, jnp.roll(one[0], 1, axis=1)) for one in draw_prompts(case)]
+        return {
+            "ours_forward": [one[:4] for one in sets],
+            "peer_forward": [one[:3] for one in sets],
+            "ours": sets,
+            "peer": [(*one[:3], one[4]) for one in sets],
+        }
+
+    steps = {"ours": step_of(attend_prompt), "peer": step_of(dense_prompt)}
+    steps |= {"ours_forward": attend_prompt, "peer_forward": dense_prompt}
+    shapes = jax.eval_shape(draw_sets)
+    programs = {name: built(step, *shapes[name][0]) for name, step in steps.items()}
+
+    def measure(repeats: int) -> list[Row]:
+        sets = draw_sets()
+        runs = {name: queued(program, sets[name]) for name, program in programs.items()}
+        times = common.rounds(runs, repeats)
+        row = sides(times, PEER)
+        for name in ("ours", "peer"):
+            row[f"{name}_forward_ms"] = milliseconds(times[f"{name}_forward"])["ms"]
+            row[f"{name}_backward_ms"] = row[f"{name}_ms"] - row[f"{name}_forward_ms"]
+            temporary = common.memory(programs[name])["temporary_bytes"]
+            row[f"{name}_temporary_bytes"] = temporary
+        row["backward_ratio"] = row["peer_backward_ms"] / row["ours_backward_ms"]
+        if case.tokens > CHECKED_GRADIENTS:
+            return [row]
+        exact = functools.partial(sw.block_sparse_attention, implementation="xla")
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.jit(step_of(exact))(*widen(sets["ours"][0]))
+        found = [programs["ours"](*sets["ours"][0]) for _ in range(2)]
+        checks = [compare(*some) for some in zip(*found, wanted, strict=True)]
+        row["relative_errors"] = [one["relative_error"] for one in checks]
+        return [row | {"is_bit_equal": all(one["is_bit_equal"] for one in checks)}]
+
+    return measure
+
+
+# Parts of selection.
+
+
+def kernels_for(policy: Policy, phase: str) -> KernelConfig | None:
+    """What the policy's kernels run with, or `None` where it uses XLA."""
+    what = policy.token_kernels if phase == "decode" else policy.prompt_kernels
+    return dispatch.selection_kernels(None, what=what)
+
+
+def selection_part(case: Case) -> Measure:
+    """One part of the recommended policy's selection for a prompt, by kernels and by XLA."""
+    policy = sw.SketchWalkConfig.recommended(density=case.density)
+    shape = LayerShape(*case.heads, case.head_dim, jnp.dtype(case.dtype))
+    rows = jnp.broadcast_to(
+        jnp.arange(case.num_blocks, dtype=jnp.int32), (case.batch, case.num_blocks)
+    )
+    span, layer = whole_prompt(case), jnp.zeros((), jnp.int32)
+
+    def quantize(config: KernelConfig | None, query: Array, key: Array) -> PyTree:
+        empty = policy.init_statistics(shape, batch=case.batch, num_blocks=case.num_blocks)
+        return policy.observe(query, key, empty, span=span, kernel_config=config)
+
+    def score(config: KernelConfig | None, query: Array, codes: PyTree) -> Array:
+        queries = policy.represent(query, span.valid, QUERIES, config)
+        scale = case.head_dim**-0.5
+        sizes: dict[str, Any] = {"kv_lengths": span.end, "scale": scale}
+        return policy.evidence(queries, codes, rows, **sizes, kernel_config=config)
+
+    def choose(config: KernelConfig | None, scores: Array) -> sw.BlockSelection:
+        last = (rows + 1) * policy.pages - 1
+        return policy.keep(scores, last, layer, is_token=False, kernel_config=config)
+
+    def draw_sets() -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        for index in range(LAYERS):
+            query, key, _ = draw_layer(case, index)
+            if case.op == "quantize":
+                found.append((query, key))
+            elif case.op == "scores":
+                found.append((query, jax.jit(functools.partial(quantize, None))(query, key)))
+            else:
+                sizes = (case.batch, case.num_blocks, case.num_blocks * policy.pages)
+                found.append((jax.random.uniform(jax.random.key(index), sizes),))
+        return found
+
+    part = {"quantize": quantize, "scores": score, "lists": choose}[case.op]
+    shapes = jax.eval_shape(draw_sets)[0]
+    ours, peer = (
+        built(functools.partial(part, config), *shapes)
+        for config in (kernels_for(policy, "prefill"), None)
+    )
+
+    def measure(repeats: int) -> list[Row]:
+        sets = draw_sets()
+        times = common.rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
+        row = sides(times, "xla")
+        channels, pairs = len(policy.channels(case.head_dim)), case.tokens * (case.tokens + 1) / 2
+        if case.op == "scores":
+            work = 2 * case.batch * case.heads[0] * channels * pairs * QUERIES / case.block_size
+            row["tflops"] = work / row["ours_ms"] / 1e9
+        elif case.op == "quantize":
+            size = case.batch * case.tokens * case.heads[1] * (2 * case.head_dim + channels / 2)
+            row["tb_per_s"] = size / row["ours_ms"] / 1e9
+        else:  # of the scores, rows need those of earlier pages
+            row["tb_per_s"] = sets[0][0].nbytes / 2 / row["ours_ms"] / 1e9
+        (one, *_), (other, *_), (wanted, *_) = (
+            jax.tree.leaves(program(*sets[0])) for program in (ours, ours, peer)
+        )
+        return [row | compare(one, other, wanted.astype(jnp.float32))]
+
+    return measure
+
+
+# Products of few rows.
+
+
+def draw_weights(product: Product, rows: int, dtype: str, layers: int) -> tuple[Array, Row]:
+    """Rows, and stacked weights `[L, D, F]` or `[L, F, D]` with their scales and the norm's."""
+    columns, inputs, has_norm = product
+    keys = jax.random.split(jax.random.key(0), len(columns) + 1)
+    x = jax.random.normal(keys[-1], (rows, 1, inputs), jnp.bfloat16)
+    is_wide, arrays = dtype == "bfloat16", {}
+    for key, width in zip(keys[:-1], columns, strict=True):
+        shape = (layers, inputs, width) if is_wide else (layers, width, inputs)
+        weights = jax.random.normal(key, shape, jnp.bfloat16)
+        if dtype == "int8":
+            weights = jnp.round(weights * 30).clip(-127, 127)
+        arrays[f"{len(arrays)}"] = weights.astype(dtype)
+    scales = [jnp.full((layers, width), 0.5, jnp.float32) for width in columns]
+    norm = jnp.ones((layers, inputs), jnp.bfloat16) if has_norm else None
+    return x, {"weights": arrays, "weight_scales": None if is_wide else scales, "scale": norm}
+
+
+def products(x: Array, given: Row, layer: Any, how: Callable[..., Any]) -> list[Array]:
+    """The products of one layer by the kernel for few rows, or as sums of products."""
+    scales = given["weight_scales"]
+    found = how(
+        x,
+        given["weights"],
+        jnp.asarray(layer, jnp.int32),
+        scale=given["scale"],
+        eps=EPS,
+        is_transposed=scales is not None,
+        weight_scales=scales,
+    )
+    if found is None:
+        raise NotImplementedError("no kernel takes these rows and weights")
+    return found
+
+
+def products_on_xla(x: Array, given: Row, layer: Any, dtype: Any = None) -> list[Array]:
+    """The products of one layer by XLA, in the type of the input or in another one."""
+    x = x if dtype is None else x.astype(dtype)
+    if given["scale"] is not None:
+        x = rms_norm(x, given["scale"][layer].astype(x.dtype), eps=EPS)
+    found = []
+    for index, weights in enumerate(given["weights"].values()):
+        own = weights[layer].astype(x.dtype)
+        if given["weight_scales"] is not None:
+            own = (own * given["weight_scales"][index][layer][:, None].astype(x.dtype)).T
+        found.append(jnp.dot(x, own, precision=None if dtype is None else "highest"))
+    return found
+
+
+def linear(case: Case) -> Measure:
+    """A row of each form: the kernel with each type of weights, sums, and XLA's products."""
+    product = (QUICK_PRODUCTS if case.is_quick else PRODUCTS)[case.product]
+    layers = 2 if case.is_quick else STACK
+    config = KernelConfig(interpret=dispatch.kernels_here() is None)
+    kernel = functools.partial(
+        products, how=functools.partial(linear_of_rows, kernel_config=config)
+    )
+    # Kernels of eight bits are Hopper's.
+    is_narrow = case.is_quick or dispatch.is_hopper()
+    forms = {name: (name, kernel) for name in (WEIGHTS if is_narrow else WEIGHTS[:1])}
+    if case.rows <= MOST_SUMMED_ROWS:
+        forms["sums"] = "bfloat16", functools.partial(products, how=sums_of_rows)
+    forms["XLA"] = "bfloat16", products_on_xla
+
+    def step_of(call: Callable[..., list[Array]]) -> Step:
+        # The next product waits for this one, whose sums are too small to change the rows.
+        def step(x: Array, given: Row, layer: int) -> Array:
+            total = sum(jnp.sum(one.astype(jnp.float32)) for one in call(x, given, layer))
+            return x + (total * 1e-30).astype(x.dtype)
+
+        return step
+
+    loops, once = {}, {}
+    for form, (dtype, call) in forms.items():
+        shapes = jax.eval_shape(lambda dtype=dtype: draw_weights(product, case.rows, dtype, layers))
+        loops[form] = Loop(step_of(call), *shapes, layers)
+        once[form] = built(functools.partial(call, layer=0), *shapes)
+
+    def measure(repeats: int) -> list[Row]:
+        inputs = {name: draw_weights(product, case.rows, name, layers) for name in WEIGHTS}
+        calls = {form: loops[form].over(*inputs[dtype]) for form, (dtype, _) in forms.items()}
+        times, rows = common.rounds(calls, repeats, step=loops["XLA"].steps), []
+        for form, (dtype, _) in forms.items():
+            x, given = inputs[dtype]
+            exact = products_on_xla(x, given, 0, jnp.float32)
+            one, other, wanted = (
+                jnp.concatenate(some, axis=-1)
+                for some in (once[form](x, given), once[form](x, given), exact)
+            )
+            size = sum(weights.nbytes for weights in given["weights"].values()) / layers
+            row = {"form": form, "dtype": dtype, "weight_bytes": size} | milliseconds(times[form])
+            row["tb_per_s"] = size / row["ms"] / 1e9
+            rows.append(row | compare(one, other, wanted))
+        return rows
+
+    return measure
+
+
+# Selection by policies.
+
+
+def selection(case: Case) -> Measure:
+    """A policy in one phase: observing, selecting with it, and attention over the lists.
+
+    A prompt is observed anew in each layer; a token after a prompt that fills the cache. Of dense
+    attention there is nothing but attention.
+    """
+    policy, is_prompt, is_dense = case.rule.make(), case.phase == "prefill", case.rule == DENSE
+    num_layers, num_blocks = PROMPTS if is_prompt else LAYERS, case.tokens // policy.block_size
+    sizes, prompt = {"batch": case.batch, "num_blocks": num_blocks}, whole_prompt(case)
+    span = prompt if is_prompt else Span.of_tokens(prompt.end - 1, policy.block_size)
+    how: dict[str, Any] = {"span": span, "kernel_config": kernels_for(policy, case.phase)}
+
+    def blank(_: Array, key: Array) -> PyTree:
+        return policy.init_statistics(layer_shape(case), **sizes)
+
+    def observed(query: Array, key: Array) -> PyTree:
+        config = kernels_for(policy, "prefill")
+        return policy.observe(query, key, blank(query, key), span=prompt, kernel_config=config)
+
+    def draw_inputs() -> tuple[Any, ...]:
+        """Whole layers, what a step is given of them, keys and values in stacks, statistics."""
+        layers = [draw_layer(case, index) for index in range(num_layers)]
+        fill = jax.jit(blank if is_prompt else observed)
+        statistics = tuple(fill(*layer[:2]) for layer in layers)
+        if is_prompt:
+            return layers, [layer[:2] for layer in layers], (None, None), statistics
+        cache = tuple(jnp.stack([layer[place] for layer in layers]) for place in (1, 2))
+        return layers, [(query[:, -1:], key[:, -1:]) for query, key, _ in layers], cache, statistics
+
+    def first(statistics: PyTree) -> PyTree:
+        walk = policy.init_walk(**sizes, num_rows=num_blocks if is_prompt else 1)
+        return walk, jnp.zeros((), jnp.int32), statistics, (None,) * num_layers
+
+    def step_of(part: str) -> Step:
+        def step(state: PyTree, given: PyTree, index: int) -> PyTree:
+            walk, entry, statistics, found = state
+            inputs, keys, knob = given
+            own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
+            # Nothing may be computed once for all rounds of the loop.
+            walk, entry, (query, key), kept = jax.lax.optimization_barrier(
+                (walk, entry, inputs[index], statistics[index])
+            )
+            made = kept = own.observe(query, key, blank(query, key) if is_prompt else kept, **how)
+            if part == "selection":
+                stack, layer = (key[None], 0) if is_prompt else (keys, index)
+                made, walk = own.select(query, stack, kept, walk, layer=jnp.int32(layer), **how)
+                found = (*found[:index], made, *found[index + 1 :])
+            leaf = jax.tree.leaves(made)[0]  # the next step waits for one entry of the result
+            statistics = (*statistics[:index], kept, *statistics[index + 1 :])
+            return walk, leaf[(0,) * leaf.ndim].astype(jnp.int32), statistics, found
+
+        return step
+
+    def attention_inputs(layers: Any, cache: Any, lists: Any) -> Any:
+        """Sets of a prompt; of a token the query, and what layers hold."""
+        if is_prompt:
+            pairs = zip(layers, lists, strict=True)
+            return [layer if is_dense else (*layer, own) for layer, own in pairs]
+        own = ([layer[1:] for layer in layers],) if is_dense else (*cache, lists)
+        return layers[0][0][:, -1:], (*own, prompt.end)
+
+    layers, inputs, cache, statistics = jax.eval_shape(draw_inputs)
+    given = inputs, cache[0], jax.ShapeDtypeStruct((), jnp.float32)
+    rounds_of = 1 if is_prompt and case.rule.policy in SLOW else ROUNDS_OF_LAYERS
+    lists, states, loops = (None,) * num_layers, {}, {}
+    parts = {"observe": observes(policy, case), "selection": case.phase in policy.phases}
+    for part in (name for name, is_there in parts.items() if is_there):
+        start = jax.eval_shape(first, statistics)
+        # What a step makes tells the shapes of its lists.
+        made = jax.eval_shape(lambda *x, part=part: step_of(part)(*x, 0), start, given)
+        states[part] = (*start[:3], made[3][:1] * num_layers)
+        loops[part] = Loop(step_of(part), states[part], given, num_layers, rounds_of)
+        lists = states[part][3]
+    attends, attention = is_dense or parts["selection"], None
+    shapes = jax.eval_shape(attention_inputs, layers, cache, lists)
+    if attends and is_prompt:
+        attention = built(dense_prompt if is_dense else sw.block_sparse_attention, *shapes[0])
+    elif attends:
+        attention = Loop(dense_token if is_dense else attend_token, *shapes, num_layers)
+
+    def density_of(lists: Sequence[sw.BlockSelection]) -> float:
+        size = lists[0].queries_per_row if is_prompt else 1
+        start = jnp.arange(0 if is_prompt else case.tokens - 1, case.tokens, size)[None]
+        pairs = [float(one.attended_pairs(start, jnp.full_like(start, size))[0]) for one in lists]
+        whole = case.tokens * (case.tokens + 1) / 2 if is_prompt else case.tokens
+        return sum(pairs) / len(pairs) / whole
+
+    def measure(repeats: int) -> list[Row]:
+        layers, inputs, cache, statistics = draw_inputs()
+
+        def run(part: str, knob: float) -> Call:
+            walk, entry, _, found = states[part]
+            state = (*zeros((walk, entry)), statistics, zeros(found))
+            return loops[part].over(state, (inputs, cache[0], jnp.float32(knob)))
+
+        def lists_with(knob: float) -> Any:
+            return run("selection", knob)(loops["selection"].steps)[3]
+
+        row, knob, lists = Row(), 0.0, (None,) * num_layers
+        if parts["selection"]:
+            if has_knob(policy):
+                knob = find_knob(policy, lambda one: density_of(lists_with(one)), case.density)
+                row["settings"] = {policy.knob: knob}
+            lists = lists_with(knob)
+            query = layers[0][0] if is_prompt else layers[0][0][:, -1:]
+            row |= described(query, lists[0]) | {"measured_density": density_of(lists)}
+        elif is_dense:
+            row = {"attention_implementation": PEER, "measured_density": 1.0}
+        calls = {part: (run(part, knob), one.steps) for part, one in loops.items()}
+        if attends:
+            sets = attention_inputs(layers, cache, lists)
+            call = queued(attention, sets) if is_prompt else attention.over(*sets)
+            calls["attention"] = call, 1 if is_prompt else attention.steps
+        for part, (call, steps) in calls.items():
+            row |= milliseconds(common.rounds({part: call}, repeats, step=steps)[part], f"{part}_")
+        return [row]
+
+    return measure
+
+
+def observes(policy: Policy, case: Case) -> bool:
+    """Whether the policy keeps statistics."""
+    make = functools.partial(policy.init_statistics, batch=1, num_blocks=1)
+    return bool(jax.tree.leaves(jax.eval_shape(lambda: make(layer_shape(case)))))
+
+
+def layer_shape(case: Case) -> LayerShape:
+    """Sizes of a layer."""
+    return LayerShape(*case.heads, case.head_dim, jnp.dtype(case.dtype))
+
+
+def described(query: Array, lists: sw.BlockSelection) -> Row:
+    """What lists are like, and what attends over them."""
+    sizes = {"block_size": lists.block_size, "row_size": lists.row_size}
+    row = {"num_lists": lists.ids.shape[1], "list_block_size": lists.block_size}
+    return row | {"attention_implementation": dispatch.choose_implementation(None, query, **sizes)}
+
+
+def find_knob(policy: Any, density_at: Callable[[float], float], density: float) -> float:
+    """By bisection; more is kept with larger values."""
+    low, high = policy.knob_range
+    for _ in range(KNOB_STEPS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if density_at(middle) > density else (middle, high)
+    return 0.5 * (low + high)
+
+
+OPERATIONS: dict[str, Callable[[Case], Measure]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "quantize": selection_part,
+    "scores": selection_part,
+    "lists": selection_part,
+    "linear": linear,
+    "gradient": gradient,
+    "other_gpus": prefill,
+    "selection": selection,
+    "share": selection,
 }
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/real_models.py --model FILE.gguf --stage development --dense-layers 0 1 2
     python benchmarks/real_models.py --model FILE.gguf [--tokens 8192] [--seconds 500]
-    python benchmarks/real_models.py --compare paper quest      # paired differences
 
 Every call goes on where the last one stopped, and may be limited to some lengths, tasks, policies
 or phases, or to a time. Prompts that dense attention does not answer are left out for every policy,
@@ -14,7 +13,7 @@ has measured one; its rows say so, and are not continued with another.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,58 +24,34 @@ from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
 from sketchwalk_jax.evaluation.provenance import hash_weights
-from sketchwalk_jax.evaluation.report import describe_gaps
 from sketchwalk_jax.evaluation.results import ResultsFile, read_results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tables import (
     counted,
-    markdown_table,
-    measured_phases,
-    paired_difference,
-    paired_loss_difference,
     pool,
     rows_with,
-    signed,
-    tasks_of,
-    values_of,
 )
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
-from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
 from sketchwalk_jax.text import Text
 from sketchwalk_jax.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
-# The results so far, a model's name, the options, the model.
-FindRules = Callable[[ResultsFile, str, argparse.Namespace, ModelConfig], tuple[Rule, ...]]
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
 CALIBRATED_ON = ("text_loss", "multi_key")
 # Seed and prompts of each task. Development decides on dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 100)}
 # Presets that say themselves which layers are dense.
-OWN_LAYERS = ("recommended", "recommended_blocks", "released")
+OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    *,
-    find_rules: FindRules | None = None,
-    description: str = __doc__,
-    **defaults: Any,
-) -> None:
-    """Runs what the file lacks, or compares two policies.
-
-    Args:
-      arguments: Of the command line.
-      find_rules: What to run; by default all policies.
-      description: Of the command, in its first line.
-      **defaults: Of options.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files or folders")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, nargs="+", required=True, help="GGUF or folders")
     parser.add_argument("--stage", choices=STAGES, default="report")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, help="default: all")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="default: all")
@@ -102,35 +77,19 @@ def main(
     )
     parser.add_argument("--seconds", type=float, help="stop after so long; another call goes on")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--compare", nargs=2, metavar="POLICY", help="only compare two policies")
-    parser.set_defaults(**defaults)
     options = parser.parse_args(arguments)
-    if options.compare:
-        results = read_results(options.out)
-        print(*describe_gaps(results), comparison(results.rows, *options.compare), sep="\n\n")
-        return
-    if not options.model:
-        parser.error("--model must name at least one model")
     keep_compiled_programs()
     end = None if options.seconds is None else time.monotonic() + options.seconds
     text = read_text(options.text, tail=options.text_tail)
     for path in options.model:
         left = None if end is None else end - time.monotonic()
-        if (left is not None and left <= 0) or not run_model(
-            path, text, options, left, find_rules or make_rules
-        ):
+        if (left is not None and left <= 0) or not run_model(path, text, options, left):
             print("time is up; call again to go on")
             return
     print(f"{options.out}: finished")
 
 
-def run_model(
-    path: Path,
-    text: Text,
-    options: argparse.Namespace,
-    seconds: float | None,
-    find_rules: FindRules,
-) -> bool:
+def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
     """Runs what the file lacks of one model; returns whether it is finished.
 
     Instruction models read their chat template, others tasks as they stand.
@@ -179,7 +138,7 @@ def run_model(
         may_differ=growing,
         other_code=options.other_code,
     )
-    rules = find_rules(file, name, options, model_config)
+    rules = make_rules(file, name, options)
     if set(options.policy or ()) - {"dense"}:
         common.check_filters(options, (), rules)
     config = EvaluationConfig(**{**vars(base), "variants": rules})
@@ -223,9 +182,7 @@ def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dic
     return meta
 
 
-def make_rules(
-    file: ResultsFile, model: str, options: argparse.Namespace, _: ModelConfig
-) -> tuple[Rule, ...]:
+def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tuple[Rule, ...]:
     """The rules of a stage: in development every number of dense layers, then the best one."""
     found: list[Rule] = []
     for policy in options.policy or POLICIES:
@@ -250,8 +207,7 @@ def make_rules(
 
 def exact_ceiling(density: float | None) -> Rule:
     """The exact ranking by largest shares, with the local blocks of the recommended policy."""
-    fields = {"aggregation": "max", "dense_layers": 0}
-    fields["local_blocks"] = 2
+    fields = {"aggregation": "max", "dense_layers": 0, "local_blocks": 2}
     return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 
@@ -325,48 +281,6 @@ def best_layers(rows: Sequence[Row], model: str, rule: Rule, phase: str) -> int 
     if not best and not any(row.get("stage") == "development" for row in rows):
         raise SystemExit("--dense-layers must be one number where there was no --stage development")
     return min(best, key=lambda count: (*best[count], count)) if best else None
-
-
-def comparison(rows: Sequence[Row], first: str, second: str) -> str:
-    """Paired differences of two policies on the same prompts, as markdown.
-
-    Args:
-      rows: Rows of the file.
-      first: Label of a policy, such as `"paper"`.
-      second: Label of another, or `"dense"`.
-
-    Returns:
-      For every model, length, density and phase the difference of right answers in each task and in
-      all that count, and of losses, with 95 % intervals.
-    """
-    rows = [row for row in rows if row["stage"] == "report"]
-    body = []
-    for model in values_of(rows, "model"):
-        for tokens in values_of(rows_with(rows, model=model), "tokens"):
-            for phase in measured_phases(rows):
-                for density in values_of(rows_with(rows, label=first), "density"):
-                    where = {"model": model, "tokens": tokens, "phase": phase, "density": density}
-                    a, b = (rows_with(rows, label=label, **where) for label in (first, second))
-                    names = [model, f"{tokens:,}", phase, f"{density:g}"]
-                    body += [[*names, *cells] for cells in _differences(a, b)]
-    header = ("Model", "Tokens", "Sparse in", "Density", "Task", f"`{first}` minus `{second}`")
-    return markdown_table((*header, "95 % interval", "Prompts"), body, num_names=5)
-
-
-def _differences(first: Sequence[Row], second: Sequence[Row]) -> list[list[str]]:
-    parts: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {
-        "all": (counted(first), counted(second))
-    }
-    for task in tasks_of(first, is_scored=False):
-        parts[task] = rows_with(first, task=task), rows_with(second, task=task)
-    found = []
-    for task, pair in parts.items():
-        one = paired_difference(*pair) or paired_loss_difference(*pair)
-        if one is not None:
-            digits = 2 if paired_difference(*pair) is not None else 3
-            ends = f"{signed(one.low, digits)} to {signed(one.high, digits)}"
-            found.append([task, signed(one.mean, digits), ends, str(one.prompts)])
-    return found
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@
 The prompts are the harness's own, drawn once and the same for every policy, and so are its scores.
 Another task stands beside them, `multi_key` of this package: it asks in sentences that the small
 model was trained on, which RULER's are not. Writes `results/ruler.json`, policy by policy; with
-`--policy`, rows of other policies stay, and must be of the same model, prompts, code and versions.
+`--policy`, rows of other policies stay, and must be of the same model, prompts and versions.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-# `common` finds the package.
-from common import RESULTS, check_same, describe_machine, note_asked, write_results
+import common  # which finds the package
 
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
@@ -35,6 +33,8 @@ TASKS = (
 OWN_TASK = "multi_key"
 ROOM = 256  # tokens that a prompt may miss its length by, and most that are generated
 SEED = 0
+NAMES = ("policy", "task")
+SAME = ("model", "tokens", "samples", "density", "harness")
 
 
 def main() -> None:
@@ -46,11 +46,11 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.2)
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--batch", type=int, default=4, help="prompts at a time")
-    parser.add_argument("--out", type=Path, default=RESULTS / "ruler.json")
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "ruler.json")
     options = parser.parse_args()
     model = options.model or bundled_model()
     tasks = load_tasks(model, tokens=options.tokens, samples=options.samples)
-    meta = describe_machine(
+    meta = common.describe_machine(
         model={"name": model.resolve().name, "sha256": hash_weights(model)},
         tokens=options.tokens,
         samples=options.samples,
@@ -58,31 +58,13 @@ def main() -> None:
         dtype="",
         harness=harness_version(),
     )
-    rows = finished_rows(options.out, meta) if options.policy else {}
-    wanted = [one for one in POLICIES if one in (options.policy or POLICIES) or one in rows]
-    asked = [{"policy": policy, "task": task} for policy in wanted for task in tasks]
-    note_asked(meta, asked, "policy", "task")
-    for policy in options.policy or POLICIES:
-        rows[policy] = run_policy(policy, model, tasks, meta, options)
-        order = [row for name in POLICIES for row in rows.get(name, ())]
-        write_results(options.out, meta, order)
-
-
-def finished_rows(path: Path, meta: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of an earlier run by policy, whose command then stays too.
-
-    Raises:
-      SystemExit: If they are of another kind.
-    """
-    if not path.exists():
-        return {}
-    old = json.loads(path.read_text(encoding="utf-8"))
-    check_same(path, old["meta"], meta, *sorted(set(meta) - {"command", "dtype", "date"}))
-    meta["command"] = old["meta"]["command"]
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in old["rows"]:
-        rows.setdefault(row["policy"], []).append(row)
-    return rows
+    policies = options.policy or tuple(POLICIES)
+    asked = [{"policy": policy, "task": task} for policy in policies for task in tasks]
+    common.note_asked(meta, asked, *NAMES)
+    common.add_rows(options.out, meta, [], NAMES, *SAME)  # other kinds are refused beforehand
+    for policy in policies:
+        rows = run_policy(policy, model, tasks, meta, options)
+        common.add_rows(options.out, meta, rows, NAMES, *SAME)
 
 
 def harness_version() -> str:

@@ -16,14 +16,14 @@ places.
 Every row stands beside its floor: of a prompt the arithmetic of the linear layers and of the pairs
 attended to over the rate of a large matrix product, of a token the bytes that each rank must read
 over the rate of a copy; both for as many GPUs as there are. `sent_bytes` is what one rank receives
-in the layers of a call (`sketchwalk_jax.sharding`), and `rates` in `meta` how fast that goes here.
+in the layers of a call (`sketchwalk_jax.sharding`).
 
 What cannot fit into the memory of a GPU is not started, but listed with the bytes that it needs.
 """
 
 import argparse
 import dataclasses
-import gc
+import functools
 import math
 import os
 import shlex
@@ -44,9 +44,9 @@ from end_to_end import (
     NEW_TOKENS,
     TINY,
     describe,
-    device_room,
     draw_prompt,
     measure_rates,
+    measured,
     prompt_flops,
     prompt_program,
     time_prompt,
@@ -54,7 +54,7 @@ from end_to_end import (
     token_bytes,
     token_program,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.cache import sparse_layers
@@ -79,17 +79,7 @@ LLAMA_70B = dataclasses.replace(
 )
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
-RULE = Rule("sketchwalk", "recommended_blocks", 0.1)
-# Of the estimate of larger meshes.
-MAIN, TOKENS = "llama-3.1-8b", 2**17
-NETWORK_GB_PER_S = 50.0
-"""Between hosts, what each GPU is assumed to receive: a card of 400 Gbit/s for each."""
-PER_HOST = 8  # GPUs
-# Parts of a prompt's time that ranks of an axis share; the others all of them take.
-SHARED = {
-    "tensor": ("linear", "attention", "observing", "scores"),
-    "sequence": ("linear", "attention", "scores", "walk and lists", "rest"),
-}
+RULE = Rule("sketchwalk", "recommended", 0.1)
 # What names a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
@@ -213,42 +203,25 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
     axis = wanted[0].axis
     ranks = 1 if axis == "one" else options.ranks
     rates = measure_rates(is_quick=options.quick)
-    if ranks > 1:
-        rates |= measure_sending(ranks, is_quick=options.quick)
 
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
-    known = common.read_meta(options.out).get("rates", {})
-    meta |= rates | {"rates": known | {axis: rates}}
+    meta |= rates
     by_model: dict[str, list[Cell]] = {}
     for cell in wanted:
         by_model.setdefault(cell.model, []).append(cell)
     for name, own in by_model.items():
         config = TINY if options.quick else SHAPES[name]
-        fitting = []
-        for cell in own:
-            needed = needed_bytes(config, cell, ranks)
-            if needed < device_room():
-                fitting.append(cell)
-                continue
-            needed_gib = round(needed / 2**30, 1)
-            row = cell.row(ranks, error=common.DOES_NOT_FIT, needed_gib=needed_gib)
+        needed = functools.partial(needed_bytes, config, ranks)
+        make = functools.partial(Model, config, axis, ranks, rates, repeats)
+        for cell, found in measured(own, needed, make, seconds_left):
+            row = cell.row(ranks, **found)
             common.add_rows(options.out, meta, [row], KEY, "max_ranks")
             print(describe_row(row), flush=True)
-        if not fitting:
-            continue
-        model = Model(config, axis, ranks, rates, repeats)
-        for cell, programs in common.compiled(fitting, model.compile, seconds_left):
-            row = cell.row(ranks, **common.found_or_error(model.measure, cell, programs))
-            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
-            print(describe_row(row), flush=True)
-            gc.collect()  # what a failed cell held
-        del model
-        gc.collect()
 
 
-def needed_bytes(config: ModelConfig, cell: Cell, ranks: int) -> float:
+def needed_bytes(config: ModelConfig, ranks: int, cell: Cell) -> float:
     """What the first rank holds at least: its weights, and its part of cache and activations."""
     where, shapes = make_placement(config, cell.axis, ranks), param_shapes(config)
     weights = sum(
@@ -275,38 +248,6 @@ def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
         (ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
     return place(mesh, config)
-
-
-def measure_sending(ranks: int, *, is_quick: bool) -> dict[str, float]:
-    """How fast ranks gather and add up large arrays, and how long a token's sum takes.
-
-    Bytes are those that one rank receives: of a gathered array what the others have, of a sum
-    twice `(ranks - 1) / ranks` of it.
-    """
-    mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Auto,))
-    size = 2**18 if is_quick else 2**28
-
-    def on_ranks(call: Callable[[Any], Any], spec: Any, out: Any) -> Any:
-        where = {"mesh": mesh, "in_specs": spec, "out_specs": out, "check_vma": False}
-        return jax.jit(jax.shard_map(call, **where))
-
-    split, whole = PartitionSpec("x"), PartitionSpec()
-    gather = on_ranks(lambda x: jax.lax.all_gather(x, "x", tiled=True), split, whole)
-    total = on_ranks(lambda x: jax.lax.psum(x, "x"), whole, whole)
-    many = on_ranks(
-        lambda x: jax.lax.fori_loop(0, 64, lambda _, y: jax.lax.psum(y, "x") / ranks, x),
-        whole,
-        whole,
-    )
-    spread = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, split))
-    copies = jax.device_put(jnp.zeros((size,), jnp.bfloat16), NamedSharding(mesh, whole))
-    token = jax.device_put(jnp.zeros((8192,), jnp.bfloat16), NamedSharding(mesh, whole))
-    received = 2 * size * (ranks - 1) / ranks
-    return {
-        "gather_gb_per_s": received / common.seconds(lambda: gather(spread), 7)["median"] / 1e9,
-        "sum_gb_per_s": 2 * received / common.seconds(lambda: total(copies), 7)["median"] / 1e9,
-        "small_sum_us": common.seconds(lambda: many(token), 7)["median"] / 64 * 1e6,
-    }
 
 
 def sent_bytes(
@@ -339,11 +280,14 @@ def sent_bytes(
     of_keys = 2 * config.num_kv_heads * config.head_dim * number
     sparse = len(sparse_layers(config, policy))
     new = 1 if is_token else tokens
-    rows, blocks = -(-new // policy.block_size), tokens // policy.block_size
+    rows, units = (
+        -(-new // policy.block_size),
+        tokens // getattr(policy, "unit_size", policy.block_size),
+    )
     if axis == "tensor":
         hidden = 2 * 2 * others * new * config.hidden_size * number
         heads = config.num_heads if is_token else config.num_kv_heads
-        scores = others * 4 * heads * rows * blocks
+        scores = others * 4 * heads * rows * units
         return batch * (config.num_layers * hidden + sparse * scores)
     if axis == "sequence" and is_token:
         found = 2 * others * 4 * config.num_heads * (config.head_dim + 1)
@@ -479,11 +423,11 @@ class Model:
             for x in (shared.ids, shared.counts)
             for shard in x.addressable_shards
         )
-        num_blocks = cell.tokens // policy.block_size
+        num_units = cell.tokens // alone.block_size  # blocks, or pages
         ids = [np.asarray(x.ids).reshape(-1, x.ids.shape[-1]) for x in found]
         listed = differing = 0
         for own, other in zip(*ids, strict=True):
-            own, other = set(own[own < num_blocks]), set(other[other < num_blocks])
+            own, other = set(own[own < num_units]), set(other[other < num_units])
             listed, differing = listed + len(other), differing + len(other - own)
         return {
             "lists_equal_on_ranks": is_equal,
@@ -491,65 +435,6 @@ class Model:
             "listed_blocks": listed,
             "differing_blocks": differing,
         }
-
-
-def estimate(data: dict[str, Any], phase: str, tensor: int, others: int) -> Row | None:
-    """Seconds of a mesh, from the parts that were measured on one GPU and how fast ranks send.
-
-    With `t` ranks of `tensor` and `s` of `sequence` in prefill, a part that ranks of an axis share
-    takes its time over `t`, `s` or both; to these come the time between kernels, which nobody
-    shares, and what a rank receives over how fast that was measured, between hosts over
-    `NETWORK_GB_PER_S` at most. In decode `others` are ranks of `data`, whose sequences are added.
-
-    Args:
-      data: The results.
-      phase: `"prefill"` or `"decode"`.
-      tensor: Ranks of `tensor`.
-      others: Ranks of `sequence` in prefill, of `data` in decode.
-
-    Returns:
-      Seconds, and arithmetic and bytes received of one GPU; `None` without measured parts.
-    """
-    found = [
-        row
-        for row in data["rows"]
-        if (row["phase"], row["axis"]) == (phase, "one")
-        and (row["model"], row["tokens"], row["preset"]) == (MAIN, TOKENS, RULE.preset)
-        and not row["error"]
-        and row.get("parts_ms")
-    ]
-    rates: dict[str, float] = {}
-    for own in data["meta"]["rates"].values():
-        rates |= own
-    if not found or "sum_gb_per_s" not in rates:
-        return None
-    (row,) = found
-    config, is_token = SHAPES[MAIN], phase == "decode"
-    rows = 1 if is_token else others
-    seconds = row["seconds"]["median"] - sum(row["parts_ms"].values()) / 1e3
-    seconds = max(seconds, 0.0)
-    for part, milliseconds in row["parts_ms"].items():
-        shares = tensor if part in SHARED["tensor"] else 1
-        shares *= rows if part in SHARED["sequence"] else 1
-        seconds += milliseconds / 1e3 / shares
-    where: dict[str, Any] = {"policy": RULE.make(), "batch": row["batch"], "tokens": TOKENS}
-    where |= {"chunk_size": row["chunk_size"], "is_token": is_token}
-    summed = sent_bytes(config, axis="tensor", ranks=tensor, **where) / rows
-    gathered = 0.0
-    if rows > 1:
-        gathered = sent_bytes(config, axis="sequence", ranks=rows, **where) / tensor
-    is_far = tensor * rows > PER_HOST
-    rate = min(rates["gather_gb_per_s"], NETWORK_GB_PER_S if is_far else float("inf"))
-    seconds += summed / rates["sum_gb_per_s"] / 1e9 + gathered / rate / 1e9
-    if is_token and tensor > 1:  # two sums and one gathering of scores in each layer
-        seconds += 3 * config.num_layers * rates["small_sum_us"] / 1e6
-    work = prompt_flops(config, TOKENS, row["measured_density"]) / tensor / rows
-    return {
-        "seconds": seconds,
-        "tokens_per_s": row["batch"] * others / seconds,
-        "flops": work,
-        "bytes": summed + gathered,
-    }
 
 
 if __name__ == "__main__":

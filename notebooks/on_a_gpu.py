@@ -208,5 +208,5 @@ if CONTEXTS:
     display(figure)
 
 # %% [markdown]
-# `benchmarks/KERNELS.md` has these measurements on an H200, with lower bounds. Its appendices have
-# other shapes and batches, the cost of selection, and what was tried.
+# `benchmarks/KERNELS.md` has these measurements on an H200, with batches and the cost of selection.
+# Its appendices have products with weights, and what was tried.

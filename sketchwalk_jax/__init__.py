@@ -24,7 +24,7 @@ _root = _Path(__file__).parent.parent
 if all((_root / _name / "__init__.py").exists() for _name in ("models", "pallas_kernels")):
     __path__.append(str(_root))
 
-from sketchwalk_jax import sharding  # noqa: E402
+from sketchwalk_jax import algorithm, sharding  # noqa: E402
 from sketchwalk_jax._version import __version__  # noqa: E402
 from sketchwalk_jax.attention.api import (  # noqa: E402
     block_sparse_attention,
@@ -69,6 +69,7 @@ __all__ = [
     "SketchWalkConfig",
     "WalkState",
     "__version__",
+    "algorithm",
     "block_sparse_attention",
     "block_sparse_decode",
     "decode_step",

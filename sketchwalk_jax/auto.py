@@ -5,7 +5,7 @@
 Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
 policy. It is replaced by a policy, for each phase, before anything is traced, because it depends
 only on the sizes of the call. It uses measurements only: those in `break_even.json` beside this
-file, which `benchmarks/break_even.py` writes from the results of the benchmarks. On GPUs without
+file, which `benchmarks/report.py` writes from the results of the benchmarks. On GPUs without
 measurements it goes by what the same code took on an H200.
 """
 

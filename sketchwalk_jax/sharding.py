@@ -28,7 +28,7 @@ than there are ranks divide their sums differently. The ranks agree with each ot
 tokens of its rows, including walk and lists. It gathers keys and values of all ranks before it
 attends. So no row waits for another row, and keys and values are small beside what attention reads.
 They are sent while queries are projected and rows are scored. Therefore all of them are sent: a
-rank does not know yet which blocks its rows will list (`benchmarks/listed_blocks.py` counts them),
+rank does not know yet which blocks its rows will list (17 to 50 % of them, `docs/answered.md`),
 and statistics cover all keys. If a rank has `K` key/value heads, in one layer it receives
 
 * for a prompt of `T` tokens over all ranks: keys and values, `2 · B · T · K · H` numbers. If the

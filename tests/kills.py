@@ -69,22 +69,6 @@ for count in range(len(file.rows), len(made["rows"])):
     file.add([made["rows"][count]])
     print(count + 1, flush=True)
 """,
-    "state": """
-sys.path.insert(0, root + "/training")
-from resume import Checkpoints, Position
-from step import State
-state = State({"w": jnp.zeros(2000)}, {"m": jnp.zeros(2000)}, jnp.zeros((), jnp.int32))
-checkpoints, position = Checkpoints(Path(target)), Position.start(1)
-if checkpoints.manager.latest_step() is not None:
-    state, position = checkpoints.restore(state, position)
-    assert float(state.params["w"][0]) == position.steps[0] == float(state.optimizer["m"][-1])
-for count in range(position.steps[0] + 1, position.steps[0] + 1000):
-    full = jnp.full(2000, float(count))
-    state = State({"w": full}, {"m": full}, jnp.asarray(count, jnp.int32))
-    checkpoints.save(state, position.after(0, count, 1.0))
-    checkpoints.manager.wait_until_finished()
-    print(count, flush=True)
-""",
 }
 _BEFORE_A_WRITER = f"""
 import sys
@@ -95,14 +79,12 @@ root, target = {str(ROOT)!r}, sys.argv[1]
 """
 
 
-def version_of(kind: str, target: Path) -> int | None:
-    """The version that a writer left, read as a user reads it; None where its next run does."""
+def version_of(kind: str, target: Path) -> int:
+    """The version that a writer left, read as a user reads it."""
     if kind == "results":
         from sketchwalk_jax.evaluation.results import read_results
 
         return len(read_results(target).rows)
-    if kind == "state":
-        return None
     from sketchwalk_jax.models import load
 
     scale = load(target, progress=False)[0]["final_norm"]["scale"]
@@ -129,9 +111,8 @@ def kill_writer(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, 
         rest = process.communicate()[0].split("\n")
         finished = int([first, *(line for line in rest[:-1] if line)][-1])
         left = version_of(kind, target)
-        if left is not None:
-            assert left in (finished, finished + 1), f"{left} was left of {finished}"
-            finished = left
+        assert left in (finished, finished + 1), f"{left} was left of {finished}"
+        finished = left
     # Of what was being written nothing is left but hidden files beside it.
     assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {"target"}
     return {"kind": kind, "kills": kills, "seed": seed, "versions": finished}
@@ -141,22 +122,6 @@ EVALUATION = (
     "--policy streaming --density 0.2 --set dense_layers=1 --tokens 512 --task single_needle "
     "--task text_loss --prompts 2 --probe-prompts 1"
 )
-_TRAINING = f"""
-import sys
-sys.path[:0] = [{str(ROOT / "training")!r}]
-import dataclasses, time
-from pathlib import Path
-import prepare, recipe, train
-prepare.TEXT_SHARE_FOR_VALIDATION = 0.3
-train.MODEL = dataclasses.replace(recipe.MODEL, num_layers=1, hidden_size=64)
-train._SAVE_SECONDS = 0.0  # after every step
-if __name__ == "__main__":
-    text, out = map(Path, sys.argv[1:])
-    train.main(
-        text=text, out=out, scale=0.002, workers=1, dtype="float32", steps="30,1,1,1,1",
-        resume=any(one.name.isdigit() for one in (out / "state").glob("*")),
-    )
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,36 +176,6 @@ class _Growing(list[str]):
 
     def __le__(self, other: list[str]) -> bool:
         return other[: len(self)] == self
-
-
-def training(folder: Path) -> Run:
-    """`training/train.py` on a tiny model, which saves its state after every step."""
-    from pydoc_data.topics import topics
-
-    from sketchwalk_jax.models import load
-
-    text, program = folder / "text.txt", folder / "training.py"
-    text.write_text(" ".join(topics.values()), encoding="utf-8")
-    program.write_text(_TRAINING)
-
-    def finished(out: Path) -> int:
-        """The newest state; an exported model must be whole."""
-        if (out / "model").exists():
-            load(out / "model", progress=False)
-        states = (out / "state").glob("*")
-        return max((int(path.name) for path in states if path.name.isdigit()), default=0)
-
-    def result(out: Path) -> Any:
-        metrics = json.loads((out / "model" / "metrics.json").read_text())
-        names = {path.name for path in (out / "model").iterdir()}
-        weights = (out / "model" / "model.safetensors").read_bytes()
-        steps = [stage["steps"] for stage in metrics["runs"][0]["stages"]]
-        return names, weights, metrics["validation"], steps
-
-    def command(out: Path) -> list[str]:
-        return [sys.executable, str(program), str(text), str(out)]
-
-    return Run(command, finished, result)
 
 
 def prompts(folder: Path) -> Run:
@@ -339,7 +274,6 @@ def download(folder: Path) -> Run:
 
 RUNS: dict[str, Callable[[Path], Run]] = {
     "evaluation": evaluation,
-    "training": training,
     "prompts": prompts,
     "download": download,
 }

@@ -10,7 +10,6 @@ import checkpoints
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
@@ -352,29 +351,17 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
     assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
 
 
-def test_forms_of_a_layer_are_what_is_expected_of_groups_of_gpus(benchmark):
-    times = {"cudnn": 2.0, "xla_dense": 9.0, "all_xla": 8.0, "kernel_and_selection": 3.0}
-
-    def row(op, tokens, **more):
-        forms = {name: {"ms": one} for name, one in (times | more).items()}
-        shape = {"tokens": tokens, "density": 0.1, "batch": 1, "heads": [32, 8], "head_dim": 128}
-        return shape | {"op": op, "forms": forms}
-
-    rows = [row("prefill", 4096), row("prefill", 8192, cudnn=4.0), row("decode", 8192)]
-    rows += [row("decode", 2**14, all_kernels=1.0), row("decode", 2**15, all_kernels=1.0)]
-    found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
-    with_kernels, without = dispatch.GPU_GROUPS
-    assert found == {
-        (with_kernels, "prefill"): 8192,
-        (with_kernels, "decode"): 2**14,  # of shorter ones nothing is known
-        (without, "prefill"): 4096,
-        (without, "decode"): 8192,
-    }
-    assert all(one.is_expected for one in benchmark.expected({"rows": rows}))
-    # Prompts whose selection by kernels has been measured count with that.
-    rows = [row("prefill", 2048), row("prefill", 4096, all_kernels=1.0)]
-    found = {(x.device, x.phase): x.tokens for x in benchmark.expected({"rows": rows})}
-    assert found[with_kernels, "prefill"] == 4096
+def test_what_is_kept_stands_beside_what_was_measured(benchmark, tmp_path):
+    """Measured devices first, then what is expected of others."""
+    row = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
+    row |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
+    rows = [row | {"device": device} for device in (dispatch.GPU_GROUPS[-1], "cpu")]
+    (tmp_path / "break_even.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+    found = benchmark.break_evens(tmp_path)
+    assert [(one.device, one.is_expected) for one in found] == [
+        ("cpu", False),
+        (dispatch.GPU_GROUPS[-1], True),
+    ]
 
 
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
@@ -411,13 +398,3 @@ def test_a_table_of_other_results_is_found_and_replaced(benchmark, tmp_path, mon
     assert "differs" in capsys.readouterr().out and not benchmark.TABLE.exists()
     assert not benchmark.update_table(results, is_check=False)
     assert benchmark.update_table(results, is_check=True)
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_a_cell(benchmark, monkeypatch):
-    monkeypatch.setitem(benchmark.MODELS, "tiny", MODEL)
-    rows = benchmark.measure("tiny", "decode", 256, 2, 2)
-    assert [one["preset"] for one in rows] == list(benchmark.PRESETS)
-    found = benchmark.of_rows(rows, "cpu")
-    assert [(one.width, one.batch, one.longest) for one in found] == [(64, 2, 256)] * 2
-    assert all(np.isfinite(one["speedup"]["median"]) for one in rows)

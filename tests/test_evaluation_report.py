@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 matplotlib.use("Agg")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import report
 from drawn import panels
 from matplotlib import pyplot
 from quality_rows import DENSE, META, POLICIES, RIVALS, make_results, make_rows, whole
@@ -157,16 +155,6 @@ def test_an_unfinished_evaluation_and_one_of_two_codes_say_so(results_file, tmp_
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "Not finished" not in text and "more than one code" not in text
     assert capsys.readouterr().err == ""
-
-
-def test_a_page_shows_finished_evaluations_alone(results_file):
-    assert report.read_whole(results_file).missing == ()
-    results = json.loads(results_file.read_text())
-    ask(results)
-    results_file.write_text(json.dumps(results), encoding="utf-8")
-    report.read_whole.cache_clear()
-    with pytest.raises(ValueError, match="must be of a finished evaluation, got: .*Not finished"):
-        report.read_whole(results_file)
 
 
 def test_two_files_make_no_report(results_file, capsys):

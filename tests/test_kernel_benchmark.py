@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: it runs anywhere with `--quick`; its tables and its figure."""
+"""The benchmark of the operations: it runs anywhere with `--quick`; its tables."""
 
 import json
 
@@ -25,10 +25,18 @@ FIELDS = {
 }
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 OPS = {
-    "prefill": {"tflops", "relative_error", "is_bit_equal"},
-    "decode": {"tb_per_s", "fraction_of_copy_bandwidth", "relative_error", "is_bit_equal"},
-    "select_prefill": {"share_of_attention"},
-    "select_decode": {"share_of_attention"},
+    "prefill": {"tflops", "attended_pairs"},
+    "decode": {"tb_per_s", "fraction_of_copy_bandwidth"},
+    "quantize": {"tb_per_s"},
+    "scores": {"tflops"},
+    "lists": {"tb_per_s"},
+}
+PHASES = {
+    "dense": {"prefill", "decode"},
+    "streaming": {"prefill", "decode"},
+    "quest": {"prefill", "decode"},  # it observes prompts
+    "minference": {"prefill"},
+    "sketchwalk": {"prefill", "decode"},
 }
 
 
@@ -42,122 +50,89 @@ def _compiled_fast():
 
 
 @pytest.fixture(scope="module")
-def results(run_benchmark, tmp_path_factory):
-    path = tmp_path_factory.mktemp("results") / "kernels.json"
-    run_benchmark("kernels.py", "--quick", "--out", path)
-    return json.loads(path.read_text(encoding="utf-8"))
+def measure(run_benchmark, tmp_path_factory):
+    """Runs some operations; returns what is in their files, by name."""
+
+    def run(*arguments: str) -> dict:
+        folder = tmp_path_factory.mktemp("results")
+        run_benchmark("kernels.py", "--quick", *arguments, "--out", folder)
+        return {path.name: json.loads(path.read_text("utf-8")) for path in folder.iterdir()}
+
+    return run
 
 
-def test_every_operation_is_measured_and_checked(results):
-    assert results["meta"]["is_quick"] and results["meta"]["copy_tb_per_s"] > 0
-    assert [row["op"] for row in results["rows"]] == list(OPS)
-    for row in results["rows"]:
-        assert row.keys() >= FIELDS | OPS[row["op"]]
-        assert row["ours_ms"] > 0
-        if "relative_error" in row:
-            assert row["is_bit_equal"] and row["relative_error"] < 5e-3
-            assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
+@pytest.fixture(scope="module")
+def attention(measure):
+    return measure(*(word for op in OPS for word in ("--op", op)))
 
 
-def tuning_of(results: dict) -> dict:
-    """Results of `kernel_tuning.py`, made up of those of `kernels.py`."""
-    gain = {"q25": 0.01, "median": 0.02, "q75": 0.03}
-    rows = [row for row in results["rows"] if row["op"] == "decode"]
-    changes = ({}, {"row_tile": 2})
-    rows = [row | {"changes": some, "gain": gain} for row in rows for some in changes]
-    return results | {"rows": rows}
+@pytest.fixture(scope="module")
+def policies(measure):
+    names = (word for name in PHASES for word in ("--policy", name))
+    return measure("--op", "selection", *names)["selection.json"]
 
 
-def test_rates_of_the_chip_are_a_table(run_benchmark, results, tmp_path):
-    def row(rate, **what):
-        return what | {name: summary_of_one(rate) for name in ("per_cycle", "clock_ghz")}
+def test_every_operation_is_measured_and_checked(attention):
+    assert attention.keys() == {"kernels.json", "kernels_selection.json"}
+    rows = [row for results in attention.values() for row in results["rows"]]
+    assert {row["op"] for row in rows} == set(OPS)
+    for row in rows:
+        assert row.keys() >= FIELDS | OPS[row["op"]] and row["error"] is None
+        assert row["ours_ms"] > 0 and row["run"]["copy_tb_per_s"] > 0
+        assert row["is_bit_equal"] and row["relative_error"] < 5e-3
+        assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
 
-    rows = [
-        row(64.0, op="alu", instruction="FMNMX", unit="results"),
-        row(4096.0, op="wgmma", left="registers", sums="f16", columns=128, unit="multiplications"),
-        row(32.5, op="tma", keys_lie_in="lines", unit="bytes"),
-    ]
-    rates = {"meta": results["meta"] | {"is_quick": False}, "rows": rows}
-    (tmp_path / "hopper_rates.json").write_text(json.dumps(rates), encoding="utf-8")
+
+def test_the_table_is_made_of_the_results(run_benchmark, attention, tmp_path):
+    results = attention["kernels.json"]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens": 2048}
+    rows = [row | shape for row in results["rows"] if row["op"] == "prefill"]
+    rows = [row | {"density": density} for row in rows for density in (0.1, 0.2, 1.0)]
+    meta = results["meta"] | {"is_quick": False}
+    (tmp_path / "kernels.json").write_text(json.dumps({"meta": meta, "rows": rows}))
     page = tmp_path / "page.md"
-    page.write_text("<!-- benchmark:kernels-rates -->\n<!-- /benchmark -->\n", encoding="utf-8")
+    page.write_text("<!-- benchmark:kernels -->\n<!-- /benchmark -->\n", encoding="utf-8")
     run_benchmark("report.py", "--results", tmp_path, "--page", page)
     text = page.read_text(encoding="utf-8")
-    assert "| `FMNMX` | 64.0 (64.0–64.0) results | 64.00 GHz |" in text
-    assert "| 64 × 128 products in eight bits, left operand in registers, sums in float16 |" in text
-    assert "| keys to shared memory, in lines of 128 bytes | 32.5 (32.5–32.5) bytes |" in text
-
-
-def summary_of_one(value: float) -> dict:
-    """The summary of a single measurement."""
-    return {"q25": value, "median": value, "q75": value}
-
-
-def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
-    meta, tuning = results["meta"] | {"is_quick": False}, tuning_of(results)
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    rows = [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
-    kernels = {"meta": meta, "rows": results["rows"] + rows}
-    (tmp_path / "kernels.json").write_text(json.dumps(kernels), encoding="utf-8")
-    (tmp_path / "kernel_tuning.json").write_text(
-        json.dumps(tuning | {"meta": meta}), encoding="utf-8"
-    )
-    page = tmp_path / "page.md"
-    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection", "tuning"))]
-    sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
-    page.write_text("".join(sections), encoding="utf-8")
-    run_benchmark("report.py", "--results", tmp_path, "--page", page)
-    run_benchmark("figures.py", "kernels_speedup", "--results", tmp_path, "--plots", tmp_path)
-    text = page.read_text(encoding="utf-8")
-    for cells in (
-        "| Tokens | Prefill, density 0.1 |",
-        "| 32/8 × 128 | 2,048 | 0.1 |",
-        "| 32/8 × 128 | 2 | 2,048 |",
-        "| decode | 2,048",
-        "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |",
-        "| +2.0% (+1.0% to +3.0%) |",
-    ):
-        assert cells in text
-    command = f"XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick --out kernels.json"
-    assert text.count(f"`{command}`") == len(names)
-    assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
+    assert "| Tokens | Dense, cuDNN | Density 0.1 |" in text and "\n| 2,048 | " in text
 
 
 @pytest.mark.weekly
-def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
-    path = tmp_path / "kernel_tuning.json"
-    run_benchmark("kernel_tuning.py", "--quick", "--out", path)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [row["changes"] for row in rows] == [{}, {"row_tile": 2}] * 2
-    assert all(row["ours_ms"] > 0 for row in rows)
-    assert {"q25", "median", "q75"} <= rows[1]["gain"].keys() and rows[0]["gain"]["median"] == 0
-
-
-@pytest.mark.weekly
-def test_linear_layers_are_timed_in_each_type_of_weights(run_benchmark, tmp_path):
-    run_benchmark("linear.py", "--quick", "--out", tmp_path / "linear.json")
-    rows = json.loads((tmp_path / "linear.json").read_text(encoding="utf-8"))["rows"]
+def test_products_and_gradients_are_measured_and_checked(measure):
+    found = measure("--op", "linear", "--op", "gradient")
+    rows = found["linear.json"]["rows"]
+    types = ["bfloat16", "float8_e4m3fn", "int8"]
     forms = [(row["form"], row["dtype"]) for row in rows]
-    types = ["float8_e4m3fn", "int8"]
-    others = ["from Ampere on", "sums", "XLA"]
-    assert forms == [*zip(types, types, strict=True), *((one, "bfloat16") for one in others)]
+    assert forms == [*zip(types, types, strict=True), ("sums", "bfloat16"), ("XLA", "bfloat16")]
     assert all(row["ms"] > 0 and row["is_bit_equal"] for row in rows)
     assert max(row["relative_error"] for row in rows) < 5e-3
+    (row,) = found["gradients_cpu.json"]["rows"]
+    for name in ("ours", "peer"):
+        total = row[f"{name}_forward_ms"] + row[f"{name}_backward_ms"]
+        assert row[f"{name}_ms"] == pytest.approx(total) and row[f"{name}_temporary_bytes"] > 0
+    assert row["is_bit_equal"] and max(row["relative_errors"]) < 0.02
 
 
-@pytest.mark.weekly
-def test_the_code_of_xla_is_timed_beside_dense_attention(run_benchmark, tmp_path):
-    path = tmp_path / "xla_path.json"
-    run_benchmark("xla_path.py", "--quick", "--out", path)
-    results = json.loads(path.read_text(encoding="utf-8"))
-    assert results["meta"]["failed"] == []
-    assert [(row["op"], row["batch"]) for row in results["rows"]] == [
-        ("prefill", 1),
-        ("decode", 1),
-        ("decode", 8),
-    ]
-    for row in results["rows"]:
-        forms = row["forms"]
-        assert forms.keys() >= {"xla_dense", "xla", "selection", "all_xla"}
-        assert all(one["ms"] > 0 for one in forms.values())
-        assert forms["all_xla"]["ms"] > max(forms[x]["ms"] for x in ("xla", "selection"))
+def test_every_policy_is_timed_in_its_phases(policies):
+    assert all(row["error"] is None for row in policies["rows"])
+    found = {}
+    for row in policies["rows"]:
+        found.setdefault(row["policy"], set()).add(row["phase"])
+    assert found == PHASES
+
+
+def test_what_selects_has_lists_and_what_keeps_statistics_observes(policies):
+    for row in policies["rows"]:
+        selects = row["policy"] != "dense" and (row["policy"], row["phase"]) != (
+            "quest",
+            "prefill",
+        )
+        assert (row["selection_ms"] is not None) == selects
+        assert (row["observe_ms"] is not None) == (row["policy"] in ("quest", "sketchwalk"))
+        assert (row["num_lists"] is not None) == selects
+        if selects:
+            assert row["selection_ms"] > 0 and row["attention_ms"] > 0
+            assert 0.05 < row["measured_density"] <= 0.5
+        assert row["num_lists"] in (None, 1, row["num_heads"])
+    knob = {row["policy"]: row["settings"] for row in policies["rows"] if row["settings"]}
+    assert list(knob) == ["minference"] and knob["minference"]["scale"] > 0

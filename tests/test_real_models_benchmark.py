@@ -1,4 +1,4 @@
-"""The benchmark of instruction models: stages, what they choose, and what is compared."""
+"""The benchmark of instruction models: stages, and what they choose."""
 
 import json
 import sys
@@ -7,17 +7,14 @@ from pathlib import Path
 import checkpoints
 import numpy as np
 import pytest
-from quality_rows import META
 
-from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
+from sketchwalk_jax.evaluation.results import check_rows, read_results
 from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.settings import Rule
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import real_models  # noqa: E402
-import report  # noqa: E402
-import ruler  # noqa: E402
 
 
 def made_up_row(label, task, right, *, count=40, stage="report", in_mean=True, **fields):
@@ -46,38 +43,6 @@ def test_the_most_right_answers_choose_the_dense_layers():
     reported = [made_up_row("quest", "multi_key", 20)]
     with pytest.raises(SystemExit, match="must be one number where there was no --stage develop"):
         real_models.best_layers(reported, "tiny", rule, "decode")
-
-
-def test_rows_of_another_kind_are_neither_mixed_nor_thrown_away(tmp_path):
-    path = tmp_path / "ruler.json"
-    meta = {"model": {"name": "a", "sha256": {}}, "tokens": 4096, "command": "x", "date": "y"}
-    write_results(path, meta, [{"policy": "quest", "score": 1.0}])
-    before = path.read_bytes()
-    now = meta | {"command": "z"}
-    assert set(ruler.finished_rows(path, now)) == {"quest"} and now["command"] == "x"
-    for change in ({"tokens": 8192}, {"model": {"name": "b", "sha256": {}}}, {"sources": "cc"}):
-        (name,) = change
-        with pytest.raises(SystemExit, match=f"results of the same kind, got {name} .* there"):
-            ruler.finished_rows(path, meta | change)
-    assert path.read_bytes() == before
-
-
-def test_policies_are_compared_prompt_by_prompt():
-    rows = [
-        made_up_row("quest", "multi_key", 38),
-        made_up_row("adamas", "multi_key", 28),
-        made_up_row("quest", "multi_value", 0, in_mean=False),
-        made_up_row("adamas", "multi_value", 40, in_mean=False),
-        made_up_row("quest", "multi_query", 1, stage="development"),
-    ]
-    lines = real_models.comparison(rows, "quest", "adamas").splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0][5] == "`quest` minus `adamas`"
-    assert [(line[4], line[5], line[7]) for line in cells[2:]] == [
-        ("all", "+0.25", "40"),
-        ("multi_key", "+0.25", "40"),
-        ("multi_value", "−1.00", "40"),
-    ]
 
 
 @pytest.mark.slow
@@ -126,45 +91,3 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
     assert json.loads(out.read_text())["rows"] == found["rows"]
     with pytest.raises(ValueError, match="must hold the same runs"):
         real_models.main([*common, "--prompts", "3"])
-
-
-def test_the_page_has_a_summary_and_the_data(tmp_path):
-    def row(label, task, right, **fields):
-        made = made_up_row(label, task, right, **fields)
-        return made | ({"phase": "both", "density": 1.0} if label == "dense" else {})
-
-    rows = [
-        row(label, task, right, model=model)
-        for model in ("tiny", "other")
-        for label, right in (("dense", 40), ("quest", 30))
-        for task in ("multi_key", "multi_query")
-    ]
-    rows += [
-        row("dense", "multi_value", 4, in_mean=False),
-        row("quest", "multi_value", 0, in_mean=False),
-    ]
-    losses = {"is_right": None, "exact": None, "in_mean": None, "drawn": None}
-    for label, loss in (("dense", 3.0), ("quest", 3.1)):
-        own = {"text_loss": loss, "text_losses": [loss, loss + 0.1 * loss], "prompts": 2}
-        rows.append(row(label, "code_loss", 0) | losses | own)
-        own |= {"kl": loss - 3.0, "measured_density_all_layers": 0.2}
-        rows.append(row(label, "long_decode", 0) | losses | own)
-    rows.append(row("quest", "multi_key", 3, stage="development", variant="dense_layers=0"))
-    models = {name: {"sha256": {"a": "00" * 32}, "dtype": "bfloat16"} for name in ("tiny", "other")}
-    texts = {"text": META["text"] | {"tail": 0.03}, "code": META["text"]}
-    runs = {"tiny, report": texts | {"seed": 0, "prompts": 40}}
-    meta = META | {"models": models, "tries": 6, "runs": runs}
-    left_out = {"policy": "adamas", "preset": None, "density": 0.1, "tokens": 8192}
-    left_out |= {"model": "tiny", "stage": "report", "least_density_all_layers": 0.12}
-    meta |= {"not_run": [left_out, left_out | {"stage": "development", "policy": "oracle"}]}
-    path = tmp_path / "real_models.json"
-    write_results(path, meta, rows)
-    summary = report.TABLES["methods-intervals"](tmp_path)
-    assert "| `quest` | 0.75 (" in summary and "tiny, 8,192 tokens" in summary
-    data = report.TABLES["real-data"](tmp_path)
-    for text in ("40 of 80", "(40 of 80)", "`adamas` at 0.1 (tiny", "+0.105"):
-        assert text in data, text
-    assert "dense_layers=0" not in data and "oracle" not in data
-    quality = [line for line in data.splitlines() if line.startswith("| `quest` | 0.75")]
-    # Several values stand apart, and the mean leaves them out.
-    assert "0.75 (0.65–0.83)" in quality[-1] or "0.75 (0.65–0.83)" in quality[0]

@@ -170,12 +170,7 @@ def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, mo
     monkeypatch.setattr(train, "MODEL", dataclasses.replace(recipe.MODEL, num_layers=2))
     # At this scale all stages but the last of the second run have one shape, and one program.
     common = {"text": text, "scale": 0.005, "workers": 1, "dtype": "float32"}
-    train.main(out=first, steps="150,1,1,1,1", **common)
-    with pytest.raises(ValueError, match="got the state of a run after 154 steps; pass --resume"):
-        train.main(out=first, steps="1,1,1,1,1", **common)
-    with pytest.raises(ValueError, match="run to resume must be the same, got seed 0 there, 3 now"):
-        train.main(out=first, steps="150,1,1,1,2", resume=True, seed=3, **common)
-    train.main(out=first, steps="150,1,1,1,2", resume=True, **common)
+    train.main(out=first, steps="150,1,1,1,2", **common)
     train.main(out=second, recipe="continue", init=first / "model", steps="1,1,1,1", **common)
 
     metrics = json.loads((second / "model" / "metrics.json").read_text())

@@ -202,8 +202,3 @@ def bigram_loss(training: np.ndarray, validation: np.ndarray, *, vocab_size: int
     before, after = validation[:-1].astype(np.int64), validation[1:].astype(np.int64)
     probability = (counts[before, after] + 10 * unigram[after]) / (counts.sum(1)[before] + 10)
     return float(-np.log(probability).mean())
-
-
-def bytes_per_token(text: str, tokens: np.ndarray) -> float:
-    """UTF-8 bytes that one token stands for, on average."""
-    return len(text.encode()) / len(tokens)

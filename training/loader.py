@@ -70,10 +70,10 @@ class Loader:
             initargs=(str(text), pieces, options),
         )
 
-    def batches(self, stage: int, shape: tuple[int, int], start: int = 0) -> Iterator[Batch]:
+    def batches(self, stage: int, shape: tuple[int, int]) -> Iterator[Batch]:
         """Batches of one stage without end; closing the iterator drops those made ahead."""
         waiting: collections.deque[Future[Any]] = collections.deque()
-        index = start
+        index = 0
         try:
             while True:
                 while len(waiting) < self.ahead:

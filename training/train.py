@@ -4,16 +4,14 @@
     python training/train.py --text FILE --out DIR --recipe continue --init DIR/model
 
 The first command starts from random weights, the second goes on from a finished model with a fresh
-optimiser. Both write DIR/model, a Hugging Face directory; with --resume an interrupted run goes on.
+optimiser. Both write DIR/model, a Hugging Face directory.
 """
 
 import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,6 @@ from flax import nnx
 from loader import Loader
 from prepare import Prepared, prepare
 from recipe import MODEL, RECIPES, Recipe, Stage
-from resume import Checkpoints, Position
 from sequences import CLASSES, TEXT
 from step import Metrics, State, init_state, make_optimizer, train_step
 from validate import validate
@@ -39,7 +36,7 @@ from sketchwalk_jax.models.flax import CausalLM
 from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
 
-_LOG_SECONDS, _SAVE_SECONDS = 10.0, 120.0
+_LOG_SECONDS = 10.0
 _IN_FLIGHT = 4  # steps that are dispatched before the first of them must be done
 
 
@@ -51,18 +48,16 @@ class Clock:
       recipe: The run.
       seconds: Time for all stages.
       steps: Steps of each stage, to repeat a run exactly.
-      elapsed: Seconds trained before this process, after a resumption.
     """
 
     recipe: Recipe
     seconds: float
     steps: tuple[int, ...] | None = None
-    elapsed: float = 0.0
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def spent(self) -> float:
         """Seconds of training so far."""
-        return self.elapsed + time.perf_counter() - self.started
+        return time.perf_counter() - self.started
 
     def progress(self, stage: int, step: int) -> float:
         """Share of the run that is done, `step` being counted within the stage."""
@@ -83,13 +78,11 @@ def train(
     recipe: Recipe,
     clock: Clock,
     loader: Loader,
-    position: Position,
     *,
     model_config: ModelConfig,
     dtype: str,
-    save: Callable[[State, Position], None],
-) -> tuple[State, Position]:
-    """Runs the stages from `position` on.
+) -> tuple[State, list[int]]:
+    """Runs all stages.
 
     Returns:
       The state after the last step, and the steps taken in every stage.
@@ -99,33 +92,26 @@ def train(
         partial(train_step, model_config=model_config, optimizer=optimizer, dtype=dtype),
         donate_argnums=0,
     )
+    steps = [0] * len(recipe.stages)
     with ThreadPoolExecutor(2) as compiler:
         # Later stages compile while the first one runs.
         programs: dict[tuple[int, int], Future[Any]] = {}
-        for stage in recipe.stages[position.stage :]:
+        for stage in recipe.stages:
             shape = (stage.sequences, stage.length)
             if shape not in programs:
                 programs[shape] = compiler.submit(_compile, update, state, shape)
-        saved = time.perf_counter()
-        for index in range(position.stage, len(recipe.stages)):
-            stage = recipe.stages[index]
+        for index, stage in enumerate(recipe.stages):
             shape = (stage.sequences, stage.length)
             program, log = programs[shape].result(), Log(stage)
-            first = position.steps[index]
-            batches = loader.batches(index, shape, first)
-            for step in itertools.count(first):
-                if clock.is_over(index, step):
-                    break
-                rate = recipe.learning_rate(sum(position.steps), clock.progress(index, step))
+            batches = loader.batches(index, shape)
+            while not clock.is_over(index, steps[index]):
+                rate = recipe.learning_rate(sum(steps), clock.progress(index, steps[index]))
                 state, metrics = program(state, *next(batches), jnp.float32(rate))
-                position = position.after(index, step + 1, clock.spent())
+                steps[index] += 1
                 log.add(metrics, rate, clock)
-                if time.perf_counter() - saved > _SAVE_SECONDS:
-                    save(state, position)
-                    saved = time.perf_counter()
             batches.close()
             log.show(clock)
-    return state, position
+    return state, steps
 
 
 def _compile(update: Any, state: State, shape: tuple[int, int]) -> Any:
@@ -186,7 +172,7 @@ def _initial_params(init: Path | None, seed: int, model_config: ModelConfig) -> 
 
 def main(
     text: Annotated[Path, typer.Option(help="Plain UTF-8 text, or .xz of it.")],
-    out: Annotated[Path, typer.Option(help="Folder for the model and for resuming.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model and its data.")],
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "scratch",
     about: Annotated[str, typer.Option(help="What the text is, for the model card.")] = "",
     init: Annotated[Path | None, typer.Option(help="Model to go on from.")] = None,
@@ -194,7 +180,6 @@ def main(
     steps: Annotated[str, typer.Option(help="Steps of each stage, instead of time.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that make data.")] = 14,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where OUT stands.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
     scale: Annotated[float, typer.Option(help="Scales all lengths, to try the recipe out.")] = 1.0,
 ) -> None:
@@ -210,34 +195,19 @@ def main(
         raise typer.BadParameter(f"--steps must be {len(plan.stages)} numbers, got {steps!r}")
 
     prepared = prepare(text, out / "data", init=init, seed=seed, about=about)
-    own = {"recipe": recipe, "seed": seed, "scale": scale, "dtype": dtype}
-    own |= {"text": prepared.description["sha256"], "init": init and str(init)}
-    checkpoints = Checkpoints(out / "state", own, is_new=not resume)
     options = {"hops": plan.hops, "lists_chains": plan.lists_chains}
     loader = Loader(prepared.path, prepared.pieces, seed=seed, num_workers=workers, **options)
     params = _initial_params(init, seed, MODEL)
     optimizer = make_optimizer(weight_decay=plan.weight_decay, b2=plan.b2, clip=plan.clip)
     state = init_state(params, optimizer)
-    position = Position.start(len(plan.stages))
-    if resume:
-        state, position = checkpoints.restore(state, position)
     ready = time.perf_counter() - started
     print(f"ready after {ready:.0f} s", flush=True)
     reserve = 45.0 * min(1.0, minutes / 9)
-    clock = Clock(plan, minutes * 60 - ready - reserve, counts, position.seconds)
-    state, position = train(
-        state,
-        plan,
-        clock,
-        loader,
-        position,
-        model_config=MODEL,
-        dtype=dtype,
-        save=checkpoints.save,
-    )
+    clock = Clock(plan, minutes * 60 - ready - reserve, counts)
+    state, taken = train(state, plan, clock, loader, model_config=MODEL, dtype=dtype)
+    run = {"recipe": recipe, "seed": seed, "seconds": round(clock.spent())}
     loader.close()
-    checkpoints.save(state, position)
-    metrics = _metrics(prepared, plan, recipe, position, seed=seed, init=init)
+    metrics = _metrics(prepared, plan, taken, run, init=init)
     params = jax.tree.map(lambda x: x.astype(MODEL.dtype), state.params)
     del state
     lengths = [stage.length for stage in plan.stages if stage.length >= 1024 * min(scale, 1)]
@@ -255,7 +225,6 @@ def main(
     export(
         out / "model", params, prepared.tokenizer, model_config=MODEL, metrics=metrics, card=card
     )
-    checkpoints.close()
     print(json.dumps(metrics["validation"], indent=1))
     print(f"written: {out / 'model'} after {time.perf_counter() - started:.0f} s", flush=True)
 
@@ -273,22 +242,15 @@ def _scaled(recipe: Recipe, scale: float) -> Recipe:
 
 
 def _metrics(
-    prepared: Prepared,
-    recipe: Recipe,
-    name: str,
-    position: Position,
-    *,
-    seed: int,
-    init: Path | None,
+    prepared: Prepared, recipe: Recipe, taken: list[int], run: dict[str, Any], *, init: Path | None
 ) -> dict[str, Any]:
     """What the model card says, but for the validation."""
     before = json.loads((init / "metrics.json").read_text())["runs"] if init is not None else []
     stages = [
         dataclasses.asdict(stage) | {"steps": steps}
-        for stage, steps in zip(recipe.stages, position.steps, strict=True)
+        for stage, steps in zip(recipe.stages, taken, strict=True)
     ]
     rates = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "stages"}
-    run = {"recipe": name, "seed": seed, "seconds": round(position.seconds), **rates}
     machine = {
         "device": jax.devices()[0].device_kind,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
@@ -296,7 +258,7 @@ def _metrics(
     }
     return {
         "text": prepared.description,
-        "runs": [*before, run | {"stages": stages, "machine": machine}],
+        "runs": [*before, run | rates | {"stages": stages, "machine": machine}],
     }
 
 

@@ -1,0 +1,575 @@
+"""The tables of the pages: which rows of which results they show, and in which columns."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from report import (
+    ANY,
+    NOTHING,
+    Cell,
+    OneOf,
+    Other,
+    Row,
+    Table,
+    best,
+    bytes_read,
+    duration,
+    loss_beyond,
+    mean,
+    milliseconds,
+    number,
+    of_floor,
+    ratio,
+    right,
+    right_interval,
+    select,
+    timed,
+)
+
+DENSE: Row = {"method": "dense"}
+AT_01: Row = {"method": "recommended", "density": 0.1}
+AT_02: Row = {"method": "recommended", "density": 0.2}
+BESIDE: Row = {"method": "dense", "density": 1.0}
+WEIGHTS = ("bfloat16", "float8", "int8")
+
+# Whole models.
+
+END_TO_END = "python benchmarks/end_to_end.py"
+LLAMA: Row = {"model": "llama-3.1-8b", "implementation": "ours"}
+WHOLE: dict[str, Any] = {"file": "end_to_end.json", "command": END_TO_END}
+SPEEDS = {
+    "Dense": (DENSE, timed()),
+    "Density 0.2": (AT_02, timed(**BESIDE)),
+    "Density 0.1": (AT_01, timed(**BESIDE)),
+}
+
+
+def in_phases(rule: Row, density: str, cell: Cell | None = None) -> dict[str, tuple[Row, Cell]]:
+    """Dense attention and a density, for the first token and for the next ones."""
+    return {
+        f"{title}, {name}": (own | {"phase": phase}, cell or timed(**BESIDE))
+        for title, phase in (("First token", "prefill"), ("Next token", "decode"))
+        for name, own in (("dense", DENSE), (f"density {density}", rule))
+    }
+
+
+def busy(row: Row) -> Iterator[Row]:
+    """What the GPU is busy with in a run of a model, a row for each part, and what is left."""
+    if not row.get("parts_ms") or row["chunk_size"]:
+        return
+    for part, ms in row["parts_ms"].items():
+        yield row | {"part": part, "ms": ms}
+    idle = 1e3 * row["seconds"]["median"] - sum(row["parts_ms"].values())
+    yield row | {"part": "waiting for kernels", "ms": max(0.0, idle)}
+
+
+def loaded(row: Row) -> Iterator[Row]:
+    """A row with its sequences and tokens as one field."""
+    yield row | {"load": (row["batch"], row["tokens"])}
+
+
+# Several GPUs.
+
+
+def spread(row: Row) -> Iterator[Row]:
+    """A row with the number of its GPUs and the axis that they share."""
+    yield from (new | {"gpus": (row["ranks"], row["axis"])} for new in loaded(row))
+
+
+def beside_one(rows: list[Row], other: Other) -> str:
+    """The time, and tokens per second beside those of one GPU with as many sequences for each."""
+    own = best(rows)
+    if own is None or own["axis"] == "one":
+        return timed()(rows, other)
+    each = own["batch"] // (own["ranks"] if own["axis"] == "data" else 1)
+    same = {"axis": "one", "tokens": own["tokens"], "batch": each}
+    one, seconds = best(select(other(gpus=ANY, load=ANY), same)), own["seconds"]["median"]
+    faster = own["batch"] / seconds * one["seconds"]["median"] / each if one else None
+    return duration(1e3 * seconds) + (f", **{faster:.2f}×**" if faster else "")
+
+
+# Single kernels.
+
+
+def shaped(row: Row) -> Iterator[Row]:
+    """A row with its heads as text, and with the times of its forms as fields."""
+    heads = row.get("heads") or [row["num_heads"], row["num_kv_heads"]]
+    times = {name: form["ms"] for name, form in row.get("forms", {}).items()}
+    yield row | times | {"heads": f"{heads[0]}/{heads[1]} × {row['head_dim']}"}
+
+
+def compiled(row: Row) -> Iterator[Row]:
+    """A row on compiled code, with what it computes in words."""
+    part = {"prefill": "attention of prompts", "decode": "attention of tokens"}.get(row["op"])
+    if part is not None:
+        yield from (new | {"part": part} for new in shaped(row))
+
+
+def of_attention(rows: list[Row], _: Other) -> str:
+    """The time of selection, and its share of the layer's selection and attention."""
+    selection, attention = rows[0]["selection_ms"], rows[0]["attention_ms"]
+    return f"{1e3 * selection:,.0f} µs, {selection / (selection + attention):.0%}"
+
+
+def of_dense(rows: list[Row], other: Other) -> str:
+    """How many times faster selection and attention are than dense attention."""
+    if rows[0]["selection_ms"] is None:
+        return NOTHING
+    dense = other(method="dense", density=1.0)[0]["attention_ms"]
+    return f"{dense / (rows[0]['selection_ms'] + rows[0]['attention_ms']):.2f}×"
+
+
+SELECTION = {
+    "Selection": ({}, milliseconds("selection_ms")),
+    "Attention over the lists": ({}, milliseconds("attention_ms")),
+    "Both, faster than dense": ({}, of_dense),
+}
+METHODS = ("paper", "released", "minference", "flexprefill", "quest", "adamas")
+SPARSE = {
+    title: (
+        {"op": op, "density": density, "num_heads": 32, "head_dim": 128, "batch": 1},
+        ratio("ours_ms", "peer_ms"),
+    )
+    for title, op, density in (
+        ("Density 0.1", "prefill", 0.1),
+        ("Density 0.2", "prefill", 0.2),
+        ("Density 1", "prefill", 1.0),
+    )
+}
+
+
+def on_a_cpu(row: Row) -> Iterator[Row]:
+    """A row with what was timed in words, and its time in milliseconds."""
+    names = {"attention": "attention of a layer", "prefill": "a prompt", "decode": "a token"}
+    if row["part"] in names:
+        yield row | {"part": names[row["part"]], "ms": 1e3 * row["wall_s"]["median"]}
+
+
+def on_a_device(row: Row) -> Iterator[Row]:
+    """A row of `sketchwalk bench` that was timed."""
+    if "seconds" in row:
+        yield row
+
+
+TIMES: dict[str, Table] = {
+    "gains": Table(
+        **WHOLE, where=LLAMA | {"batch": 1}, lines=("tokens",), columns=in_phases(AT_02, "0.2")
+    ),
+    "one-sequence": Table(
+        **WHOLE,
+        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, 2**15, 2**16, 2**17)},
+        lines=("tokens",),
+        columns={
+            f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
+            for title, phase in (("First token", "prefill"), ("Next token", "decode"))
+            for name, (rule, cell) in SPEEDS.items()
+            if rule != DENSE
+        },
+    ),
+    "batch": Table(
+        **WHOLE,
+        where=LLAMA | {"phase": "decode", "batch": OneOf(8, 32)},
+        adapt=loaded,
+        lines=("load",),
+        columns=SPEEDS | {"Density 0.1, of its bound": (AT_01, of_floor)},
+        note="The bound is the bytes of weights, attended keys and values, and statistics at the "
+        "rate of a copy in the same run.",
+    ),
+    "model-parts": Table(
+        **WHOLE,
+        where=LLAMA | {"batch": 1, "tokens": 2**17},
+        adapt=busy,
+        lines=("part",),
+        columns=in_phases(AT_01, "0.1", milliseconds("ms")),
+        has_gaps=True,
+    ),
+    "weights": Table(
+        file="end_to_end_weights.json",
+        command=f"{END_TO_END} --model llama-3.1-8b --weights bfloat16 --weights float8",
+        where={"tokens": 2**17, "batch": 1, "weights": OneOf(*WEIGHTS)},
+        lines=("weights",),
+        columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
+    ),
+    "scale": Table(
+        file="scale_out.json",
+        command="python benchmarks/scale_out.py --ranks 2",
+        where={"error": None},
+        adapt=spread,
+        lines=("model", "load", "gpus"),
+        columns={
+            "First token": ({"phase": "prefill"}, beside_one),
+            "Each further token": ({"phase": "decode"}, beside_one),
+        },
+        has_gaps=True,
+    ),
+    "kernels": Table(
+        file="kernels.json",
+        command="python benchmarks/kernels.py",
+        lines=("tokens",),
+        where={"num_kv_heads": 8},
+        columns={"Dense, cuDNN": (SPARSE["Density 1"][0], milliseconds("peer_ms"))} | SPARSE,
+    ),
+    "kernels-ampere": Table(
+        file="warp_prefill.json",
+        command="python benchmarks/kernels.py --op other_gpus",
+        where={"density": 0.1, "tokens": 2**16},
+        adapt=shaped,
+        lines=("heads",),
+        columns={
+            "Dense, cuDNN": ({}, milliseconds("cudnn")),
+            "This kernel": ({}, ratio("warps_pages", "cudnn")),
+            "Hopper's kernel": ({}, ratio("hopper_pages", "cudnn")),
+        },
+    ),
+    "kernels-code": Table(
+        file="ampere_code.json",
+        command="python tests/ampere_table.py",
+        where={
+            "heads": "32/8 × 128",
+            "lists": "pages of 16",
+            "part": OneOf("attention of prompts", "attention of tokens"),
+        },
+        adapt=compiled,
+        lines=("part", "capability"),
+        columns={
+            "Registers": ({}, number("registers", "{}")),
+            "Bytes spilled": ({}, number("spill_bytes", "{}")),
+            "Programs on an SM": ({}, number("programs", "{}")),
+        },
+    ),
+    "kernels-linear": Table(
+        file="linear.json",
+        command="python benchmarks/kernels.py --op linear --rows 1 --rows 8",
+        lines=("product", "rows"),
+        columns={
+            title: ({"form": form}, milliseconds("ms"))
+            for title, form in (
+                ("bfloat16", "bfloat16"),
+                ("float8", "float8_e4m3fn"),
+                ("int8", "int8"),
+            )
+        },
+    ),
+    "gradients": Table(
+        file="gradients_cpu.json",
+        command="python benchmarks/kernels.py --op gradient",
+        adapt=shaped,
+        lines=("heads", "tokens", "density"),
+        columns={
+            "Dense": ({}, milliseconds("peer_ms")),
+            "Over lists": ({}, ratio("ours_ms", "peer_ms")),
+        },
+        note="One layer, forward and backward.",
+    ),
+    "selection-share": Table(
+        file="selection_share.json",
+        command="python benchmarks/kernels.py --op share",
+        where={"error": None},
+        lines=("phase", "tokens", "density"),
+        columns={
+            "`recommended`": ({"method": "recommended"}, of_attention),
+            "`paper`": ({"method": "paper"}, of_attention),
+        },
+        note="Time of selection, and its share of the layer's selection and attention.",
+    ),
+    "selection": Table(
+        file="selection.json",
+        command="python benchmarks/kernels.py --op selection",
+        where={"tokens": 2**16, "method": OneOf(*METHODS), "error": None},
+        lines=("phase", "method"),
+        columns=SELECTION,
+    ),
+    "cpu": Table(
+        file="cpu.json",
+        command="python benchmarks/cpu.py",
+        adapt=on_a_cpu,
+        lines=("part", "tokens"),
+        columns={
+            "Dense": ({"policy": "dense"}, milliseconds("ms")),
+            "Sparse": ({"policy": "sparse"}, milliseconds("ms")),
+            "Faster": (
+                {"policy": "sparse"},
+                lambda rows, _: f"**{rows[0]['speedup']['median']:.1f}×**",
+            ),
+        },
+    ),
+    "device-epyc": Table(
+        file="devices/own_epyc_two_cores.json",
+        command="sketchwalk bench --model models/sketchwalk_8m",
+        adapt=on_a_device,
+        lines=("tokens",),
+        columns={
+            title: ({"task": task, "method": "recommended"}, timed(method="dense", density=1.0))
+            for title, task in (
+                ("One layer's attention", "attention"),
+                ("First token", "first_token"),
+                ("Next token", "token"),
+            )
+        },
+    ),
+}
+
+# Answers and texts.
+
+REAL = "python benchmarks/real_models.py --model FILE.gguf"
+EVAL = "sketchwalk eval --out benchmarks/results/quality.json"
+ANSWERS: dict[str, Any] = {"file": "answers.json", "command": REAL}
+MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
+REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
+TASKS = {
+    "Single needle": "single_needle",
+    "One of many keys": "multi_key",
+    "Mid-prompt": "mid_prompt",
+}
+IN_PHASE = {"Prefill": "prefill", "Decode": "decode", "Prefill and decode": "both"}
+QUALITY: dict[str, Any] = {"file": "quality.json", "command": EVAL}
+BUNDLED: Row = {"tokens": 2**14, "density": 0.2}
+SHOWN = ("dense", "recommended", *METHODS, "damped", "one_hop", "oracle", "streaming", "random")
+
+
+def answers(density: float) -> Table:
+    """What the default policy keeps of dense attention's answers, by phase."""
+    return Table(
+        **ANSWERS,
+        where=REPORTED | {"method": "recommended", "density": density},
+        lines=("model", "tokens"),
+        columns={title: ({"phase": phase}, right) for title, phase in IN_PHASE.items()},
+    )
+
+
+def methods(phase: str, *names: str) -> Table:
+    """What methods keep of each task in one phase."""
+    return Table(
+        **ANSWERS,
+        where=REPORTED
+        | {"phase": phase, "density": 0.2, "tokens": 8192, "method": OneOf("recommended", *names)},
+        lines=("model", "method"),
+        columns={title: ({"task": task}, right) for title, task in TASKS.items()},
+        has_gaps=True,
+    )
+
+
+def moved(row: Row) -> Iterator[Row]:
+    """A row of quantised weights, with its attention in words."""
+    dense = row["policy"] == "dense"
+    yield row | {"attention": "dense" if dense else f"density {row['density']:g}"}
+
+
+def weighted(row: Row) -> Iterator[Row]:
+    """A row with the type of the weights apart from the name of the model."""
+    weights = next((one for one in WEIGHTS if row["model"].endswith(f"-{one}")), WEIGHTS[0])
+    own = {"model": row["model"].removesuffix(f"-{weights}"), "weights": weights}
+    yield from (new | own for new in moved(row))
+
+
+def compared(phase: str, *names: str) -> Table:
+    """The paper's comparison on the bundled model: right answers by length."""
+    lengths = {f"{tokens:,} tokens": {"tokens": tokens} for tokens in (4096, 8192, 16384)}
+    return Table(
+        **QUALITY,
+        where={"phase": phase, "density": 0.2, "method": OneOf(*names)},
+        lines=("method",),
+        columns={title: (where, right_interval) for title, where in lengths.items()}
+        | {"All": ({}, right_interval)},
+    )
+
+
+def printed(row: Row) -> Iterator[Row]:
+    """A row for each line of a table of the paper, with averages and the longest length."""
+    for line in row["rows"]:
+        values = dict(zip(row["columns"], line["values"], strict=True))
+        own = {"method": line["method"], "model": line["model"]}
+        yield {"benchmark": row["benchmark"], "phase": row["phase"]} | own | values
+
+
+# What is claimed, the two methods that are compared, the phase and the tasks.
+ONE_FACT = ("single_needle", "multi_key", "mid_prompt")
+AT_THE_END = ("single_needle", "multi_key")
+CLAIMS: tuple[tuple[str, str, str, str, tuple[str, ...] | None], ...] = (
+    ("The printed rule is near-lossless", "paper", "dense", "prefill", None),
+    ("Means of keys lose facts in prompts", "one_hop", "oracle", "prefill", ONE_FACT),
+    ("Means of keys lose facts in decode", "one_hop", "oracle", "decode", ONE_FACT),
+    ("Extremes of keys keep them", "quest", "dense", "decode", ONE_FACT),
+    ("One list for all heads costs little", "oracle", "dense", "prefill", ONE_FACT),
+    ("An even power is worse than chance", "paper", "random", "prefill", None),
+    ("The walk helps to follow steps", "damped", "one_hop", "prefill", ("variable_tracking",)),
+    ("A dense end answers what is asked there", "released", "one_hop", "prefill", AT_THE_END),
+    ("It hides what is lost mid-prompt", "released", "dense", "prefill", ("mid_prompt",)),
+)
+
+
+def claimed(row: Row) -> Iterator[Row]:
+    """A row for each claim that it speaks to, with the side that it is on."""
+    for claim, first, second, phase, tasks in CLAIMS:
+        is_asked = row["phase"] == phase and (tasks is None or row["task"] in tasks)
+        for side, name in enumerate((first, second)):
+            if is_asked and row["method"] == name:
+                yield row | {"claim": f"{claim}: `{first}`, `{second}`", "side": side}
+
+
+def ablated(preset: str) -> Table:
+    """A preset with one thing changed at a time."""
+
+    def named(row: Row) -> Iterator[Row]:
+        name = row["variant"] or "nothing"
+        yield row | {"variant": f"`{name}`" if "=" in name else name}
+
+    loss = loss_beyond(method="dense", preset=None, variant="nothing")
+    return Table(
+        file="ablations.json",
+        command="python benchmarks/ablations.py",
+        where={"preset": preset, "density": 0.2},
+        adapt=named,
+        lines=("variant",),
+        columns={title: ({"phase": phase}, right_interval) for title, phase in IN_PHASE.items()}
+        | {"Text loss beyond dense, prefill": ({"phase": "prefill", "task": "text_loss"}, loss)},
+        has_gaps=True,
+    )
+
+
+RESULTS: dict[str, Table] = {
+    "losses": answers(0.2),
+    "losses-tenth": answers(0.1),
+    "by-task": Table(
+        **ANSWERS,
+        where=REPORTED | {"method": "recommended", "density": 0.1, "phase": "both"},
+        lines=("model", "tokens"),
+        columns={title: ({"task": task}, right) for title, task in TASKS.items()},
+        has_gaps=True,
+    ),
+    "methods-prefill": methods("prefill", "minference", "flexprefill"),
+    "methods-decode": methods("decode", "quest", "adamas"),
+    "text-loss": Table(
+        **ANSWERS,
+        where=REPORTED | {"task": "text_loss", "method": "recommended", "phase": "both"},
+        lines=("model", "tokens"),
+        columns={
+            f"Density {density:g}": ({"density": density}, loss_beyond(method="dense"))
+            for density in (0.2, 0.1)
+        },
+    ),
+    "continuations": Table(
+        file="continuations.json",
+        command=f"{REAL} --task long_decode",
+        where=REPORTED | {"method": "recommended", "phase": "both"},
+        lines=("model", "density"),
+        columns={
+            "Same likeliest token": ({}, number("agreement", "{:.1%}")),
+            "Loss beyond dense": ({}, loss_beyond(method="dense")),
+        },
+    ),
+    "weights-loss": Table(
+        **ANSWERS,
+        where={
+            "stage": "report",
+            "tokens": 4096,
+            "model": OneOf(*MODELS[:2]),
+            "weights": OneOf(*WEIGHTS[1:]),
+        },
+        adapt=weighted,
+        lines=("model", "weights", "attention"),
+        columns={
+            "Loss beyond bfloat16, dense": (
+                {"task": "text_loss"},
+                loss_beyond(2, percent=True, weights="bfloat16", attention="dense"),
+            ),
+            "Answers kept": ({}, right),
+        },
+    ),
+    "weights-moved": Table(
+        file="narrow_weights.json",
+        command="python benchmarks/narrow_weights.py --model FILE.gguf",
+        where={"part": "all layers", "weights": OneOf("float32", *WEIGHTS)},
+        adapt=moved,
+        lines=("model", "weights", "attention"),
+        columns={
+            "KL divergence": ({}, mean("kl", "{:.4f}")),
+            "Same likeliest token": ({}, mean("agreement", "{:.1%}")),
+        },
+    ),
+    "rounding": Table(
+        file="rounding.json",
+        command=f"{REAL} --stage development",
+        where={"method": "recommended, rounding"},
+        lines=("model", "tokens"),
+        columns={title: ({"task": task}, right_interval) for title, task in [*TASKS.items()][1:]},
+    ),
+    "bundled": Table(
+        **QUALITY,
+        where=BUNDLED | {"method": OneOf(*SHOWN)},
+        lines=("method",),
+        columns={title: ({"phase": phase}, right_interval) for title, phase in IN_PHASE.items()}
+        | {"Text loss": ({"task": "text_loss"}, mean("text_loss", "{:.3f}"))},
+        has_gaps=True,
+    ),
+    "printed-rule": Table(
+        file="real_models.json",
+        command=REAL,
+        where=REPORTED
+        | {"density": 0.2, "method": OneOf("paper", "damped", "one_hop", "released", "oracle")},
+        lines=("model", "tokens", "method"),
+        columns={
+            title: ({"phase": phase}, right_interval)
+            for title, phase in (("Prefill", "prefill"), ("Prefill and decode", "both"))
+        },
+        has_gaps=True,
+    ),
+    "compared-prefill": compared("prefill", *SHOWN[:6], "damped", "one_hop"),
+    "compared-decode": compared("decode", *SHOWN[:4], "quest", "adamas", "damped", "one_hop"),
+    "compared-bytes": Table(
+        **QUALITY,
+        where=BUNDLED
+        | {"phase": "decode", "method": OneOf("dense", "recommended", "paper", "quest", "adamas")},
+        lines=("method",),
+        columns={
+            "Question read": (
+                {"task": OneOf(*AT_THE_END, "multi_query", "multi_value", "aggregation")},
+                right_interval,
+            ),
+            "Question decoded": (
+                {"task": OneOf("variable_tracking", "mid_prompt")},
+                right_interval,
+            ),
+            "MiB read per token, of dense": ({}, bytes_read),
+        },
+    ),
+    "claims": Table(
+        **QUALITY,
+        where=BUNDLED,
+        adapt=claimed,
+        lines=("claim",),
+        columns={
+            "First": ({"side": 0}, right_interval),
+            "Second": ({"side": 1}, right_interval),
+        },
+    ),
+    "ablations-paper": ablated("paper"),
+    "ablations-damped": ablated("damped"),
+} | {
+    f"paper-{benchmark.lower()}": Table(
+        file="paper.json",
+        command="arXiv:2602.07397",
+        where={"benchmark": benchmark},
+        adapt=printed,
+        lines=("model", "phase", "method"),
+        columns={title: ({}, number(title)) for title in titles},
+    )
+    for benchmark, titles in {
+        "RULER": ("64K", "average"),
+        "LongBench": ("average", "average_without_passage_count"),
+    }.items()
+}
+
+
+class BreakEven:
+    """From which lengths on the default policy takes no more time than dense attention."""
+
+    def write(self, results: Path) -> str:
+        """The sentence, from the folder of results."""
+        import break_even  # imports the package
+
+        return break_even.sentence(results)
+
+
+TABLES: dict[str, Table | BreakEven] = {**TIMES, **RESULTS, "break-even": BreakEven()}
