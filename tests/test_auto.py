@@ -357,12 +357,12 @@ def test_what_is_kept_stands_beside_what_was_measured(benchmark, tmp_path):
     """Measured devices first, then what is expected of others."""
     row = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
     row |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
-    rows = [row | {"device": device} for device in (dispatch.GPU_GROUPS[2], "cpu")]
+    rows = [row | {"device": device} for device in (dispatch.GPU_GROUPS[-1], "cpu")]
     (tmp_path / "break_even.json").write_text(json.dumps({"meta": {}, "rows": rows}))
     found = benchmark.break_evens(tmp_path)
     assert [(one.device, one.is_expected) for one in found] == [
         ("cpu", False),
-        (dispatch.GPU_GROUPS[2], True),
+        (dispatch.GPU_GROUPS[-1], True),
     ]
 
 
