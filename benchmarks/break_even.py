@@ -35,8 +35,8 @@ def break_evens(results: Path) -> list[BreakEven]:
     Raises:
       ValueError: If one is of a run with `--quick`.
     """
-    kept = [BreakEven(**row) for row in _read(results / KEPT)["rows"]]
-    data = _read(results / MEASURED)
+    kept = [BreakEven(**row) for row in common.read_results(results / KEPT)["rows"]]
+    data = common.read_results(results / MEASURED)
     if data["meta"].get("is_quick"):
         raise ValueError(f"{MEASURED} must be of a whole run, got one with --quick")
     # `Auto` looks up the class of a policy and its density.
@@ -44,12 +44,6 @@ def break_evens(results: Path) -> list[BreakEven]:
     found = of_rows(rows, data["meta"].get("device", ""))
     measured = [one for one in kept if not one.is_expected]
     return [*measured, *found, *(one for one in kept if one.is_expected)]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {"meta": {}, "rows": []}
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:

@@ -252,32 +252,6 @@ def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def check_same(
-    path: str | Path, old: Mapping[str, Any], new: Mapping[str, Any], *names: str
-) -> None:
-    """Refuses to add rows to a file of something else, or to replace it.
-
-    Args:
-      path: The file.
-      old: Its `meta`.
-      new: What `meta` would be now.
-      *names: Entries that must not differ.
-
-    Raises:
-      SystemExit: If one differs.
-    """
-    found = [
-        f"{name} {old.get(name)!r} there, {new.get(name)!r} now"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
-    if found:
-        raise SystemExit(
-            f"{path} must hold results of the same kind, got {'; '.join(found)}; pass another "
-            f"--out or remove the file"
-        )
-
-
 def note_asked(meta: dict[str, Any], rows: Iterable[Mapping[str, Any]], *fields: str) -> None:
     """Notes which rows are to be there in the end, so that `missing` knows what a file lacks.
 
@@ -333,11 +307,17 @@ def add_rows(
     Raises:
       SystemExit: If the file holds rows of other hardware or versions.
     """
-    path, names = Path(path), tuple(names)
-    old: dict[str, Any] = {"meta": {}, "rows": []}
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        check_same(path, old["meta"], meta, *_SAME, *same)
+    names, old = tuple(names), read_results(path)
+    differing = [
+        f"{name} {old['meta'].get(name)!r} there, {meta.get(name)!r} now"
+        for name in (*_SAME, *same)
+        if old["meta"] and old["meta"].get(name) != meta.get(name)
+    ]
+    if differing:
+        raise SystemExit(
+            f"{path} must hold results of the same kind, got {'; '.join(differing)}; pass another "
+            f"--out or remove the file"
+        )
     then, told = _split(old["meta"])
     now, new = _split(meta)
     there = {_name(row, names): {**row, "run": row.get("run", then)} for row in old["rows"]}
@@ -359,10 +339,12 @@ def _split(meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return run, {name: value for name, value in meta.items() if name not in run}
 
 
-def read_meta(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself; nothing where there is none."""
+def read_results(path: str | Path) -> dict[str, Any]:
+    """`{"meta": ..., "rows": ...}` of a file; both empty where there is none."""
     path = Path(path)
-    return json.loads(path.read_text(encoding="utf-8"))["meta"] if path.exists() else {}
+    if not path.exists():
+        return {"meta": {}, "rows": []}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def is_measured(path: str | Path, names: Iterable[str]) -> Callable[[Mapping[str, Any]], bool]:
@@ -372,8 +354,7 @@ def is_measured(path: str | Path, names: Iterable[str]) -> Callable[[Mapping[str
       path: The file, which need not exist.
       names: Fields that tell rows apart.
     """
-    path, names = Path(path), tuple(names)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    names, rows = tuple(names), read_results(path)["rows"]
     done = {_name(row, names) for row in rows if row.get("error") in (None, DOES_NOT_FIT)}
     return lambda row: _name(row, names) in done
 

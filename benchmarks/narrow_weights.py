@@ -92,7 +92,7 @@ def main() -> None:
         )
         params, model_config = sw.load(path, dtype=options.dtype or default_dtype(), progress=False)
         dtype = params["embed"]["embedding"].dtype.name
-        models = common.read_meta(options.out).get("models", {})
+        models = common.read_results(options.out)["meta"].get("models", {})
         models |= {name: {"sha256": hash_weights(path), "dtype": dtype}}
         rows = measure(
             params,
