@@ -23,7 +23,6 @@ DECODE_HEADS = (64, 128)
 
 # Limits of the selection kernels, each of which has a row of blocks in its registers.
 MAX_BLOCKS = 16384
-MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
 MAX_POWER = 32
 WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
 LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up

@@ -15,7 +15,6 @@ from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
     MAX_BLOCKS,
-    MAX_PROMPT_BLOCKS,
     MAX_TOKEN_HEADS,
     MAX_TOKEN_SCORES,
     SCORED_BLOCK,
@@ -28,15 +27,7 @@ from sketchwalk_jax.pallas_kernels.config import (
 )
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import head_means, project
-from sketchwalk_jax.walk import (
-    HIGHEST,
-    Precision,
-    WalkState,
-    causal_mask,
-    power_transition,
-    product_parts,
-    row_maxima,
-)
+from sketchwalk_jax.walk import HIGHEST, Precision, WalkState
 
 
 def walk_precision(kernel_config: KernelConfig | None) -> Precision:
@@ -100,61 +91,6 @@ def select_blocks(
         interpret=kernel_config.interpret,
     )
     return dataclasses.replace(found, row_size=row_size)
-
-
-def select_prompt(
-    scores: Float[Array, "B J J"],
-    walk: WalkState,
-    *,
-    first_block: Int[Array, "B"],
-    budget: Int[np.ndarray, "J"],
-    transition: str,
-    exponent: int,
-    walk_degree: int,
-    beta: float | None,
-    sink_blocks: int,
-    local_blocks: int,
-    block_size: int,
-    kernel_config: KernelConfig,
-) -> tuple[BlockSelection, WalkState] | None:
-    """Walk and lists of consecutive rows, from all scores (Algorithm 1 steps 6-7)."""
-    num_blocks = scores.shape[-1]
-    if transition == "softmax" or walk_degree != 1 or num_blocks > MAX_PROMPT_BLOCKS:
-        return None
-    from sketchwalk_jax.pallas_kernels.select_prompt import (
-        select_prompt_kernel,
-        walk_operands_kernel,
-    )
-
-    rectify, use_walk = transition == "relu_power", beta != 0.0
-    if use_walk:
-        weights, left = walk_operands_kernel(
-            scores,
-            row_maxima(scores, rectify=rectify),
-            walk.scores,
-            power=exponent,
-            rectify=rectify,
-            interpret=kernel_config.interpret,
-        )
-        product = product_parts(left, weights, precision=walk_precision(kernel_config))
-    else:
-        causal = causal_mask(num_blocks)
-        weights, _ = power_transition(scores, causal, exponent=exponent, rectify=rectify)
-        product = walk.scores[None]
-    selection, state, layers = select_prompt_kernel(
-        product,
-        weights,
-        scores,
-        first_block,
-        walk.layers,
-        budget,
-        use_walk=use_walk,
-        sink_blocks=sink_blocks,
-        local_blocks=local_blocks,
-        block_size=block_size,
-        interpret=kernel_config.interpret,
-    )
-    return selection, WalkState(state, layers)
 
 
 def select_token(

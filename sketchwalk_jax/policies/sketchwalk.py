@@ -287,20 +287,7 @@ class SketchWalkConfig(Policy):
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
-        if kernel_config is not None:
-            selected = kernel_selection.select_prompt(
-                scores,
-                walk,
-                first_block=span.first_block,
-                budget=self.budget(scores.shape[-1]),
-                **self._walk_rule,
-                **self._list_rule,
-                kernel_config=kernel_config,
-            )
-            if selected is not None:
-                return selected
-        rows = span.rows(self.block_size)
-        return self._walk_and_select(scores, walk, rows, kernel_config)
+        return self._walk_and_select(scores, walk, span.rows(self.block_size), kernel_config)
 
     def _select_token(
         self,
