@@ -223,13 +223,11 @@ def write_token(
     return write_token_kernel(key, value, keys, values, layer, span.valid, **where)
 
 
-def takes_block_scores(
-    queries: Float[Array, "B I R N C"], *, block_size: int, pages: int = 1
-) -> bool:
-    """Whether kernels score blocks, or pages of them, for these queries of a prompt's rows."""
+def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int, pages: int) -> bool:
+    """Whether kernels score the pages of blocks for these queries of a prompt's rows."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
     is_token = queries.shape[1] * queries.shape[2] == 1
-    return is_right and block_size == SCORED_BLOCK and pages in SCORED_PAGES and not is_token
+    return is_right and block_size == SCORED_BLOCK and pages == SCORED_PAGES and not is_token
 
 
 def select_token_by_evidence(
@@ -247,22 +245,22 @@ def select_token_by_evidence(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
-    pages: int = 1,
+    pages: int,
     ranks: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
     The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
-    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. With 4 pages of
-    a block, pages of 16 keys are listed: budgets, evidence, and first and last blocks are theirs.
+    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. Budgets,
+    evidence, and first and last blocks are those of pages, which are listed.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
     num_blocks, kv_heads, block_size = code.shape[2:5]
     num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
-    is_right = is_right and pages in SCORED_PAGES
+    is_right = is_right and pages == SCORED_PAGES
     fits = num_columns <= MAX_BLOCKS and num_heads * num_columns <= MAX_TOKEN_SCORES
     fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
     if not is_right or block_size != SCORED_BLOCK or not fits:
@@ -284,7 +282,6 @@ def select_token_by_evidence(
         decay=decay,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
-        pages=pages,
         ranks=ranks,
         interpret=kernel_config.interpret,
     )

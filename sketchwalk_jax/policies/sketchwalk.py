@@ -177,29 +177,6 @@ class SketchWalkConfig(Policy):
         """
         return RecommendedConfig(**overrides)
 
-    @classmethod
-    def recommended_blocks(cls, **overrides: Any) -> RecommendedConfig:
-        """The recommended policy with lists of whole blocks, for comparison.
-
-        It selects faster than `recommended`, and loses more answers at the same density. Every row
-        has the same number of representatives, and later rows give back what early ones take beyond
-        the density.
-
-        Args:
-          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
-        """
-        fields: dict[str, Any] = dict(
-            page_size=None,
-            sink_tokens=None,
-            local_tokens=None,
-            min_tokens=None,
-            early_representatives=(),
-            exponent=4,
-            decay=0.7,
-            repays=True,
-        )
-        return RecommendedConfig(**{**fields, **overrides})
-
     # The state.
 
     @property
