@@ -367,15 +367,6 @@ def kernel_selection_rows(_: Results, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def tuning_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
-    """What variants of the configuration gain or lose beside the default."""
-    for row in rows:
-        changes = ", ".join(f"`{name}={value}`" for name, value in row["changes"].items())
-        low, median, high = (f"{row['gain'][one]:+.1%}" for one in ("q25", "median", "q75"))
-        gain = f"{median} ({low} to {high})" if changes else ""
-        yield row | {"changed": changes or "default", "faster": gain}
-
-
 def warp_rows(_: Results, rows: Sequence[Row]) -> Iterator[Row]:
     """Attention by the kernel from Ampere on, over both forms of lists, beside two others."""
     for row in rows:
@@ -843,7 +834,6 @@ ROWS: dict[str, Callable[[Results, list[Row]], Iterable[Row]]] = {
     for make in (
         attention_rows,
         kernel_selection_rows,
-        tuning_rows,
         warp_rows,
         xla_rows,
         code_rows,

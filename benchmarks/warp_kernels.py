@@ -1,14 +1,13 @@
 """Attention by products of single warps beside Hopper's kernels and cuDNN's dense attention.
 
-    python benchmarks/warp_kernels.py --op prefill [--out FILE] [--sizes]
-    python benchmarks/warp_kernels.py --op decode [--out FILE] [--sizes]
+    python benchmarks/warp_kernels.py --op prefill [--out FILE]
+    python benchmarks/warp_kernels.py --op decode [--out FILE]
 
-On any NVIDIA GPU of compute capability 8.0 or higher, in one process; Hopper's kernels run on
-Hopper alone. Prompts are queued one after another over the same inputs, tokens are decoded in a
-loop whose steps depend on each other; forms take turns. Lists of pages name the four pages of each
-listed block, so that all forms attend to the same keys. `--sizes` also times other sizes than
-those that the kernel chooses. Every form is checked: the last tokens, or the token, against float32
-on XLA, and a second run bit for bit.
+On any NVIDIA GPU of compute capability 8.0 or higher, in one process; Hopper's kernel of prompts
+runs on Hopper alone. Prompts are queued one after another over the same inputs, tokens are decoded
+in a loop whose steps depend on each other; forms take turns. Lists of pages name the four pages of
+each listed block, so that all forms attend to the same keys. Every form is checked: the last
+tokens, or the token, against float32 on XLA, and a second run bit for bit.
 """
 
 import argparse
@@ -35,28 +34,12 @@ from kernels import (
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import dispatch
-from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
 from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
 from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
 PAGES = 4  # of a block
-KERNELS = {
-    "prefill": (ampere_prefill, block_sparse_prefill),
-    "decode": (ampere_decode, block_sparse_decode_kernel),
-}
-SIZES = {
-    "prefill": [
-        {"prefill_keys": keys, "prefill_stages": stages}
-        for keys in (32, 64)
-        for stages in (1, 2, 3)
-    ],
-    "decode": [
-        *({"decode_splits": splits} for splits in (1, 4, 8, 16, 32, 64)),
-        *({"decode_buffer_kib": size} for size in (32, 64, 96, 128, 160)),
-    ],
-}
 SHAPES = {
     "prefill": [
         Shape(op="prefill", tokens=tokens, density=density, head_dim=head_dim, heads=heads)
@@ -144,35 +127,27 @@ def attend_token(
     return out
 
 
-def forms(op: str, with_sizes: bool) -> dict[str, Callable[..., Any]]:
+def forms(op: str) -> dict[str, Callable[..., Any]]:
     """What is timed, by name."""
-    plain = KernelConfig()
-    warps, hopper = KERNELS[op]
-    call = attend if op == "prefill" else attend_token
-    found = {}
+    plain, found = KernelConfig(), {}
     for name, of_pages in (("blocks", False), ("pages", True)):
-        found[f"warps_{name}"] = functools.partial(call, warps, of_pages, plain)
-        if dispatch.is_hopper():
-            found[f"hopper_{name}"] = functools.partial(call, hopper, of_pages, plain)
-    for sizes in SIZES[op] if with_sizes else ():
-        name = "x".join(map(str, sizes.values()))
         if op == "decode":
-            name = "_".join(f"{field.removeprefix('decode_')}{x}" for field, x in sizes.items())
-        config = dataclasses.replace(plain, **sizes)
-        found[f"warps_blocks_{name}"] = functools.partial(call, warps, False, config)
+            form = functools.partial(attend_token, block_sparse_decode_kernel, of_pages, plain)
+            found[f"warps_{name}"] = form
+            continue
+        found[f"warps_{name}"] = functools.partial(attend, ampere_prefill, of_pages, plain)
+        if dispatch.is_hopper():
+            form = functools.partial(attend, block_sparse_prefill, of_pages, plain)
+            found[f"hopper_{name}"] = form
     return found
 
 
-def measure(shape: Shape, repeats: int, with_sizes: bool) -> tuple[dict[str, Any], list[str]]:
+def measure(shape: Shape, repeats: int) -> tuple[dict[str, Any], list[str]]:
     """Times, rates and errors of one shape, and what failed."""
-    return (measure_prefill if shape.op == "prefill" else measure_decode)(
-        shape, repeats, with_sizes
-    )
+    return (measure_prefill if shape.op == "prefill" else measure_decode)(shape, repeats)
 
 
-def measure_decode(
-    shape: Shape, repeats: int, with_sizes: bool
-) -> tuple[dict[str, Any], list[str]]:
+def measure_decode(shape: Shape, repeats: int) -> tuple[dict[str, Any], list[str]]:
     """Those of one token per sequence, with the rate at which listed keys and values are read."""
     query, key, value, selections = kernel_inputs.decode_inputs(shape)
     layers, lengths = len(selections), jnp.full((shape.batch,), shape.tokens, jnp.int32)
@@ -189,7 +164,7 @@ def measure_decode(
 
     runs = {"cudnn": in_loop(dense, query, caches, layers)}
     checks, failed = {}, []
-    for name, form in forms("decode", with_sizes).items():
+    for name, form in forms("decode").items():
         try:
             program = jax.jit(form, static_argnums=2)
             checks[name] = compare(program(query, inputs, 0), program(query, inputs, 0), wanted)
@@ -211,9 +186,7 @@ def measure_decode(
     return row, failed
 
 
-def measure_prefill(
-    shape: Shape, repeats: int, with_sizes: bool
-) -> tuple[dict[str, Any], list[str]]:
+def measure_prefill(shape: Shape, repeats: int) -> tuple[dict[str, Any], list[str]]:
     """Those of whole prompts, with the rate of their products."""
     sets = kernel_inputs.prefill_sets(shape)
     query, key, value, selection = sets[0]
@@ -227,7 +200,7 @@ def measure_prefill(
     dense = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     runs = {"cudnn": in_turns(dense, [one[:3] for one in sets])}
     checks, failed = {}, []
-    for name, form in forms("prefill", with_sizes).items():
+    for name, form in forms("prefill").items():
         try:
             program = jax.jit(form)
             checks[name] = compare(
@@ -259,14 +232,13 @@ def main() -> None:
     parser.add_argument("--op", default="prefill", choices=list(SHAPES))
     parser.add_argument("--out", help="default: warp_OP.json among the results")
     parser.add_argument("--repeats", type=int, default=7, help="rounds, in turns")
-    parser.add_argument("--sizes", action="store_true", help="other sizes too")
     options = parser.parse_args()
     rows, failed, about = [], [], {}
     if options.op == "decode":
         about["copy_tb_per_s"] = copy_bandwidth(2**30, options.repeats)
         print(f"copies: {about['copy_tb_per_s']:.2f} TB/s")
     for shape in SHAPES[options.op]:
-        row, errors = measure(shape, options.repeats, options.sizes)
+        row, errors = measure(shape, options.repeats)
         rows.append(row)
         failed += errors
         heads = f"{shape.heads[0]}/{shape.heads[1]}x{shape.head_dim}"

@@ -220,10 +220,10 @@ def prefill(shape: Shape, pool: common.Compiling) -> Callable[[int], tuple[Row, 
 
 def attend_token_by_kernel(query: Array, given: Any, layer: int) -> Array:
     """One token of each sequence over its list, by the kernel for GPUs from Ampere on."""
-    from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
+    from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 
     key, value, lists, lengths = given
-    return ampere_decode(
+    return block_sparse_decode_kernel(
         query,
         key,
         value,

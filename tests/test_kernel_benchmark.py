@@ -59,15 +59,6 @@ def test_every_operation_is_measured_and_checked(results):
             assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
 
 
-def tuning_of(results: dict) -> dict:
-    """Results of `kernel_tuning.py`, made up of those of `kernels.py`."""
-    gain = {"q25": 0.01, "median": 0.02, "q75": 0.03}
-    rows = [row for row in results["rows"] if row["op"] == "decode"]
-    changes = ({}, {"row_tile": 2})
-    rows = [row | {"changes": some, "gain": gain} for row in rows for some in changes]
-    return results | {"rows": rows}
-
-
 def test_rates_of_the_chip_are_a_table(run_benchmark, results, tmp_path):
     def row(rate, **what):
         return what | {name: summary_of_one(rate) for name in ("per_cycle", "clock_ghz")}
@@ -94,16 +85,13 @@ def summary_of_one(value: float) -> dict:
 
 
 def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_path):
-    meta, tuning = results["meta"] | {"is_quick": False}, tuning_of(results)
+    meta = results["meta"] | {"is_quick": False}
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     rows = [row | shape | {"density": 0.1, "tokens": 2048} for row in results["rows"]]
     kernels = {"meta": meta, "rows": results["rows"] + rows}
     (tmp_path / "kernels.json").write_text(json.dumps(kernels), encoding="utf-8")
-    (tmp_path / "kernel_tuning.json").write_text(
-        json.dumps(tuning | {"meta": meta}), encoding="utf-8"
-    )
     page = tmp_path / "page.md"
-    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection", "tuning"))]
+    names = ["kernels", *(f"kernels-{one}" for one in ("prefill", "decode", "selection"))]
     sections = [f"<!-- benchmark:{name} -->\n<!-- /benchmark -->\n" for name in names]
     page.write_text("".join(sections), encoding="utf-8")
     run_benchmark("report.py", "--results", tmp_path, "--page", page)
@@ -114,23 +102,11 @@ def test_tables_and_figure_are_made_of_the_results(run_benchmark, results, tmp_p
         "| 32/8 × 128 | 2,048 | 0.1 |",
         "| 32/8 × 128 | 2 | 2,048 |",
         "| decode | 2,048",
-        "| decode, batch 2, 1,024 tokens, 4/2 × 64, density 0.2 | `row_tile=2` |",
-        "| +2.0% (+1.0% to +3.0%) |",
     ):
         assert cells in text
     command = f"XLA_FLAGS={XLA_FLAGS} python benchmarks/kernels.py --quick --out kernels.json"
     assert text.count(f"`{command}`") == len(names)
     assert (tmp_path / "kernels_speedup.png").stat().st_size > 10_000
-
-
-@pytest.mark.weekly
-def test_variants_are_timed_beside_the_default(run_benchmark, tmp_path):
-    path = tmp_path / "kernel_tuning.json"
-    run_benchmark("kernel_tuning.py", "--quick", "--out", path)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [row["changes"] for row in rows] == [{}, {"row_tile": 2}] * 2
-    assert all(row["ours_ms"] > 0 for row in rows)
-    assert {"q25", "median", "q75"} <= rows[1]["gain"].keys() and rows[0]["gain"]["median"] == 0
 
 
 @pytest.mark.weekly
