@@ -16,7 +16,7 @@ registers of those that have just been used.
 
 *Which key is where.* Of the eight columns of a product a thread has the sums of two. Columns are
 keys in such an order that those of thread `t` of four are always keys of page `t`: so no thread
-asks another one for a page's maximum. Of whole blocks, four threads exchange theirs.
+asks another one for a page's maximum.
 
 *Which query is where.* The eight sums that a thread is left with, two in each of four products, are
 those of queries that follow each other: it writes 16 bytes, and eight threads a line of memory.
@@ -67,14 +67,12 @@ class _Sizes:
       tiles: Programs' queries of a key/value head.
       per_row: Queries of a row.
       blocks: Blocks.
-      pages: Pages of a block, which have maxima of their own, or 1.
       interpret: Whether the interpreter runs the kernel.
     """
 
     tiles: int
     per_row: int
     blocks: int
-    pages: int
     interpret: bool
 
 
@@ -103,14 +101,14 @@ def _find_peaks(
     @pl.when(first < end)
     def _() -> None:
         if sizes.interpret:
-            _interpreted(query, code, step, out, *numbers, pages=sizes.pages)
+            _interpreted(query, code, step, out, *numbers)
             return
         reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(*(reference,) * 4, *(scalar,) * len(numbers)))
         def find(_: Any, query: Any, code: Any, step: Any, out: Any, *numbers: Any) -> None:
             held = [words.scalars(x)[0] for x in numbers]
-            _Warp(query, code, step, out, *held, pages=sizes.pages).run()
+            _Warp(query, code, step, out, *held).run()
 
         find(query, code, step, out, *numbers)
 
@@ -126,8 +124,6 @@ def _interpreted(
     end: Array,
     length: Array,
     last_key: Array,
-    *,
-    pages: int,
 ) -> None:
     own = pl.ds(first_query, TILE)
     queries = query[own].astype(jnp.float32)
@@ -141,11 +137,11 @@ def _interpreted(
         products = jnp.dot(keys, queries.T, precision=jax.lax.Precision.HIGHEST)
         key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
         products = jnp.where(key <= last_key, products, -jnp.inf).astype(jnp.float16)
-        found = jnp.max(products.reshape(pages, -1, TILE), axis=1)
-        is_there = (key[:: _KEYS // pages] < length) & (exponent[0] != NO_STEP)
+        found = jnp.max(products.reshape(_PAGES, _OF_PAGE, TILE), axis=1)
+        is_there = (key[::_OF_PAGE] < length) & (exponent[0] != NO_STEP)
         # What is not a number is so for every key of a page.
         found = jnp.where(is_there, found, jnp.float16(jnp.nan))
-        out[pl.ds(block * pages, pages), own] = found
+        out[pl.ds(block * _PAGES, _PAGES), own] = found
         return nothing
 
     jax.lax.fori_loop(first, end, find, ())
@@ -169,13 +165,11 @@ class _Warp:
         end: ir.Value,
         length: ir.Value,
         last_key: ir.Value,
-        *,
-        pages: int,
     ) -> None:
         """Finds the thread's place."""
         self._query, self._code, self._step, self._out = query, code, step, out
         self._kv_head, self._first, self._end = kv_head, first, end
-        self._length, self._last_key, self._pages = length, last_key, pages
+        self._length, self._last_key = length, last_key
         _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
         lane = words.lane()
@@ -310,30 +304,20 @@ class _Warp:
         return found
 
     def _is_missing(self, block: ir.Value, steps: list[ir.Value]) -> ir.Value:
-        """Whether the thread's page has no key, or its block, if that is not in pages."""
+        """Whether the thread's page has no key."""
         key = arith.muli(block, _int(_KEYS))
-        if self._pages > 1:
-            key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
+        key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
         is_after = arith.cmpi(arith.CmpIPredicate.sge, key, self._length)
         return arith.ori(is_after, four_bits.is_empty(steps))
 
     def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:
-        """Writes the peaks of a thread's eight queries and page, or of two of them and a block."""
+        """Writes the peaks of a thread's eight queries and page."""
         count = ir.MemRefType(self._out.type).shape[1]
-        line, column = block, self._own
-        if self._pages > 1:
-            line = arith.addi(arith.muli(block, _int(_PAGES)), self._place)
-        else:
-            for bit in range(2):
-                is_odd = arith.andi(arith.shrui(self._place, _int(bit)), _int(1))
-                is_odd = arith.cmpi(arith.CmpIPredicate.ne, is_odd, _int(0))
-                pairs = [peaks[start : start + 2] for start in range(0, len(peaks), 2)]
-                peaks = [_larger_of_pages(pair, is_odd, 1 << bit) for pair in pairs]
-            column = arith.addi(column, arith.shli(self._place, _int(1)))
+        line = arith.addi(arith.muli(block, _int(_PAGES)), self._place)
         peaks = [arith.select(missing, _int(_NAN), x) for x in peaks]
         # More than 2^31 peaks have no 32-bit place.
         long = ir.IntegerType.get_signless(64)
-        line, column = (arith.extui(long, x) for x in (line, column))
+        line, column = (arith.extui(long, x) for x in (line, self._own))
         place = arith.addi(arith.muli(line, arith.constant(long, count)), column)
         pointer = words.address(self._out, place)
         words.store(pointer, peaks)
@@ -343,13 +327,6 @@ def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
     """Of two keys of a query, and two of another one, the largest for each, side by side."""
     low, high = (f"prmt.b32 {x}, $1, $2, {y};" for x, y in (("x", "0x5410"), ("y", "0x7632")))
     return words.run(f"{{ .reg .b32 x, y; {low} {high} max.NaN.f16x2 $0, x, y; }}", first, second)
-
-
-def _larger_of_pages(pair: list[ir.Value], is_odd: ir.Value, distance: int) -> ir.Value:
-    """The larger of two lanes at a distance, of what comes second for the odd one of them."""
-    first, second = pair
-    own, other = arith.select(is_odd, second, first), arith.select(is_odd, first, second)
-    return _larger(own, mgpu.utils.shfl_bfly(other, distance))
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
@@ -366,7 +343,6 @@ def ampere_peaks(
     lengths: Int[Array, "B"],
     first_row: Int[Array, "B"],
     per_row: int,
-    pages: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B K P M"]:
     """`peaks` of the module; those of blocks after a query's own row are anything.
@@ -380,21 +356,19 @@ def ampere_peaks(
       lengths: Keys of each sequence.
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
-      pages: Pages of a block that have a maximum each: 4, or 1.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The largest products in float16, of `P = pages · J` pages.
+      The largest products in float16, of the `P` pages of all blocks.
     """
     batch, kv_heads, num_queries, _ = query.shape
     sizes = _Sizes(
         tiles=num_queries // TILE,
         per_row=per_row,
         blocks=code.shape[2],
-        pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, sizes.blocks * pages, num_queries)
+    shape = (batch, kv_heads, sizes.blocks * _PAGES, num_queries)
     kernel = ops.kernel(
         functools.partial(_find_peaks, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float16),

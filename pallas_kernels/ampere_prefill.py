@@ -540,11 +540,7 @@ def ampere_prefill(
         interpret=kernel_config.interpret,
     )
     keys, stages = sizes(tiling.rows, padded, shared_memory())
-    tiling = dataclasses.replace(
-        tiling,
-        keys=kernel_config.prefill_keys or keys,
-        stages=kernel_config.prefill_stages or stages,
-    )
+    tiling = dataclasses.replace(tiling, keys=keys, stages=stages)
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
         shape = (query.shape[0], query.shape[2], query.shape[1])

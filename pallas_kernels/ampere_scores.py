@@ -35,6 +35,7 @@ from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
 
 # Their annotations lack the operands that their functions take.
@@ -56,7 +57,6 @@ class _Sizes:
       programs: Programs of a key/value head.
       per_row: Queries of a row: 8, 16 or a multiple of 32.
       blocks: Blocks.
-      pages: Pages of a block, which have shares of their own, or 1.
       factor: Factor of the products in powers of two.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
@@ -65,7 +65,6 @@ class _Sizes:
     programs: int
     per_row: int
     blocks: int
-    pages: int
     factor: float
     exponent: int
     interpret: bool
@@ -130,9 +129,9 @@ def _interpreted(
         precision=jax.lax.Precision.HIGHEST,
     )
     values = peaks[:, own].astype(jnp.float32) * factor[own][None]
-    values = values + jnp.repeat(shared, sizes.pages, axis=0)
+    values = values + jnp.repeat(shared, SCORED_PAGES, axis=0)
     row = jnp.arange(_QUERIES, dtype=jnp.int32) // sizes.per_row
-    block = jnp.arange(len(values), dtype=jnp.int32) // sizes.pages
+    block = jnp.arange(len(values), dtype=jnp.int32) // SCORED_PAGES
     counts = (block[:, None] <= (start + first + row)[None]) & (jnp.abs(values) < sizes.limit)
     least = FIRST_MAXIMUM / sizes.factor
     largest = jnp.max(jnp.where(counts, values, least), axis=0, keepdims=True)
@@ -230,7 +229,7 @@ class _Warp:
         with ir.InsertionPoint(loop.body):
             index = arith.index_cast(words.i32(), loop.induction_variable)
             step = arith.subi(arith.subi(self._steps, _int(1)), index)
-            sums = [_float(0.0)] * (2 * sizes.pages)
+            sums = [_float(0.0)] * (2 * SCORED_PAGES)
             of_queries = zip(self._values(step, columns, factors), offsets, common, strict=True)
             power = _float(sizes.factor * sizes.exponent)
             for values, offset, one in of_queries:
@@ -274,8 +273,7 @@ class _Warp:
 
         -inf is what does not count: what is not a number, too large or after the query's own row.
         """
-        sizes, pages = self._sizes, self._sizes.pages
-        blocks = self._blocks(step)
+        sizes, blocks = self._sizes, self._blocks(step)
         # Of a block that does not exist, what the last one has is read.
         there = [arith.minsi(x, _int(sizes.blocks - 1)) for x in blocks]
         held = [self._load_peaks(block) for block in there]
@@ -300,7 +298,7 @@ class _Warp:
                 for row in range(2):
                     shared = sums[2 * row + column]
                     shared = arith.select(is_seen[row], shared, _float(-math.inf))
-                    for page in range(pages):
+                    for page in range(SCORED_PAGES):
                         peak = _half(held[row][page][tile], column)
                         value = _fused(peak, factors[2 * tile + column], shared)
                         values.append(self._counted(value))
@@ -312,11 +310,11 @@ class _Warp:
         count = ir.MemRefType(self._peaks.type).shape[1]
         # More than 2^31 peaks have no 32-bit place.
         long = ir.IntegerType.get_signless(64)
-        line = arith.extui(long, arith.muli(block, _int(self._sizes.pages)))
+        line = arith.extui(long, arith.muli(block, _int(SCORED_PAGES)))
         place = arith.muli(line, arith.constant(long, count))
         place = arith.addi(place, arith.extui(long, self._own))
         pointer = words.address(self._peaks, place)
-        return [_load(pointer, 4, offset=2 * count * page) for page in range(self._sizes.pages)]
+        return [_load(pointer, 4, offset=2 * count * page) for page in range(SCORED_PAGES)]
 
     def _counted(self, value: ir.Value) -> ir.Value:
         """A number, or -inf if it does not count."""
@@ -356,7 +354,7 @@ class _Warp:
 
     def _write(self, step: ir.Value, sums: list[ir.Value]) -> None:
         """Writes what the queries of each row give to the pages of a step's blocks."""
-        sizes, pages = self._sizes, self._sizes.pages
+        sizes = self._sizes
         _, rows, width = ir.MemRefType(self._out.type).shape
         bits = [
             arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._place, _int(bit)), _int(0))
@@ -372,19 +370,12 @@ class _Warp:
                 is_own = arith.cmpi(arith.CmpIPredicate.eq, own, _int(index))
                 some = [arith.select(is_own, x, _float(0.0)) for x in sums]
             for row, block in enumerate(self._blocks(step)):
-                of_block = some[row * pages : (row + 1) * pages]
+                of_block = some[row * SCORED_PAGES : (row + 1) * SCORED_PAGES]
                 is_there = arith.cmpi(arith.CmpIPredicate.slt, block, _int(sizes.blocks))
-                place = arith.addi(line, arith.muli(block, _int(pages)))
-                if pages == 1:
-                    (total,) = of_block
-                    for distance in (1, 2):
-                        total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-                    is_first = arith.cmpi(arith.CmpIPredicate.eq, self._place, _int(0))
-                    is_there = arith.andi(is_there, is_first)
-                else:
-                    halves = [_sum_of_lanes(of_block[x : x + 2], bits[0], 1) for x in (0, 2)]
-                    total = _sum_of_lanes(halves, bits[1], 2)
-                    place = arith.addi(place, self._place)
+                place = arith.addi(line, arith.muli(block, _int(SCORED_PAGES)))
+                halves = [_sum_of_lanes(of_block[x : x + 2], bits[0], 1) for x in (0, 2)]
+                total = _sum_of_lanes(halves, bits[1], 2)
+                place = arith.addi(place, self._place)
                 pointer = words.address(self._out, place)
                 code = "st.global.b32 [$0], $1;"
                 mgpu.utils.inline_ptx(code, pointer, total, predicate=is_there)
@@ -448,7 +439,6 @@ def ampere_scores(
     per_row: int,
     scale: float,
     exponent: int,
-    pages: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B K parts I P"]:
     """`S` of the module, of each key/value head and each 32 queries of a row.
@@ -462,7 +452,6 @@ def ampere_scores(
       per_row: Queries of a row: 8, 16 or a multiple of 32 (`block_scores.queries_per_row`).
       scale: Factor of the products.
       exponent: Order of the norm.
-      pages: Pages of a block: 4 or 1.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -473,12 +462,11 @@ def ampere_scores(
         programs=num_queries // (warp_ops.WARPS * _QUERIES),
         per_row=per_row,
         blocks=centre.shape[1],
-        pages=pages,
         factor=scale * math.log2(math.e),
         exponent=exponent,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * pages)
+    shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * SCORED_PAGES)
     kernel = ops.kernel(
         functools.partial(_score, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),

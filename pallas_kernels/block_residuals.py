@@ -3,9 +3,8 @@
     k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
 
 of one layer's keys among all, as `block_scores` multiplies them and where it wants them
-(`eight_bits`). In the place of a token that is not there stands the first one of its block: a
-maximum does not see it twice. NaN where a block has no key. If pages of 16 keys have maxima of
-their own, the first token of the page stands there, and NaN where a page has no key.
+(`eight_bits`). In the place of a token that is not there stands the first one of its page of 16
+keys: a maximum does not see it twice. NaN where a page has no key.
 
 A warp has one block of one key/value head. Two threads share a key; each reads 8 or 16 bytes of
 codes of four keys, and with the steps of their channels, which it makes numbers of once, writes as
@@ -35,7 +34,8 @@ arith: Any = typed_arith
 _KEYS = eight_bits.BLOCK
 _OF_GROUP = eight_bits.GROUP * _KEYS  # keys
 _SHARING = 2  # threads of a key
-_AT_ONCE = words.LANES // _SHARING  # keys of a warp
+_AT_ONCE = words.LANES // _SHARING  # keys of a warp, those of a page
+_PAGES = eight_bits.PAGES
 _WORD = 4  # bytes
 _NO_STEP = -128  # in the place of a step: there is no key
 _NAN = 0x7F  # in eight bits
@@ -54,14 +54,12 @@ class _Sizes:
       blocks: Blocks that there is room for.
       kv_heads: Heads of keys.
       row_bytes: Bytes of the codes of a key.
-      pages: Pages of a block that have maxima of their own, or 1.
       interpret: Whether the interpreter runs the kernel.
     """
 
     blocks: int
     kv_heads: int
     row_bytes: int
-    pages: int
     interpret: bool
 
     @property
@@ -129,14 +127,12 @@ def _write_unit(
     # Rows of codes are those of the keys of a block and head, one after another.
     first_row = arith.subi(arith.muli(unit, _int(_KEYS)), first_key)
     keys, codes, missing = [], [], []
-    for index in range(_KEYS // _AT_ONCE):
-        key = arith.addi(arith.addi(first_key, own), _int(index * _AT_ONCE))
+    for page in range(_PAGES):
+        key = arith.addi(arith.addi(first_key, own), _int(page * _AT_ONCE))
         is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
-        first = first_key
-        if sizes.pages > 1:
-            first = arith.addi(first_key, _int(index * _AT_ONCE))
-            is_page = arith.cmpi(arith.CmpIPredicate.slt, first, length)
-            missing.append(arith.select(is_page, _int(0), _int(_NAN)))
+        first = arith.addi(first_key, _int(page * _AT_ONCE))
+        is_page = arith.cmpi(arith.CmpIPredicate.slt, first, length)
+        missing.append(arith.select(is_page, _int(0), _int(_NAN)))
         present = arith.select(is_key, key, first)
         keys.append(key)
         pointer = words.address(code, row(arith.addi(first_row, present), row_bytes))
@@ -147,11 +143,10 @@ def _write_unit(
     group = arith.divsi(block, _int(eight_bits.GROUP))
     groups = _int(-(-sizes.blocks // eight_bits.GROUP))
     group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
-    for index, (key, held) in enumerate(zip(keys, codes, strict=True)):
+    for page, (key, held) in enumerate(zip(keys, codes, strict=True)):
         place = arith.andi(key, _int(_OF_GROUP - 1))
-        if sizes.pages > 1:
-            in_block = _place(own, index, sizes.pages)
-            place = arith.ori(arith.andi(place, _int(-_KEYS)), in_block)
+        in_block = _place(own, page)
+        place = arith.ori(arith.andi(place, _int(-_KEYS)), in_block)
         beside, line = (x(place, _int(sizes.lines)) for x in (arith.divui, arith.remui))
         target = arith.addi(arith.muli(line, _int(eight_bits.LINE)), start)
         target = arith.addi(target, arith.muli(beside, _int(2 * row_bytes)))
@@ -159,17 +154,17 @@ def _write_unit(
         pointer = words.address(out, target)
         for half in (_LOW, _HIGH):
             found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
-            if sizes.pages > 1 and half == _LOW:
+            if half == _LOW:
                 # One channel that is not a number makes every product none.
-                found[0] = arith.ori(found[0], missing[index])
+                found[0] = arith.ori(found[0], missing[page])
             words.store(pointer, found, offset=half * row_bytes)
 
 
-def _place(own: ir.Value, page: int, pages: int) -> ir.Value:
+def _place(own: ir.Value, page: int) -> ir.Value:
     """`eight_bits.place_of_key` of a key of a page, whose number is known."""
     pair, one = arith.andi(own, _int(-2)), arith.andi(own, _int(1))
-    place = arith.ori(arith.muli(pair, _int(pages)), one)
-    return arith.ori(place, _int(eight_bits.place_of_key(page * _AT_ONCE, pages)))
+    place = arith.ori(arith.muli(pair, _int(_PAGES)), one)
+    return arith.ori(place, _int(eight_bits.place_of_key(page * _AT_ONCE)))
 
 
 def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
@@ -209,17 +204,16 @@ def _write_interpreted(
     signed = jax.lax.bitcast_convert_type(code[block, head], jnp.int8).astype(jnp.int32)
     codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
     key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
-    first = codes.reshape(sizes.pages, -1, codes.shape[-1])[:, :1]
-    first = jnp.broadcast_to(first, (sizes.pages, _KEYS // sizes.pages, codes.shape[-1]))
+    first = codes.reshape(_PAGES, -1, codes.shape[-1])[:, :1]
+    first = jnp.broadcast_to(first, (_PAGES, _AT_ONCE, codes.shape[-1]))
     codes = jnp.where(key < length, codes, first.reshape(codes.shape))
-    if sizes.pages > 1:
-        codes = jnp.where(key // _AT_ONCE * _AT_ONCE < length, codes, jnp.nan)
+    codes = jnp.where(key // _AT_ONCE * _AT_ONCE < length, codes, jnp.nan)
     exponent = step[block, head].astype(jnp.int32)
     scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
     # In the order of `eight_bits.place_of_key`.
-    found = found.reshape(sizes.pages, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
+    found = found.reshape(_PAGES, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
     # A block's keys lie below each other.
     group, place = jax.lax.div(block, eight_bits.GROUP), jax.lax.rem(block, eight_bits.GROUP)
     beside, line = (x(place * _KEYS, sizes.lines) for x in (jax.lax.div, jax.lax.rem))
@@ -233,7 +227,6 @@ def block_residuals_kernel(
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
-    pages: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B K G lines 128"]:
     """`k'` of the module, float8_e4m3fn, of the keys of all blocks of one layer.
@@ -245,14 +238,10 @@ def block_residuals_kernel(
       step: Likewise.
       layer: The layer.
       lengths: Keys of each sequence.
-      pages: Pages of a block that have maxima of their own: 4, or 1. It decides on the order of the
-        keys of a block (`eight_bits`).
       interpret: Whether the interpreter runs the kernel.
     """
     _, batch, blocks, kv_heads, _, row_bytes = code.shape
-    sizes = _Sizes(
-        blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, pages=pages, interpret=interpret
-    )
+    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
     groups = -(-blocks // eight_bits.GROUP)
     shape = (batch, kv_heads, groups, sizes.lines, eight_bits.LINE)
     found = ops.kernel(

@@ -1,17 +1,17 @@
-"""What blocks of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
+"""What pages of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
 
 A row is stood for by a few queries of every head; those of the heads that share a key/value head
 follow each other here, row after row, as `m`. The first kernel multiplies in eight bits, queries
 times a power of two of each,
 
-    peaks[j, m] = 2^{a_m} max_{s in block j} (2^{-a_m} q_m) · k'_s
+    peaks[p, m] = 2^{a_m} max_{s in page p} (2^{-a_m} q_m) · k'_s
 
-and the second adds what the keys of a block have in common and takes the softmax over blocks,
+and the second adds what the keys of a block have in common and takes the softmax over pages,
 
-    l[j, m] = scale · (peaks[j, m] + q_m · centre_j)
-    S[i, j] = Σ_{m of row i} softmax(l[0 .. i, m])_j ^ exponent
+    l[p, m] = scale · (peaks[p, m] + q_m · centre_j)
+    S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
-for the blocks up to the row's own (`policies.block_codes`).
+for the four pages `p` of 16 keys of each block `j` up to the row's own (`policies.block_codes`).
 
 *Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
 bits and keep them in registers, and one more warpgroup, the loader, which brings the keys eight
@@ -25,17 +25,12 @@ program's last query; what lies behind that is never written.
 *Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
 program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
 and once back for the shares, which are never written: it begins with what is still in shared
-memory, and goes on with what came last into the GPU's cache. A thread adds powers beside references
-of its own, which move only when a logit exceeds one by far. So a number takes seven instructions
-the first time and six the second, and the steps about as many.
-
-*Pages.* With `pages=4` each page of 16 keys of a block has a maximum and a share of its own: `j`
-counts pages, and what keys have in common is still that of their block. The first kernel takes as
-long (`eight_bits`) and writes four times as much. The second one multiplies with the centres of 64
-blocks and adds that to four pages of each, one after another: so references, masks and products
-are there once for four numbers. Peaks are read in place, page by page. A number is the rounded sum
-of both, the same one in both passes, and powers are taken beside the largest one, so that equal
-pages have equal shares however large they are.
+memory, and goes on with what came last into the GPU's cache. It multiplies with the centres of 64
+blocks and adds that to four pages of each, one after another: so references, masks and products are
+there once for four numbers. Peaks are read in place, page by page. A thread adds powers beside
+references of its own, which move only when a logit exceeds one by far. A number is the rounded sum
+of both products, the same one in both passes, and powers are taken beside the largest one, so that
+equal pages have equal shares however large they are.
 """
 
 import dataclasses
@@ -60,8 +55,8 @@ _KEY_STAGES = 4  # groups of keys in shared memory
 _WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
 _PART = 32  # queries of each
 _STEP = 64  # blocks that it takes at a time
-_STAGES = 4  # steps in shared memory, a power of two
-_STAGES_OF_PAGES = 2  # likewise, where blocks have several pages
+_STAGES = 2  # steps in shared memory, a power of two
+_PAGES = eight_bits.PAGES
 _SLACK = 64.0  # how far above its reference a logit may be, in powers of two
 
 TILE = _QUERIES * _COMPUTING
@@ -92,7 +87,6 @@ class _PeaksTiling:
       per_row: Queries of a row.
       wanted: Those of them that are queries; the others fill up.
       groups: Groups of keys that there are.
-      pages: Pages of a block, which have maxima of their own.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -100,7 +94,6 @@ class _PeaksTiling:
     per_row: int
     wanted: int
     groups: int
-    pages: int
     interpret: bool
 
 
@@ -170,20 +163,19 @@ def _peaks(
             for step in range(eight_bits.STEPS):
                 if step == eight_bits.STEPS - 1:
                     plgpu.barrier_wait(filled.at[after])
-                of_step = tiling.pages * eight_bits.BLOCKS
-                blocks = pl.ds(step * of_step, of_step)
+                of_step = _PAGES * eight_bits.BLOCKS
+                pages = pl.ds(step * of_step, of_step)
                 eight_bits.write_maxima(
                     mine,
                     keys.at[slot],
                     keys.at[after],
-                    found.at[warpgroup, buffer, blocks],
+                    found.at[warpgroup, buffer, pages],
                     step=step,
-                    pages=tiling.pages,
                     interpret=tiling.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
-            of_group = tiling.pages * _GROUP
+            of_group = _PAGES * _GROUP
             target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
@@ -201,12 +193,9 @@ def block_peaks_kernel(
     first_row: Int[Array, "B"],
     per_row: int,
     wanted: int,
-    pages: int = 1,
     interpret: bool = False,
-) -> tuple[Float[Array, "B K J M"], Float[Array, "B K M"]]:
+) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
     """`peaks` of the module in two factors; those of blocks after a query's own row are anything.
-
-    With 4 pages of a block `J` counts pages: page `p` has the keys `16 p .. 16 p + 15`.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
@@ -215,12 +204,11 @@ def block_peaks_kernel(
       first_row: Block of each sequence's first row.
       per_row: Queries of a row.
       wanted: Those of them that count; of the others the factor is NaN.
-      pages: Pages of a block that have a maximum each: 4, or 1; as `block_residuals_kernel` had it.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The largest products in float16, with the number of blocks rounded up to a multiple of `STEP`,
-      times pages of a block, and the power of two of each query, float32.
+      The largest products in float16, of the pages of all blocks, whose number is rounded up to a
+      multiple of `STEP`, and the power of two of each query, float32.
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
@@ -229,11 +217,10 @@ def block_peaks_kernel(
         per_row=per_row,
         wanted=wanted,
         groups=groups,
-        pages=pages,
         interpret=interpret,
     )
-    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * pages, num_queries)
-    found = (_COMPUTING, 2, _GROUP * pages, _QUERIES)
+    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * _PAGES, num_queries)
+    found = (_COMPUTING, 2, _GROUP * _PAGES, _QUERIES)
     row = channels * query.dtype.itemsize
     kernel = ops.kernel(
         functools.partial(_peaks, tiling=tiling),
@@ -244,7 +231,7 @@ def block_peaks_kernel(
         scratch_types={
             "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=row),
             "keys": ops.tiled((_KEY_STAGES, lines, eight_bits.LINE), key.dtype),
-            "found": (plgpu.SMEM if pages == 1 else ops.tiled)(found, jnp.float16),
+            "found": ops.tiled(found, jnp.float16),
             "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
@@ -273,7 +260,6 @@ class _ScoresTiling:
       blocks: Blocks, a multiple of 64.
       factor: Factor of the products in powers of two.
       exponent: Order of the norm.
-      pages: Pages of a block, which have shares of their own.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -282,13 +268,7 @@ class _ScoresTiling:
     blocks: int
     factor: float
     exponent: int
-    pages: int
     interpret: bool
-
-    @property
-    def stages(self) -> int:
-        """Steps in shared memory, a power of two."""
-        return _STAGES if self.pages == 1 else _STAGES_OF_PAGES
 
     @property
     def rows(self) -> int:
@@ -329,19 +309,15 @@ def _scores(
     last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
-    mine, ready, stages = tiles.at[warpgroup], arrived.at[warpgroup], tiling.stages
+    mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
 
     def load(step: Any, *, waits: Any) -> None:
         """Brings a step; `waits` if another one is to be read in its place first."""
-        slot = jnp.bitwise_and(step, stages - 1)
+        slot = jnp.bitwise_and(step, _STAGES - 1)
         some = pl.ds(step * _STEP, _STEP)
-        if tiling.pages == 1:
-            source = peaks.at[batch, kv_head, some, own]
-            plgpu.copy_gmem_to_smem(source, mine.at[slot], filled.at[slot])
-        else:
-            for page in range(tiling.pages):
-                source = peaks.at[batch, kv_head, some, page, own]
-                plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
+        for page in range(_PAGES):
+            source = peaks.at[batch, kv_head, some, page, own]
+            plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -353,7 +329,7 @@ def _scores(
             plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
 
     plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
-    for step in range(stages - 1):
+    for step in range(_STAGES - 1):
         pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
     plgpu.barrier_wait(ready)
     factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
@@ -362,25 +338,20 @@ def _scores(
     reach = first_row[batch] + first + row
 
     def products(step: Any, *, is_new: Any, following: Any) -> Any:
-        """Of one step, and what stays of it in the kernel's memory may then be written over.
-
-        If blocks have several pages, these are the products with centres alone, and what pages add
-        to them may still be read.
+        """Those of one step with centres; what pages add to them may still be read.
 
         Args:
           step: The step.
           is_new: Whether nobody has waited for it yet.
           following: The step that is to take its place, if there is such a one.
         """
-        slot = jnp.bitwise_and(step, stages - 1)
+        slot = jnp.bitwise_and(step, _STAGES - 1)
 
         @pl.when(is_new)
         def _() -> None:
             plgpu.barrier_wait(filled.at[slot])
 
         def product(accumulator: ops.Accumulator) -> Any:
-            if tiling.pages == 1:
-                accumulator.store(ops.read(mine.at[slot]).astype(jnp.float32) * factors)
             right = queries.at[warpgroup].transpose((1, 0))
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
@@ -395,41 +366,15 @@ def _scores(
         warp_ops.barrier(interpret=tiling.interpret)
         return found
 
-    def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        reference, total = state
-        values = products(step, is_new=True, following=step + stages)
-        after = step + stages - 1
-        pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
-        is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
-        away = (values - reference) * tiling.factor
-
-        def keep() -> tuple[Any, Any, Any]:
-            return reference, total, away
-
-        def move() -> tuple[Any, Any, Any]:
-            # How large a number counts; one that is not a number does not.
-            counts = is_seen & (jnp.abs(values) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor)
-            higher = jnp.where(counts, jnp.maximum(reference, values), reference)
-            less = total * jnp.exp2((reference - higher) * tiling.factor)
-            return higher, less, (values - higher) * tiling.factor
-
-        is_far = warp_ops.any_of_warp(
-            away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
-        )
-        reference, total, away = jax.lax.cond(is_far != 0, move, keep)
-        limit = jnp.where(is_seen, _SLACK, -jnp.inf)
-        return reference, total + jnp.where(away <= limit, jnp.exp2(away), 0.0)
-
     def of_page(step: Any, page: Any, shared: Any) -> Any:
         """Products of a page of each block of a step: a sum that is rounded once, and alike."""
-        slot = jnp.bitwise_and(step, stages - 1)
+        slot = jnp.bitwise_and(step, _STAGES - 1)
         return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
 
-    def gather_pages(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        """`gather` where blocks have several pages."""
+    def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         reference, total = state
-        shared = products(step, is_new=True, following=step + stages)
-        after = step + stages - 1
+        shared = products(step, is_new=True, following=step + _STAGES)
+        after = step + _STAGES - 1
         pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
         is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
         seen = jnp.where(is_seen, shared, -jnp.inf)
@@ -445,7 +390,7 @@ def _scores(
 
         # Not one by one in the program: the numbers of all pages need more registers.
         start = (ops.full(shape, 0.0), jnp.int32(0))
-        more, is_far = jax.lax.fori_loop(0, tiling.pages, add, start)
+        more, is_far = jax.lax.fori_loop(0, _PAGES, add, start)
 
         def keep() -> tuple[Any, Any]:
             return reference, total + more
@@ -459,7 +404,7 @@ def _scores(
                 found, counts = values(page)
                 return jnp.where(counts, jnp.maximum(higher, found), higher)
 
-            higher = jax.lax.fori_loop(0, tiling.pages, raise_, reference)
+            higher = jax.lax.fori_loop(0, _PAGES, raise_, reference)
 
             def add(page: Any, total: Any) -> Any:
                 found, counts = values(page)
@@ -467,15 +412,13 @@ def _scores(
                 return total + jnp.where(counts, jnp.exp2(away), 0.0)
 
             less = total * jnp.exp2((reference - higher) * tiling.factor)
-            less = jax.lax.fori_loop(0, tiling.pages, add, less)
+            less = jax.lax.fori_loop(0, _PAGES, add, less)
             return higher, less
 
         return jax.lax.cond(is_far != 0, move, keep)
 
-    has_pages = tiling.pages > 1
-    common: Any = 0.0  # what of the denominators is not in `offset`
     start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
-    reference, total = jax.lax.fori_loop(0, steps, gather_pages if has_pages else gather, start)
+    reference, total = jax.lax.fori_loop(0, steps, gather, start)
     over_rows = functools.partial(
         ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
     )
@@ -483,33 +426,14 @@ def _scores(
     below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
     # Of a query that saw nothing any number will do: nothing that it saw counts.
-    if has_pages:
-        offset = jnp.where(total > 0.0, highest, 0.0)
-        common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
-    else:
-        offset = jnp.where(total > 0.0, highest + jnp.log2(total) * (1.0 / tiling.factor), 0.0)
+    offset = jnp.where(total > 0.0, highest, 0.0)
+    common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
     offset = ops.spread(offset, shape, 1)
 
     def share(index: Any, _: Any) -> Any:
         step = steps - 1 - index
-        is_new = index >= stages
-        values = products(step, is_new=is_new, following=step - stages)
-        before = step + 1 - stages
-        is_needed = (before >= 0) & (index > 0)
-        pl.when(is_needed)(functools.partial(load, before, waits=True))
-        away = (values - offset) * (tiling.factor * tiling.exponent)
-        parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)  # no share is above 1 but by rounding
-        blocks = pl.ds(step * _STEP, _STEP)
-        for index in range(tiling.rows):
-            some = parts if tiling.rows == 1 else jnp.where(row == index, parts, 0.0)
-            ops.write(out.at[batch, kv_head, part, first + index, blocks], jnp.sum(some, axis=1))
-        return ()
-
-    def share_pages(index: Any, _: Any) -> Any:
-        """`share` where blocks have several pages."""
-        step = steps - 1 - index
-        shared = products(step, is_new=index >= stages, following=step - stages)
-        before = step + 1 - stages
+        shared = products(step, is_new=index >= _STAGES, following=step - _STAGES)
+        before = step + 1 - _STAGES
         is_needed = (before >= 0) & (index > 0)
         pl.when(is_needed)(functools.partial(load, before, waits=True))
         outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
@@ -522,14 +446,14 @@ def _scores(
             warp_ops.write_sums(parts, outs, step * _STEP, page, interpret=tiling.interpret)
             return ()
 
-        jax.lax.fori_loop(0, tiling.pages, write, ())
+        jax.lax.fori_loop(0, _PAGES, write, ())
         return ()
 
-    jax.lax.fori_loop(0, steps, share_pages if has_pages else share, ())
+    jax.lax.fori_loop(0, steps, share, ())
 
 
 def block_scores_kernel(
-    peaks: Float[Array, "B K J M"],
+    peaks: Float[Array, "B K P M"],
     factor: Float[Array, "B K M"],
     query: Float[Array, "B K M C"],
     centre: Float[Array, "B blocks K C"],
@@ -538,12 +462,9 @@ def block_scores_kernel(
     per_row: int,
     scale: float,
     exponent: int,
-    pages: int = 1,
     interpret: bool = False,
-) -> Float[Array, "B K P I J"]:
+) -> Float[Array, "B K parts I P"]:
     """`S` of the module, of each key/value head and each 32 queries of a row.
-
-    With 4 pages of a block, of pages, of which a row sees those of the blocks up to its own.
 
     Args:
       peaks: From `block_peaks_kernel`; NaN leaves one out.
@@ -554,11 +475,10 @@ def block_scores_kernel(
       per_row: Queries of a row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.
-      pages: Pages of a block: 4 if `J` counts pages, or 1.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32, to be summed over `K` and `P`; of blocks after a row's own it may be anything.
+      Float32, to be summed over `K` and `parts`; of blocks after a row's own it may be anything.
     """
     batch, kv_heads, num_queries, channels = query.shape
     tiling = _ScoresTiling(
@@ -567,34 +487,22 @@ def block_scores_kernel(
         blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
-        pages=pages,
         interpret=interpret,
     )
-    shape: tuple[int, ...] = (
-        batch,
-        kv_heads,
-        tiling.parts,
-        num_queries // per_row,
-        tiling.blocks,
-    )
-    step: tuple[int, ...] = (_STEP, _PART)
-    if pages > 1:
-        shape = (*shape, pages)
-        peaks = peaks.reshape(batch, kv_heads, tiling.blocks, pages, num_queries)
-        step = (pages, *step)
+    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks, _PAGES)
+    peaks = peaks.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
+    tile = (_WARPGROUPS, _STAGES, _PAGES, _STEP, _PART)
     swizzle = channels * query.dtype.itemsize
     kernel = ops.kernel(
         functools.partial(_scores, tiling=tiling),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
-            "centres": ops.tiled((tiling.stages, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled((_WARPGROUPS, tiling.stages, *step), peaks.dtype, swizzle=2 * _PART),
+            "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
+            "tiles": ops.tiled(tile, peaks.dtype, swizzle=2 * _PART),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
-            "filled": plgpu.Barrier(
-                num_arrivals=_WARPGROUPS * pages + 1, num_barriers=tiling.stages
-            ),
-            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=tiling.stages),
+            "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS * _PAGES + 1, num_barriers=_STAGES),
+            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),
         },
         grid=(tiling.programs, kv_heads, batch),
@@ -606,4 +514,4 @@ def block_scores_kernel(
         kernel_name="block_scores",
     )
     found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
-    return found if pages == 1 else found.reshape(*shape[:4], -1)
+    return found.reshape(*shape[:4], -1)

@@ -1,28 +1,30 @@
-"""Attention of one token per sequence over its key blocks, on Hopper: `softmax(scale q Kᵀ) V`.
+"""Attention of one token per sequence over its key blocks, on NVIDIA GPUs from Ampere on.
 
-Step 7 of Algorithm 2. A unit is the query heads that share a list and a key/value head. The grid
-has a program for every sequence, unit and part (split) of a list: at batch 1 there are fewer units
-than multiprocessors, so lists are split, and a second small kernel adds the parts in a fixed order;
-one part alone needs none. Operands are swapped, so that keys and features, of which there are many,
-fill the 64 rows of a matrix instruction, and heads, of which there are few, its 8 columns:
+This is step 7 of Algorithm 2. A unit is up to 16 query heads that share a list and a key/value
+head. A program attends to one part of one unit's list: a batch of one has fewer units than the GPU
+has multiprocessors, so lists are split, and a second kernel adds the parts in a fixed order. The
+warps of a program share no keys: in a step, each one has a page of 16 keys of its own, which it
+copies itself (`cp.async`), and multiplies with the queries of the unit, whose heads are the 16 rows
+of a product (`mma.sync`):
 
-    Sᵀ = K Qᵀ                                   [keys, heads]
-    m' = max(m, Sᵀ over keys),  P = 2^(Sᵀ - m')  scores in base 2
-    Oᵀ = Oᵀ 2^(m - m') + Vᵀ P                   [features, heads]
+    S = Q Kᵀ                                    [heads, keys]
+    m' = max(m, S over keys),  P = 2^(S - m')    scores in base 2
+    O = O 2^(m - m') + P V                      [heads, features]
 
-Registers hold the scores of one step and the sums `Oᵀ`; shared memory the queries, the weights `P`
-and several stages of keys and values, a step of `decode_keys` keys each, which arrive by
-asynchronous copies. A token reads every listed key and value once for each unit: 4 H bytes a key.
+In an array of 64 rows each warp has 16. So in the loop no warp waits for another: each one waits
+for its own copies, with `stages - 1` of its pages of keys and values under way. Numbers of warps,
+such as the page that each has, are arrays of 64 rows too, 16 of which are the same. In the end the
+warps add up what they have, through the memory in which the keys were, and write a part's sums and
+statistics for the kernel that combines, or the output if there is one part alone.
 
-One warpgroup does everything, so that a stage needs one barrier for its keys and one for its
-values: they tell that copies have arrived. A step's stage is refilled in the next step, behind a
-point that no thread passes before all have left the step.
+A token reads every listed key and value once for each unit: 4 H bytes a key. What lies beyond a
+sequence's length is not read: it becomes zeros as it is copied, whose scores are masked.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,48 +33,62 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import ops
+from sketchwalk_jax.pallas_kernels import ops, warp_ops, warp_products
 from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
+    default_kernel_config,
     num_multiprocessors,
+    shared_memory,
+    why_not_shape,
     without_derivative,
 )
+from sketchwalk_jax.pallas_kernels.warp_products import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_ROWS = 64  # of a matrix instruction
-_COLUMNS = 8  # the fewest of a matrix instruction
-_MAX_HEADS = 32  # of a program, so that registers suffice
-_MAX_SPLITS = 64
-_FEW_SPLITS = 4
-_SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
-_LOG2_E = math.log2(math.e)
+_MAX_HEADS = 16  # of a program: rows of a product
+_WARPS = warp_ops.WARPS
+_ROWS = _WARPS * _MAX_HEADS
+_STEP = _WARPS * PAGE  # keys of a step
+_COLUMNS, _FEATURES = 8, 64  # of a program of the kernel that combines
+_MAX_SPLITS = 64  # parts of a list
+_PARTS = 16  # that are in registers at a time
+_WANTED_STAGES, _MAX_STAGES = 3, 5
+_MAX_PROGRAMS = 4  # of a multiprocessor
+# Bytes of shared memory that each program takes beside keys and values, and beside its own.
+_SCRATCH, _RESERVED = 1024, 1024
 
 
-# Planning
+def sizes(head_dim: int, memory: int) -> tuple[int, int]:
+    """Programs of a multiprocessor at a time, and steps that each has in its shared memory.
+
+    Args:
+      head_dim: Features of a head, 64 or 128.
+      memory: Bytes of a multiprocessor's shared memory.
+    """
+    other, step = _SCRATCH + _RESERVED, _step_bytes(head_dim)
+    programs = max(1, min(_MAX_PROGRAMS, memory // (_WANTED_STAGES * step + other)))
+    return programs, min(_MAX_STAGES, (memory // programs - other) // step)
 
 
-def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int, *, most: int) -> int:
+def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int) -> int:
     """Query heads that share a list and a key/value head, as many as one program takes."""
     group = num_heads // max(num_lists, kv_heads)
-    return max(x for x in range(1, most + 1) if group % x == 0)
+    return max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
 
 
-def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: KernelConfig) -> int:
+def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) -> int:
     """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
 
     Args:
       units: Lists times key/value heads to attend with, in all sequences.
       list_blocks: Capacity of a list.
       block_size: Tokens per block.
-      kernel_config: Tile sizes.
+      programs: Programs that the GPU runs at a time.
 
     Returns:
       A number from 1 to 64.
     """
-    steps = -(-list_blocks * block_size // max(kernel_config.decode_keys, block_size))
-    if kernel_config.decode_splits is not None:
-        return min(kernel_config.decode_splits, steps, _MAX_SPLITS)
-    programs = kernel_config.decode_programs or num_multiprocessors()
+    steps = -(-list_blocks * block_size // max(_STEP, block_size))
 
     def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
         waves = -(-units * splits // programs)
@@ -81,9 +97,14 @@ def num_splits(units: int, list_blocks: int, block_size: int, kernel_config: Ker
     return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
 
 
+def _step_bytes(head_dim: int) -> int:
+    """Bytes of the keys and values of a step."""
+    return _STEP * 2 * head_dim * 2
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """Everything static about a call.
+    """What is static about a call.
 
     Attributes:
       batch: Sequences.
@@ -91,15 +112,13 @@ class _Tiling:
       group: Query heads of a unit.
       kv_heads: Key/value heads.
       num_lists: Lists per sequence: 1, or one for each key/value or query head.
-      head_dim: Features, with the padding that matrix instructions need.
-      key_tokens: Keys of a sequence that the cache holds.
-      block_size: Tokens per block.
-      step_keys: Keys of one step.
+      head_dim: Features per head, 64 or 128.
+      num_blocks: Blocks of a sequence that the cache holds.
+      entry: Pages of a block.
       stages: Steps that are in shared memory at a time.
       splits: Parts of a list.
       dtype: Type of queries, keys, values and output.
-      scale: Factor of the scores.
-      overlap: Whether the kernel that combines starts before the parts are done, and waits.
+      exponent: Factor of the scores in base 2.
       return_lse: Whether the log-sum-exp is wanted.
       interpret: Whether the interpreter runs the kernels.
     """
@@ -110,14 +129,12 @@ class _Tiling:
     kv_heads: int
     num_lists: int
     head_dim: int
-    key_tokens: int
-    block_size: int
-    step_keys: int
+    num_blocks: int
+    entry: int
     stages: int
     splits: int
     dtype: Any
-    scale: float
-    overlap: bool
+    exponent: float
     return_lse: bool
     interpret: bool
 
@@ -137,19 +154,12 @@ class _Tiling:
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
-        head_dim += max(_ROWS - head_dim, -head_dim % 16)
-        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
+        group = heads_of_unit(num_heads, kv_heads, num_lists)
         units = num_heads // group
-        step_keys = max(kernel_config.decode_keys, block_size)
-        splits = num_splits(batch * units, list_blocks, block_size, kernel_config)
-        # beside keys and values: queries, twice, and weights, whose heads are padded to 8
-        other_bytes = (group + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
-        is_brief = splits > _FEW_SPLITS  # latency rules, not bandwidth
-        buffer_kib = kernel_config.decode_buffer_kib or (96 if is_brief else 192)
-        buffer_bytes = min(buffer_kib * 1024, _SHARED_BYTES - other_bytes)
-        stage_bytes = step_keys * 2 * head_dim * query.dtype.itemsize
-        steps = -(-list_blocks * block_size // (step_keys * splits))
-        overlap = is_brief if kernel_config.decode_overlap is None else kernel_config.decode_overlap
+        programs, stages = sizes(head_dim, shared_memory())
+        programs *= num_multiprocessors()
+        splits = num_splits(batch * units, list_blocks, block_size, programs=programs)
+        steps = -(-list_blocks * block_size // (_STEP * splits))
         return cls(
             batch=batch,
             units=units,
@@ -157,14 +167,12 @@ class _Tiling:
             kv_heads=kv_heads,
             num_lists=num_lists,
             head_dim=head_dim,
-            key_tokens=key_tokens,
-            block_size=block_size,
-            step_keys=step_keys,
-            stages=max(2, min(buffer_bytes // stage_bytes, steps + 1)),
+            num_blocks=key_tokens // block_size,
+            entry=block_size // PAGE,
+            stages=max(2, min(stages, steps + 1)),
             splits=splits,
             dtype=query.dtype,
-            scale=scale,
-            overlap=overlap and splits > 1 and not kernel_config.interpret,
+            exponent=scale * math.log2(math.e),
             return_lse=return_lse,
             interpret=kernel_config.interpret,
         )
@@ -176,34 +184,13 @@ class _Tiling:
 
     @property
     def columns(self) -> int:
-        """Heads of a unit, padded to what a matrix instruction takes."""
+        """Heads of a unit, padded to what the kernel that combines takes together."""
         return -(-self.group // _COLUMNS) * _COLUMNS
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Where the tiles of 64 features begin that together cover all; the last reaches back."""
-        return (0,) if self.head_dim == _ROWS else (0, self.head_dim - _ROWS)
-
-    @property
-    def features(self) -> int:
-        """Features of all chunks, one after the other."""
-        return len(self.chunks) * _ROWS
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes of the pattern of shared memory; a tile of it must divide the features."""
-        return next(x for x in (128, 64, 32) if self.head_dim * 2 % x == 0)
-
-    @property
-    def step_blocks(self) -> int:
-        """Blocks of one step."""
-        return self.step_keys // self.block_size
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
         """The output, and the log-sum-exp where it is wanted."""
-        heads = self.places * self.group
-        out = [jax.ShapeDtypeStruct((heads, self.features), self.dtype)]
+        out = [jax.ShapeDtypeStruct((self.places * self.group, self.head_dim), self.dtype)]
         lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
         return [*out, lse] if self.return_lse else out
 
@@ -212,119 +199,80 @@ class _Tiling:
         """The sums of each part, and their running maxima and denominators."""
         shape = (self.splits, self.places)
         return [
-            jax.ShapeDtypeStruct((*shape, self.features, self.columns), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, self.head_dim, self.columns), jnp.float32),
             jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
         ]
 
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory of a program: keys, values, and a number for each row."""
+        slots = (self.stages, _STEP, self.head_dim)
+        return {
+            "keys": ops.tiled(slots, self.dtype),
+            "values": ops.tiled(slots, self.dtype),
+            "numbers": plgpu.SMEM((_ROWS,), jnp.float32),
+        }
 
-# One part of a list
 
-
-class _Scratch(NamedTuple):
-    """Shared memory of a program, and barriers: their types, and in the kernel references to them.
+class _Pages(NamedTuple):
+    """Numbers of warps: the page of each in one step.
 
     Attributes:
-      rows: Queries as they come, `[heads, features]`, and at the end the output.
-      queries: Queries for matrix instructions, `[heads, features]`.
-      keys: Steps of keys, `[stages, step_keys, H]`.
-      values: Steps of values.
-      weights: Those of one step, `[heads, step_keys]`.
-      rows_arrived: Tells that the queries have arrived.
-      keys_arrived: The same of the keys of each stage.
-      values_arrived: The same of its values.
+      first: Its first key.
+      room: How many of its keys count; 0 or less if none do.
     """
 
-    rows: Any
-    queries: Any
-    keys: Any
-    values: Any
-    weights: Any
-    rows_arrived: Any
-    keys_arrived: Any
-    values_arrived: Any
-
-    @classmethod
-    def of(cls, tiling: _Tiling) -> "_Scratch":
-        """The types."""
-        tiled = functools.partial(ops.tiled, dtype=tiling.dtype, swizzle=tiling.swizzle)
-        stages = (tiling.stages, tiling.step_keys, tiling.head_dim)
-        blocks_arrived = plgpu.Barrier(num_arrivals=tiling.step_blocks, num_barriers=tiling.stages)
-        return cls(
-            rows=plgpu.SMEM((tiling.columns, tiling.features), tiling.dtype),
-            queries=tiled((tiling.columns, tiling.features)),
-            keys=tiled(stages),
-            values=tiled(stages),
-            weights=tiled((tiling.columns, tiling.step_keys)),
-            rows_arrived=plgpu.Barrier(num_arrivals=1, num_barriers=1),
-            keys_arrived=blocks_arrived,
-            values_arrived=blocks_arrived,
-        )
+    first: Array
+    room: Array
 
 
 class _Sums(NamedTuple):
-    """What a part has come to so far.
+    """What the warps have come to so far.
 
     Attributes:
-      maximum: Largest score of each head, in base 2.
-      total: Weights of each key of a step and head; their sum over keys is the denominator.
-      o: `Oᵀ`, in chunks of 64 features.
+      maximum: Largest score of each row, in base 2.
+      total: Sum of its weights.
+      o: Sum of the weighted values.
     """
 
-    maximum: Float[Array, "n"]
-    total: Float[Array, "step_keys n"]
-    o: tuple[Float[Array, "64 n"], ...]
-
-    @classmethod
-    def zero(cls, tiling: _Tiling) -> "_Sums":
-        """Of no keys."""
-        first = ops.full((tiling.columns,), FIRST_MAXIMUM, ops.BY_COLUMN)
-        total = ops.full((tiling.step_keys, tiling.columns), 0.0)
-        return cls(
-            first, total, tuple(ops.full((_ROWS, tiling.columns), 0.0) for _ in tiling.chunks)
-        )
+    maximum: Float[Array, "64"]
+    total: Float[Array, "64"]
+    o: Float[Array, "64 H"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _List:
-    """The list of one unit, as the program reads it.
+    """One part of the list of a unit, as its program reads it.
 
     Attributes:
       tiling: The call's.
-      ids: All lists `[B, M, P]`.
-      batch: Sequence.
-      row: Which of its lists.
+      ids: The list `[P]`.
       count: Blocks in it.
+      stop: The step before which the part ends.
       length: Keys in the sequence.
     """
 
     tiling: _Tiling
     ids: Any
-    batch: Any
-    row: Any
     count: Any
+    stop: Any
     length: Any
 
-    @property
-    def num_steps(self) -> Any:
-        """Steps that it takes."""
-        return (self.count + self.tiling.step_blocks - 1) // self.tiling.step_blocks
-
-    def block(self, step: Any, index: int) -> Any:
-        """The key block in a place of a step."""
-        last = jnp.maximum(self.count - 1, 0)  # what pads the last step is read, and masked
-        place = jnp.minimum(step * self.tiling.step_blocks + index, last)
-        found = self.ids[self.batch, self.row, place]
-        return jnp.clip(found, 0, self.tiling.key_tokens // self.tiling.block_size - 1)
-
-    def visible(self, step: Any) -> list[Any]:
-        """For each block of a step, its keys that count."""
-        size, blocks = self.tiling.block_size, self.tiling.step_blocks
-        return [
-            jnp.where(
-                step * blocks + index < self.count, self.length - self.block(step, index) * size, 0
-            )
-            for index in range(blocks)
-        ]
+    def pages(self, step: Any) -> _Pages:
+        """The pages of a step."""
+        tiling = self.tiling
+        options = {"interpret": tiling.interpret}
+        place = step * _WARPS + warp_products.warp_numbers(**options)
+        entry, rest = place, 0
+        if tiling.entry > 1:
+            entry, rest = place >> _log2(tiling.entry), place & (tiling.entry - 1)
+        # What lists hold beyond their count is not read; no page of a step beyond the last counts.
+        last = jnp.maximum(self.count - 1, 0)
+        found = warp_products.read_for_warps(self.ids, jnp.minimum(entry, last), **options)
+        found = jnp.clip(found, 0, tiling.num_blocks - 1)
+        first = (found * tiling.entry + rest) * PAGE
+        end = jnp.minimum(self.stop * _WARPS, self.count * tiling.entry)
+        return _Pages(first, jnp.where(place < end, self.length - first, 0))
 
 
 def _attend_to_part(
@@ -336,204 +284,97 @@ def _attend_to_part(
     layer: Any,
     kv_lengths: Any,
     out: Any,
-    *rest: Any,
+    *statistics: Any,
     tiling: _Tiling,
+    keys: Any,
+    values: Any,
+    numbers: Any,
 ) -> None:
-    """One part of one unit's list: the loop over its steps; see the module's docstring.
+    """One part of one unit's list; see the module's docstring.
 
-    As many steps as there are stages are on their way before the first one; from then on, step `t`
-    refills the stage of step `t - 1` with the step that comes `stages` later.
+    Step `t` waits for its own pages, and starts to copy those of step `t + stages - 1` to where
+    those of step `t - 1` were. The list is read one step before that, so that no copy waits for it.
     """
-    *statistics, scratch = rest  # log-sum-exp, or the part's; none where nobody wants it
-    batch = jax.lax.axis_index("batch")
-    split = jax.lax.axis_index("split")
+    options: dict[str, Any] = {"interpret": tiling.interpret}
+    batch, split = jax.lax.axis_index("batch"), jax.lax.axis_index("split")
     unit = jax.lax.axis_index("unit")
     place = batch * tiling.units + unit
     head = unit // (tiling.units // tiling.kv_heads)
     row = unit // (tiling.units // tiling.num_lists)
-    heads, own_heads = pl.ds(place * tiling.group, tiling.group), pl.ds(0, tiling.group)
-    if tiling.overlap:
-        plgpu.griddepcontrol_launch_dependents()
-    plgpu.copy_gmem_to_smem(query.at[heads], scratch.rows.at[own_heads], scratch.rows_arrived.at[0])
-    blocks = _List(tiling, ids, batch, row, counts[batch, row], kv_lengths[batch])
-    first_row = (layer[0] * tiling.batch + batch) * tiling.key_tokens
-    start = split * blocks.num_steps // tiling.splits
-    stop = (split + 1) * blocks.num_steps // tiling.splits
+    count = counts[batch, row]
+    num_steps = (count * tiling.entry + _WARPS - 1) // _WARPS
+    start = split * num_steps // tiling.splits
+    stop = (split + 1) * num_steps // tiling.splits
+    blocks = _List(tiling, ids.at[batch, row], count, stop, kv_lengths[batch])
+    sources = [x.at[layer[0], batch, :, head] for x in (key, value)]
+    heads = pl.ds(place * tiling.group, tiling.group)
 
-    def fetch(step: Any, slot: Any) -> None:
-        """Starts the copies of a step's keys and values to a stage."""
-        size = tiling.block_size
-        for index in range(tiling.step_blocks):
-            source = (pl.ds(first_row + blocks.block(step, index) * size, size), head)
-            target = (slot, pl.ds(index * size, size))
-            plgpu.copy_gmem_to_smem(
-                key.at[source], scratch.keys.at[target], scratch.keys_arrived.at[slot]
+    def copy(pages: _Pages, slot: Any) -> None:
+        """Starts a group of copies, which is empty beyond the part."""
+        for source, target in zip(sources, (keys, values), strict=True):
+            warp_products.copy_own_pages(
+                source, target.at[slot], pages.first, pages.room, **options
             )
-            plgpu.copy_gmem_to_smem(
-                value.at[source], scratch.values.at[target], scratch.values_arrived.at[slot]
-            )
+        warp_products.commit_copies(**options)
 
-    for ahead in range(tiling.stages):
-        pl.when(start + ahead < stop)(functools.partial(fetch, start + ahead, ahead))
+    rooms = []
+    for ahead in range(tiling.stages - 1):
+        pages = blocks.pages(start + ahead)
+        copy(pages, ahead)
+        rooms.append(pages.room)
+    queries = warp_products.read_heads(query.at[heads], **options)
+    zero = ops.full((_ROWS,), 0.0, ops.BY_ROW)
+    first = ops.full((_ROWS,), FIRST_MAXIMUM, ops.BY_ROW)
+    sums = _Sums(first, zero, ops.full((_ROWS, tiling.head_dim), 0.0))
 
-    plgpu.barrier_wait(scratch.rows_arrived.at[0])
-    _store_transposed(scratch.queries, ops.read(scratch.rows.transpose((1, 0))), is_swizzled=True)
-    plgpu.commit_smem()
-
-    offset = ops.matrix_index((tiling.step_keys, tiling.columns), 0)
-
-    def step(index: Any, sums: _Sums) -> _Sums:
+    def step(index: Any, carry: Any) -> Any:
+        sums, (room, *rooms), pages = carry
         slot = jax.lax.rem(index - start, tiling.stages)
+        later = jnp.where(slot == 0, tiling.stages - 1, slot - 1)
+        warp_products.wait_copies(tiling.stages - 2, **options)
+        warp_products.warp_barrier(**options)
+        copy(pages, later)
+        coming = blocks.pages(index + tiling.stages)
+        sums = _add_step(tiling, queries, keys.at[slot], values.at[slot], room, sums)
+        return sums, (*rooms, pages.room), coming
 
-        def fetch_next() -> None:
-            """Copies into the stage of the step before, which everyone has left."""
-
-            @pl.when((index > start) & (index - 1 + tiling.stages < stop))
-            def _() -> None:
-                fetch(index - 1 + tiling.stages, jax.lax.rem(index - 1 - start, tiling.stages))
-
-        return _add_step(tiling, scratch, slot, offset, blocks.visible(index), sums, fetch_next)
-
-    sums = jax.lax.fori_loop(start, stop, step, _Sums.zero(tiling))
+    carry = sums, tuple(rooms), blocks.pages(start + tiling.stages - 1)
+    sums = jax.lax.fori_loop(start, stop, step, carry)[0]
+    warp_products.wait_copies(0, **options)
+    warp_ops.barrier(**options)  # the keys are needed no more
+    maximum = warp_products.over_warps(sums.maximum, "max", numbers, **options)
+    share = jnp.exp2(sums.maximum - maximum)
+    total = warp_products.over_warps(sums.total * share, "add", numbers, **options)
     if tiling.splits > 1:
-        _write_part(out.at[split, place], statistics[0].at[split, place], sums)
-        return
-    lse = _write_output(scratch.rows, sums)
-    if statistics:
-        ops.write(statistics[0].at[place], lse)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch.rows.at[own_heads], out.at[heads])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _write_part(out: Any, statistics: Any, sums: _Sums) -> None:
-    """Writes what a part has come to, for the kernel that combines."""
-    total = jnp.sum(sums.total, axis=0)
-    for index, x in enumerate(sums.o):
-        ops.write(out.at[pl.ds(index * _ROWS, _ROWS)], x)
-    ops.write(statistics.at[0], sums.maximum)
-    ops.write(statistics.at[1], total)
-
-
-def _write_output(rows: Any, sums: _Sums) -> Array:
-    """Writes the output of a list in one part to shared memory; returns its log-sum-exp."""
-    total = jnp.sum(sums.total, axis=0)
-    for index, x in enumerate(sums.o):
-        x, lse = finish(x, total, sums.maximum)
-        _store_transposed(rows.at[:, pl.ds(index * _ROWS, _ROWS)], x)
-    return lse
+        warp_products.write_heads(maximum, statistics[0].at[split, place, 0], **options)
+        warp_products.write_heads(total, statistics[0].at[split, place, 1], **options)
+        target = out.at[split, place]
+    else:
+        is_empty = total == 0.0
+        safe = jnp.where(is_empty, 1.0, total)
+        share = share / safe
+        target = out.at[heads]
+        if statistics:
+            lse = (maximum + jnp.log2(safe)) * math.log(2.0)
+            lse = jnp.where(is_empty, -jnp.inf, lse)
+            warp_products.write_heads(lse, statistics[0].at[place], **options)
+    o = sums.o * ops.spread(share, sums.o.shape, 0)
+    warp_products.write_sum_of_warps(o, target, keys.at[0], transposed=tiling.splits > 1, **options)
 
 
 def _add_step(
-    tiling: _Tiling,
-    scratch: _Scratch,
-    slot: Any,
-    offset: Array,
-    visible: list[Any],
-    sums: _Sums,
-    fetch_next: Callable[[], None],
+    tiling: _Tiling, queries: Array, keys: Any, values: Any, room: Array, sums: _Sums
 ) -> _Sums:
-    """One step of keys and values: scores, weights, and their product with the values.
-
-    Args:
-      tiling: The call's.
-      scratch: Shared memory.
-      slot: Stage of the step's keys and values.
-      offset: Which key of the step each row of the scores is.
-      visible: Keys that count, of each block.
-      sums: Of the steps before.
-      fetch_next: Refills the stage of the step before; called once everyone has left that step.
-
-    Returns:
-      The sums with this step's.
-    """
-    plgpu.barrier_wait(scratch.keys_arrived.at[slot])
-    s = _multiply_keys(tiling, scratch, slot)
-    s = _hide(s, offset, visible, tiling.block_size, MASK_VALUE)
-    maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=0))
-    p = jnp.exp2(s - along_keys(maximum, s.shape))
+    """One page of each warp: scores, weights, and their product with the values."""
+    options = {"interpret": tiling.interpret}
+    s = warp_products.multiply_own_keys(queries, keys, **options) * tiling.exponent
+    s = jnp.where(ops.matrix_index(s.shape, 1) < ops.spread(room, s.shape, 0), s, MASK_VALUE)
+    maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=1))
+    p = jnp.exp2(s - ops.spread(maximum, s.shape, 0))
     decay = jnp.exp2(sums.maximum - maximum)
-    total = sums.total * along_keys(decay, s.shape) + p
-    _store_transposed(scratch.weights, p, is_swizzled=True)
-    plgpu.barrier_wait(scratch.values_arrived.at[slot])
-
-    @pl.when(functools.reduce(jnp.minimum, visible) < tiling.block_size)
-    def _() -> None:
-        # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
-        for first in range(0, tiling.step_keys, _ROWS):
-            values = scratch.values.at[slot, pl.ds(first, _ROWS)]
-            places = ops.matrix_index((_ROWS, tiling.head_dim), 0) + first
-            x = plgpu.load(values, layout=ops.ACCUMULATOR)
-            values[...] = _hide(x, places, visible, tiling.block_size, 0.0)
-
-    plgpu.commit_smem()  # also: everyone has left the previous step
-    updates = _multiply_values(tiling, scratch, slot, fetch_next)
-    decay = along_keys(decay, updates[0].shape)
-    o = tuple(x * decay + update for x, update in zip(sums.o, updates, strict=True))
-    return _Sums(maximum, total, o)
-
-
-def _multiply_keys(tiling: _Tiling, scratch: _Scratch, slot: Any) -> Array:
-    """`Sᵀ = K Qᵀ`, in base 2."""
-
-    def multiply(acc: Any) -> Array:
-        queries = scratch.queries.at[:, pl.ds(0, tiling.head_dim)].transpose((1, 0))
-        plgpu.wgmma(acc, scratch.keys.at[slot], queries)
-        return acc[...]
-
-    s = pl.run_scoped(multiply, plgpu.ACC((tiling.step_keys, tiling.columns)))
-    return s * (tiling.scale * _LOG2_E)
-
-
-def _multiply_values(
-    tiling: _Tiling, scratch: _Scratch, slot: Any, meanwhile: Callable[[], None]
-) -> tuple[Array, ...]:
-    """`Vᵀ P`, in chunks of 64 features; `meanwhile` is called while it is computed."""
-
-    def multiply(*accumulators: Any) -> tuple[Array, ...]:
-        for acc, first in zip(accumulators, tiling.chunks, strict=True):
-            values = scratch.values.at[slot, :, pl.ds(first, _ROWS)].transpose((1, 0))
-            plgpu.wgmma(acc, values, scratch.weights.transpose((1, 0)))
-        meanwhile()
-        return tuple(acc[...] for acc in accumulators)
-
-    accumulators = [plgpu.ACC((_ROWS, tiling.columns)) for _ in tiling.chunks]
-    return pl.run_scoped(multiply, *accumulators)
-
-
-def _hide(x: Array, offset: Array, visible: list[Any], size: int, fill: float) -> Array:
-    """Fills the rows of keys that do not count; `offset` says which keys of the step they are."""
-    if len(visible) == 1:
-        return jnp.where(offset < visible[0], x, jnp.asarray(fill, x.dtype))
-    for index, limit in enumerate(visible):
-        first = index * size
-        hidden = (offset >= first + limit) & (offset >= first) & (offset < first + size)
-        x = jnp.where(hidden, jnp.asarray(fill, x.dtype), x)
-    return x
-
-
-def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
-    """Repeats a row: one number for each head."""
-    return ops.spread(x, shape, 1)
-
-
-def _store_transposed(ref: Any, x: Float[Array, "m n"], *, is_swizzled: bool = False) -> None:
-    """Writes `xᵀ` to shared memory, for matrix instructions and copies to read."""
-    x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    ops.write(ref.transpose((1, 0)), x, optimized=is_swizzled)
-
-
-def finish(
-    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
-) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
-    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
-    is_empty = total == 0.0
-    safe = jnp.where(is_empty, 1.0, total)
-    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / _LOG2_E)
-    return o * along_keys(1.0 / safe, o.shape), lse
-
-
-# All parts of a list
+    o = sums.o * ops.spread(decay, sums.o.shape, 0)
+    o = warp_products.add_values(o, p.astype(values.dtype), values, of_warp=True, **options)
+    return _Sums(maximum, sums.total * decay + jnp.sum(p, axis=1), o)
 
 
 def add_parts(
@@ -567,34 +408,55 @@ def add_parts(
     return functools.reduce(jnp.add, o), total, maximum
 
 
-def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _Tiling) -> None:
+def finish(
+    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
+) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
+    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
+    is_empty = total == 0.0
+    safe = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / math.log2(math.e))
+    return o * along_keys(1.0 / safe, o.shape), lse
+
+
+def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
+    """Repeats a row: one number for each head."""
+    return ops.spread(x, shape, 1)
+
+
+def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling: _Tiling) -> None:
     """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
-    *lse_out, tile = rest
-    if tiling.overlap:
-        plgpu.griddepcontrol_wait()
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
     first = jax.lax.axis_index("heads") * _COLUMNS
-    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
-    o, lse = finish(*add_parts(parts, statistics, place, rows, columns, range(tiling.splits)))
+    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _FEATURES, _FEATURES)
+    add = functools.partial(add_parts, parts, statistics, place, rows, columns)
+    first_parts = (tiling.splits - 1) % _PARTS + 1
+
+    def add_more(index: Any, sums: Any) -> Any:
+        start = first_parts + index * _PARTS
+        (o, total, maximum), more = sums, add([start + part for part in range(_PARTS)])
+        largest = jnp.maximum(maximum, more[2])
+        own, its = (jnp.exp2(x - largest) for x in (maximum, more[2]))
+        o = o * along_keys(own, o.shape) + more[0] * along_keys(its, o.shape)
+        return o, total * own + more[1] * its, largest
+
+    sums = add(range(first_parts))
+    if tiling.splits > _PARTS:
+        # Unrolled, it would load more parts at a time than registers hold.
+        rounds = warp_products.unknown((tiling.splits - 1) // _PARTS, interpret=tiling.interpret)
+        sums = jax.lax.fori_loop(0, rounds, add_more, sums)
+    o, lse = finish(*sums)
     if lse_out:
 
         @pl.when(chunk == 0)
         def _() -> None:
             ops.write(lse_out[0].at[place, columns], lse)
 
-    _store_transposed(tile, o)
-    plgpu.commit_smem()
+    target = out.at[pl.ds(place * tiling.group, tiling.group), rows]
+    warp_products.write_columns(o, target, first, interpret=tiling.interpret)
 
-    def write(heads: int) -> None:
-        target = out.at[pl.ds(place * tiling.group + first, heads), rows]
-        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
 
-    whole, remaining = divmod(tiling.group, _COLUMNS)
-    if whole:
-        pl.when(first < whole * _COLUMNS)(lambda: write(_COLUMNS))
-    if remaining:
-        pl.when(first == whole * _COLUMNS)(lambda: write(remaining))
-    plgpu.wait_smem_to_gmem(0)
+def _log2(x: int) -> int:
+    return x.bit_length() - 1
 
 
 def block_sparse_decode_kernel(
@@ -604,7 +466,7 @@ def block_sparse_decode_kernel(
     ids: Int[Array, "B M 1 P"],
     counts: Int[Array, "B M 1"],
     *,
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | int,
     kv_lengths: Int[Array, "B"],
     scale: float,
     block_size: int = 64,
@@ -613,26 +475,35 @@ def block_sparse_decode_kernel(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
     """Exact attention of one token per sequence over its listed blocks.
 
+    It runs on any NVIDIA GPU of compute capability 8.0 or higher.
+
     Args:
-      query: The current token's queries, bfloat16 or float16.
+      query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
       key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
-      ids: Key blocks of each list, in any order.
-      counts: Blocks in each list.
+      ids: Key blocks of each list, in any order, for all heads (`M = 1`), each key/value head, or
+        each query head.
+      counts: Blocks in each list; what follows in `ids` is never read.
       layer: Layer of the cache; it is not sliced.
-      kv_lengths: Keys present in each sequence.
+      kv_lengths: Keys present in each sequence; later ones may hold anything.
       scale: Factor of the scores.
-      block_size: Tokens per block, a multiple of 8.
+      block_size: Tokens per block: 64, 128, or the 16 of a page.
       return_lse: Whether to return the log-sum-exp of the scaled scores.
-      kernel_config: Tile sizes.
+      kernel_config: Sizes; the result does not depend on them beyond rounding. A step has 64 keys.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
       `None`.
 
     Raises:
+      ValueError: If the kernel cannot take these arguments.
       NotImplementedError: If a derivative is taken.
     """
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    reason = why_not_shape(query, block_size=block_size)
+    if reason is not None:
+        raise ValueError(f"query and block_size must fit the kernel: {reason}")
+    batch, _, num_heads, head_dim = query.shape
     tiling = _Tiling.of(
         query,
         key,
@@ -640,15 +511,14 @@ def block_sparse_decode_kernel(
         scale=scale,
         block_size=block_size,
         return_lse=return_lse,
-        kernel_config=kernel_config or KernelConfig(),
+        kernel_config=kernel_config,
     )
-    batch, _, num_heads, head_dim = query.shape
-    if padding := tiling.head_dim - head_dim:  # for completeness: copies whole caches
-        key, value = _pad_features(key, padding), _pad_features(value, padding)
-    cache = (-1, tiling.kv_heads, tiling.head_dim)
     make_kernel = functools.partial(
         ops.kernel,
-        compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
+        # No reduction here crosses warps but by this module's own hands, barriers included.
+        compiler_params=ops.compiler_params(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=ops.interpreter(tiling.interpret),
     )
     attend = make_kernel(
@@ -656,38 +526,29 @@ def block_sparse_decode_kernel(
         out_type=tiling.parts if tiling.splits > 1 else tiling.outputs,
         grid=(batch, tiling.splits, tiling.units),
         grid_names=("batch", "split", "unit"),  # the last varies fastest
-        scratch_types=[_Scratch.of(tiling)],
+        scratch_types=tiling.scratch,
         kernel_name="block_sparse_decode",
     )
     outputs = without_derivative(attend)(
-        _pad_features(query, tiling.features - head_dim).reshape(-1, tiling.features),
-        key.reshape(cache),
-        value.reshape(cache),
+        query.reshape(-1, head_dim),
+        key,
+        value,
         ids[:, :, 0],
         counts[:, :, 0],
-        jnp.reshape(layer, (1,)).astype(jnp.int32),
+        jnp.asarray(layer, jnp.int32).reshape(1),
         kv_lengths.astype(jnp.int32),
     )
     if tiling.splits > 1:
         combine = make_kernel(
             functools.partial(_combine_parts, tiling=tiling),
             out_type=tiling.outputs,
-            grid=(tiling.places, tiling.columns // _COLUMNS, tiling.features // _ROWS),
+            grid=(tiling.places, tiling.columns // _COLUMNS, head_dim // _FEATURES),
             grid_names=("unit", "heads", "chunk"),
-            scratch_types=[plgpu.SMEM((_COLUMNS, _ROWS), tiling.dtype)],
             kernel_name="combine_decode",
         )
         outputs = combine(*outputs)
-    out = outputs[0].reshape(batch, 1, num_heads, tiling.features)
-    if tiling.features > tiling.head_dim:  # the chunks overlap
-        rest = out[..., tiling.features - (tiling.head_dim - _ROWS) :]
-        out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
-    out = out[..., :head_dim]
+    out = outputs[0].reshape(batch, 1, num_heads, head_dim)
     if not return_lse:
         return out, None
     lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]
     return out, lse.reshape(batch, 1, num_heads)
-
-
-def _pad_features(x: Array, padding: int) -> Array:
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x

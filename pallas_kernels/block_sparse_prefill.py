@@ -89,8 +89,7 @@ class _Tiling:
       lists: Lists per row: 1, `kv_heads` or `heads`.
       subblocks: Tiles of a row of lists, which are pieces of a block of 64 keys or more.
       piece: Keys that one copy brings: 64, or the 16 of a page.
-      stages: Steps of keys in shared memory.
-      value_stages: Steps of values in shared memory.
+      stages: Steps of keys, and of values, in shared memory.
       most_programs: Programs at most.
       exponent: Factor of the scores in powers of 2.
       interpret: Whether the interpreter runs the kernel.
@@ -105,7 +104,6 @@ class _Tiling:
     subblocks: int
     piece: int
     stages: int
-    value_stages: int
     most_programs: int
     exponent: float
     interpret: bool
@@ -190,7 +188,7 @@ class _Refs:
       queries: `[warpgroups, 64, H]`.
       outputs: `[warpgroups, 64, H]`.
       keys: `[stages, 128, H]`.
-      values: `[value_stages, 128, H]`.
+      values: `[stages, 128, H]`.
       lse: `[warpgroups, 64]`.
       lost: Of each slot of values, the first query of the tile that sees one that is not finite;
         then what the loader needs to find it.
@@ -223,15 +221,15 @@ class _Refs:
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program, named as in `_Refs`."""
     warpgroups = tiling.computing
-    num_barriers = tiling.stages + tiling.value_stages
+    num_barriers = 2 * tiling.stages
     num_single = _UNUSED_BARRIERS + _PIECE // tiling.piece + 2 * warpgroups
     return {
         "queries": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
         "outputs": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
         "keys": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
-        "values": ops.tiled((tiling.value_stages, _KEYS, tiling.head_dim), dtype),
+        "values": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
         "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
-        "lost": plgpu.SMEM((tiling.value_stages + warp_ops.WARPS,), jnp.int32),
+        "lost": plgpu.SMEM((tiling.stages + warp_ops.WARPS,), jnp.int32),
         # One register of each warpgroup keeps track of each of these arrays.
         "filled": plgpu.Barrier(num_arrivals=tiling.pieces, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
@@ -391,7 +389,7 @@ class _Loader:
         """Copies all steps of the tile, of which there is at least one. `done` went before."""
         tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
-        value_slot, num_steps = jax.lax.rem(done, tiling.value_stages), tiling.num_steps(count)
+        value_slot, num_steps = jax.lax.rem(done, tiling.stages), tiling.num_steps(count)
         self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
@@ -407,7 +405,7 @@ class _Loader:
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             pieces, later = carry
             following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
-            self._load_values(pieces, jax.lax.rem(done + index, tiling.value_stages))
+            self._load_values(pieces, jax.lax.rem(done + index, tiling.stages))
             load_keys(index + 1, later)
             return later, following
 
@@ -469,7 +467,7 @@ class _Loader:
             self.barriers.values("filled", slot),
             self.tiling.head_dim,
         )
-        scratch = refs.lost.at[pl.ds(self.tiling.value_stages, warp_ops.WARPS)]
+        scratch = refs.lost.at[pl.ds(self.tiling.stages, warp_ops.WARPS)]
 
         def parts(half: Any) -> list[Any]:
             rows = pl.ds(half * _PIECE, _PIECE)
@@ -531,7 +529,7 @@ class _PageLoader(_Loader):
         before, *pages = (
             self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
         )
-        slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.value_stages))
+        slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.stages))
 
         @warp_ops.on_each_warp
         def _(warp: Any) -> None:
@@ -557,7 +555,7 @@ class _PageLoader(_Loader):
             def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 pages, later = carry
                 following = self._pages(extent, index + 2, warp)  # in time for the next step
-                self._copy_values(pages, jax.lax.rem(done + index, tiling.value_stages), warp)
+                self._copy_values(pages, jax.lax.rem(done + index, tiling.stages), warp)
 
                 @pl.when(index + 1 < num_steps)
                 def _() -> None:
@@ -633,7 +631,7 @@ class _PageLoader(_Loader):
         tiling, refs = self.tiling, self.refs
         size, number = tiling.piece, len(pages)
         filled = self.barriers.values("filled", slot)
-        scratch = refs.lost.at[pl.ds(tiling.value_stages, warp_ops.WARPS)]
+        scratch = refs.lost.at[pl.ds(tiling.stages, warp_ops.WARPS)]
 
         def parts(half: int) -> list[Any]:
             rows = pl.ds(half * _PIECE, _PIECE)
@@ -696,7 +694,7 @@ def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -
     barriers = _Barriers(tiling, refs)
     for slot in range(tiling.stages):  # all of shared memory is free
         plgpu.barrier_arrive(barriers.keys("freed", slot))
-    for slot in range(tiling.value_stages):
+    for slot in range(tiling.stages):
         plgpu.barrier_arrive(barriers.values("freed", slot))
     plgpu.barrier_arrive(barriers.queries("freed", warpgroup))
 
@@ -776,7 +774,7 @@ class _Head:
         first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
         state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
         weights, _, (maximum, denominator) = self._soften(scores, state)
-        value_slot = jax.lax.rem(done, tiling.value_stages)
+        value_slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.values("filled", value_slot))
         query = plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=ops.BY_ROW)
         denominator = jnp.where(query < refs.lost[value_slot], denominator, jnp.nan)
@@ -789,7 +787,7 @@ class _Head:
 
         carry = (self._rounded(weights), state)
         weights, (maximum, denominator) = sums.loop(rest, step, carry)
-        last = jax.lax.rem(done + rest, tiling.value_stages)
+        last = jax.lax.rem(done + rest, tiling.stages)
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", last))
@@ -815,7 +813,7 @@ class _Head:
         assembler would move the product's own wait ahead of the computation otherwise.
         """
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
-        previous = jax.lax.rem(done, tiling.value_stages)
+        previous = jax.lax.rem(done, tiling.stages)
         slot = jax.lax.rem(done + 1, tiling.stages)
         plgpu.barrier_wait(barriers.keys("filled", slot))
 
@@ -831,7 +829,7 @@ class _Head:
             hide = functools.partial(_hide, end=lacks * tiling.piece)
             scores = jax.lax.cond(lacks > 0, hide, lambda x: x, scores)
         new_weights, decay, state = self._soften(scores, state)
-        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.value_stages)))
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.stages)))
         total = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", previous))
         sums.store(total * ops.spread(decay, total.shape, 0))
@@ -1002,7 +1000,6 @@ def block_sparse_prefill(
     head_dim = query.shape[-1]
     query, key, value, index = with_whole_heads(query, key, value, layer)
     padded = query.shape[-1]
-    stages = 4 if padded == 64 else 2
     tiling = _Tiling(
         batch=query.shape[0],
         tiles=query.shape[1] // _QUERIES,
@@ -1012,9 +1009,8 @@ def block_sparse_prefill(
         lists=ids.shape[1],
         subblocks=row_size // _QUERIES,
         piece=min(block_size, _PIECE),
-        stages=kernel_config.prefill_stages or stages,
-        value_stages=kernel_config.prefill_value_stages or stages,
-        most_programs=kernel_config.prefill_programs or num_multiprocessors(),
+        stages=4 if padded == 64 else 2,
+        most_programs=num_multiprocessors(),
         exponent=scale * math.log2(math.e),
         interpret=kernel_config.interpret,
     )

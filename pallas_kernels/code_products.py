@@ -1,9 +1,9 @@
 """Products of one token's queries with keys at four bits, by single warps, from memory to maxima.
 
-    peaks[j, n]  = max_{s in block j} q'_n · step_j code_s
-    shared[j, n] = q_n · centre_j
+    peaks[p, j, n] = max_{s in page p of block j} q'_n · step_j code_s
+    shared[j, n]   = q_n · centre_j
 
-The maxima may also be those of each page of a block, 16 keys.
+A page has 16 keys, a quarter of a block's.
 
 A warp takes whole blocks of one key/value head and shares nothing with the others. It copies the
 codes and steps of a block to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A thread then
@@ -21,7 +21,6 @@ and 2, then 1 and 3, of a word of codes.
 power of two, which is left to the end: all of it is exact.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels import four_bits, warp_ops, words
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.four_bits import HIGH, LOW, NO_STEP
 
 # Their annotations lack the operands that their functions take.
@@ -101,20 +101,19 @@ def block_products(
     count: int,
     there: Array,
     length: Array,
-    pages: int = 1,
     interpret: bool,
 ) -> None:
     """Writes what the blocks of a program give to shared memory, those that are there.
 
-    Where a block or a page has no key, its peaks are not finite.
+    Where a page has no key, its peaks are not finite.
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
       code: As `BlockCodes` has it, of one sequence `[J, K, S, C/2]`.
       centre: Likewise, `[J, K, C]`.
       step: Likewise, `[J, K, C]`.
-      peaks: The peaks of the module, `[64, 8]` in shared memory; of pages `[pages, 64, 8]`.
-      shared: The other products, likewise.
+      peaks: The peaks of the module, `[4, 64, 8]` in shared memory, by page.
+      shared: The other products, `[64, 8]`.
       room: Shared memory, `room_of_codes`.
       kv_head: Which key/value head.
       group: Query heads of each.
@@ -122,12 +121,11 @@ def block_products(
       count: Blocks of a program, a multiple of 4.
       there: Those of them that the sequence has.
       length: Keys of the sequence.
-      pages: Of a block, 1 or 4.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
         _products_interpreted(
-            query, code, centre, step, peaks, shared, kv_head, group, first, count, length, pages
+            query, code, centre, step, peaks, shared, kv_head, group, first, count, length
         )
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
@@ -136,7 +134,7 @@ def block_products(
     def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
         peaks, shared, room, *numbers = rest
         numbers = [words.scalars(x)[0] for x in numbers]
-        warp = _Warp(query, code, centre, step, peaks, shared, room, group, count, pages, *numbers)
+        warp = _Warp(query, code, centre, step, peaks, shared, room, group, count, *numbers)
         warp.run()
 
     products(query, code, centre, step, peaks, shared, room, kv_head, first, there, length)
@@ -154,7 +152,6 @@ def _products_interpreted(
     first: Array,
     count: int,
     length: Array,
-    pages: int,
 ) -> None:
     num_blocks = code.shape[0]
     block = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), num_blocks - 1)
@@ -176,11 +173,8 @@ def _products_interpreted(
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
     is_key = (place < length) & (step[:, :1] != NO_STEP)
     products = jnp.where(is_key[..., None], products, -jnp.inf)
-    found = jnp.max(products.reshape(count, pages, -1, QUERIES), axis=2) * up.T[None]
-    if pages == 1:
-        peaks[:count, :] = found[:, 0]
-    else:
-        peaks[:, :count, :] = found.transpose(1, 0, 2)
+    found = jnp.max(products.reshape(count, SCORED_PAGES, -1, QUERIES), axis=2) * up.T[None]
+    peaks[:, :count, :] = found.transpose(1, 0, 2)
     shared[:count, :] = jnp.dot(
         centre.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
     )
@@ -207,7 +201,6 @@ class _Warp:
         room: ir.Value,
         group: int,
         count: int,
-        pages: int,
         kv_head: ir.Value,
         first: ir.Value,
         there: ir.Value,
@@ -216,7 +209,7 @@ class _Warp:
         """Finds the thread's place."""
         self._query, self._code, self._centre, self._step = query, code, centre, step
         self._peaks, self._shared = peaks, shared
-        self._group, self._count, self._pages = group, count, pages
+        self._group, self._count = group, count
         self._kv_head, self._first, self._length = kv_head, first, length
         _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
@@ -378,7 +371,7 @@ class _Warp:
                 right = pairs[half][2 * word : 2 * word + 2]
                 total = _multiply("bf16", left, right, total)
         for part, (local, _) in enumerate(centres):
-            self._store(self._shared, local, total[2 * part : 2 * part + 2])
+            self._store_shared(local, total[2 * part : 2 * part + 2])
 
     def _write_peaks(
         self,
@@ -387,7 +380,7 @@ class _Warp:
         rounded: list[list[ir.Value]],
         scales: list[ir.Value],
     ) -> None:
-        """The largest products with the keys of one block, or of each of its pages."""
+        """The largest products with the keys of each page of one block."""
         words = self._words
         codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
         factors = [
@@ -417,17 +410,9 @@ class _Warp:
                     right = rounded[half][2 * word : 2 * word + 2]
                     total = _multiply("f16", numbers, right, total)
             found.append([_larger(*total[column::2]) for column in range(2)])
-        if self._pages > 1:
-            self._store_pages(found, local, scales)
-            return
-        peaks = [functools.reduce(_larger, column) for column in zip(*found, strict=True)]
-        for distance in (4, 8, 16):
-            peaks = [_larger(x, mgpu.utils.shfl_bfly(x, distance)) for x in peaks]
-        values = [arith.mulf(x, scale) for x, scale in zip(peaks, scales, strict=True)]
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, self._row, _int(0))):
-            self._store(self._peaks, local, values)
+        self._store_peaks(found, local, scales)
 
-    def _store_pages(
+    def _store_peaks(
         self, peaks: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
     ) -> None:
         """Writes the largest of all rows, of two columns of four pages: a thread of each row one.
@@ -447,12 +432,12 @@ class _Warp:
         column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
         memref.store(value, self._peaks, [words.index(x) for x in (page, local, column)])
 
-    def _store(self, ref: ir.Value, local: ir.Value, values: list[ir.Value]) -> None:
+    def _store_shared(self, local: ir.Value, values: list[ir.Value]) -> None:
         """Writes the two columns of this thread."""
         column = arith.shli(self._place, _int(1))
         for index, value in enumerate(values):
             place = arith.addi(column, _int(index))
-            memref.store(value, ref, [words.index(local), words.index(place)])
+            memref.store(value, self._shared, [words.index(local), words.index(place)])
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:

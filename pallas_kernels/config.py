@@ -15,20 +15,17 @@ PREFILL_BLOCK_SIZES = (64, 128)  # of lists and of their rows
 PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys of a page, and queries of a row of lists of pages
 DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
-# The decode kernel would pad smaller heads, and copy the whole cache for each token.
-LEAST_DECODE_HEAD = 64
-# On GPUs other than Hopper; to pad other heads would copy the layer of the cache for each token.
-AMPERE_DECODE_HEADS = (64, 128)
+# To pad other heads would copy the layer of the cache for each token.
+DECODE_HEADS = (64, 128)
 
 # Limits of the selection kernels, each of which has a row of blocks in its registers.
 MAX_BLOCKS = 16384
-MAX_PROMPT_BLOCKS = 8192  # of a row that is rescaled there
 MAX_POWER = 32
 WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
 LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
 LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
 SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
-SCORED_PAGES = (1, 4)  # parts of such a block that are listed by themselves
+SCORED_PAGES = 4  # pages of such a block, which are listed by themselves
 SCORED_HEADS = (64, 128)  # features of their heads
 SCORED_GROUP = 8  # heads that share keys, for one token
 MAX_TOKEN_HEADS = 64  # of one token, put together by one program
@@ -50,7 +47,7 @@ class KernelConfig:
     """Tile sizes of the implementations. It is hashable; pass it to `jax.jit` as a static argument.
 
     The defaults of the fields are those of a CPU; `default_kernel_config` knows other devices.
-    Fields that are `None` are chosen by the shape of each call, or by the device.
+    The kernels choose their own sizes by the shape of each call and by the device.
 
     Attributes:
       row_tile: Number of query blocks that the XLA implementation processes together. With more
@@ -61,18 +58,6 @@ class KernelConfig:
       dense_rows: Number of query tokens in a tile of dense attention.
       dense_keys: Number of keys in a step of dense attention.
       dense_decode_keys: Number of keys in a step of dense decoding.
-      decode_keys: Number of keys in a step of the decode kernel, a multiple of 64.
-      decode_buffer_kib: Shared memory for keys and values in the decode kernel, in KiB.
-      decode_programs: Number of programs of the decode kernel that a GPU runs at a time; by default
-        one for each of its multiprocessors.
-      decode_splits: Number of parts into which the decode kernel splits a list.
-      decode_overlap: Whether the kernel that combines the parts starts early, and waits for them.
-      prefill_stages: Number of steps of keys that the prefill kernel holds in shared memory.
-      prefill_value_stages: Number of steps of values, which it needs and frees later than keys.
-      prefill_programs: Number of programs of the prefill kernel, each of which processes tile after
-        tile; by default one for each multiprocessor.
-      prefill_keys: Number of keys in a step of the prefill kernel for GPUs other than Hopper, a
-        multiple of 16 that divides 64.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device.
         It is slow, and shows what a kernel does.
 
@@ -86,24 +71,13 @@ class KernelConfig:
     dense_rows: int = 256
     dense_keys: int = 256
     dense_decode_keys: int = 1024
-    decode_keys: int = 64
-    decode_buffer_kib: int | None = None
-    decode_programs: int | None = None
-    decode_splits: int | None = None
-    decode_overlap: bool | None = None
-    prefill_stages: int | None = None
-    prefill_value_stages: int | None = None
-    prefill_programs: int | None = None
-    prefill_keys: int | None = None
     interpret: bool = False
 
     def __post_init__(self) -> None:
         """Checks that every size is a positive integer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if field.type in (bool, bool | None):
+            if field.type is bool:
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -189,6 +163,9 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
     if num_tokens == 1:
+        if head_dim not in DECODE_HEADS:
+            sizes = " or ".join(map(str, DECODE_HEADS))
+            return f"it takes a head_dim of {sizes} in decode, not {head_dim}"
         if block_size not in DECODE_BLOCK_SIZES:
             return f"it takes a block_size of {' or '.join(map(str, DECODE_BLOCK_SIZES))} in decode"
     elif row_size != block_size:
@@ -200,23 +177,6 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
     elif block_size not in PREFILL_BLOCK_SIZES:
         return f"it takes a block_size of {' or '.join(map(str, PREFILL_BLOCK_SIZES))} in prefill"
     return None
-
-
-def why_not_ampere_token(query: Any, *, block_size: int) -> str | None:
-    """Why the kernel of tokens for GPUs other than Hopper cannot take queries, or `None`.
-
-    Args:
-      query: The queries `[B, 1, N, H]`, an array or its abstract shape.
-      block_size: Tokens per key block.
-
-    Returns:
-      A reason to show to the caller.
-    """
-    head_dim = query.shape[3]
-    if head_dim not in AMPERE_DECODE_HEADS:
-        sizes = " or ".join(map(str, AMPERE_DECODE_HEADS))
-        return f"it takes a head_dim of {sizes} in decode on this GPU, not {head_dim}"
-    return why_not_shape(query, block_size=block_size)
 
 
 def why_not_gated_rows(gate: Any) -> str | None:

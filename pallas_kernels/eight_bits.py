@@ -12,16 +12,12 @@ So one step, of two blocks of keys, is emitted in the assembler's own language (
 * The first product of a block ignores what the sums were.
 * While a thread takes the maxima of two blocks, the tensor cores multiply for the next two. Sums
   are held in registers that only the assembler has names for: no compiler copies what is in flight.
-* The four threads that share two queries exchange halves: each ends up with the maximum of one
-  query and one block, after two exchanges.
+* The keys of a block are in the order (`place_of_key`) in which each of the four threads that share
+  two queries has all keys of one page of 16. So no thread asks another one for a page's maximum.
 
 Keys lie as they are copied and multiplied best: in lines of 128 bytes, which hold the channels of
 two or four keys. Of a group of eight blocks, key `i` has the bytes from `i // lines * channels` on
 of line `i % lines`: so the 128 keys of a step lie below each other, and one step beside another.
-
-Where each page of 16 keys has a maximum of its own, the keys of a block are in another order
-(`place_of_key`): that in which each of the four threads has all keys of one page. So no thread asks
-another one, and four maxima of a block are no more work than one.
 """
 
 from collections.abc import Sequence
@@ -48,7 +44,7 @@ QUERIES = 64  # of a warpgroup
 BLOCK = 64  # keys of a block
 BLOCKS, STEPS = 2, 4  # blocks of a step, steps of a group
 GROUP = BLOCKS * STEPS  # blocks of a group
-PAGES = 4  # pages of a block, if they have maxima of their own
+PAGES = 4  # pages of a block, which have maxima of their own
 LINE = 128  # bytes
 _KEYS = BLOCKS * BLOCK  # of a step
 _TOGETHER = 2  # keys of a page that lie side by side: a thread has them in one register
@@ -107,22 +103,19 @@ def lines(channels: int) -> int:
     return GROUP * BLOCK * channels // LINE
 
 
-def place_of_key(key: Any, pages: int) -> Any:
+def place_of_key(key: Any) -> Any:
     """The place, in its block, of a key of a block (an integer or an array).
 
     Args:
       key: From 0 to 63.
-      pages: 1 or `PAGES`, if pages have maxima of their own.
 
     Example:
-      >>> [place_of_key(key, 4) for key in (0, 1, 2, 3, 15, 16, 17, 18, 63)]
+      >>> [place_of_key(key) for key in (0, 1, 2, 3, 15, 16, 17, 18, 63)]
       [0, 1, 8, 9, 57, 2, 3, 10, 63]
     """
-    if pages == 1:
-        return key
-    of_page = BLOCK // pages
+    of_page = BLOCK // PAGES
     page, pair, one = key // of_page, key % of_page // _TOGETHER, key % _TOGETHER
-    return (pair * pages + page) * _TOGETHER + one
+    return (pair * PAGES + page) * _TOGETHER + one
 
 
 def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
@@ -153,12 +146,9 @@ def write_maxima(
     found: Any,
     *,
     step: int,
-    pages: int = 1,
     interpret: bool,
 ) -> None:
-    """The largest product of each query with the keys of each of two blocks; NaN if one is.
-
-    Or of each page of the two.
+    """The largest product of each query with the keys of each page of two blocks; NaN if one is.
 
     `begin` or the last call has started to multiply with the two; this one starts with the two that
     follow. It ends once the tensor cores have read the keys of the first two. What it writes is
@@ -168,10 +158,8 @@ def write_maxima(
       queries: In float8_e4m3fn, in `LAYOUT`.
       keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
       following: Those of the next group.
-      found: Where the maxima go: float16, `[2, 64]` in shared memory; those of pages `[8, 64]`,
-        swizzled whole.
+      found: Where the maxima go: float16, `[8, 64]` in shared memory, swizzled whole.
       step: Which two of the group; the steps of all groups are taken in order.
-      pages: Pages of a block: 1 or `PAGES`.
       interpret: Whether the interpreter runs the kernel.
     """
     channels = queries.shape[1]
@@ -180,34 +168,22 @@ def write_maxima(
         products = jnp.dot(
             own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
         )
-        shape = (BLOCKS, BLOCK // (pages * _TOGETHER), pages, _TOGETHER, QUERIES)
+        shape = (BLOCKS, BLOCK // (PAGES * _TOGETHER), PAGES, _TOGETHER, QUERIES)
         products = products.astype(jnp.float16).reshape(shape)
-        found[...] = jnp.max(products, axis=(1, 3)).reshape(BLOCKS * pages, QUERIES)
+        found[...] = jnp.max(products, axis=(1, 3)).reshape(BLOCKS * PAGES, QUERIES)
         # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
         plgpu.commit_smem()
         return
     is_last = step == STEPS - 1
     coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
     reference = plgpu.RefType(ops.transforms(coming.dtype, LINE))
-
-    kind = plgpu.RefType(() if pages == 1 else ops.transforms(jnp.float16, LINE))
+    kind = plgpu.RefType(ops.transforms(jnp.float16, LINE))
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, kind))
     def write(_: Any, queries: Any, coming: Any, found: Any) -> None:
         place = step % 2
         _start(queries, coming, range(first, first + channels, _CHANNELS), 1 - place)
-        # Of the four threads that share two queries, every other one has the second block, and two
-        # have the second query.
-        lane = words.lane()
-        if pages > 1:
-            _write_pages(place, found)
-            return
-        block, query = (arith.andi(lane, words.constant(which)) for which in (1, 2))
-        value = _maximum(place, block, query)
-        warp = arith.andi(words.warp(), words.constant(warp_ops.WARPS - 1))
-        row = arith.addi(arith.shrui(lane, words.constant(2)), arith.muli(query, words.constant(4)))
-        row = arith.addi(row, arith.muli(warp, words.constant(QUERIES // warp_ops.WARPS)))
-        memref.store(value, found, [words.index(block), words.index(row)])
+        _write_maxima(place, found)
 
     write(queries, coming, found)
 
@@ -263,37 +239,6 @@ def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: i
     )
 
 
-def _maximum(place: int, block: ir.Value, query: ir.Value) -> ir.Value:
-    """The largest product of one of two queries with the keys of one of two blocks, float16.
-
-    Of each eight keys, a thread has two products with its first query in one register, and two with
-    its second one in the next. The next blocks may still be in flight, at the other place.
-
-    Args:
-      place: Where the products are held.
-      block: Not 0 if it is to be the second block.
-      query: Not 0 if it is to be the second query.
-    """
-    code = ["wgmma.wait_group.sync.aligned 1;", ".reg .b32 a, b, other, best<2>;"]
-    for index in range(BLOCKS):
-        code += _best(place, index, f"best{index}")
-    code += [
-        ".reg .pred is_second, is_high; .reg .b16 low, high;",
-        "setp.ne.b32 is_second, $1, 0; setp.ne.b32 is_high, $2, 0;",
-        "selp.b32 a, best1, best0, is_second; selp.b32 b, best0, best1, is_second;",
-        f"shfl.sync.bfly.b32 other, b, 1, {words.LANES - 1}, -1; max.NaN.f16x2 a, a, other;",
-        f"shfl.sync.bfly.b32 other, a, 2, {words.LANES - 1}, -1; max.NaN.f16x2 a, a, other;",
-        "mov.b32 {low, high}, a; selp.b16 $0, high, low, is_high;",
-    ]
-    return _run(
-        f"{{ {' '.join(code)} }}",
-        [block, query],
-        ["r", "r"],
-        result=ir.F16Type.get(),
-        outputs=["=h"],
-    )
-
-
 def _best(place: int, block: int, name: str) -> list[str]:
     """What gives the best of a thread's keys of one of two blocks, of both queries side by side."""
     of_block = _sums(place)[block * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
@@ -309,8 +254,11 @@ def _best(place: int, block: int, name: str) -> list[str]:
     return code
 
 
-def _write_pages(place: int, found: ir.Value) -> None:
-    """Writes what each thread has found of a page of each of two blocks, for two queries.
+def _write_maxima(place: int, found: ir.Value) -> None:
+    """Writes the maxima that each thread has, of a page of each of two blocks, for two queries.
+
+    Of each eight keys, a thread has two products with its first query in one register, and two with
+    its second one in the next. The next blocks may still be in flight, at the other place.
 
     Args:
       place: Where the products are held.

@@ -15,7 +15,6 @@ from sketchwalk_jax.pallas_kernels.config import (
     LEAST_BLOCK,
     LEAST_CHUNK,
     MAX_BLOCKS,
-    MAX_PROMPT_BLOCKS,
     MAX_TOKEN_HEADS,
     MAX_TOKEN_SCORES,
     SCORED_BLOCK,
@@ -28,15 +27,7 @@ from sketchwalk_jax.pallas_kernels.config import (
 )
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sketch import head_means, project
-from sketchwalk_jax.walk import (
-    HIGHEST,
-    Precision,
-    WalkState,
-    causal_mask,
-    power_transition,
-    product_parts,
-    row_maxima,
-)
+from sketchwalk_jax.walk import HIGHEST, Precision, WalkState
 
 
 def walk_precision(kernel_config: KernelConfig | None) -> Precision:
@@ -100,61 +91,6 @@ def select_blocks(
         interpret=kernel_config.interpret,
     )
     return dataclasses.replace(found, row_size=row_size)
-
-
-def select_prompt(
-    scores: Float[Array, "B J J"],
-    walk: WalkState,
-    *,
-    first_block: Int[Array, "B"],
-    budget: Int[np.ndarray, "J"],
-    transition: str,
-    exponent: int,
-    walk_degree: int,
-    beta: float | None,
-    sink_blocks: int,
-    local_blocks: int,
-    block_size: int,
-    kernel_config: KernelConfig,
-) -> tuple[BlockSelection, WalkState] | None:
-    """Walk and lists of consecutive rows, from all scores (Algorithm 1 steps 6-7)."""
-    num_blocks = scores.shape[-1]
-    if transition == "softmax" or walk_degree != 1 or num_blocks > MAX_PROMPT_BLOCKS:
-        return None
-    from sketchwalk_jax.pallas_kernels.select_prompt import (
-        select_prompt_kernel,
-        walk_operands_kernel,
-    )
-
-    rectify, use_walk = transition == "relu_power", beta != 0.0
-    if use_walk:
-        weights, left = walk_operands_kernel(
-            scores,
-            row_maxima(scores, rectify=rectify),
-            walk.scores,
-            power=exponent,
-            rectify=rectify,
-            interpret=kernel_config.interpret,
-        )
-        product = product_parts(left, weights, precision=walk_precision(kernel_config))
-    else:
-        causal = causal_mask(num_blocks)
-        weights, _ = power_transition(scores, causal, exponent=exponent, rectify=rectify)
-        product = walk.scores[None]
-    selection, state, layers = select_prompt_kernel(
-        product,
-        weights,
-        scores,
-        first_block,
-        walk.layers,
-        budget,
-        use_walk=use_walk,
-        sink_blocks=sink_blocks,
-        local_blocks=local_blocks,
-        block_size=block_size,
-        interpret=kernel_config.interpret,
-    )
-    return selection, WalkState(state, layers)
 
 
 def select_token(
@@ -287,13 +223,11 @@ def write_token(
     return write_token_kernel(key, value, keys, values, layer, span.valid, **where)
 
 
-def takes_block_scores(
-    queries: Float[Array, "B I R N C"], *, block_size: int, pages: int = 1
-) -> bool:
-    """Whether kernels score blocks, or pages of them, for these queries of a prompt's rows."""
+def takes_block_scores(queries: Float[Array, "B I R N C"], *, block_size: int, pages: int) -> bool:
+    """Whether kernels score the pages of blocks for these queries of a prompt's rows."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
     is_token = queries.shape[1] * queries.shape[2] == 1
-    return is_right and block_size == SCORED_BLOCK and pages in SCORED_PAGES and not is_token
+    return is_right and block_size == SCORED_BLOCK and pages == SCORED_PAGES and not is_token
 
 
 def select_token_by_evidence(
@@ -311,22 +245,22 @@ def select_token_by_evidence(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
-    pages: int = 1,
+    pages: int,
     ranks: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
     """Scores, evidence and list of one token per sequence, of the recommended policy.
 
     The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
-    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. With 4 pages of
-    a block, pages of 16 keys are listed: budgets, evidence, and first and last blocks are theirs.
+    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. Budgets,
+    evidence, and first and last blocks are those of pages, which are listed.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
     num_blocks, kv_heads, block_size = code.shape[2:5]
     num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
-    is_right = is_right and pages in SCORED_PAGES
+    is_right = is_right and pages == SCORED_PAGES
     fits = num_columns <= MAX_BLOCKS and num_heads * num_columns <= MAX_TOKEN_SCORES
     fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
     if not is_right or block_size != SCORED_BLOCK or not fits:
@@ -348,7 +282,6 @@ def select_token_by_evidence(
         decay=decay,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
-        pages=pages,
         ranks=ranks,
         interpret=kernel_config.interpret,
     )

@@ -3,14 +3,14 @@
 Between `token_scores` and `token_lists`, where a sequence has more powers than one program reads in
 good time:
 
-    S[j] = ( Σ_n powers[n, j] · factor[n, part of j] ) ^ (1 / e)
-    factor[n, p] = (exp(top[n, p] - max top[n]) / Σ_i total[n, i] exp(top[n, i] - max top[n])) ^ e
-    R[j] = max(S[j], decay · R[j] of the layer before)
+    S[p] = ( Σ_n powers[n, p] · factor[n, part of p] ) ^ (1 / e)
+    factor[n, i] = (exp(top[n, i] - max top[n]) / Σ_j total[n, j] exp(top[n, j] - max top[n])) ^ e
+    R[p] = max(S[p], decay · R[p] of the layer before)
 
-A program has one part of all heads of a sequence: the columns, which are blocks or their pages, of
-one program of `token_scores`. One warpgroup makes the factors, one for each head, from what all
+A program has one part of all heads of a sequence: the columns, which are pages, of one program of
+`token_scores`. One warpgroup makes the factors, one for each head, from what all
 parts say: 8 bytes for each head and part. Meanwhile another one reads the powers, 4 bytes of each
-head in each thread, which are one column or two, and starts all reads before it adds anything. In
+head in each thread, which are two columns, and starts all reads before it adds anything. In
 one warpgroup the assembler would start these reads after most of the work on the factors. The
 evidence is written in float32, 4 bytes for each column, in the place of that of the layer before.
 
@@ -33,7 +33,7 @@ from jaxlib.mlir.dialects import memref
 from jaxtyping import Array, Float, Int, Shaped
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops, words
-from sketchwalk_jax.pallas_kernels.token_scores import TokenParts
+from sketchwalk_jax.pallas_kernels.token_scores import PAGE, TokenParts
 from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
@@ -43,7 +43,7 @@ math: Any = typed_math
 
 _HEADS = 8  # of which a warpgroup has a multiple
 _PARTS = 64  # side by side in registers
-_WORD = 4  # bytes
+_WORD, _PACKED = 4, 2  # bytes of a word, and columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +122,15 @@ class _Sizes:
     """What is static about a call.
 
     Attributes:
-      keys: Of a column.
       count: Columns of a part.
       exponent: Of the shares.
       decay: What remains of the evidence of the layer before.
-      packed: Columns of a word.
       interpret: Whether the interpreter runs the kernel.
     """
 
-    keys: int
     count: int
     exponent: int
     decay: float
-    packed: int
     interpret: bool
 
 
@@ -150,7 +146,7 @@ def _find_evidence(
 ) -> None:
     """One program: one part of all heads of a sequence."""
     sequence, part = jax.lax.axis_index("sequence"), jax.lax.axis_index("part")
-    there = jax.lax.div(length_ref[sequence] + sizes.keys - 1, sizes.keys)
+    there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     first = part * sizes.count
 
     def make_factors() -> None:
@@ -163,7 +159,7 @@ def _find_evidence(
 
     def write_evidence(read: Array) -> None:
         sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
-        layout = _columns_layout(sizes.packed)
+        layout = _columns_layout(_PACKED)
         where: dict[str, Any] = dict(layout=layout, interpret=False)
         place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
         columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
@@ -243,25 +239,20 @@ def _columns_layout(packed: int) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -1, _check_canonical=False)
 
 
-def _packed(dtype: Any) -> int:
-    """How many columns are in a word."""
-    return _WORD // jnp.dtype(dtype).itemsize
-
-
 def _read_words(
     powers_ref: Any, first: Int[Array, ""], there: Int[Array, ""], *, sizes: _Sizes
 ) -> Shaped[Array, "N W"]:
     """Starts to read a part of all heads, of each the word of every thread.
 
     Args:
-      powers_ref: `[heads, columns]` in global memory, float32 or bfloat16.
+      powers_ref: `[heads, columns]` in global memory, bfloat16.
       first: The part's first column.
       there: Columns that there are; words beyond are zeros.
       sizes: Those of the call. The interpreter reads columns instead of words.
     """
     if sizes.interpret:
         return powers_ref[:, pl.ds(first, sizes.count)]
-    packed, heads = sizes.packed, powers_ref.shape[0]
+    heads = powers_ref.shape[0]
     scalar, shape = plgpu.Layout.WG_SPLAT(()), (heads, warp_ops.THREADS)
     dtype = jnp.dtype(jnp.int32)
 
@@ -271,12 +262,12 @@ def _read_words(
     )
     def read(_: Any, powers: Any, first: Any, there: Any) -> Any:
         first, there = (words.scalars(x)[0] for x in (first, there))
-        place = _place_of_thread(packed)
+        place = _place_of_thread()
         column = arith.addi(first, place)
         is_own = _is_less(place, words.constant(sizes.count))
         is_read = arith.andi(is_own, _is_less(column, there))
         start, flag = words.address(powers, column), arith.extui(words.i32(), is_read)
-        stride = ir.MemRefType(powers.type).shape[1] * _WORD // packed
+        stride = ir.MemRefType(powers.type).shape[1] * _WORD // _PACKED
         found = [words.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
         return warp_ops.as_row(found, shape, _words_layout())
 
@@ -296,19 +287,17 @@ def _add_heads(
     if sizes.interpret:
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
         return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
-    packed, layout = sizes.packed, _columns_layout(sizes.packed)
-    shape = (1, warp_ops.THREADS * packed)
+    layout, shape = _columns_layout(_PACKED), (1, warp_ops.THREADS * _PACKED)
 
     @plgpu.inline_mgpu(
         arg_types=(_words_layout(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
     )
     def add(_: Any, read: Any, factors: Any) -> Any:
-        number, zero = ir.F32Type.get(), arith.constant(ir.F32Type.get(), 0.0)
-        totals = [zero] * packed
+        totals = [arith.constant(ir.F32Type.get(), 0.0)] * _PACKED
         for head, word in enumerate(words.scalars(read)):
             factor = memref.load(factors, [words.index(words.constant(head))])
-            own = [arith.bitcast(number, word)] if packed == 1 else words.unpack_bfloat16(word)
+            own = words.unpack_bfloat16(word)
             totals = [math.fma(x, factor, total) for x, total in zip(own, totals, strict=True)]
         return warp_ops.as_row(totals, shape, layout)
 
@@ -331,10 +320,10 @@ def _root(x: Array, exponent: int) -> Array:
     return jnp.exp2(jnp.log2(x) / exponent)
 
 
-def _place_of_thread(packed: int) -> ir.Value:
+def _place_of_thread() -> ir.Value:
     """Which of its part's columns a thread of the second warpgroup has first."""
     thread = arith.andi(words.thread(), words.constant(warp_ops.THREADS - 1))
-    return arith.muli(thread, words.constant(packed))
+    return arith.muli(thread, words.constant(_PACKED))
 
 
 def _is_less(one: ir.Value, other: ir.Value) -> ir.Value:
@@ -346,7 +335,6 @@ def token_evidence_kernel(
     evidence: Any,
     lengths: Int[Array, "B"],
     *,
-    keys: int,
     exponent: int,
     decay: float,
     interpret: bool = False,
@@ -357,28 +345,22 @@ def token_evidence_kernel(
       parts: What `token_scores_kernel` has found, of all heads.
       evidence: Reference to the evidence of the layer before, float32 `[B, P]`.
       lengths: Keys present in each sequence.
-      keys: Of a column, a block or one of its pages.
       exponent: Of the shares.
       decay: What remains of the evidence of the layer before.
       interpret: Whether the interpreter runs the kernel.
 
     Raises:
-      ValueError: If a part has more than four bytes of a head for each of 128 threads.
+      ValueError: If a part has more than two columns for each of 128 threads.
     """
     powers, top, total, count = parts
-    packed = _packed(powers.dtype)
-    if count > warp_ops.THREADS * packed:
-        raise ValueError(
-            f"a part must have at most {warp_ops.THREADS * packed} columns of {powers.dtype}, "
-            f"got {count}"
-        )
+    most = warp_ops.THREADS * _PACKED
+    if count > most:
+        raise ValueError(f"a part must have at most {most} columns, got {count}")
     batch, num_heads, _ = powers.shape
     sizes = _Sizes(
-        keys=keys,
         count=count,
         exponent=exponent,
         decay=decay,
-        packed=packed,
         interpret=interpret,
     )
     ops.kernel(

@@ -1,23 +1,20 @@
-"""Evidence and block list of one token per sequence from its heads' scores, from Ampere on.
+"""Evidence and page list of one token per sequence from its heads' scores, from Ampere on.
 
 The last kernel that selects in the recommended policy's decoding step. It weighs the parts that
 programs of `token_scores` have written, and selects:
 
-    share[n, j] ^ e = powers[n, j] · (exp(top[n, part of j] - max top[n]) / Σ ...) ^ e
-    S[j] = ( Σ_n share[n, j] ^ e ) ^ (1 / e),    R[j] = max(S[j], decay · R[j] of the layer before)
+    share[n, p] ^ e = powers[n, p] · (exp(top[n, part of p] - max top[n]) / Σ ...) ^ e
+    S[p] = ( Σ_n share[n, p] ^ e ) ^ (1 / e),    R[p] = max(S[p], decay · R[p] of the layer before)
 
 A program has one sequence, whose row lies in the registers of up to four warpgroups, as in
 `select_decode`. Each warpgroup makes the factors of some heads, a number for each head and part,
-which all then read from shared memory; the powers come from the GPU's cache, 4 bytes for each head
-and block, and are what takes the time: those of the first heads are on their way before there are
-factors.
+which all then read from shared memory; the powers come from the GPU's cache, 2 bytes for each head
+and page, and are what takes the time: those of the first heads are on their way before there are
+factors. They are added up in float32.
 
 One program took 16 µs at 128K tokens on an H200, where it took 5 at 16K: it read all powers by
 itself. In long caches many programs find the evidence first (`token_evidence`), and this kernel
 reads that, 4 bytes for each column.
-
-With pages, four in a block, `j` is a page, and so are the list's entries. There are four times as
-many columns, of 2 bytes for each head, which are added up in float32.
 """
 
 import dataclasses
@@ -32,8 +29,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels import ops, warp_ops
-from sketchwalk_jax.pallas_kernels.code_products import KEYS
-from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_TOKEN_HEADS, MAX_TOKEN_SCORES
+from sketchwalk_jax.pallas_kernels.config import (
+    MAX_BLOCKS,
+    MAX_TOKEN_HEADS,
+    MAX_TOKEN_SCORES,
+    SCORED_PAGES,
+)
 from sketchwalk_jax.pallas_kernels.select import room_of, select_row
 from sketchwalk_jax.pallas_kernels.token_evidence import (
     chunks_of_parts,
@@ -44,7 +45,7 @@ from sketchwalk_jax.pallas_kernels.token_evidence import (
     token_evidence_kernel,
     weigh_parts,
 )
-from sketchwalk_jax.pallas_kernels.token_scores import TokenParts, token_scores_kernel
+from sketchwalk_jax.pallas_kernels.token_scores import PAGE, TokenParts, token_scores_kernel
 from sketchwalk_jax.pallas_kernels.walk_row import TILE
 from sketchwalk_jax.selection import BlockSelection
 
@@ -61,9 +62,8 @@ class _Sizes:
 
     Attributes:
       num_heads: Query heads.
-      num_columns: Blocks of a sequence, or their pages.
+      num_columns: Pages of a sequence.
       height: Tiles that a row has room for.
-      keys: Of a column.
       count: Columns of a part.
       warpgroups: That share a row.
       exponent: Of the norm over heads.
@@ -75,7 +75,6 @@ class _Sizes:
     num_heads: int
     num_columns: int
     height: int
-    keys: int
     count: int
     warpgroups: int
     exponent: int
@@ -102,7 +101,7 @@ def _list_blocks(
     where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
-    there = jax.lax.div(length_ref[sequence] + sizes.keys - 1, sizes.keys)
+    there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
     # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
@@ -170,14 +169,12 @@ def select_token_by_evidence_kernel(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
-    pages: int = 1,
     ranks: Any = None,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B P"]]:
     """Scores of one token per sequence, evidence and list: two kernels, three of long caches.
 
-    What is listed are `P` pages, `pages` of each block: the blocks themselves, or their pages of
-    16 keys.
+    What is listed are the `P` pages of 16 keys of all blocks.
 
     Args:
       query: Queries in bfloat16, of at most eight heads for one of keys.
@@ -195,7 +192,6 @@ def select_token_by_evidence_kernel(
       decay: What remains of the evidence of the layer before.
       sink_blocks: Number of first pages that are always kept.
       local_blocks: Number of last pages up to the token's own that are always kept.
-      pages: Of a block, 1 or 4.
       ranks: How heads are spread over ranks (`policies.base.Heads`), of which these are one's: the
         parts of all are gathered between the kernels.
       interpret: Whether to interpret the kernels, which needs no GPU.
@@ -204,16 +200,14 @@ def select_token_by_evidence_kernel(
       A `BlockSelection` of pages, shared by all heads, and the evidence.
 
     Raises:
-      ValueError: If there are more than 16,384 pages, 64 heads or half a million of both together,
-        or neither 1 nor 4 pages of a block.
+      ValueError: If there are more than 16,384 pages, 64 heads or half a million of both together.
     """
-    batch, num_columns = step.shape[1], step.shape[2] * pages
+    batch, num_columns = step.shape[1], step.shape[2] * SCORED_PAGES
     num_heads = query.shape[1] if ranks is None else ranks.num_heads
     is_long = num_columns > MAX_BLOCKS or num_heads * num_columns > MAX_TOKEN_SCORES
     if is_long or num_heads > MAX_TOKEN_HEADS:
-        what = "blocks" if pages == 1 else "pages"
         raise ValueError(
-            f"there must be at most {MAX_BLOCKS} {what}, {MAX_TOKEN_HEADS} heads and "
+            f"there must be at most {MAX_BLOCKS} pages, {MAX_TOKEN_HEADS} heads and "
             f"{MAX_TOKEN_SCORES} of both together, got {num_columns} and {num_heads}"
         )
     height, warpgroups = room_of(-(-num_columns // TILE), interpret=interpret)
@@ -231,7 +225,6 @@ def select_token_by_evidence_kernel(
         scale=scale,
         exponent=exponent,
         room=room,
-        pages=pages,
         all_kv_heads=None if ranks is None else ranks.num_kv_heads,
         interpret=interpret,
     )
@@ -244,7 +237,6 @@ def select_token_by_evidence_kernel(
         num_heads=num_heads,
         num_columns=num_columns,
         height=height,
-        keys=KEYS // pages,
         count=parts.size,
         warpgroups=warpgroups,
         exponent=exponent,
@@ -255,7 +247,7 @@ def select_token_by_evidence_kernel(
     scratch: dict[str, Any] = {"scratch": warp_ops.scratch_of_counts(warpgroups)}
     given, evidence = list(parts[:-1]), jax.new_ref(state)
     if sizes.is_spread:
-        of_evidence: dict[str, Any] = dict(keys=sizes.keys, exponent=exponent, decay=decay)
+        of_evidence: dict[str, Any] = dict(exponent=exponent, decay=decay)
         token_evidence_kernel(parts, evidence, lengths, **of_evidence, interpret=interpret)
         given = []
     else:
@@ -283,6 +275,6 @@ def select_token_by_evidence_kernel(
         kernel_name="token_lists",
     )(*given, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
     selection = BlockSelection(
-        ids[:, None, None], kept[:, None, None], KEYS // pages, has_diagonal=local_blocks > 0
+        ids[:, None, None], kept[:, None, None], PAGE, has_diagonal=local_blocks > 0
     )
     return selection, jax.freeze(evidence)

@@ -1,27 +1,24 @@
-"""What blocks of keys are worth to one token, on GPUs from Ampere on, from keys at four bits.
+"""What pages of keys are worth to one token, on GPUs from Ampere on, from keys at four bits.
 
-    l[n, j] = scale · (q_n · centre_j + max_{s in block j} q'_n · step_j code_s)
+    l[n, p] = scale · (q_n · centre_j + max_{s in page p} q'_n · step_j code_s)
 
-for the query heads `n` of one key/value head (`policies.block_codes`). A program has some blocks of
-one key/value head, as few as it takes to fill the GPU, and four warps that share them; the products
-are those of `code_products`. What is wanted are powers of shares,
+for the query heads `n` of one key/value head and the four pages `p` of 16 keys of each block `j`
+(`policies.block_codes`). A program has some blocks of one key/value head, as few as it takes to
+fill the GPU, and four warps that share them; the products are those of `code_products`. What is
+wanted are powers of shares,
 
-    share[n, j] = exp(l[n, j]) / Σ_i exp(l[n, i])
+    share[n, p] = exp(l[n, p]) / Σ_i exp(l[n, i])
 
-whose denominators no program knows, so that each writes what its own blocks say:
+whose denominators no program knows, so that each writes what its own pages say:
 
-    top[n] = max_j l[n, j],   total[n] = Σ_j exp(l[n, j] - top[n]),
-    powers[n, j] = exp(l[n, j] - top[n]) ^ exponent
+    top[n] = max_p l[n, p],   total[n] = Σ_p exp(l[n, p] - top[n]),
+    powers[n, p] = exp(l[n, p] - top[n]) ^ exponent
 
 and `token_lists` puts the programs' parts together. Exponentials are taken here, by all of the GPU.
 What is not a number or too large (`LARGEST_LOGIT`) counts as no attention. Each code is read once,
-half a byte.
-
-With `pages`, what is scored are pages of 16 keys, four in a block. Centres, steps and programs are
-those of the blocks, and `j` above stands for a page, but in `centre_j` and `step_j`. A thread has
-all pages of a block. Their powers are rounded to bfloat16, 8 bytes for the four: the one program
-that reads all of them would take twice as long to read float32. A share, the root of a power, is
-then right within `2^-9 / exponent` of itself.
+half a byte. A thread has all pages of a block. Their powers are rounded to bfloat16, 8 bytes for
+the four: the one program that reads all of them would take twice as long to read float32. A share,
+the root of a power, is then right within `2^-9 / exponent` of itself.
 """
 
 import dataclasses
@@ -47,6 +44,8 @@ from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
+PAGE = KEYS // SCORED_PAGES
+"""Keys of a page."""
 _PROGRAMS = 528  # of 128 threads, that a GPU of 132 processors runs at a time
 _PARTS = 64  # of a head, where these are not too large
 _SHAPE = (MOST_BLOCKS, QUERIES)
@@ -56,10 +55,10 @@ class TokenParts(NamedTuple):
     """What programs say of their blocks; what is beyond a sequence is not written.
 
     Attributes:
-      powers: `[B, N, room]` as in the module's text, float32, or bfloat16 those of pages.
+      powers: `[B, N, room]` as in the module's text, bfloat16.
       top: `[B, more than N, parts]`, float32.
       total: Likewise.
-      size: Columns of a part: blocks, a divisor of 64, or their pages.
+      size: Columns of a part: the pages of some blocks.
     """
 
     powers: Float[Array, "B N W"]
@@ -75,7 +74,6 @@ class _Sizes:
     Attributes:
       group: Query heads of a key/value head.
       count: Blocks of a program.
-      pages: Of a block.
       scale: Factor of the logits.
       exponent: Of the shares.
       interpret: Whether the interpreter runs the kernel.
@@ -83,7 +81,6 @@ class _Sizes:
 
     group: int
     count: int
-    pages: int
     scale: float
     exponent: int
     interpret: bool
@@ -140,12 +137,11 @@ def _score(
             count=sizes.count,
             there=there,
             length=length,
-            pages=sizes.pages,
             interpret=sizes.interpret,
         )
         warp_ops.barrier(interpret=sizes.interpret)
-        own = [peaks.at[page] for page in range(sizes.pages)] if sizes.pages > 1 else [peaks]
-        own, beside = [ops.read(x) for x in own], ops.read(shared)
+        own = [ops.read(peaks.at[page]) for page in range(SCORED_PAGES)]
+        beside = ops.read(shared)
         # As powers of two.
         logits = [(x + beside) * (sizes.scale * math.log2(math.e)) for x in own]
         counts = [jnp.abs(x) < LARGEST_LOGIT * math.log2(math.e) for x in logits]
@@ -181,7 +177,7 @@ def _write(
 ) -> None:
     """Writes what is of heads and blocks that there are."""
     if sizes.interpret:
-        heads, size = pl.ds(head, sizes.group), sizes.count * sizes.pages
+        heads, size = pl.ds(head, sizes.group), sizes.count * SCORED_PAGES
         found = jnp.stack([x[: sizes.count, : sizes.group].T for x in powers], axis=-1)
         found = found.reshape(sizes.group, size).astype(powers_ref.dtype)
         powers_ref[heads, pl.ds(part * size, size)] = found
@@ -190,13 +186,10 @@ def _write(
         return
     row, column = (ops.matrix_index(_SHAPE, axis) for axis in range(2))
     own = plgpu.layout_cast(jnp.max(column, axis=0), ops.BY_COLUMN)
-    width = powers_ref.shape[1] // sizes.pages
+    width = powers_ref.shape[1] // SCORED_PAGES
     place = (head + column) * width + part * sizes.count + row
     place = jnp.where((row < there) & (column < sizes.group), place, place * 0 - 1)
-    if sizes.pages > 1:
-        warp_ops.write_fours(powers, place, powers_ref, layout=ops.ACCUMULATOR)
-    else:
-        warp_ops.write_places(powers[0], place, powers_ref, layout=ops.ACCUMULATOR)
+    warp_ops.write_fours(powers, place, powers_ref, layout=ops.ACCUMULATOR)
     place = (head + own) * sum_refs[0].shape[1] + part
     place = jnp.where(own < sizes.group, place, place * 0 - 1)
     for ref, one in zip(sum_refs, sums, strict=True):
@@ -214,7 +207,6 @@ def token_scores_kernel(
     scale: float,
     exponent: int,
     room: tuple[int, int],
-    pages: int = 1,
     all_kv_heads: int | None = None,
     interpret: bool = False,
 ) -> TokenParts:
@@ -231,18 +223,11 @@ def token_scores_kernel(
       scale: Factor of the products.
       exponent: Of the shares.
       room: Heads and columns that there is to be room for in the result, of these a multiple of
-        256.
-      pages: How many pages of a block are scored, 1 (the block) or 4; the columns are those of
-        all blocks, in order.
+        256. The columns are the pages of all blocks, in order.
       all_kv_heads: Key/value heads of all ranks, where these are one rank's: parts are those of
         one device.
       interpret: Whether the interpreter runs the kernel.
-
-    Raises:
-      ValueError: If there are neither 1 nor 4 pages.
     """
-    if pages not in SCORED_PAGES:
-        raise ValueError(f"pages must be one of {SCORED_PAGES}, got {pages}")
     batch, num_heads, _ = query.shape
     num_blocks, kv_heads = code.shape[2:4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
@@ -250,18 +235,17 @@ def token_scores_kernel(
     sizes = _Sizes(
         group=num_heads // kv_heads,
         count=count,
-        pages=pages,
         scale=scale,
         exponent=exponent,
         interpret=interpret,
     )
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
-    dtype = jnp.float32 if pages == 1 else jnp.bfloat16
+    numbers = jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.bfloat16)
     found = ops.kernel(
         functools.partial(_score, sizes=sizes),
-        out_type=[jax.ShapeDtypeStruct((batch, num_heads, room[1]), dtype), sums, sums],
+        out_type=[numbers, sums, sums],
         scratch_types={
-            "peaks": plgpu.SMEM(_SHAPE if pages == 1 else (pages, *_SHAPE), jnp.float32),
+            "peaks": plgpu.SMEM((SCORED_PAGES, *_SHAPE), jnp.float32),
             "shared": plgpu.SMEM(_SHAPE, jnp.float32),
             "room": room_of_codes(code.shape[5]),
         },
@@ -272,4 +256,4 @@ def token_scores_kernel(
         kernel_name="token_scores",
     )(query, code, centre, step, lengths, layer.astype(jnp.int32)[None])
     powers, top, total = found
-    return TokenParts(powers, top, total, count * pages)
+    return TokenParts(powers, top, total, count * SCORED_PAGES)

@@ -907,27 +907,26 @@ def read_powers(
     """Starts to read the row of the first heads, as many as registers have room for.
 
     Args:
-      power_ref: Numbers in float32 or bfloat16, `[heads, tiles * columns]` in global memory.
+      power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
       there: Columns that there are in all warpgroups; those beyond are anything.
       height: Tiles of each warpgroup.
       columns: Of a tile.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      What `add_powers` takes, in `tiles_layout(height, columns)`; of bfloat16 words of two columns.
+      What `add_powers` takes, in `tiles_layout(height, columns)`: words of two columns.
     """
-    shape, packed = (height, columns), _packed(power_ref)
-    of_head = height * columns // (THREADS * packed)
+    shape = (height, columns)
+    of_head = height * columns // (THREADS * _PACKED)
     # None of long rows, which leave no room beside what makes the factors.
     number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
     if interpret:
         return [power_ref[head, :].reshape(shape) for head in range(number)]
     if not number:
         return []
-    held = (height, columns // packed)
-    layout = tiles_layout(*held, ADJACENT // packed)
-    dtype = jnp.dtype(jnp.float32 if packed == 1 else jnp.int32)
-    result = plgpu.ShapeDtypeStruct(held, dtype, layout)
+    held = (height, columns // _PACKED)
+    layout = tiles_layout(*held, ADJACENT // _PACKED)
+    result = plgpu.ShapeDtypeStruct(held, jnp.dtype(jnp.int32), layout)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
@@ -941,11 +940,6 @@ def read_powers(
         return [as_row(row, held, layout) for row in rows]
 
     return list(read(power_ref, there))
-
-
-def _packed(power_ref: Any) -> int:
-    """How many of the numbers are in a word."""
-    return _PACKED if power_ref.dtype == jnp.bfloat16 else 1
 
 
 def add_powers(
@@ -963,7 +957,7 @@ def add_powers(
 
     Args:
       read: What `read_powers` has read.
-      power_ref: Numbers in float32 or bfloat16, `[heads, tiles * columns]` in global memory.
+      power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
       factors: `[heads or more, parts]` in shared memory.
       there: Columns that there are in all warpgroups.
       height: Tiles of each warpgroup.
@@ -980,8 +974,8 @@ def add_powers(
         places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
         weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
         return jnp.sum(powers * weights, axis=0).reshape(shape)
-    layout, packed = tiles_layout(*shape), _packed(power_ref)
-    held_layout = tiles_layout(height, columns // packed, ADJACENT // packed)
+    layout, words_of_four = tiles_layout(*shape), ADJACENT // _PACKED
+    held_layout = tiles_layout(height, columns // _PACKED, words_of_four)
 
     @plgpu.inline_mgpu(
         arg_types=(*[held_layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
@@ -993,7 +987,7 @@ def add_powers(
         held = [words.scalars(row) for row in rows]
         found: list[ir.Value] = []
         for index, (start, unread, column) in enumerate(places):
-            own = slice(ADJACENT // packed * index, ADJACENT // packed * (index + 1))
+            own = slice(words_of_four * index, words_of_four * (index + 1))
             first = [row[own] for row in held]
             found += _sum_of_heads(powers, factors, first, start, unread, column, part)
         return as_row(found, shape, layout)
@@ -1034,25 +1028,15 @@ def _sum_of_heads(
         ]
         for head, values in zip(heads, loaded, strict=True):
             factor = memref.load(factors, [words.index(words.constant(head)), own])
-            values = _unpacked(values)
+            values = [number for word in values for number in words.unpack_bfloat16(word)]
             totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
     return totals
 
 
 def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
-    """Four adjacent numbers of a head, or zeros: as they are, or in bfloat16 in two words."""
-    kind = ir.MemRefType(powers.type)
-    if isinstance(kind.element_type, ir.F32Type):
-        return _load(start, 4 * head * kind.shape[1], unread, 0, ir.F32Type.get(), "f32")
-    number = ADJACENT // _PACKED
+    """Four adjacent numbers of a head in two words, or zeros."""
+    kind, number = ir.MemRefType(powers.type), ADJACENT // _PACKED
     return _load(start, 2 * head * kind.shape[1], unread, 0, words.i32(), "b32", number)
-
-
-def _unpacked(values: list[ir.Value]) -> list[ir.Value]:
-    """Numbers in float32, of such or of words of two in bfloat16."""
-    if isinstance(values[0].type, ir.F32Type):
-        return values
-    return [number for word in values for number in words.unpack_bfloat16(word)]
 
 
 def _places_of_tiles(

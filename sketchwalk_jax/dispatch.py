@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from sketchwalk_jax.pallas_kernels.config import (
-    LEAST_DECODE_HEAD,
     KernelConfig,
     default_kernel_config,
-    why_not_ampere_token,
     why_not_shape,
 )
 from sketchwalk_jax.validation import varying_axes
@@ -123,8 +121,6 @@ def why_not_mosaic_gpu(
     phase = "decode" if query.shape[1] == 1 else "prefill"
     if not interpret and (reason := why_not_device(phase)):
         return reason
-    if phase == "decode" and kernels_here() == "ampere":
-        return why_not_ampere_token(query, block_size=block_size)
     if kernels_here() != "ampere" and row_size not in (None, block_size) and _checks_varying_axes():
         return "it takes lists of pages in a jax.shard_map with check_vma=False alone"
     return why_not_shape(query, block_size=block_size, row_size=row_size)
@@ -156,8 +152,7 @@ def choose_implementation(
       NotImplementedError: If the named implementation cannot take this call.
     """
     interpret = kernel_config is not None and kernel_config.interpret
-    is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
-    if implementation is None and (interpret or is_small):
+    if implementation is None and interpret:
         return "xla"
     reason = why_not_mosaic_gpu(
         query, block_size=block_size, row_size=row_size, interpret=interpret
@@ -262,8 +257,6 @@ def why_not_full_lists(
     """
     if num_keys % FULL_BLOCK:
         return f"it takes keys of whole blocks of {FULL_BLOCK}, not {num_keys} of them"
-    if query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD:
-        return f"it takes a head_dim of at least {LEAST_DECODE_HEAD} in decode"
     if not has_offset and query.shape[1] > num_keys:
         return f"it needs a key for every query, not {num_keys} for {query.shape[1]}"
     return why_not_mosaic_gpu(query, block_size=FULL_BLOCK, interpret=interpret)

@@ -18,7 +18,6 @@ WEIGHT_EXPONENT = 48
 STATE_EXPONENT = 100
 _PRODUCT_EXPONENT = 112
 _SIGN_AND_MANTISSA = -(0xFF << 23) - 1
-_GROWN = 24  # makes every subnormal number a normal one
 
 
 def product_exponent(power: int) -> int:
@@ -66,14 +65,6 @@ def exponent_of(x: Array) -> Array:
 def mantissa_of(x: Array) -> Array:
     """`x / 2^exponent(x)`, of magnitude `[1, 2)`."""
     return jax.lax.bitcast_convert_type((_bits(x) & _SIGN_AND_MANTISSA) | (127 << 23), jnp.float32)
-
-
-def mantissa_and_exponent(x: Array) -> tuple[Array, Array, Array]:
-    """`x` as a mantissa and an exponent, subnormal numbers too, and where it is zero."""
-    is_small = exponent_of(x) == NO_EXPONENT
-    x = jnp.where(is_small, x * 2.0**_GROWN, x)
-    exponent = exponent_of(x)
-    return mantissa_of(x), jnp.where(is_small, exponent - _GROWN, exponent), x == 0.0
 
 
 def power_of_two(exponent: Array) -> Array:

@@ -37,7 +37,6 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # Panels of columns in a product with a triangular matrix, and the least size worth dividing.
 _PANELS = 4
 _LEAST_PANELLED = 1024
-_PARTS = 4  # of a smaller product's sum
 
 
 @register
@@ -86,12 +85,6 @@ def _counting(
     counts = causal[None] & jnp.isfinite(scores)
     scores = jnp.maximum(scores, 0.0) if rectify else scores
     return jnp.where(counts, scores, 0.0)
-
-
-def row_maxima(scores: Float[Array, "B J J"], *, rectify: bool) -> Float[Array, "B J"]:
-    """Largest magnitudes of the scores that a power transition counts, which are finite."""
-    causal = causal_mask(scores.shape[-1])
-    return jnp.max(jnp.abs(_counting(scores, causal, rectify=rectify)), axis=-1)
 
 
 def power_transition(
@@ -156,24 +149,6 @@ def _times_triangular(
         for start in starts
     ]
     return jnp.concatenate(panels, axis=-1)
-
-
-def product_parts(
-    left: Float[Array, "B I J"], lower: Float[Array, "B J J"], *, precision: Precision
-) -> Float[Array, "P B I J"]:
-    """What adds up to `left @ lower`, where `lower` is triangular.
-
-    The product of few blocks has too few tiles for a GPU, unless the sum is divided.
-    """
-    batch, num_rows, num_blocks = left.shape
-    if num_blocks >= _LEAST_PANELLED or num_blocks % _PARTS:
-        return _times_triangular(left, lower, precision)[None]
-    return jnp.einsum(
-        "bipm,bpmj->pbij",
-        left.reshape(batch, num_rows, _PARTS, -1),
-        lower.reshape(batch, _PARTS, -1, num_blocks),
-        precision=precision,
-    )
 
 
 def _scale_columns(

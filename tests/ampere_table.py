@@ -252,7 +252,7 @@ def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
                 "capability": capability,
                 "heads": (case.heads, case.kv_heads),
                 "head_dim": case.head_dim,
-                "lists": f"pages of {64 // case.pages}",
+                "lists": "pages of 16",
                 "kernel": name,
                 "turn": _TURNS[name],
                 **_occupancy(said, shared, capability),

@@ -131,14 +131,13 @@ class GpuCase:
 
     def program(self) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
         from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
         from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
         from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
         if self.case.op == "prefill":
             return self.case.program(block_sparse_prefill if self.is_hopper else ampere_prefill)
-        return self.case.program(block_sparse_decode_kernel if self.is_hopper else ampere_decode)
+        return self.case.program(block_sparse_decode_kernel)
 
 
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
@@ -166,7 +165,6 @@ CASES = (
     Decode(heads=(14, 2), lengths=(129,), lists="kv_head"),
     Decode(heads=(4, 2), lengths=(193,), lists="head", return_lse=False),
     Decode(heads=(8, 1), lengths=(500,), block_size=16),
-    Decode(heads=(2, 1), lengths=(100,), head_dim=96),
 )
 
 LARGE_CASES = (
@@ -241,7 +239,6 @@ _SHAPES = {
         *_pairs(1, 3, 4, 7, 8),
         Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
         Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
-        Decode(heads=(32, 8), lengths=(4096,), head_dim=96),
     ],
     "8.0": [
         *_pairs(1, 4, 7),

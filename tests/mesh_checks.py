@@ -84,8 +84,12 @@ POLICIES: dict[str, Policy] = {
     "damped": sw.SketchWalkConfig.damped(**_SKETCH),
     "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH),
     "released": sw.SketchWalkConfig.released(**_SPARSE),
-    "recommended_blocks": sw.SketchWalkConfig.recommended_blocks(
-        block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
+    "whole_blocks": sw.SketchWalkConfig.recommended(
+        block_size=SIZE,  # of one page
+        density=0.5,
+        min_tokens=2 * SIZE,
+        local_tokens=0,
+        early_representatives=(),
     ),
     "recommended": sw.SketchWalkConfig.recommended(
         block_size=2 * SIZE,  # of two pages
@@ -413,7 +417,7 @@ def _sent(
             gathered += [by_head * c.num_heads, by_head * c.num_kv_heads]
         if sequence > 1 and not is_token:
             gathered += [own * rows * 8] * 2  # sketches of queries and of keys
-    if name == "recommended_blocks" and tensor > 1:
+    if name == "whole_blocks" and tensor > 1:
         pieces = 2 if sequence > 1 and not is_token else 1
         of_a_row = own * c.num_heads * (1 if is_token else 8) * blocks
         gathered += [of_a_row * rows // (sequence if pieces > 1 else 1) // pieces] * pieces

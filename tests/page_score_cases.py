@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from cases import Program
 
-from sketchwalk_jax import KernelConfig, SketchWalkConfig
+from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -18,7 +18,7 @@ class PageScoresCase:
     """The kernels that select by the recommended policy.
 
     A prompt's go from queries to page scores, with `count` representatives of a row. A token's go
-    from its queries to its list. With one page of a block, both are of blocks.
+    from its queries to its list.
     """
 
     heads: int
@@ -26,21 +26,17 @@ class PageScoresCase:
     head_dim: int
     count: int | None = None
     blocks: int = 40
-    pages: int = 1
     batch: int = 1
 
     def __str__(self) -> str:
         """Names the case in test ids."""
         what = "a token" if self.count is None else f"{self.count} queries"
-        what += f", {self.pages} pages" if self.pages > 1 else ""
         what += f", {self.batch} sequences" if self.batch > 1 else ""
         return f"scores {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """A prompt's page scores; a token's list and scores."""
-        of_pages = self.pages > 1
-        policy = RecommendedConfig() if of_pages else SketchWalkConfig.recommended_blocks()
-        kernels, blocks = kernel_config or KernelConfig(), self.blocks
+        policy, kernels, blocks = RecommendedConfig(), kernel_config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         make = functools.partial(policy.init_statistics, shape, batch=self.batch, num_blocks=blocks)
         codes = jax.eval_shape(make)
@@ -93,7 +89,7 @@ class PageLogitsCase:
 
         kv_heads, rows = 2, max(1, kernel.TILE // self.per_row)
         interpret = kernel_config is not None and kernel_config.interpret
-        where: dict[str, Any] = {"pages": 4, "interpret": interpret}
+        where: dict[str, Any] = {"interpret": interpret}
 
         def score(query: Any, code: Any, step: Any, centre: Any, layer: Any, lengths: Any) -> Any:
             key = block_residuals_kernel(code, step, layer=layer, lengths=lengths, **where)
@@ -142,41 +138,40 @@ whole_prompt = WholePromptCase()
 Prompt = Token = functools.partial(PageScoresCase, heads=32, kv_heads=8, head_dim=128)
 # The shapes of prompts in the table of code for GPUs from Ampere on.
 CODE_SHAPES = (
-    Prompt(count=8, blocks=256, pages=4),
-    Prompt(heads=14, kv_heads=2, head_dim=64, count=4, blocks=2048, pages=4),
+    Prompt(count=8, blocks=256),
+    Prompt(heads=14, kv_heads=2, head_dim=64, count=4, blocks=2048),
 )
 # By GPU. On Hopper and on the first of the others, prompts with each number of queries of a row,
 # and tokens with few and many heads whose scores one thread block adds up, or many.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         *CODE_SHAPES,
-        Prompt(heads=28, kv_heads=4, count=32, blocks=45, pages=4),
-        Prompt(heads=2, kv_heads=2, head_dim=64, count=8, pages=4),
+        Prompt(heads=28, kv_heads=4, count=32, blocks=45),
+        Prompt(heads=2, kv_heads=2, head_dim=64, count=8),
         Prompt(head_dim=64, count=32),
         Prompt(heads=9, kv_heads=3, head_dim=64, count=8, blocks=45),
         PageLogitsCase(per_row=16, channels=32),
         PageLogitsCase(per_row=64, channels=32, blocks=2048),
-        Token(blocks=256, pages=4),
-        Token(heads=3, kv_heads=3, head_dim=64, blocks=1, pages=4),
-        Token(heads=28, kv_heads=4, blocks=512, pages=4),
-        Token(head_dim=64, blocks=2048, pages=4),
-        Token(heads=64, blocks=4096, pages=4),
-        Token(blocks=1024, pages=4, batch=8),
+        Token(blocks=256),
+        Token(heads=3, kv_heads=3, head_dim=64, blocks=1),
+        Token(heads=28, kv_heads=4, blocks=512),
+        Token(head_dim=64, blocks=2048),
+        Token(heads=64, blocks=4096),
+        Token(blocks=1024, batch=8),
         Token(heads=14, kv_heads=2, head_dim=64, blocks=45),
         Token(blocks=63),
-        Token(heads=64, blocks=16384),
     ),
     "8.0": (
         *CODE_SHAPES,
-        Prompt(heads=28, kv_heads=4, count=32, blocks=45, pages=4),
+        Prompt(heads=28, kv_heads=4, count=32, blocks=45),
         Prompt(heads=9, kv_heads=3, head_dim=64, count=8, blocks=45),
-        Token(blocks=256, pages=4),
-        Token(heads=3, kv_heads=3, head_dim=64, blocks=1, pages=4),
-        Token(heads=64, blocks=4096, pages=4),
+        Token(blocks=256),
+        Token(heads=3, kv_heads=3, head_dim=64, blocks=1),
+        Token(heads=64, blocks=4096),
         Token(heads=14, kv_heads=2, head_dim=64, blocks=45),
     ),
-    "8.6": (*CODE_SHAPES[:1], Token(heads=64, blocks=4096, pages=4)),
-    "8.9": (Token(blocks=256, pages=4),),
-    "10.0": (*CODE_SHAPES[:1], Token(blocks=256, pages=4)),
-    "12.0": (*CODE_SHAPES[:1], Token(blocks=256, pages=4)),
+    "8.6": (*CODE_SHAPES[:1], Token(heads=64, blocks=4096)),
+    "8.9": (Token(blocks=256),),
+    "10.0": (*CODE_SHAPES[:1], Token(blocks=256)),
+    "12.0": (*CODE_SHAPES[:1], Token(blocks=256)),
 }

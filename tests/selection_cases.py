@@ -142,61 +142,6 @@ class TokenSelectionCase:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptSelectionCase:
-    """The kernel that turns the walk's product into lists, in a prompt."""
-
-    num_blocks: int
-    num_parts: int = 1
-
-    def __str__(self) -> str:
-        """Names the case in test ids."""
-        return f"select_prompt-J{self.num_blocks}-parts{self.num_parts}"
-
-    def program(self) -> Program:
-        """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel
-
-        budget = block_budget(self.num_blocks, density=0.1, sink_blocks=1, local_blocks=1)
-
-        def select(product: Any, weights: Any, scores: Any, start: Any, layers: Any) -> Any:
-            arrays = (product, weights, scores, start, layers, budget)
-            return select_prompt_kernel(*arrays, sink_blocks=1, local_blocks=1)
-
-        square = (1, self.num_blocks, self.num_blocks)
-        floats, integers = [(self.num_parts, *square), square, square], [(1,), ()]
-        return select, (
-            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats),
-            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in integers),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WalkOperandsCase:
-    """The kernel that makes the operands of the walk's product, in a prompt."""
-
-    num_blocks: int
-    num_rows: int
-    power: int = 8
-
-    def __str__(self) -> str:
-        """Names the case in test ids."""
-        return f"walk_operands-J{self.num_blocks}-I{self.num_rows}-power{self.power}"
-
-    def program(self) -> Program:
-        """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.select_prompt import walk_operands_kernel
-
-        function = functools.partial(
-            walk_operands_kernel,
-            power=self.power,
-            rectify=self.power % 2 == 1,
-        )
-        shapes = [(1, self.num_blocks, self.num_blocks), (1, self.num_blocks)]
-        shapes.append((1, self.num_rows, self.num_blocks))
-        return function, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-
-
 Select = SelectionKernelCase
 CASES = (
     Select(num_blocks=5, num_rows=5),
@@ -226,11 +171,6 @@ COMPILED: dict[str, tuple[Any, ...]] = {
         TokenSelectionCase(num_blocks=512, batch=128, power=4),
         TokenSelectionCase(num_blocks=1024, sketch_dim=256, power=1),
         TokenSelectionCase(num_blocks=16384),
-        PromptSelectionCase(num_blocks=5),
-        PromptSelectionCase(num_blocks=256, num_parts=4),
-        PromptSelectionCase(num_blocks=8192),
-        WalkOperandsCase(num_blocks=1500, num_rows=64, power=7),
-        WalkOperandsCase(num_blocks=8192, num_rows=8192),
     ),
     "8.0": (
         Select(num_blocks=200, num_rows=2, rows=(198,), density=1.0),

@@ -5,7 +5,6 @@ As compiled, cases take GPUs in turn.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 
@@ -22,6 +21,7 @@ from test_kernels import NOT_FINITE, assert_attention
 from variants import INTERPRET, RUNS_COMPILED, slow_unless
 
 from sketchwalk_jax import KernelConfig
+from sketchwalk_jax.pallas_kernels import ampere_prefill as module
 from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill, sizes
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -48,13 +48,13 @@ def on_some_gpu():
 
 
 @functools.cache
-def compiled(kernel, case, config):
-    function, _ = case.program(kernel, kernel_config=config)
+def compiled(kernel, case):
+    function, _ = case.program(kernel, kernel_config=CONFIG)
     return jax.jit(function)
 
 
-def run(case, arguments, capfd, *, kernel=ampere_prefill, config=CONFIG, times=TIMES):
-    return kernel_draws.run(compiled(kernel, case, config), arguments, capfd, times=times)
+def run(case, arguments, capfd, *, kernel=ampere_prefill, times=TIMES):
+    return kernel_draws.run(compiled(kernel, case), arguments, capfd, times=times)
 
 
 @pytest.mark.usefixtures("on_some_gpu")
@@ -76,11 +76,11 @@ SIZES = ((32, 1), (32, 3), (64, 1), (64, 3))
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize("form", [Prefill, Pages])
 @pytest.mark.parametrize("chosen", SIZES, ids=str)
-def test_sizes_change_nothing_beyond_rounding(chosen, form, capfd):
-    config = dataclasses.replace(CONFIG, prefill_keys=chosen[0], prefill_stages=chosen[1])
+def test_sizes_change_nothing_beyond_rounding(chosen, form, capfd, monkeypatch):
+    monkeypatch.setattr(module, "sizes", lambda *_: chosen)
     case = form(heads=(4, 2), lengths=(200, 70), head_dim=64)
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    assert_attention(case, arguments, mask, run(case, arguments, capfd, config=config))
+    assert_attention(case, arguments, mask, run(case, arguments, capfd))
 
 
 @pytest.mark.slow
@@ -101,9 +101,9 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize("chosen", [(64, 2), (32, 1)], ids=str)
-def test_lists_name_any_of_a_rows_own_pages(chosen, capfd):
+def test_lists_name_any_of_a_rows_own_pages(chosen, capfd, monkeypatch):
     """Each head lists another subset of the four; whoever attends to an unlisted page sees NaN."""
-    config = dataclasses.replace(CONFIG, prefill_keys=chosen[0], prefill_stages=chosen[1])
+    monkeypatch.setattr(module, "sizes", lambda *_: chosen)
     case = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
     (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
     for head, row, place in np.ndindex(16, case.num_rows, 4):
@@ -115,7 +115,7 @@ def test_lists_name_any_of_a_rows_own_pages(chosen, capfd):
     padding = ((0, 0),) * 3 + ((0, ids.shape[-1] - packed.shape[-1]),)
     ids = jnp.asarray(np.pad(packed, padding, constant_values=2**30), jnp.int32)
     arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
-    found = run(case, arguments, capfd, config=config)
+    found = run(case, arguments, capfd)
     assert_attention(case, arguments, mask, found)
     # Values that are not finite reach later queries of the heads that list their pages.
     sees = np.zeros((1, 3 * 64, 16), bool)
@@ -123,7 +123,7 @@ def test_lists_name_any_of_a_rows_own_pages(chosen, capfd):
         floats[2] = floats[2].at[cases.LAYER, 0, position, 0, features].set(jnp.nan)
         lists = mask[0, :, np.arange(192) // 64, position // 16]
         sees[0] |= lists & (np.arange(192) >= position)[:, None]
-    spoiled = run(case, (*floats, *arguments[3:]), capfd, config=config)
+    spoiled = run(case, (*floats, *arguments[3:]), capfd)
     must = sees & (np.arange(192) < 180)[:, None]
     kernel_draws.assert_reaches_those_who_see(spoiled, found, sees, must)
 

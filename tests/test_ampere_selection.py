@@ -37,7 +37,7 @@ def select(capability, drawn):
     ],
 )
 def test_tokens_get_the_lists_that_they_get_on_hopper(capability, shape, kind):
-    drawn = draw_token(*shape, kind, pages=4, second=17 * SIZE + 21)
+    drawn = draw_token(*shape, kind, second=17 * SIZE + 21)
     # `ptxas` takes code for the first GPU of a process, and for older ones.
     wanted, found = (jax.tree.leaves(select(x, drawn)) for x in ("9.0", capability))
     for one, other in zip(found, wanted, strict=True):

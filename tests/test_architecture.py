@@ -1,5 +1,6 @@
 """The page on the architecture is that of the code: rooms, and the way of a token through them."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -58,11 +59,12 @@ def test_a_token_goes_the_way_that_the_page_says(
     phase, module, column, page, repository, monkeypatch
 ):
     monkeypatch.setattr(module, "ops", Watched(module.ops, repository))
+    model = dataclasses.replace(tiny.MODEL, head_dim=64)
     with pytest.raises(Arrived) as reached:
         generate(
-            tiny.params(jnp.bfloat16),
+            tiny.params(jnp.bfloat16, model),
             tiny.prompts(200)[0],
-            model_config=tiny.MODEL,
+            model_config=model,
             policy=SketchWalkConfig.paper(),
             max_new_tokens=2,
             phase=phase,

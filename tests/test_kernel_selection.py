@@ -27,14 +27,12 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.pallas_kernels import walk_row
 from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
-from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_POWER, MAX_PROMPT_BLOCKS
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_POWER
 from sketchwalk_jax.pallas_kernels.select import ordered_keys, select_blocks_kernel
 from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
-from sketchwalk_jax.pallas_kernels.select_prompt import select_prompt_kernel, walk_operands_kernel
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.scaled import STATE_EXPONENT, product_exponent
 from sketchwalk_jax.selection import block_budget, select_blocks
-from sketchwalk_jax.walk import WalkState, causal_mask, power_transition, row_maxima, walk_step
+from sketchwalk_jax.walk import WalkState, walk_step
 
 # The whole policy
 
@@ -226,95 +224,6 @@ def test_keys_have_the_order_of_the_scores():
     assert set(ordered_keys(others).tolist()) == {int(keys[0])}
 
 
-# The walk and the lists of a prompt
-
-
-def at_exponent(top, rows, log2_scale=0):
-    """Scales rows by powers of two: the largest entry to `[1, 2) · 2^top`, tiny ones to zero."""
-    exponent = np.where(rows == 0, -(1 << 24), np.frexp(rows)[1] - 1 + log2_scale)
-    shift = log2_scale - exponent.max(-1, keepdims=True) + top
-    rows = np.ldexp(rows.astype(np.float64), np.where(rows == 0, 0, shift))
-    return np.where(np.abs(rows) < 2.0**-126, 0.0, rows).astype(np.float32)
-
-
-@pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "power", "rectify"),  # sequences, blocks and rows
-    pairwise([(1, 1, 1), (2, 5, 5), (1, 140, 20), (1, 128, 130)], (8, 3), (False, True)),
-)
-def test_operands_of_the_walk(shape, power, rectify):
-    batch, num_blocks, num_rows = shape
-    rng = np.random.default_rng(num_blocks)
-    scores = rng.normal(size=(batch, num_blocks, num_blocks))
-    scores *= np.exp2(rng.uniform(-30, 30, (batch, num_blocks, 1)))
-    scores[0, 2:3], scores[-1, 3:4] = 0.0, -1.0
-    scores[0, 4:5, 0], scores[0, 4:5, 2:3], scores[0, 4:5, 3:4] = np.nan, np.inf, -np.inf
-    above = ~np.tri(num_blocks, dtype=bool)
-    scores[:, above] = rng.choice([np.nan, 2.0**40], above.sum())  # which must not count
-    state = draw("wide", rng, batch, num_rows, num_blocks)
-    state[:, 1:2] = 0.0
-
-    @jax.jit
-    def run(scores, state):
-        """Both operands by the kernel, and the transition and its scale by plain JAX."""
-        largest = row_maxima(scores, rectify=rectify)
-        options = {"power": power, "rectify": rectify, "interpret": INTERPRET}
-        found = walk_operands_kernel(scores, largest, state, **options)
-        causal = causal_mask(num_blocks)
-        return found, power_transition(scores, causal, exponent=power, rectify=rectify)
-
-    (weights, left), (wanted, log2_scale) = run(np.float32(scores), state)
-    np.testing.assert_array_equal(weights, wanted)
-    wanted = at_exponent(product_exponent(power), state, np.asarray(log2_scale)[:, None])
-    np.testing.assert_array_equal(left, wanted)
-
-
-# Blocks, rows, the first row of each sequence (some end beyond the cache), parts of the product.
-PROMPTS = [(1, 1, (0,), 1), (5, 5, (0, 0), 1), (157, 10, (147, 30), 1), (256, 10, (250, 0), 4)]
-LONGEST_PROMPT = (MAX_PROMPT_BLOCKS, 1, (MAX_PROMPT_BLOCKS - 1,), 1)
-STARTS = [(0, True), (1, True), (1, False)]  # layers before, and whether the product counts
-
-
-@pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prompt", "start"), [*pairwise(PROMPTS, STARTS), (LONGEST_PROMPT, (1, True))], ids=str
-)
-def test_rows_and_lists_of_a_prompt(prompt, start):
-    (num_blocks, num_rows, first, parts), (layers, use_walk) = prompt, start
-    rng = np.random.default_rng(num_blocks + layers)
-    budget = block_budget(num_blocks, density=0.3, sink_blocks=1, local_blocks=2)
-    batch, first = len(first), np.int32(first)
-    rows = first[:, None] + np.arange(num_rows, dtype=np.int32)
-    own = np.arange(batch)[:, None], np.minimum(rows, num_blocks - 1)
-    is_causal = np.arange(num_blocks) <= own[1][..., None]
-    weights, scores = np.zeros((2, batch, num_blocks, num_blocks), np.float32)
-    for matrix in (weights, scores):
-        matrix[own] = draw("wide", rng, batch, num_rows, num_blocks) * is_causal
-    product = draw("wide", rng, batch, num_rows, num_blocks)
-    if num_rows > 1:  # three rows without a positive entry
-        weights[:, 1] = product[:, 0] = 0.0
-        product[:, 1] = -np.abs(product[:, 1])
-        product[:, 2], product[:, 2, 0] = 2.0**-120, -(2.0**110)  # too small beside the first
-    # Parts whose sum is exact in any order.
-    shares = rng.integers(0, parts, product.shape)
-    split = np.stack([np.where(shares == part, product, np.float32(0)) for part in range(parts)])
-
-    @jax.jit
-    def run(*arrays):
-        options = {"sink_blocks": 1, "local_blocks": 2, "use_walk": use_walk}
-        return select_prompt_kernel(*arrays, budget, interpret=INTERPRET, **options)
-
-    lists, state, walked = run(split, weights, scores, first, np.int32(layers))
-    wanted = at_exponent(STATE_EXPONENT, product if layers and use_walk else weights[own])
-    np.testing.assert_array_equal(state, wanted)
-    assert walked == layers + 1
-    is_empty = wanted.max(-1, keepdims=True) <= 0
-    _, plain = list_programs(1, 2, int(budget[-1]))
-    assert_same_lists(lists, plain(np.where(is_empty, scores[own], wanted), rows, budget[own[1]]))
-
-
 # The walk and the list of a token
 
 BLOCK = 64
@@ -428,14 +337,10 @@ def test_arrays_that_do_not_fit_are_refused():
             jax.eval_shape(functools.partial(kernel, **options), *arrays)
 
     forced = {"sink_blocks": 0, "local_blocks": 1}
-    zero, one, many = jnp.int32(0), jnp.zeros((1, 1), jnp.int32), MAX_PROMPT_BLOCKS + 1
-    square, scores = (1, many, many), (1, 1, MAX_BLOCKS + 1)
+    zero, one = jnp.int32(0), jnp.zeros((1, 1), jnp.int32)
+    scores = (1, 1, MAX_BLOCKS + 1)
     options = {"rows": one, "counts": one, "max_count": 1, **forced}
     refuse("at most 16384 columns", select_blocks_kernel, scores, **options)
-    options = {"power": 8, "rectify": False}
-    refuse("at most 8192 columns", walk_operands_kernel, square, (1, many), square, **options)
-    options = {"first_block": one[0], "layers": zero, "budget": np.ones(many, np.int32), **forced}
-    refuse("at most 8192 columns", select_prompt_kernel, (1, *square), square, square, **options)
     for size, power, num_blocks in ((24, 8, 5), (32, MAX_POWER + 1, 5), (32, 8, MAX_BLOCKS + 1)):
         words, sums = f"got {size}, {power} and {num_blocks}", (1, num_blocks, 1, size)
         options = {"layers": zero, "positions": one[0], "counts": one, "head_dim": 64, **forced}

@@ -1,9 +1,10 @@
-"""Hopper's kernels of attention against the equations: interpreted, as compiled, or on a GPU.
+"""Hopper's kernel of prompts against the equations: interpreted, as compiled, or on a GPU.
+
+The public functions are called here too, for prompts and for tokens.
 
 On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
 """
 
-import dataclasses
 import functools
 
 import attention_cases
@@ -25,15 +26,18 @@ from sketchwalk_jax import (
     dense_attention,
     dispatch,
 )
-from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+from sketchwalk_jax.pallas_kernels import block_sparse_prefill as module
 from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 
 ON_GPU = dispatch.is_hopper() and not RUNS_COMPILED
 CONFIG = KernelConfig(interpret=True) if INTERPRET else None
 SEEDS, TIMES = ((0, 1, 2), 2) if ON_GPU else ((0,), 1)  # the interpreter is slow
-KERNELS = {"prefill": block_sparse_prefill, "decode": block_sparse_decode_kernel}
-CASES = attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
-KEPT = ("prefill-4x2-H64-T250", "decode-8x1-H128-T500")  # which the interpreter runs by default
+CASES = [
+    case
+    for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
+    if case.op == "prefill"
+]
+KEPT = "prefill-4x2-H64-T250"  # which the interpreter runs by default
 
 # Before JAX 0.12 every thread must wait for every barrier there is, its own or not.
 CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
@@ -54,7 +58,7 @@ def skip_unless_it_runs(op):
 
 @functools.cache
 def compiled(case):
-    function, shapes = case.program(KERNELS[case.op], kernel_config=CONFIG)
+    function, shapes = case.program(block_sparse_prefill, kernel_config=CONFIG)
     return jax.jit(function), shapes
 
 
@@ -69,7 +73,7 @@ def run(case, arguments, capfd):
     "case", slow_unless(lambda case: str(case).startswith(KEPT), CASES), ids=str
 )
 def test_attention_equals_the_reference(case, seed, capfd):
-    skip_unless_it_runs(case.op)
+    skip_unless_it_runs("prefill")
     arguments, mask = kernel_draws.draw_attention(case, seed)
     assert_attention(case, arguments, mask, run(case, arguments, capfd))
 
@@ -184,29 +188,14 @@ def test_public_functions_take_the_kernels(name):
         )
 
 
-# Few programs, so that each has several tiles.
-CHOICES = {
-    "prefill": (
-        {"prefill_programs": 3},
-        {"prefill_programs": 2, "prefill_stages": 3, "prefill_value_stages": 2},
-        {"prefill_programs": 1, "prefill_stages": 3, "prefill_value_stages": 3},
-    ),
-    "decode": ({"decode_splits": 2}, {"decode_keys": 128, "decode_buffer_kib": 96}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("op", "changes"),
-    [(op, changes) for op in CHOICES for changes in CHOICES[op]],
-    ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()),
-)
-def test_sizes_change_nothing_beyond_rounding(op, changes, capfd):
-    skip_unless_it_runs(op)
-    head_dim = 64 if "prefill_stages" in changes else 128
-    case = AttentionKernelCase(op=op, heads=(4, 2), lengths=(200, 70), head_dim=head_dim)
-    kernel_config = dataclasses.replace(CONFIG or KernelConfig(), **changes)
-    function, _ = case.program(KERNELS[case.op], kernel_config=kernel_config)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_each_of_few_programs_takes_tile_after_tile(programs, head_dim, capfd, monkeypatch):
+    skip_unless_it_runs("prefill")
+    monkeypatch.setattr(module, "num_multiprocessors", lambda: programs)
+    case = Prefill(heads=(4, 2), lengths=(200, 70), head_dim=head_dim)
+    function, _ = case.program(block_sparse_prefill, kernel_config=CONFIG)
     arguments, mask = kernel_draws.draw_attention(case, 0)
     kernel_draws.poison(jax.eval_shape(function, *arguments))
     assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
@@ -252,19 +241,18 @@ NOT_FINITE = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+@pytest.mark.parametrize("case", [x for x in NOT_FINITE if x.op == "prefill"], ids=str)
 def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
-    skip_unless_it_runs(case.op)
+    skip_unless_it_runs("prefill")
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
     kernel_draws.assert_spoilt_reaches_those_who_see(
         functools.partial(run, case, capfd=capfd), case, arguments, mask, seeds=9 if ON_GPU else 2
     )
 
 
-@pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
-    case = AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(KERNELS[case.op], kernel_config=KernelConfig(interpret=True))
+def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words():
+    case = Prefill(heads=(2, 1), lengths=(64,), head_dim=64)
+    function, _ = case.program(block_sparse_prefill, kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

@@ -101,7 +101,7 @@ def observe(policy, key, codes, span, *, kernel_config):
 def test_codes_are_those_of_plain_jax(case, kind):
     kv_heads, head_dim, dtype, calls = OBSERVED[case]
     key = observed_keys(kv_heads, head_dim, dtype, kind)
-    policy = SketchWalkConfig.recommended_blocks()
+    policy = SketchWalkConfig.recommended()
     shape = LayerShape(kv_heads, kv_heads, head_dim, jnp.dtype(dtype))
     found = wanted = policy.init_statistics(shape, batch=3, num_blocks=4)
     starts = np.zeros(3, int)
@@ -123,7 +123,7 @@ def test_codes_are_those_of_plain_jax(case, kind):
 def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
     key, policy = (
         observed_keys(2, head_dim, "bfloat16", kind),
-        SketchWalkConfig.recommended_blocks(),
+        SketchWalkConfig.recommended(),
     )
     shape = LayerShape(2, 2, head_dim, jnp.bfloat16)
     found = policy.init_statistics(shape, batch=3, num_blocks=4)
@@ -148,7 +148,7 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2 * SIZE, 1])
 def test_codes_of_one_layer_leave_the_others_alone(tokens):
-    key, policy = observed_keys(2, 64, "bfloat16", "random"), SketchWalkConfig.recommended_blocks()
+    key, policy = observed_keys(2, 64, "bfloat16", "random"), SketchWalkConfig.recommended()
     shape = LayerShape(2, 2, 64, jnp.bfloat16)
     one = policy.init_statistics(shape, batch=3, num_blocks=4)
     rng = np.random.default_rng(0)
@@ -183,7 +183,7 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
     [(jnp.float32, 64, 64), (jnp.bfloat16, 32, 64), (jnp.bfloat16, 64, 32)],
 )
 def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
-    policy = SketchWalkConfig.recommended_blocks(block_size=size, representatives=4)
+    policy = SketchWalkConfig.recommended(block_size=size, representatives=4)
     shape = LayerShape(1, 1, head_dim, dtype)
     codes = policy.init_statistics(shape, batch=1, num_blocks=2)
     key = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2 * size, 1, head_dim)), dtype)

@@ -45,11 +45,8 @@ POLICIES = {
     "damped": SketchWalkConfig.damped(**SPARSE),
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
     "released": SketchWalkConfig.released(block_size=SIZE, dense_layers=0, dense_rows=0),
-    "recommended_blocks": SketchWalkConfig.recommended_blocks(**SPARSE, representatives=4),
     "recommended": SketchWalkConfig.recommended(**(SPARSE | {"block_size": 32}), min_tokens=48),
-    "largest": SketchWalkConfig.recommended_blocks(
-        **SPARSE, exponent=8, local_tokens=0, min_tokens=32
-    ),
+    "whole blocks": SketchWalkConfig.recommended(**SPARSE, local_tokens=0, min_tokens=32),
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }
@@ -63,7 +60,7 @@ BAD_TOKENS = {
     "query inf": ("query", np.inf),
     "value nan": ("value", np.nan),
 }
-KEPT = ("paper", "damped", "recommended_blocks", "recommended", "oracle")
+KEPT = ("paper", "damped", "recommended", "oracle")
 FEW = ("damped", "recommended", "oracle")
 
 
@@ -374,14 +371,14 @@ MODELS = {
     "paper": SketchWalkConfig.paper(**SPARSE | {"dense_layers": 1}),
     "damped": SketchWalkConfig.damped(**SPARSE | {"dense_layers": (0, 2)}),
     "one_hop": SketchWalkConfig.one_hop(**SPARSE),
-    "recommended_blocks": SketchWalkConfig.recommended_blocks(
-        **SPARSE | {"dense_layers": 1, "density": 0.5}
+    "recommended": SketchWalkConfig.recommended(
+        **SPARSE | {"dense_layers": 1, "density": 0.5}, min_tokens=64
     ),
     "oracle": OracleConfig(**SPARSE),
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(("dense", "recommended_blocks").__contains__, MODELS))
+@pytest.mark.parametrize("name", slow_unless(("dense", "recommended").__contains__, MODELS))
 def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name):
     weights = tiny.params()
     weights["embed"]["embedding"] = weights["embed"]["embedding"].at[62].set(jnp.nan)

@@ -30,9 +30,6 @@ OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW, "max_tokens": CAPACITY}
 CONFIGS = {
     "dense": POLICIES["dense"],
     "paper": POLICIES["paper"],
-    "recommended_blocks": SketchWalkConfig.recommended_blocks(
-        block_size=SIZE, density=0.5, min_tokens=2 * SIZE, local_tokens=0
-    ),
     "recommended": SketchWalkConfig.recommended(
         block_size=2 * SIZE,  # of two pages
         density=0.5,

@@ -23,7 +23,9 @@ SIZE, PAGE, NUM_LAYERS = 32, 16, 3
 OPTIONS = {"block_size": SIZE, "density": 0.3, "min_tokens": 64}
 EARLY = ((64, 16), (160, 12))
 CONFIGS = {
-    "blocks": SketchWalkConfig.recommended_blocks(block_size=SIZE, density=0.3),
+    "whole blocks": SketchWalkConfig.recommended(
+        **OPTIONS, page_size=SIZE, early_representatives=(), exponent=4
+    ),
     "default": SketchWalkConfig.recommended(**(OPTIONS | {"early_representatives": EARLY})),
     "largest": SketchWalkConfig.recommended(
         **(OPTIONS | {"min_tokens": 32}), sink_tokens=32, local_tokens=0, early_representatives=()
@@ -59,7 +61,7 @@ KEPT = {
     ("default", "ragged", "nan"),
     ("planned", "ragged", "random"),
     ("largest", "wide heads", "inf"),
-    ("blocks", "ragged", "equal"),
+    ("whole blocks", "ragged", "equal"),
     ("forgetful", "wide heads", "huge"),
     ("all queries", "one block", "equal keys"),
 }
@@ -183,7 +185,7 @@ def test_layers_differ_by_the_plan():
     config = CONFIGS["planned"]
     assert config.sparse_representatives == (4, 8, 8)
     assert len(set(config.layer_densities)) > 1
-    few = SketchWalkConfig.recommended_blocks(**OPTIONS, plan=config.plan, representatives=2)
+    few = SketchWalkConfig.recommended(**OPTIONS, plan=config.plan, representatives=2)
     assert few.sparse_representatives == (2, 2, 2)
     assert CONFIGS["default"].sparse_representatives == (8,)
 
@@ -193,21 +195,19 @@ def test_layers_differ_by_the_plan():
     least=st.integers(1, 9),
     num_blocks=st.integers(1, 300),
     pages=st.sampled_from([1, 2, 4]),
-    repays=st.booleans(),
 )
 def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
-    density, least, num_blocks, pages, repays
+    density, least, num_blocks, pages
 ):
-    rule = {"density": density, "least": least, "pages": pages, "repays": repays}
+    rule = {"density": density, "least": least, "pages": pages}
     counts = page_budget(num_blocks, **rule)
     np.testing.assert_array_equal(
         counts,
-        reference.recommended_budget(num_blocks, density, least, pages=pages, repays=repays),
+        reference.recommended_budget(num_blocks, density, least, pages=pages),
     )
     np.testing.assert_array_equal(counts, page_budget(300, **rule)[:num_blocks])
     assert (counts >= np.minimum(least, pages * np.arange(1, num_blocks + 1))).all()
-    if not repays:
-        assert (np.diff(counts) >= 0).all()
+    assert (np.diff(counts) >= 0).all()
 
 
 def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
@@ -226,7 +226,7 @@ def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt
 
 def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
     shape, blocks = LayerShape(32, 8, 128, jnp.bfloat16), 2048
-    policy = SketchWalkConfig.recommended_blocks()
+    policy = SketchWalkConfig.recommended()
     make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
     assert held / (blocks * 64 * 2 * 8 * 128 * 2) == pytest.approx(35 / 512, rel=2e-3)
@@ -244,8 +244,9 @@ def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
 )
 def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
     density, length, new = 0.6, 480, 24
-    config = SketchWalkConfig.recommended_blocks(
-        block_size=SIZE, density=density, dense_layers=dense_layers, min_tokens=16, local_tokens=0
+    floors = {"sink_tokens": 0, "local_tokens": 0, "min_tokens": 16}
+    config = SketchWalkConfig.recommended(
+        block_size=SIZE, density=density, dense_layers=dense_layers, **floors
     )
     tokens, _ = tiny.prompts(length)
     out = generate(

@@ -8,8 +8,6 @@ KEPT = (  # on every change, the largest of each kernel
     ("9.0", "select-J16384-rows0+1-d0.1-1+1-normal"),
     ("9.0", "block_sums-28x4-H128-T16384-R128-block64-float16"),
     ("9.0", "select_token-J16384-B1-R64-power8"),
-    ("9.0", "select_prompt-J8192-parts1"),
-    ("9.0", "walk_operands-J8192-I8192-power8"),
 )
 
 

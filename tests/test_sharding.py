@@ -100,20 +100,20 @@ def test_statistics_are_spread_where_ranks_select_by_their_own_heads():
     where = sharding.place(mesh(data=2, tensor=2), MESH_MODEL)
     found = {name: where.statistics(policy) for name, policy in POLICIES.items()}
     assert found["paper"].key.spec == found["released"].key.spec == spec(None, "data")
-    codes = found["recommended_blocks"]
+    codes = found["whole_blocks"]
     for one in (codes.code, codes.step, codes.unfinished):
         assert one.spec == spec(None, "data", None, "tensor")
     assert found["quest"].lowest.spec == spec(None, "data", None, "tensor")
     assert found["adamas"].spec == spec(None, "data", None, None, "tensor")
     assert found["oracle"] is None
-    walk = where.walk(POLICIES["recommended_blocks"], is_token=False)
+    walk = where.walk(POLICIES["whole_blocks"], is_token=False)
     assert walk.scores.spec == spec("data")
 
 
 def test_the_cache_is_spread_over_the_blocks_of_a_sequence():
     where = sharding.place(mesh(data=2, sequence=4, tensor=2), MESH_MODEL)
     assert where.notes == () and where.blocks == Blocks("sequence", 4)
-    recommended = where.cache(POLICIES["recommended_blocks"])
+    recommended = where.cache(POLICIES["whole_blocks"])
     assert recommended["key"].spec == spec(None, "data", "sequence", "tensor")
     assert recommended["statistics"].code.spec == spec(None, "data", None, "tensor")
     walks = [where.walk(POLICIES["paper"], is_token=is_token) for is_token in (False, True)]
@@ -182,7 +182,7 @@ def check(devices: subprocess.Popen):
     return check
 
 
-_ELSEWHERE = ("dense", "paper", "recommended_blocks", "recommended", "quest")
+_ELSEWHERE = ("dense", "paper", "whole_blocks", "recommended", "quest")
 _OTHERS = [name for name in POLICIES if name not in _ELSEWHERE]
 
 
@@ -209,7 +209,7 @@ def test_lists_of_given_queries_and_keys_are_those_of_one_device(check, names, a
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 2}])
 def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
-    check("check_lists", ["recommended", "recommended_blocks"], axes, dtype="bfloat16")
+    check("check_lists", ["recommended", "whole_blocks"], axes, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
         (["recommended"], _ALL, {"chunk_size": 64}),
         pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
         pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
-        pytest.param(["recommended_blocks", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
+        pytest.param(["whole_blocks", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
         pytest.param(["recommended"], {"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
         pytest.param(
             ["paper"], {"sequence": 2, "tensor": 4}, {"chunk_size": 48}, marks=pytest.mark.slow
@@ -237,7 +237,7 @@ def test_steps_on_a_mesh_give_what_they_give_on_one_device(check, axes):
 
 
 def test_programs_send_what_is_said(check):
-    check("check_bytes", ["recommended_blocks"], _ALL)
+    check("check_bytes", ["whole_blocks"], _ALL)
 
 
 @pytest.mark.slow

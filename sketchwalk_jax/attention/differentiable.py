@@ -152,20 +152,15 @@ def attend_lists(
             "return_lse": options.return_lse,
             "kernel_config": options.kernel_config,
         }
-        # Pallas takes long to import, and few callers need it. `dispatch.KERNELS` says what there
-        # is; without a GPU the interpreter runs the kernels for NVIDIA.
-        is_ampere = dispatch.kernels_here() == "ampere"
-        if first_block is None and is_ampere:
-            from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode
-
-            found: Any = ampere_decode(*arrays, **where)
-        elif first_block is None:
+        # Pallas takes long to import, and few callers need it. Without a GPU the interpreter runs
+        # Hopper's kernel of prompts.
+        if first_block is None:
             from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
 
-            found = block_sparse_decode_kernel(*arrays, **where)
+            found: Any = block_sparse_decode_kernel(*arrays, **where)
         else:
             where |= {"row_size": selection.queries_per_row, "first_block": first_block}
-            if is_ampere:
+            if dispatch.kernels_here() == "ampere":
                 from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
 
                 found = ampere_prefill(*arrays, **where)

@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[Policy]] = {
     "sketchwalk": SketchWalkConfig,
 }
 POLICIES = tuple(_CLASSES)
-PRESETS = ("recommended", "recommended_blocks", "paper", "released", "damped", "one_hop")
+PRESETS = ("recommended", "paper", "released", "damped", "one_hop")
 OVER = ("sparse_layers", "all_layers")
 """Layers whose mean density a policy with a knob can be calibrated to."""
 
@@ -42,7 +42,7 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
     Args:
       policy: One of `POLICIES`.
       preset: For `"sketchwalk"`, one of `PRESETS`: `"recommended"` (the default),
-        `"recommended_blocks"`, `"paper"`, `"released"`, `"damped"`, `"one_hop"`.
+        `"paper"`, `"released"`, `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
         The dense policy passes over a density; MInference and FlexPrefill have a knob in its
         place, of which `sketchwalk_jax.evaluation.calibrate` finds the value for a density.

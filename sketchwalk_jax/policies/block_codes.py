@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax import dispatch
 from sketchwalk_jax.pallas_kernels import kernel_selection
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES, KernelConfig, default_kernel_config
 from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
@@ -341,7 +341,6 @@ def block_scores(
                 kv_lengths,
                 scale=scale,
                 exponent=exponent,
-                pages=pages,
                 heads=heads,
                 kernel_config=kernel_config,
             )
@@ -440,7 +439,6 @@ def _scores_of_kernels(
     *,
     scale: float,
     exponent: int,
-    pages: int,
     heads: Heads | None,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I P"]:
@@ -455,7 +453,7 @@ def _scores_of_kernels(
     # Rows at a time: a multiple of what fills a program, and as many as the memory says.
     room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
     least = TILE // math.gcd(TILE, per_row)
-    most = _MOST_PEAKS // (batch * kv_heads * room * pages * per_row)
+    most = _MOST_PEAKS // (batch * kv_heads * room * SCORED_PAGES * per_row)
     tile = min(max(least, most // least * least), -(-num_rows // least) * least)
     more_rows = -num_rows % tile
     grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
@@ -467,7 +465,6 @@ def _scores_of_kernels(
         kv_lengths,
         wanted=wanted,
         per_row=per_row,
-        pages=pages,
         scale=scale,
         exponent=exponent,
         interpret=kernel_config.interpret,
@@ -476,16 +473,16 @@ def _scores_of_kernels(
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         index, own = part
         found = score_tile(own, rows[:, 0] + index * tile)
-        found = found[..., : num_blocks * pages]
+        found = found[..., : num_blocks * SCORED_PAGES]
         if heads is not None:
             found = heads.gather(found, axis=1)
         return jnp.sum(found, axis=(1, 2))
 
     parts = jnp.moveaxis(grouped, 2, 0)
     found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
-    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
-    page = jnp.arange(num_blocks * pages, dtype=jnp.int32)[None, None]
-    is_before = page < (rows[..., None] + 1) * pages
+    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
+    page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
+    is_before = page < (rows[..., None] + 1) * SCORED_PAGES
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
 
 
@@ -495,7 +492,6 @@ def _hopper_scores(
     *,
     wanted: int,
     per_row: int,
-    pages: int,
     scale: float,
     exponent: int,
     interpret: bool,
@@ -505,19 +501,18 @@ def _hopper_scores(
     from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
 
     stack, layer = codes.stack, codes.layer
-    where: dict[str, Any] = {"pages": pages, "interpret": interpret}
     beside = block_residuals_kernel(
-        stack.code, stack.step, layer=layer, lengths=kv_lengths, **where
+        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=interpret
     )
     own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
     more = -own_centre.shape[1] % kernel.STEP
     centre = jnp.pad(own_centre, ((0, 0), (0, more), (0, 0), (0, 0)))
 
     def score(own: Array, first_row: Array) -> Array:
-        own_where = where | {"first_row": first_row, "per_row": per_row}
-        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **own_where)
+        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
+        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
         return kernel.block_scores_kernel(
-            peaks, factor, own, centre, scale=scale, exponent=exponent, **own_where
+            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
         )
 
     return score
@@ -529,7 +524,6 @@ def _ampere_scores(
     *,
     wanted: int,
     per_row: int,
-    pages: int,
     scale: float,
     exponent: int,
     interpret: bool,
@@ -542,8 +536,7 @@ def _ampere_scores(
     centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
 
     def score(own: Array, first_row: Array) -> Array:
-        where: dict[str, Any] = {"pages": pages, "interpret": interpret}
-        where |= {"first_row": first_row, "per_row": per_row}
+        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
         twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
         given = (stack.code, stack.step)
         peaks = ampere_peaks(twice, *given, layer=layer, lengths=kv_lengths, **where)

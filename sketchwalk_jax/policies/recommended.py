@@ -14,8 +14,7 @@ exactly over one list that all heads share. The parts are replaced by what real 
 * The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
 
 Lists name pages of 16 keys, a quarter of a block: what a query looks for is seldom longer than a
-page, so that the same number of keys reaches four times as many places. The preset
-`recommended_blocks` lists whole blocks.
+page, so that the same number of keys reaches four times as many places.
 """
 
 import dataclasses
@@ -38,12 +37,10 @@ from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCode
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
-from sketchwalk_jax.validation import check_flag, check_integer, check_number, describe
+from sketchwalk_jax.validation import check_integer, check_number, describe
 from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
-# Largest share of a row's budget that it gives up for what earlier rows took beyond the density.
-_REPAID = Fraction(1, 5)
 # Powers of shares below 1e-38 vanish: of 1e-5 with this one.
 _MAX_EXPONENT = 8
 # A layer to which a plan gives so much attends to everything.
@@ -68,22 +65,18 @@ class RecommendedConfig(ScorePolicy):
     prompts therefore measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
     8,192, 0.102 with 16,384.
 
-    `SketchWalkConfig.recommended_blocks(**fields)` makes one that lists whole blocks.
-
     Attributes:
       block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
         at least 16).
-      page_size: Keys of a page, which lists name: a power of two, at least 16. With `None`, and
-        where blocks are smaller, lists name whole blocks.
+      page_size: Keys of a page, which lists name: a power of two, at least 16. Where blocks are not
+        larger, lists name whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
-      sink_tokens: First keys that every row keeps, in whole pages; `None` means one block. They
-        count towards its budget.
+      sink_tokens: First keys that every row keeps, in whole pages. They count towards its budget.
       local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
-        whole pages; `None` means one block. They count towards its budget. A decoded token keeps
-        the last `block_size` keys, in whole pages.
-      min_tokens: Minimum number of keys that a row keeps, if there are as many; `None` means four
-        blocks.
+        whole pages. They count towards its budget. A decoded token keeps the last `block_size`
+        keys, in whole pages.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
@@ -91,8 +84,6 @@ class RecommendedConfig(ScorePolicy):
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
         large value approaches their maximum.
       decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
-      repays: Whether later rows of a prompt give back what `min_tokens` gave to earlier ones. Then
-        the measured density is as asked for, and the rows that ask, mostly the last, pay for it.
       dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
         The other layers keep correspondingly less.
       plan: How the layers of the model share density and representatives. Without a plan, all
@@ -115,15 +106,14 @@ class RecommendedConfig(ScorePolicy):
     prompt_kernels = "prompt selection"
     token_kernels = "token selection"
 
-    page_size: int | None = 16
-    sink_tokens: int | None = 16
-    local_tokens: int | None = 32
-    min_tokens: int | None = 256
+    page_size: int = 16
+    sink_tokens: int = 16
+    local_tokens: int = 32
+    min_tokens: int = 256
     representatives: int = 8
     early_representatives: tuple[tuple[int, int], ...] = ((8192, 32),)
     exponent: int = 8
     decay: float = 0.4
-    repays: bool = False
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
     num_layers: int | None = None
@@ -137,16 +127,15 @@ class RecommendedConfig(ScorePolicy):
             ("local_tokens", 0),
             ("min_tokens", 1),
         ):
-            check_integer(name, getattr(self, name), least=least, is_optional=True)
+            check_integer(name, getattr(self, name), least=least)
         check_integer("representatives", self.representatives)
         check_integer("exponent", self.exponent)
-        if self.page_size is not None and self.page_size & (self.page_size - 1):
+        if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         self._check_representatives()
         if self.exponent > _MAX_EXPONENT:
             raise ValueError(f"exponent must be at most {_MAX_EXPONENT}, got {self.exponent}")
         check_number("decay", self.decay, "[0, 1)")
-        check_flag("repays", self.repays)
         check_integer("num_layers", self.num_layers, is_optional=True)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
@@ -183,7 +172,7 @@ class RecommendedConfig(ScorePolicy):
     @property
     def unit_size(self) -> int:
         """Keys of a page."""
-        return self.block_size if self.page_size is None else min(self.page_size, self.block_size)
+        return min(self.page_size, self.block_size)
 
     @property
     def pages(self) -> int:
@@ -193,14 +182,11 @@ class RecommendedConfig(ScorePolicy):
     @property
     def forced(self) -> tuple[int, int]:
         """First pages, and last ones of a row of a prompt, that are always kept."""
-        sink, local = (
-            self._in_pages(tokens, blocks=1) for tokens in (self.sink_tokens, self.local_tokens)
-        )
-        return sink, self.pages + local
+        return self._in_pages(self.sink_tokens), self.pages + self._in_pages(self.local_tokens)
 
-    def _in_pages(self, tokens: int | None, *, blocks: int) -> int:
-        """Whole pages of so many tokens; by default those of so many blocks."""
-        return blocks * self.pages if tokens is None else -(-tokens // self.unit_size)
+    def _in_pages(self, tokens: int) -> int:
+        """Whole pages of so many tokens."""
+        return -(-tokens // self.unit_size)
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """The same policy with the number of layers filled in."""
@@ -248,7 +234,7 @@ class RecommendedConfig(ScorePolicy):
         """
         sink, local = self.forced
         own = self.pages if is_token else local
-        least = max(self._in_pages(self.min_tokens, blocks=4), sink + own)
+        least = max(self._in_pages(self.min_tokens), sink + own)
         densities = self.layer_densities
         if self.num_layers is not None:
             densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
@@ -257,7 +243,6 @@ class RecommendedConfig(ScorePolicy):
             num_units,
             pages=1 if is_token else self.pages,
             least=least,
-            repays=self.repays and not is_token,
         )
         return np.stack([make(density=one) for one in densities])
 
@@ -672,24 +657,20 @@ def _share_density(
 
 
 @functools.lru_cache(maxsize=1024)
-def page_budget(
-    num_rows: int, *, density: float, pages: int, least: int, repays: bool = False
-) -> Int[np.ndarray, "I"]:
+def page_budget(num_rows: int, *, density: float, pages: int, least: int) -> Int[np.ndarray, "I"]:
     """How many pages each row keeps, so that all rows together keep the density.
 
     Half of a row's own block is in the future. So `c` pages in row `i` count as `c - pages / 2`,
     and the causal ones as `pages · (i + 1/2)`. A row therefore keeps `pages · (density · (i + 1/2)
     + 1/2)` pages, rounded, and at least `least` if there are as many. What the first rows take
-    beyond the density makes the measured one higher, unless later rows give it back, at most a
-    fifth of their own. The budget of a row depends on its position only, never on the length of the
-    prompt.
+    beyond the density makes the measured one higher. The budget of a row depends on its position
+    only, never on the length of the prompt.
 
     Args:
       num_rows: Number of rows.
       density: Fraction of all causal pairs.
       pages: Pages of a block; a row is a block of queries.
       least: Minimum number of pages of a row.
-      repays: Whether later rows compensate for earlier ones.
 
     Returns:
       int32 `[num_rows]` on the host, read-only.
@@ -697,15 +678,11 @@ def page_budget(
     Example:
       >>> page_budget(128, density=0.1, pages=4, least=16)[[0, 3, 20, 63, 127]].tolist()
       [4, 16, 16, 27, 53]
-      >>> page_budget(128, density=0.1, pages=1, least=4, repays=True)[[3, 20, 63, 127]].tolist()
-      [4, 4, 5, 13]
     """
-    share = Fraction(repr(float(density)))
-    counts, excess, half = np.zeros(num_rows, np.int32), Fraction(0), Fraction(1, 2)
+    share, half = Fraction(repr(float(density))), Fraction(1, 2)
+    counts = np.zeros(num_rows, np.int32)
     for row in range(num_rows):
-        wanted = pages * (share * (row + half) + half)
-        given_back = min(max(excess, Fraction(0)), wanted * _REPAID) if repays else 0
-        counts[row] = min(pages * (row + 1), max(least, round(wanted - given_back)))
-        excess += int(counts[row]) - wanted
+        wanted = round(pages * (share * (row + half) + half))
+        counts[row] = min(pages * (row + 1), max(least, wanted))
     counts.setflags(write=False)
     return counts

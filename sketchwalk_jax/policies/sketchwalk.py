@@ -177,29 +177,6 @@ class SketchWalkConfig(Policy):
         """
         return RecommendedConfig(**overrides)
 
-    @classmethod
-    def recommended_blocks(cls, **overrides: Any) -> RecommendedConfig:
-        """The recommended policy with lists of whole blocks, for comparison.
-
-        It selects faster than `recommended`, and loses more answers at the same density. Every row
-        has the same number of representatives, and later rows give back what early ones take beyond
-        the density.
-
-        Args:
-          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
-        """
-        fields: dict[str, Any] = dict(
-            page_size=None,
-            sink_tokens=None,
-            local_tokens=None,
-            min_tokens=None,
-            early_representatives=(),
-            exponent=4,
-            decay=0.7,
-            repays=True,
-        )
-        return RecommendedConfig(**{**fields, **overrides})
-
     # The state.
 
     @property
@@ -287,20 +264,7 @@ class SketchWalkConfig(Policy):
         query_means = block_means(sums.query, span.end, self.block_size)
         key_means = block_means(sums.key, span.end, self.block_size)
         scores = block_scores(query_means, key_means, query.shape[-1])
-        if kernel_config is not None:
-            selected = kernel_selection.select_prompt(
-                scores,
-                walk,
-                first_block=span.first_block,
-                budget=self.budget(scores.shape[-1]),
-                **self._walk_rule,
-                **self._list_rule,
-                kernel_config=kernel_config,
-            )
-            if selected is not None:
-                return selected
-        rows = span.rows(self.block_size)
-        return self._walk_and_select(scores, walk, rows, kernel_config)
+        return self._walk_and_select(scores, walk, span.rows(self.block_size), kernel_config)
 
     def _select_token(
         self,

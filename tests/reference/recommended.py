@@ -131,7 +131,7 @@ def recommended_scores(
     """
     num_heads, head_dim = queries.shape[1], key.shape[2]
     size, group = config.block_size, num_heads // key.shape[1]
-    page = min(config.page_size or size, size)
+    page = min(config.page_size, size)
     keys = np.asarray(key)[:, :, slow_channels(head_dim)]
     blocks = [
         [coded_block(keys[start : start + size, head]) for start in range(0, len(keys), size)]
@@ -155,35 +155,29 @@ def recommended_scores(
     return (np.array(shares) ** config.exponent).sum(axis=0) ** (1.0 / config.exponent)
 
 
-def recommended_budget(
-    num_rows: int, density: float, least: int, *, pages: int = 1, repays: bool = False
-) -> np.ndarray:
+def recommended_budget(num_rows: int, density: float, least: int, *, pages: int) -> np.ndarray:
     """Returns how many pages each row keeps, counted exactly.
 
     Row `i` wants `pages · (density · (i + 1/2) + 1/2)` pages, rounded, to the even one of two, to
-    `least` at least and to all of its pages at most. Rows that repay give back what all rows before
-    them kept beyond what they wanted, up to a fifth of what they want.
+    `least` at least and to all of its pages at most.
 
     Args:
       num_rows: Rows wanted.
       density: Share of all causal pairs.
       least: Fewest pages of a row.
       pages: Pages of a block of queries, which is a row.
-      repays: Whether rows give back what others kept.
 
     Returns:
       `[num_rows]` int32.
 
     Example:
-      >>> recommended_budget(6, 0.5, 3, repays=True).tolist()
+      >>> recommended_budget(6, 0.5, 3, pages=1).tolist()
       [1, 2, 3, 3, 3, 3]
     """
-    share, beyond, counts = Fraction(repr(density)), Fraction(0), []
+    share, counts = Fraction(repr(density)), []
     for row in range(num_rows):
         wanted = pages * (share * Fraction(2 * row + 1, 2) + Fraction(1, 2))
-        given_back = min(wanted / 5, max(beyond, Fraction(0))) if repays else Fraction(0)
-        counts.append(min(pages * (row + 1), max(least, round(wanted - given_back))))
-        beyond += counts[-1] - wanted
+        counts.append(min(pages * (row + 1), max(least, round(wanted))))
     return np.array(counts, np.int32)
 
 
@@ -233,7 +227,7 @@ def recommended_select_prefill(
       [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     size, num_heads = config.block_size, query.shape[1]
-    page = min(config.page_size or size, size)
+    page = min(config.page_size, size)
     num_blocks, pages = -(-len(query) // size), size // page
     scores = np.zeros((num_blocks, num_blocks * pages))
     for row in range(num_blocks):
@@ -250,7 +244,7 @@ def recommended_select_prefill(
     sink, before, fewest = _kept_always(config)
     least = max(fewest, sink + pages + before)
     density = config.density if density is None else density
-    counts = recommended_budget(num_blocks, density, least, pages=pages, repays=config.repays)
+    counts = recommended_budget(num_blocks, density, least, pages=pages)
     rows = [
         recommended_select(
             state[row, : (row + 1) * pages], int(counts[row]), sink=sink, local=pages + before
@@ -292,19 +286,16 @@ def recommended_select_decode(
     state = recommended_scores(own, key, config)
     if previous is not None:
         state = np.maximum(state, config.decay * previous)
-    page = min(config.page_size or config.block_size, config.block_size)
+    page = min(config.page_size, config.block_size)
     pages = config.block_size // page
     sink, _, fewest = _kept_always(config)
     least = max(fewest, sink + pages)
     density = config.density if density is None else density
-    count = int(recommended_budget(len(state), density, least)[-1])
+    count = int(recommended_budget(len(state), density, least, pages=1)[-1])
     return recommended_select(state, count, sink=sink, local=pages), state
 
 
 def _kept_always(config: "RecommendedConfig") -> list[int]:
-    """First pages, pages before a row's own block, fewest pages; unset: 1, 1 and 4 blocks."""
-    size = config.block_size
-    page = min(config.page_size or size, size)
-    given = config.sink_tokens, config.local_tokens, config.min_tokens
-    pairs = zip(given, (size, size, 4 * size), strict=True)
-    return [-(-(usual if one is None else one) // page) for one, usual in pairs]
+    """First pages, pages before a row's own block, fewest pages."""
+    page = min(config.page_size, config.block_size)
+    return [-(-x // page) for x in (config.sink_tokens, config.local_tokens, config.min_tokens)]

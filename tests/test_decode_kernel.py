@@ -1,11 +1,11 @@
-"""The kernel of tokens for GPUs from Ampere on: interpreted, as compiled, and on such a GPU.
+"""The kernel of decode attention: interpreted, as compiled, and on a GPU from Ampere on.
 
-On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_ampere_decode.py`.
+On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_decode_kernel.py`.
 As compiled, cases take GPUs in turn.
 """
 
-import dataclasses
 import functools
+import types
 
 import attention_cases
 import cases
@@ -17,21 +17,26 @@ import numpy as np
 import pytest
 import test_ampere_prefill
 from attention_cases import Decode
-from test_ampere_prefill import CONFIG, ON_GPU
+from test_ampere_prefill import ON_GPU
 from test_kernels import NOT_FINITE, assert_attention
 from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.pallas_kernels.ampere_decode import ampere_decode, sizes
-from sketchwalk_jax.pallas_kernels.config import AMPERE_DECODE_HEADS
+from sketchwalk_jax.pallas_kernels import block_sparse_decode as module
+from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
+    block_sparse_decode_kernel,
+    num_splits,
+    sizes,
+)
+from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
 
 CASES = [
     case
     for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
-    if case.op == "decode" and case.head_dim in AMPERE_DECODE_HEADS
+    if case.op == "decode"
 ]
 on_some_gpu = test_ampere_prefill.on_some_gpu
-run = functools.partial(test_ampere_prefill.run, kernel=ampere_decode)
+run = functools.partial(test_ampere_prefill.run, kernel=block_sparse_decode_kernel)
 
 pytestmark = pytest.mark.interpreted
 
@@ -47,24 +52,19 @@ def test_attention_equals_the_reference(case, capfd):
 
 
 # Few parts and many, which are combined in rounds; two steps in shared memory and more.
-SIZES = (
-    {"decode_splits": 2},
-    {"decode_splits": 1, "decode_buffer_kib": 1},
-    {"decode_splits": 3, "decode_buffer_kib": 80},
-    {"decode_splits": 20, "decode_buffer_kib": 48},
-)
+SPLITS_AND_STAGES = ((2, 4), (1, 2), (3, 5), (20, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize("heads", [(4, 2), (12, 1)], ids=str)
-@pytest.mark.parametrize("chosen", SIZES, ids=str)
-def test_sizes_change_nothing_beyond_rounding(chosen, heads, capfd):
-    config = dataclasses.replace(CONFIG, **chosen)
-    lengths = (1300, 70) if chosen["decode_splits"] > 16 else (330, 70)
-    case = Decode(heads=heads, lengths=lengths, head_dim=64)
+@pytest.mark.parametrize(("splits", "stages"), SPLITS_AND_STAGES)
+def test_sizes_change_nothing_beyond_rounding(splits, stages, heads, capfd, monkeypatch):
+    monkeypatch.setattr(module, "num_splits", lambda *_, **__: splits)
+    monkeypatch.setattr(module, "sizes", lambda *_: (1, stages))
+    case = Decode(heads=heads, lengths=(1300 if splits > 16 else 330, 70), head_dim=64)
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    assert_attention(case, arguments, mask, run(case, arguments, capfd, config=config))
+    assert_attention(case, arguments, mask, run(case, arguments, capfd))
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize(("block_size", "splits"), [(16, 2), (16, 1), (128, 3)])
-def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd):
+def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd, monkeypatch):
     """The first head's is empty; whoever attends to what no list names sees NaN."""
-    config = dataclasses.replace(CONFIG, decode_splits=splits)
+    monkeypatch.setattr(module, "num_splits", lambda *_, **__: splits)
     shape = {"block_size": block_size, "lists": "head", "head_dim": 64}
     case = Decode(heads=(4, 2), lengths=(500, 290), **shape)
     (*floats, ids, _, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
@@ -97,7 +97,7 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
         ids[index][: counts[index]] = rng.permutation(packed[index][: counts[index]])
     integers = (jnp.asarray(x, jnp.int32) for x in (ids, counts))
     arguments = (*floats, *integers, layer, lengths, first)
-    out, lse = run(case, arguments, capfd, config=config)
+    out, lse = run(case, arguments, capfd)
     assert_attention(case, arguments, mask, (out, lse))
     assert not np.asarray(out[:, :, 0], np.float32).any()
     assert (np.asarray(lse[:, :, 0]) == -np.inf).all()
@@ -107,20 +107,22 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
     ("changes", "reason"),
     [
         ({"block_size": 32}, "it takes a block_size of 16 or"),
-        ({"head_dim": 96}, "it takes a head_dim of 64 or 128 in decode on this GPU, not 96"),
+        ({"head_dim": 96}, "it takes a head_dim of 64 or 128 in decode, not 96"),
     ],
     ids=str,
 )
 def test_what_the_kernel_cannot_take_is_refused_in_words(changes, reason):
     case = Decode(heads=(2, 1), lengths=(64,), **changes)
-    function, shapes = case.program(ampere_decode)
+    function, shapes = case.program(block_sparse_decode_kernel)
     with pytest.raises(ValueError, match=f"must fit the kernel: {reason}"):
         jax.eval_shape(function, *shapes)
 
 
 def test_a_derivative_is_refused_in_words():
     case = Decode(heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(ampere_decode, kernel_config=KernelConfig(interpret=True))
+    function, _ = case.program(
+        block_sparse_decode_kernel, kernel_config=KernelConfig(interpret=True)
+    )
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):
@@ -135,3 +137,23 @@ def test_programs_and_their_steps_fit_in_a_multiprocessor():
     for capability, chosen in wanted.items():
         memory = hopper.SHARED_KIB[capability] * 1024
         assert (sizes(64, memory), sizes(128, memory)) == chosen, capability
+
+
+@pytest.mark.parametrize(
+    ("units", "list_blocks", "expected"), [(8, 205, 16), (64, 205, 2), (256, 52, 1), (1, 1, 1)]
+)
+def test_splits_fill_the_programs_of_a_gpu(units, list_blocks, expected):
+    assert num_splits(units, list_blocks, 64, programs=132) == expected
+    assert num_splits(units, 4 * list_blocks, 16, programs=132) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (types.SimpleNamespace(platform="gpu", core_count=78), 78),
+        (types.SimpleNamespace(platform="cpu"), 132),  # as where kernels are compiled ahead
+    ],
+)
+def test_programs_are_counted_for_the_default_device(device, expected, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert num_multiprocessors() == expected
