@@ -36,8 +36,7 @@ SECONDS = 7200
 
 # `.ci/run` runs their long variants after every change.
 ALWAYS_LONG = [
-    f"tests/test_{name}.py"
-    for name in "parity promises memory recompile mismatches readme reference".split()
+    f"tests/test_{name}.py" for name in "parity promises memory recompile mismatches readme".split()
 ]
 
 # Set while tests run on a fault, so that `--check` leaves out the one that is made.
@@ -180,6 +179,15 @@ FAULTS = (
           "Keys are quantized relative to a zero point that differs from the one that is stored.",
           "sketchwalk_jax/policies/block_codes.py",
           "centre = jax.lax.reduce_precision(centre, bits.nexp, bits.nmant)", "pass"),
+    Fault("decay-dropped",
+          "The walk of the recommended policy remembers earlier layers without decay.",
+          "sketchwalk_jax/policies/recommended.py",
+          "jnp.maximum(scores, self.decay * walk.scores)", "jnp.maximum(scores, walk.scores)"),
+    Fault("exponent-changed",
+          "Shares of heads and queries are sharpened by another exponent than that of the norm.",
+          "sketchwalk_jax/policies/block_codes.py",
+          "jax.nn.softmax(logits, axis=-1), 0.0) ** exponent",
+          "jax.nn.softmax(logits, axis=-1), 0.0) ** (exponent - 1)"),
     Fault("quest-one-bound-twice",
           "Quest's upper bound of a page's scores leaves out its lowest keys.",
           "sketchwalk_jax/policies/quest.py",

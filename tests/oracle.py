@@ -6,34 +6,58 @@ import numpy as np
 
 
 def log2_transition(scores: np.ndarray, config) -> np.ndarray:
-    """Returns `log2 W` (or `log2 P`) with `-inf` where an entry is zero or not causal."""
+    """Returns `log2 W` (or `log2 P`) with `-inf` where an entry is zero or not causal.
+
+    A score that is not finite is no entry.
+    """
     scores = np.asarray(scores, np.float64)
-    causal = np.tril(np.ones_like(scores, dtype=bool))
+    counts = np.tril(np.ones_like(scores, dtype=bool)) & np.isfinite(scores)
+    scores = np.where(counts, scores, 0.0)
     if config.transition == "softmax":
-        logits = np.where(causal, scores, -np.inf) * np.log2(np.e)
-        return logits - _log2_sum(logits, axis=1)[:, None]
+        logits = np.where(counts, scores, -np.inf) * np.log2(np.e)
+        total = _log2_sum(logits, axis=1)[:, None]
+        return logits - np.where(np.isfinite(total), total, 0.0)
     if config.transition == "power" and config.exponent % 2:
         raise ValueError("an odd power has signs, which the log domain cannot carry")
     magnitude = np.abs(scores) if config.transition == "power" else np.maximum(scores, 0.0)
     with np.errstate(divide="ignore"):
-        return np.where(causal, config.exponent * np.log2(magnitude), -np.inf)
+        return np.where(counts, config.exponent * np.log2(magnitude), -np.inf)
+
+
+def log2_step(previous: np.ndarray | None, scores: np.ndarray, config) -> np.ndarray:
+    """Returns `log2 R_k` of `log2 R_{k-1}`, which is None at the first sparse layer.
+
+    The first layer starts the walk: `R_0 = W_0`. Others repeat, `walk_degree` times from
+    `X = R_{k-1}`: `X ← X W` without damping, `X ← (1 - β) P + β X P` with it. `β = 0` is the
+    one-hop ablation, `R_k = W_k`. Nothing is rescaled.
+    """
+    matrix = log2_transition(scores, config)
+    if previous is None or config.beta == 0:
+        return matrix
+    state = previous
+    for _ in range(config.walk_degree):
+        state = _log2_product(state, matrix)
+        if config.beta is not None:
+            direct = np.log2(1.0 - config.beta) + matrix
+            state = np.logaddexp2(direct, np.log2(config.beta) + state)
+    return state
 
 
 def log2_walk(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
-    """Returns `log2 R_k` for every layer, with nothing rescaled."""
+    """Returns `log2 R_k` for every layer."""
     states: list[np.ndarray] = []
     for layer_scores in scores:
-        matrix = log2_transition(layer_scores, config)
-        if not states or config.beta == 0:
-            states.append(matrix)
-            continue
-        state = states[-1]
-        for _ in range(config.walk_degree):
-            state = _log2_product(state, matrix)
-            if config.beta is not None:
-                direct = np.log2(1.0 - config.beta) + matrix
-                state = np.logaddexp2(direct, np.log2(config.beta) + state)
-        states.append(state)
+        states.append(log2_step(states[-1] if states else None, layer_scores, config))
+    return states
+
+
+def walk_layers(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
+    """Returns `R_k` for every layer, with rows that sum to one or whose largest entry is one."""
+    states = []
+    for state in log2_walk(scores, config):
+        largest = state.max(axis=1, keepdims=True)
+        is_free = np.isfinite(largest) & (config.transition != "softmax")
+        states.append(np.exp2(state - np.where(is_free, largest, 0.0)))
     return states
 
 
@@ -85,9 +109,13 @@ def misordered_pairs(
 
 
 def chosen(log2_row: np.ndarray, score_row: np.ndarray, count: int, config) -> np.ndarray:
-    """Returns the ids that the oracle's row selects, ascending; lower indices win ties."""
+    """Returns the ids that the oracle's row selects, ascending; lower indices win ties.
+
+    A row of the walk without a positive entry is ranked by its scores, the finite ones first.
+    """
     last = len(log2_row) - 1
     ranking = log2_row if np.isfinite(log2_row.max()) else np.asarray(score_row, np.float64)
+    ranking = np.where(np.isfinite(ranking), ranking, -np.inf)
     index = np.arange(last + 1)
     ranking = np.where(
         (index < config.sink_blocks) | (index > last - config.local_blocks), np.inf, ranking

@@ -72,8 +72,8 @@ class ReferenceModel:
                 np.concatenate(pair) for pair in zip(self.history[index], new, strict=True)
             ]
             is_dense = config.is_dense(index) or self.phase not in ("both", phase)
-            run = reference.prefill_layer if phase == "prefill" else reference.decode_layer
-            layer = run(*self.history[index], state, config, is_dense=is_dense)
+            where = {"is_token": phase == "decode", "is_dense": is_dense}
+            layer = reference.run_layer(*self.history[index], state, config, **where)
             state = state if is_dense else layer.walk
             first = start if phase == "prefill" else 0
             layers.append(dataclasses.replace(layer, mask=layer.mask[first:]))

@@ -18,6 +18,7 @@ from sketchwalk_jax import (
     BlockSelection,
     Dense,
     SketchWalkConfig,
+    algorithm,
     forward,
     generate,
     init_cache,
@@ -185,7 +186,7 @@ def test_the_reference_leaves_the_same_rows_alone(name, bad):
     with np.errstate(invalid="ignore"):
         for arrays in (draw(), spoiled(*BAD_TOKENS[bad])):
             one = [list(x[:, 0]) for x in arrays]
-            layers.append(reference.sketchwalk_prefill(*one, config))
+            layers.append(reference.run_layers(*one, config))
     for plain, other in zip(*layers, strict=True):
         assert other.rows[upto] == plain.rows[upto]
         np.testing.assert_array_equal(other.walk[upto], plain.walk[upto])
@@ -221,8 +222,10 @@ def test_forced_blocks_outrank_every_score_and_finite_scores_the_others(kind):
         free = sorted((1, 2, 3), key=lambda j: (not np.isfinite(scores[j]), j))
         kept = lists.ids[0, 0, 0, :count].tolist()
         assert kept == sorted([0, 4, 5, *free[: count - 3]])
-        config = SketchWalkConfig.paper(local_blocks=2)
-        assert reference.select(np.zeros(6), scores, count, config) == kept
+        by_rule = algorithm.select_pages(
+            jnp.asarray(scores)[None], np.array([5]), np.array([count]), sink=1, local=2
+        )
+        assert np.flatnonzero(by_rule).tolist() == kept
 
 
 @pytest.mark.parametrize("what", [np.nan, np.inf])

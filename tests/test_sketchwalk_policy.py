@@ -43,11 +43,10 @@ def truncated(layers, length):
 
 def reference_rows(layers, config, *, is_decode=False):
     """The reference's rows of each layer, or None where rounding could change them."""
-    select = reference.select_decode if is_decode else reference.select_prefill
     rows, scores, state = [], [], None
-    for query, key in zip(layers.queries, layers.keys, strict=True):
-        ids, state, layer_scores = select(query, key, state, config)
-        rows.append(ids)
+    for arrays in zip(layers.queries, layers.keys, strict=True):
+        ids, state, layer_scores = reference.select(*arrays, state, config, is_token=is_decode)
+        rows.append(ids[0] if is_decode else ids)
         scores.append(layer_scores)
     counts = reference.budget(config, len(state))
     checked = [len(state) - 1] if is_decode else None

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from page_score_cases import PageScoresCase
-from reference.recommended import slow_channels
 from test_prompt_selection_kernels import KERNELS, SIZE, coded
 from variants import slow_unless
 
+from sketchwalk_jax import algorithm
 from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import Span
@@ -218,7 +218,7 @@ def select_pages(queries, codes, walk, lengths, *, exponent=4, ranks=None):
 
 def page_evidence(queries, codes, previous, length, exponent):
     """Evidence of all pages of one sequence, in float64 on the host."""
-    query = np.asarray(queries, np.float64)[0][:, slow_channels(queries.shape[-1])]
+    query = np.asarray(queries, np.float64)[0][:, algorithm.slow_channels(queries.shape[-1])]
     code = np.asarray(codes.code).astype(int)
     code = np.concatenate([(code & 15 ^ 8) - 8, (code >> 4 ^ 8) - 8], axis=-1)
     step, centre = (np.asarray(x, np.float64) for x in (codes.step, codes.centre))

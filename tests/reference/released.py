@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from reference.printed import AnyArray, softmax_over
+from reference.printed import AnyArray
 
 if TYPE_CHECKING:
     from sketchwalk_jax.policies.released import ReleasedConfig
@@ -180,3 +180,26 @@ def released_select_decode(
     matrix = released_transition(query, key, config, is_decode=True)
     row = released_walk(matrix[-1], matrix, matrix[-1], config)
     return released_select(row, len(matrix) - 1, len(query), config), row
+
+
+def softmax_over(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Softmax of each row over the entries that count; a row without any is zero.
+
+    Args:
+      logits: `[..., J]`, finite where they count.
+      counts: Which entries count, shaped alike.
+
+    Returns:
+      Shaped alike; rows sum to one or are zero.
+
+    Example:
+      >>> softmax_over(np.array([1.0, 1.0, np.nan]), np.array([True, True, False])).tolist()
+      [0.5, 0.5, 0.0]
+    """
+    if not counts.any():
+        return np.zeros(logits.shape)
+    largest = np.max(logits, axis=-1, keepdims=True, initial=-np.inf, where=counts)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    weights = np.where(counts, np.exp(np.where(counts, logits - largest, 0.0)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1.0)

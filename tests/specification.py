@@ -1,0 +1,66 @@
+"""`sketchwalk_jax.algorithm` for tests: the layer that a policy computes, and how to compare."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sketchwalk_jax import algorithm
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def constants(rule: Callable[..., Any]) -> list[str]:
+    """Names of what an equation fixes: the keywords of a layer."""
+    parameters = inspect.signature(rule).parameters.values()
+    return [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+
+
+@functools.cache
+def compiled(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer under `jit`, one program for each shape and each choice of constants."""
+    return jax.jit(rule, static_argnames=constants(rule))
+
+
+def layer(policy: Any, **changes: Any) -> Callable[..., Any]:
+    """The layer of the specification with a policy's constants.
+
+    Args:
+      policy: `SketchWalkConfig.recommended()` or `.paper()`, with any fields.
+      **changes: Constants that differ from the policy's.
+    """
+    is_paper = not isinstance(policy, RecommendedConfig)
+    rule = algorithm.paper_layer if is_paper else algorithm.recommended_layer
+    fields = {name: getattr(policy, name) for name in constants(rule) if name != "is_token"}
+    return functools.partial(compiled(rule), **(fields | changes))
+
+
+def assert_same_pages(
+    ids: np.ndarray, counts: np.ndarray, kept: np.ndarray, scores: np.ndarray, rounding: float
+) -> np.ndarray:
+    """Every row lists the pages that the specification keeps, but for pages with equal scores.
+
+    Args:
+      ids: Pages of each row, ascending, `[I, P]`.
+      counts: How many of them count, `[I]`.
+      kept: What the specification keeps, `[I, P]`.
+      scores: Its walk, `[I, P]`.
+      rounding: Scores are equal that differ by this share of the larger one.
+
+    Returns:
+      Which rows are the same to the last page.
+    """
+    is_same = np.ones(len(kept), bool)
+    for row, pages in enumerate(np.asarray(kept)):
+        found, wanted = ids[row, : counts[row]].tolist(), np.flatnonzero(pages).tolist()
+        assert found == sorted(set(found)) and len(found) == len(wanted), (row, found, wanted)
+        differing = sorted(set(found) ^ set(wanted))
+        is_same[row] = not differing
+        if differing:
+            values = np.asarray(scores)[row, differing]
+            assert values.max() - values.min() <= rounding * values.max(), (row, found, wanted)
+    return is_same
