@@ -4,7 +4,7 @@
     python benchmarks/figures.py kernels_speedup end_to_end
     python benchmarks/figures.py block_map [--model DIR]
 
-Those of one prompt, `block_map` and `attention_powers`, need the checkpoint that was measured.
+That of one prompt, `block_map`, needs the checkpoint that was measured.
 """
 
 import argparse
@@ -79,15 +79,14 @@ def of_quality(path: Path, model: Path) -> dict[str, Callable[[], Figure]]:
     results = report.read_whole(path)
     found = {name: one.draw for name, one in drawings(results.rows).items()}
 
-    def of_model(name: str) -> Figure:
+    def block_map() -> Figure:
         if hash_weights(model) != results.meta["model"]["sha256"]:
             measured = results.meta["model"]["name"]
             raise SystemExit(f"--model must be the checkpoint that was measured, {measured}")
         params, model_config = sw.load(model, dtype="float32")
-        return model_drawings(params, model_config, load_tokenizer(model))[name].draw()
+        return model_drawings(params, model_config, load_tokenizer(model))["block_map"].draw()
 
-    names = ("block_map", "attention_powers")
-    return found | {name: functools.partial(of_model, name) for name in names}
+    return found | {"block_map": block_map}
 
 
 def _draw(panel: Any, lines: Mapping[str, tuple[Points, Mapping[str, Any]]], title: str) -> None:
