@@ -81,6 +81,7 @@ _DIGITS = 5
 _QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95 %
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a rule made of `n` prompts of one task in one phase, on the host.
@@ -104,27 +105,11 @@ class Outcome:
     @classmethod
     def join(cls, parts: Sequence["Outcome"]) -> Self:
         """The outcome of the prompts of several batches."""
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=-1), *parts)
 
-        def join_all(*arrays: Any) -> Any:
-            return None if arrays[0] is None else np.concatenate(arrays, axis=-1)
-
-        return cls(
-            join_all(*(part.is_right for part in parts)),
-            join_all(*(part.losses for part in parts)),
-            jax.tree.map(join_all, *(part.density for part in parts)),
-            join_all(*(part.divergences for part in parts)),
-            join_all(*(part.agreements for part in parts)),
-        )
-
-    def take(self, is_chosen: Bool[np.ndarray, "n"]) -> Self:
+    def take(self, is_chosen: Bool[np.ndarray, "n"] | slice) -> Self:
         """The outcome of some of the prompts."""
-
-        def choose(array: Any) -> Any:
-            return None if array is None else array[..., is_chosen]
-
-        parts = (choose(self.is_right), choose(self.losses))
-        density = jax.tree.map(choose, self.density)
-        return type(self)(*parts, density, choose(self.divergences), choose(self.agreements))
+        return jax.tree.map(lambda array: array[..., is_chosen], self)
 
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
@@ -233,16 +218,14 @@ def make_rows(
             made[f"measured_density_{name}_layers"] = _round(density)
         if outcome.is_right is not None:
             made |= exact_match(outcome.is_right[is_chosen])
-        if outcome.losses is not None:
-            losses = outcome.losses[is_chosen]
-            made["text_loss"] = _round(losses.mean())
-            made["text_losses"] = [_round(loss) for loss in losses]
-        if outcome.divergences is not None:
-            kept = outcome.divergences[is_chosen]
-            made |= {"kl": _round(kept.mean()), "kls": [_round(one) for one in kept]}
-        if outcome.agreements is not None:
-            kept = outcome.agreements[is_chosen]
-            made |= {"agreement": _round(kept.mean()), "agreements": [_round(one) for one in kept]}
+        for values, mean, each in (
+            (outcome.losses, "text_loss", "text_losses"),
+            (outcome.divergences, "kl", "kls"),
+            (outcome.agreements, "agreement", "agreements"),
+        ):
+            if values is not None:
+                kept = values[is_chosen]
+                made |= {mean: _round(kept.mean()), each: [_round(one) for one in kept]}
         return made
 
     hops = np.array([sample.hops or 0 for sample in samples])
