@@ -75,7 +75,7 @@ def is_set_by_model(rule: Rule) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FittedDensity:
-    """What `fit_density` found.
+    """The result of `fit_density`.
 
     Attributes:
       policy: The policy with its density set.

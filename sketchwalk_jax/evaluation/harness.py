@@ -199,7 +199,7 @@ class SketchWalkLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the beginning-of-sequence token, if any."""
+        """Starts a text without context: the beginning-of-sequence token, or the end token."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -252,7 +252,7 @@ class SketchWalkLM(TemplateLM):
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results beside `model_args`."""
+        """Facts that the harness writes into its results, besides `model_args`."""
         return {
             "policy": type(self.policy).__name__,
             "policy_fields": changed_fields(self.policy),
@@ -394,7 +394,7 @@ class SketchWalkLM(TemplateLM):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """How a prompt is continued.
+    """Options for continuing a prompt.
 
     Attributes:
       max_new_tokens: Most tokens to generate.

@@ -26,7 +26,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What feeding `U` tokens gave.
+    """Comparison of a policy with dense attention over `U` tokens.
 
     Attributes:
       losses: `-log p` of each token after the first, by the policy, float32 `[B, U - 1]`.
@@ -52,7 +52,7 @@ def read_program(
 def compare_logits(
     exact: Float[Array, "N V"], logits: Float[Array, "N V"], target: Int[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"], Bool[Array, "N"]]:
-    """How a distribution `q` over the next token differs from another one, `p`.
+    """Compares a distribution `q` over the next token with another one, `p`.
 
         loss = -log q[target],   KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])
 

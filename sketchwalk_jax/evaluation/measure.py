@@ -49,7 +49,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """What a prefill program returns.
+    """Result of a prefill program.
 
     Attributes:
       likeliest: The likeliest next token after each column asked for, int32 `[B, C]`.
@@ -67,7 +67,7 @@ class Prefilled:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a decode program returns.
+    """Result of a decode program.
 
     Attributes:
       likeliest: The likeliest next token after each token that was fed, int32 `[B, U]`.
@@ -248,13 +248,13 @@ class Measurement:
         return Settings(model_config=self._model_config, **options)
 
     def _reading(self, rule: Rule, phase: str) -> Settings:
-        """How prompts are read for a rule: densely in phase `decode`, with its statistics kept."""
+        """Settings that read prompts for a rule: densely in phase `decode`, with its statistics."""
         return self._settings(self.policy_of(rule), "decode" if phase == "decode" else "both")
 
     def _decoding(self, rule: Rule, phase: str) -> Settings:
-        """How tokens are decoded for a rule."""
+        """Settings that decode tokens for a rule: densely in phase `prefill`."""
         policy = self.policy_of(rule)
-        # On a mesh, blocks of a cache lie by their size, which dense attention to it has too.
+        # On a mesh the block size decides where blocks lie, so dense attention keeps the cache's.
         return self._settings(Dense(block_size=policy.block_size) if phase == "prefill" else policy)
 
     def run(

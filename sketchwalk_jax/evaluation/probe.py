@@ -1,4 +1,4 @@
-"""How much of dense attention a selection holds, layer by layer, on the way that dense goes.
+"""Compares sparse with dense attention layer by layer, on the hidden states of the dense model.
 
 The model runs densely. At every sparse layer the policy selects from its queries and keys, its walk
 carried along, and its output is compared and thrown away:
@@ -211,7 +211,7 @@ def _probe_attention(
     policy: Policy,
     settings: Settings,
 ) -> Attend:
-    """Dense attention of the span's tokens, and what the policy would have made of it."""
+    """Attends densely to the span's tokens, and compares what the policy would have computed."""
     start = None if is_fresh else span.start(policy.block_size)
     exchange = Exchange(span, policy, start)
 
@@ -250,7 +250,7 @@ def _probe_layers(
     is_fresh: bool,
     settings: Settings,
 ) -> tuple[Cache, ProbeSums]:
-    """All layers over the span's tokens; the cache, its lengths as they were, and the sums."""
+    """Runs all layers on the span's tokens; returns the cache, lengths unchanged, and the sums."""
     policy, size = settings.policy, settings.policy.block_size
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     placement = placement_of(params, settings.model_config)

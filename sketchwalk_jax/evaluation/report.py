@@ -141,7 +141,7 @@ def write_report(
 
 
 def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
-    """The parts of a report as markdown, by the names of `TITLES`.
+    """Makes the parts of a report as markdown, by the names of `TITLES`.
 
     Args:
       results: One evaluation.
@@ -221,7 +221,7 @@ def _tables(
 
 
 def describe_gaps(results: Results) -> list[str]:
-    """What a reader must know before any number: that rows are missing, or are of several codes.
+    """Warns the reader that rows are missing, or come from several versions of the code.
 
     Args:
       results: One evaluation.
@@ -759,7 +759,7 @@ def _plot_needle_map(
 
 
 def find_answer(sample: Sample) -> int | None:
-    """Where in the text before the question the answer stands, as an index of its first token.
+    """Finds the answer in the text before the question: the index of its first token.
 
     `None` if its tokens do not stand there in one piece.
     """

@@ -135,9 +135,9 @@ class ResultsFile:
         return next(found, None)
 
     def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
-        """What calibration set in a rule at a length, as finished rows say; None without any.
+        """The fields that calibration set in a rule at a length, from finished rows; else None.
 
-        The plan is the rule's own and not among it.
+        The plan belongs to the rule and is left out.
         """
         for row in self._own_rows(**rule.name_fields, tokens=tokens):
             if row["phase"] in (rule.phases or (row["phase"],)):
@@ -230,7 +230,7 @@ class Results:
 
     @property
     def missing(self) -> tuple[dict[str, Any], ...]:
-        """What was asked for and is not there: fields of rows, of each group of rows.
+        """Groups of rows that were asked for and are missing, as fields of rows.
 
         A group is of one rule, phase, task and length. What could not be measured, because a policy
         cannot be as sparse as asked or dense attention answers no prompt, is not among it. Files
@@ -241,7 +241,7 @@ class Results:
 
     @property
     def asked(self) -> int:
-        """How many groups of rows were asked for, those that cannot be measured left out."""
+        """Number of groups of rows that were asked for and can be measured."""
         return len(self._asked())
 
     def _asked(self) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -267,7 +267,7 @@ class Results:
 
     @property
     def sources(self) -> dict[str, int]:
-        """How many rows each code of the package measured, by hash; `"unknown"` of old files."""
+        """Number of rows by the hash of the code that measured them; `"unknown"` in old files."""
         first, found = self.meta.get(_SOURCES) or "unknown", dict[str, int]()
         for row in self.rows:
             own = row.get(_SOURCES, first)

@@ -1,7 +1,7 @@
-"""Rows: what the prompts of one task and length gave one policy in one phase.
+"""Rows: results of one policy in one phase on the prompts of one task and length.
 
-`Outcome` is what a policy made of prompts, `Probed` what the probe found of it; `make_rows` makes
-rows of both, as they stand in `quality.json`.
+`Outcome` holds the answers of a policy, `Probed` the measurements of the probe; `make_rows` makes
+the rows of `quality.json` from both.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ _QUANTILE = 1.959963984540054  # of the normal distribution, for intervals of 95
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rule made of `n` prompts of one task in one phase, on the host.
+    """Answers of a rule to `n` prompts of one task in one phase, on the host.
 
     Attributes:
       is_right: Whether each answer was right, bool `[n]`; None in text_loss.
@@ -135,7 +135,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """What the probe found of a rule in one phase.
+    """Measurements of the probe for a rule in one phase.
 
     Attributes:
       mass_recall: Of each sparse layer; empty if it was not measured.
@@ -295,7 +295,7 @@ def _round(value: Any) -> float | None:
 
 
 def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]:
-    """What the rows of one rule, phase, task and length share."""
+    """Identifies the rows of one rule, phase, task and length."""
     return (rule.policy, rule.preset, rule.variant, rule.density, phase, task, tokens)
 
 

@@ -450,7 +450,7 @@ class _Run:
         )
 
     def _filtered_group(self, samples: list[Sample], wanted: Wanted) -> None:
-        """As `_group`, of the prompts that dense attention answers."""
+        """Measures the rules on those prompts that dense attention answers."""
         task = samples[0].task
         answered = self._file.drawn(task, self._num_tokens) if DENSE not in wanted else None
         if answered is None:
@@ -555,7 +555,7 @@ class _Run:
     def _probe(
         self, samples: list[Sample], rule: Rule, phases: Sequence[str]
     ) -> Mapping[str, Probed]:
-        """What the probe finds on a few of the samples, evenly spread."""
+        """Probes a few of the samples, evenly spread."""
         size = min(self._config.probe_prompts, self._config.prompts)
         count = min(size, len(samples))
         if not count or samples[0].task == "long_decode":
